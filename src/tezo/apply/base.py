@@ -1,0 +1,110 @@
+"""How one parameter is moved: shown to the model perturbed, and stepped for good."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tezo import rounding
+from tezo.directions import Direction, row_tiles
+from tezo.errors import RequestError
+from tezo.params import Target
+from tezo.perturbations import Moment
+from tezo.random import generator
+
+
+class MovingParameter(ABC):
+    """One tuned parameter, W_t.
+
+    A step goes: `begin`, then `shift` to +rho, to -rho, then back to 0, then the update rule's `add_` or
+    `write_`. Between steps the model computes with W_t.
+    """
+
+    writes_weight = True
+    """Whether showing or stepping the parameter changes the stored tensor."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._moment = Moment(0, 0)
+        self._rounding: torch.Generator | None = None
+
+    def begin(self, direction: Direction, moment: Moment) -> None:
+        """Makes ready for a step whose directions share `direction`'s fixed factors."""
+        del direction
+        self._moment = moment
+        self._rounding = None
+
+    @abstractmethod
+    def shift(self, direction: Direction, scale: float) -> None:
+        """Lets the model compute with W_t + scale * Z; scale 0 is W_t itself."""
+
+    @abstractmethod
+    def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
+        """W += alpha * (the point of `direction`'s space with coefficient `delta` at `rows`)."""
+
+    def decay_(self, factor: float) -> None:
+        """Multiplies what is trained by `factor`: here the stored tensor."""
+        self.decay_weight_(factor)
+
+    def state(self) -> dict[str, Tensor]:
+        """What has been trained and is not in the stored tensor."""
+        return {}
+
+    def load_state(self, direction: Direction, state: dict[str, Tensor]) -> None:
+        """Puts `state` back; `direction` has the fixed factors it belongs to."""
+        del direction, state
+
+    def close(self) -> None:
+        """Leaves the module as it was found, but for the trained values in stored tensors."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The stored tensor as a matrix, or a vector."""
+        data = self.target.parameter.data
+        return data if data.ndim == 2 else data.view(self.target.stored_shape)
+
+    def row_tiles(self) -> Iterator[slice]:
+        """The rows of the stored tensor, a tile's worth at a time."""
+        return row_tiles(self.target.stored_shape)
+
+    def write_(self, rows: slice, delta: Tensor, alpha: float) -> None:
+        """Stored tensor[rows] += alpha * delta, without bias below float32."""
+        rounding.add_(self.weight[rows], delta, alpha, self.rounding)
+
+    def decay_weight_(self, factor: float) -> None:
+        """Stored tensor *= factor, without bias below float32."""
+        for rows in self.row_tiles():
+            tile = self.weight[rows]
+            rounding.add_(tile, tile.to(self.target.state_dtype), factor - 1, self.rounding)
+
+    @property
+    def rounding(self) -> torch.Generator:
+        """The step's generator for stochastic rounding."""
+        if self._rounding is None:
+            moment, parameter = self._moment, self.target.parameter
+            self._rounding = generator(
+                parameter.device, seed=moment.seed, step=moment.step, name=self.target.name, role="rounding"
+            )
+        return self._rounding
+
+
+def require_writable(target: Target, reason: str) -> None:
+    """An error where an in-place add to the stored tensor would be refused or lost in silence.
+
+    Quantised and offloaded tensors do either, whatever dtype they report, so this asks for a plain torch
+    tensor and then tries: add to one entry, compare, restore.
+    """
+    data = target.parameter.data
+    plain = type(data) is torch.Tensor and data.is_floating_point() and data.device.type != "meta"
+    if plain and data.numel() > 0:
+        entry = data.view(-1)[:1] if data.is_contiguous() else data[(slice(0, 1),) * data.ndim]
+        before = entry.clone()
+        entry.add_(1 + before.abs())
+        plain = not torch.equal(entry, before)
+        entry.copy_(before)
+    if not plain:
+        raise RequestError(
+            f"{reason} writes to weights, and {target.name} ({type(data).__name__}, {data.dtype}, {data.device}) "
+            "cannot be written in place; use tezo, tezo-m or tezo-cadam on linear layers, or a plain float base."
+        )

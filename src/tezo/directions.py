@@ -1,0 +1,187 @@
+"""What a direction is: a point Z of the space that a perturbation draws from, at unit scale.
+
+Every type is linear in its `coefficient`, the part that changes from step to step; whatever is fixed
+over several steps (the factors) is the rest. Estimates, momenta and accumulated changes are then
+coefficients too, and update rules are written once, on coefficients:
+
+| type      | Z                  | coefficient | fixed        | drawn by            |
+|-----------|--------------------|-------------|--------------|---------------------|
+| `CP`      | U diag(tau) V^T    | tau_R       | u_MR, v_NR   | TeZO                |
+| `LowRank` | U V^T              | u_MR        | v_NR         | LOZO                |
+| `Core`    | U S V^T            | core_RR     | u_MR, v_NR   | SubZO               |
+| `Dense`   | z                  | z itself    | nothing      | MeZO, ZO-AdaMU, 1-D |
+
+Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, B any leading dimensions.
+The scale that gives every entry of Z variance 1 is inside the fixed factors (see `perturbations`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tezo.random import generator
+
+TILE = 1 << 20
+"""Entries of a dense tile: the largest temporary that a dense draw or write makes."""
+
+Tile = tuple[slice, Tensor]
+
+
+def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
+    """Slices of the leading dimension, each of at most `TILE` entries (at least one row).
+
+    They depend on the shape alone, so that a draw made tile by tile is reproducible.
+    """
+    per_row = max(1, int(torch.Size(shape[1:]).numel()))
+    step = max(1, TILE // per_row)
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))
+
+
+class Direction(ABC):
+    """A direction Z for one parameter."""
+
+    @abstractmethod
+    def tiles(self) -> Iterator[Tile]:
+        """The coefficient, in parts: (rows, values), float32 or wider."""
+
+    @abstractmethod
+    def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
+        """Weight += alpha * Z, in place and without building Z."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Direction):
+    """Standard normal noise of the parameter's shape, redrawn from its key whenever it is needed."""
+
+    shape: torch.Size
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    step: int
+    name: str
+    role: str = "z"
+
+    def tiles(self) -> Iterator[Tile]:
+        draw = generator(self.device, seed=self.seed, step=self.step, name=self.name, role=self.role)
+        for rows in row_tiles(self.shape):
+            shape = (rows.stop - rows.start, *self.shape[1:])
+            yield rows, torch.randn(shape, generator=draw, device=self.device, dtype=self.dtype)
+
+    def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
+        for rows, z in self.tiles():
+            weight_MN[rows] += (z * alpha).to(weight_MN.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedFactors(Direction):
+    """A low-rank direction: at least one factor stays fixed from step `born` on."""
+
+    coefficient: Tensor
+    v_NR: Tensor
+    born: int
+
+    def tiles(self) -> Iterator[Tile]:
+        yield slice(None), self.coefficient
+
+    def with_coefficient(self, coefficient: Tensor) -> Self:
+        """The point with another coefficient and the same fixed factors."""
+        return replace(self, coefficient=coefficient)
+
+    def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
+        # W += alpha * left @ right^T
+        left_MR, right_NR = self.factors()
+        weight_MN.addmm_(left_MR.to(weight_MN.dtype), right_NR.to(weight_MN.dtype).T, alpha=alpha)
+
+    @abstractmethod
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(left_MR, right_NR) with Z = left @ right^T."""
+
+    @abstractmethod
+    def linear(self, x_BN: Tensor) -> Tensor:
+        """X Z^T, what a Linear with weight Z puts out: (B, M)."""
+
+    @abstractmethod
+    def linear_transposed(self, x_BM: Tensor) -> Tensor:
+        """X Z, what a Conv1D with weight Z puts out: (B, N)."""
+
+    @abstractmethod
+    def lookup(self, ids_B: Tensor) -> Tensor:
+        """Rows of Z, what an Embedding with weight Z puts out: (B, N)."""
+
+    def carry_over(self, coefficient: Tensor) -> Tensor:
+        """A coefficient of the last step's space, expressed in this one's."""
+        return coefficient
+
+
+@dataclass(frozen=True, kw_only=True)
+class CP(FixedFactors):
+    """Z = U diag(tau) V^T (Eq. 3): the coefficient is tau_R."""
+
+    u_MR: Tensor
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.u_MR * self.coefficient, self.v_NR
+
+    def linear(self, x_BN: Tensor) -> Tensor:
+        return ((x_BN @ self.v_NR) * self.coefficient) @ self.u_MR.T
+
+    def linear_transposed(self, x_BM: Tensor) -> Tensor:
+        return ((x_BM @ self.u_MR) * self.coefficient) @ self.v_NR.T
+
+    def lookup(self, ids_B: Tensor) -> Tensor:
+        return (self.u_MR[ids_B] * self.coefficient) @ self.v_NR.T
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(FixedFactors):
+    """Z = U V^T with V fixed over an interval: the coefficient is u_MR.
+
+    On the first step of an interval, `previous_v_NR` is the V of the interval before, and `gram` the
+    diagonal that V^T V has in expectation; together they carry a momentum over.
+    """
+
+    previous_v_NR: Tensor | None
+    gram: float
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.coefficient, self.v_NR
+
+    def linear(self, x_BN: Tensor) -> Tensor:
+        return (x_BN @ self.v_NR) @ self.coefficient.T
+
+    def linear_transposed(self, x_BM: Tensor) -> Tensor:
+        return (x_BM @ self.coefficient) @ self.v_NR.T
+
+    def lookup(self, ids_B: Tensor) -> Tensor:
+        return self.coefficient[ids_B] @ self.v_NR.T
+
+    def carry_over(self, coefficient: Tensor) -> Tensor:
+        if self.previous_v_NR is None:
+            return coefficient
+        # M <- M V_old^T V_new / E[V^T V]
+        overlap_RR = self.previous_v_NR.T.to(coefficient.dtype) @ self.v_NR.to(coefficient.dtype)
+        return coefficient @ overlap_RR / self.gram
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core(FixedFactors):
+    """Z = U S V^T with U and V fixed over an interval: the coefficient is core_RR."""
+
+    u_MR: Tensor
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.u_MR @ self.coefficient.to(self.u_MR.dtype), self.v_NR
+
+    def linear(self, x_BN: Tensor) -> Tensor:
+        return (x_BN @ self.v_NR) @ self.coefficient.T @ self.u_MR.T
+
+    def linear_transposed(self, x_BM: Tensor) -> Tensor:
+        return (x_BM @ self.u_MR) @ self.coefficient @ self.v_NR.T
+
+    def lookup(self, ids_B: Tensor) -> Tensor:
+        return self.u_MR[ids_B] @ self.coefficient @ self.v_NR.T

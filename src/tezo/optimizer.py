@@ -1,0 +1,273 @@
+"""The torch.optim face: `loss = optimizer.step(closure)`, with no backward pass."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from tezo.apply import InForward, MovingParameter, moving_parameter, require_writable
+from tezo.errors import NonFiniteLossError, RequestError
+from tezo.params import ALL_LINEAR, Target, select_targets
+from tezo.perturbations import Moment, Perturbation
+from tezo.spsa import Closure, Estimate, Probe, two_point
+from tezo.updates import State, Update
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What the last step measured and did.
+
+    Attributes:
+        step: its number, from 0.
+        probes: one for each direction.
+        lr: the learning rate it was taken with.
+    """
+
+    step: int
+    probes: tuple[Probe, ...]
+    lr: float
+
+    @property
+    def loss(self) -> float:
+        """Mean of all evaluations: the loss at W_t, up to terms in rho squared."""
+        return sum(p.loss_plus + p.loss_minus for p in self.probes) / (2 * len(self.probes))
+
+    @property
+    def projected_grads(self) -> tuple[float, ...]:
+        """Kappa of each direction."""
+        return tuple(probe.projected_grad for probe in self.probes)
+
+
+class ZerothOrderOptimizer(torch.optim.Optimizer):
+    """A perturbation and an update rule, put together over the parameters of a model.
+
+    `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z
+    along each, and steps along the average of kappa Z. The closure runs forward passes only and returns
+    any scalar; the model is in evaluation mode during the step, so that both evaluations see one function.
+    Learning-rate schedulers of torch work on it. Between steps the model computes with the tuned
+    parameters, by forward hooks where nothing is written; `merge()` writes them into the weights.
+
+    Args:
+        model: to be tuned, already on its device and in its dtype.
+        perturbation: draws directions.
+        update: steps along estimates; must take the perturbation's type of direction.
+        lr: learning rate.
+        rho: perturbation scale (the paper's perturbation rate).
+        weight_decay: decoupled: what the method trains is multiplied by 1 - lr * weight_decay each step.
+            That is the weight where the method writes weights, and the change (c, A or S) where it keeps
+            factors beside them. 1-D parameters are not decayed.
+        num_directions: directions averaged in a step, at two evaluations each.
+        targets: patterns that choose the parameters, see `tezo.params.select_targets`.
+        seed: of every draw.
+        in_forward: False moves low-rank directions in place too, as published code does (for comparison).
+
+    Raises:
+        RequestError: a setting is out of range, or the targets cannot be moved this way.
+        NonFiniteLossError: from `step`; the parameters are as before the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        perturbation: Perturbation,
+        update: Update,
+        *,
+        lr: float,
+        rho: float = 1e-3,
+        weight_decay: float = 0.0,
+        num_directions: int = 1,
+        targets: Sequence[str] = (ALL_LINEAR,),
+        seed: int = 0,
+        in_forward: bool = True,
+    ) -> None:
+        _check_settings(lr, rho, weight_decay, num_directions, perturbation)
+        self.model = model
+        self.perturbation = perturbation
+        self.update = update
+        self.rho = rho
+        self.num_directions = num_directions
+        self.seed = seed
+        self.num_steps = 0
+        self.last_step: StepRecord | None = None
+        self.targets = select_targets(model, targets)
+        self._update_state: dict[str, State] = {}
+        perturbation.prepare(self.targets)
+        self.moving = {target.name: self._moving(target, in_forward) for target in self.targets}
+        super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
+
+    def _moving(self, target: Target, in_forward: bool) -> MovingParameter:
+        direction = self.perturbation.direction(target, Moment(self.seed, 0), {})
+        if not isinstance(direction, self.update.takes):
+            taken = ", ".join(kind.__name__ for kind in self.update.takes)
+            raise RequestError(
+                f"{type(self.update).__name__} takes directions of type {taken}; "
+                f"{type(self.perturbation).__name__} draws {type(direction).__name__} for {target.name}."
+            )
+        if self.update.writes_weight:
+            require_writable(target, type(self.update).__name__)
+        return moving_parameter(target, direction, in_forward=in_forward)
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+    @overload
+    def step(self, closure: Closure) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> float | None:
+        """One step; returns the mean of its losses.
+
+        Args:
+            closure: evaluates the objective on this step's batch. It is called twice for every direction.
+        """
+        if closure is None:
+            raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
+        with evaluation_mode(self.model):
+            estimates, record = self._estimate(closure)
+        for name, moving in self.moving.items():
+            self._apply(moving, estimates[name], record.lr)
+        self.last_step = record
+        self.num_steps += 1
+        return record.loss
+
+    def _estimate(self, closure: Closure) -> tuple[dict[str, Estimate], StepRecord]:
+        moments = [Moment(self.seed, self.num_steps, index) for index in range(self.num_directions)]
+        drawn = {
+            name: [self.perturbation.direction(moving.target, m, self._update_state.get(name, {})) for m in moments]
+            for name, moving in self.moving.items()
+        }
+        for name, moving in self.moving.items():
+            moving.begin(drawn[name][0], moments[0])
+        probes = tuple(self._probe(closure, drawn, index) for index in range(self.num_directions))
+        record = StepRecord(self.num_steps, probes, float(self.param_groups[0]["lr"]))
+        estimates = {name: Estimate(drawn[name], record.projected_grads, self.num_steps) for name in drawn}
+        return estimates, record
+
+    def _probe(self, closure: Closure, drawn: dict[str, list[Any]], index: int) -> Probe:
+        def shift(scale: float) -> None:
+            for name, moving in self.moving.items():
+                moving.shift(drawn[name][index], scale)
+
+        probe = two_point(closure, shift, self.rho)
+        if not probe.is_finite:
+            last = self.last_step.loss if self.last_step is not None else None
+            bad = probe.loss_minus if math.isfinite(probe.loss_plus) else probe.loss_plus
+            raise NonFiniteLossError(self.num_steps, bad, last)
+        return probe
+
+    def _apply(self, moving: MovingParameter, estimate: Estimate, lr: float) -> None:
+        name = moving.target.name
+        if name not in self._update_state:
+            self._update_state[name] = self.update.init(estimate, moving)
+        weight_decay = float(self.param_groups[0]["weight_decay"])
+        if weight_decay and moving.target.is_matrix:
+            decay = moving.decay_weight_ if self.update.writes_weight else moving.decay_
+            decay(1 - lr * weight_decay)
+        self.update.step(moving, estimate, self._update_state[name], lr)
+
+    @property
+    def num_forward_passes(self) -> int:
+        """Evaluations of the closure so far."""
+        return 2 * self.num_directions * self.num_steps
+
+    @torch.no_grad()
+    def merge(self) -> nn.Module:
+        """Writes what was trained in the forward pass into the weights, removes the hooks, returns the model."""
+        for moving in self.moving.values():
+            if isinstance(moving, InForward):
+                moving.fold()
+        self.close()
+        return self.model
+
+    def close(self) -> None:
+        """Removes the hooks: parameters moved in the forward pass are the base's again."""
+        for moving in self.moving.values():
+            moving.close()
+
+    def writes(self, moving: MovingParameter) -> bool:
+        """Whether this method ever changes the stored tensor of a parameter."""
+        return moving.writes_weight or self.update.writes_weight or self.perturbation.refreshes
+
+    def tuned_state(self) -> dict[str, Tensor]:
+        """Copies, on the CPU, of all that training changes: coefficients, and weights where they are written."""
+        tuned: dict[str, Tensor] = {}
+        for name, moving in self.moving.items():
+            if self.writes(moving):
+                tuned[f"{name}/weight"] = moving.weight.detach().cpu().clone()
+            for key, value in moving.state().items():
+                tuned[f"{name}/{key}"] = value.detach().cpu().clone()
+        return tuned
+
+    @torch.no_grad()
+    def load_tuned_state(self, tuned: dict[str, Tensor], num_steps: int) -> None:
+        """Puts a `tuned_state` taken after `num_steps` steps back."""
+        for name, moving in self.moving.items():
+            if f"{name}/weight" in tuned:
+                moving.weight.copy_(tuned[f"{name}/weight"])
+            moment = Moment(self.seed, max(0, num_steps - 1))
+            direction = self.perturbation.direction(moving.target, moment, self._update_state.get(name, {}))
+            mine = {key.removeprefix(f"{name}/"): value for key, value in tuned.items() if key.startswith(f"{name}/")}
+            moving.load_state(direction, mine)
+
+    def state_dict(self) -> dict[str, Any]:
+        """param_groups as torch has them; everything else by parameter name, in its own dtype.
+
+        The weights themselves are the model's, except where the method keeps its change beside them.
+        """
+        change = {name: dict(moving.state()) for name, moving in self.moving.items()}
+        return {
+            "param_groups": super().state_dict()["param_groups"],
+            "num_steps": self.num_steps,
+            "seed": self.seed,
+            "change": change,
+            "update": {name: dict(state) for name, state in self._update_state.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Puts a `state_dict` back; torch's own would cast float32 state to a bf16 parameter's dtype."""
+        names = set(state_dict["change"])
+        if names != set(self.moving):
+            odd = sorted(names ^ set(self.moving))[0]
+            raise RequestError(f"state_dict: it tunes other parameters than this optimizer, {odd} for one.")
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        self.num_steps, self.seed = state_dict["num_steps"], state_dict["seed"]
+        moment = Moment(self.seed, max(0, self.num_steps - 1))
+        for name, moving in self.moving.items():
+            device = moving.target.parameter.device
+            saved_state = state_dict["update"].get(name)
+            if saved_state is not None:
+                self._update_state[name] = {key: value.to(device).clone() for key, value in saved_state.items()}
+            direction = self.perturbation.direction(moving.target, moment, self._update_state.get(name, {}))
+            moving.load_state(direction, state_dict["change"][name])
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The model in `eval()`, and back in `train()` afterwards if it was."""
+    was_training = [module for module in model.modules() if module.training]
+    for module in was_training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in was_training:
+            module.training = True
+
+
+def _check_settings(
+    lr: float, rho: float, weight_decay: float, num_directions: int, perturbation: Perturbation
+) -> None:
+    if not lr >= 0:
+        raise RequestError(f"method.lr is {lr}; it must not be negative.")
+    if not rho > 0:
+        raise RequestError(f"method.rho is {rho}; it must be positive.")
+    if not weight_decay >= 0:
+        raise RequestError(f"method.weight_decay is {weight_decay}; it must not be negative.")
+    if num_directions < 1:
+        raise RequestError(f"method.num_directions is {num_directions}; it must be at least 1.")
+    if num_directions > 1 and perturbation.single_direction:
+        raise RequestError(f"method.num_directions is {num_directions}; this method is defined for 1 only.")

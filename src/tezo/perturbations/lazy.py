@@ -1,0 +1,45 @@
+"""LOZO's perturbation: one factor fresh every step, the other kept over an interval."""
+
+from torch import Tensor
+
+from tezo.directions import LowRank
+from tezo.params import Target
+from tezo.perturbations.base import LowRankPerturbation, Moment, Scale, check_interval
+from tezo.random import normal
+from tezo.rank import RankRule
+
+
+class Lazy(LowRankPerturbation):
+    """Z_t = U_t V_k^T: u_MR drawn every step, v_NR every `lazy_update_interval` steps.
+
+    Unit scale: V carries r^(-1/2).
+    """
+
+    refreshes = True
+
+    def __init__(self, rank: RankRule, scale: Scale, lazy_update_interval: int) -> None:
+        super().__init__(rank, scale)
+        check_interval(lazy_update_interval)
+        self.interval = lazy_update_interval
+
+    def matrix_direction(self, target: Target, moment: Moment) -> LowRank:
+        born = moment.step - moment.step % self.interval
+        refreshed = born == moment.step and born > 0
+        previous_v_NR = self.factors(target, moment.seed, born - self.interval)["v"] if refreshed else None
+        rows, columns = target.matrix_shape
+        rank = self._ranks[target.name]
+        return LowRank(
+            coefficient=self.coefficient((rows, rank), target, moment, "u"),
+            v_NR=self.factors(target, moment.seed, born)["v"],
+            born=born,
+            previous_v_NR=previous_v_NR,
+            gram=columns * self._factor(rank) ** 2,
+        )
+
+    def draw_factors(self, target: Target, seed: int, born: int) -> dict[str, Tensor]:
+        columns, rank = target.matrix_shape[1], self._ranks[target.name]
+        v_NR = normal((columns, rank), seed=seed, step=born, name=target.name, role="v")
+        return {"v": v_NR * self._factor(rank)}
+
+    def _factor(self, rank: int) -> float:
+        return 1.0 if self.scale == "raw" else float(rank**-0.5)

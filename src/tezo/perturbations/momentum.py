@@ -1,0 +1,87 @@
+"""ZO-AdaMU's perturbation: noise mixed with the momentum of earlier noise."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tezo.directions import Dense, Tile
+from tezo.params import Target
+from tezo.perturbations.base import Moment, Perturbation, dense
+from tezo.random import generator
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """alpha, beta1 and beta2 of ZO-AdaMU at a step: 1 at first, then a cosine down to a final value.
+
+    A coefficient with final value b and exponent phi is, at step t,
+
+        1                                                              for t < start,
+        b + (1 - b) (1 + cos(pi ((t - start) / (stop - start))^phi)) / 2   up to stop,
+        b                                                              after it.
+
+    The defaults are the paper's numbers. The layout of the exponent in its Eq. 7 cannot be read with
+    certainty, and its text and Eq. 7 disagree on the final values; this is our reading of them.
+    """
+
+    start: int = 1024
+    stop: int = 16000
+    alpha: tuple[float, float] = (0.5, 1.0)
+    beta1: tuple[float, float] = (0.9, 0.1)
+    beta2: tuple[float, float] = (0.01, 1.5)
+
+    def at(self, step: int) -> tuple[float, float, float]:
+        """(alpha, beta1, beta2) at `step`."""
+        a, b, c = (self._value(step, *pair) for pair in (self.alpha, self.beta1, self.beta2))
+        return a, b, c
+
+    def _value(self, step: int, final: float, exponent: float) -> float:
+        if step < self.start:
+            return 1.0
+        if step >= self.stop:
+            return final
+        part = (step - self.start) / (self.stop - self.start)
+        return final + (1 - final) * (1 + math.cos(math.pi * part**exponent)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumNoise(Dense):
+    """z = beta1 z1 + (1 - beta1) z2 with z1 ~ N(0, alpha) and z2 ~ N(m, 1 - alpha), entry by entry.
+
+    `history` is m, the z of the step before (None: zero).
+    """
+
+    alpha: float
+    beta1: float
+    beta2: float
+    history: Tensor | None
+
+    def tiles(self) -> Iterator[Tile]:
+        for rows, z1, z2 in self.parts():
+            yield rows, self.beta1 * z1 + (1 - self.beta1) * z2
+
+    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(rows, z1, z2), tile by tile."""
+        draw = generator(self.device, seed=self.seed, step=self.step, name=self.name, role=self.role + ".history")
+        for rows, noise in super().tiles():
+            other = torch.randn(noise.shape, generator=draw, device=self.device, dtype=self.dtype)
+            mean = 0.0 if self.history is None else self.history[rows].to(self.dtype)
+            yield rows, noise * math.sqrt(self.alpha), mean + other * math.sqrt(1 - self.alpha)
+
+
+class SimulatedMomentum(Perturbation):
+    """Draws `MomentumNoise` around the "exp_avg" that the update rule keeps."""
+
+    single_direction = True
+
+    def __init__(self, annealing: Annealing) -> None:
+        self.annealing = annealing
+
+    def direction(self, target: Target, moment: Moment, state: Mapping[str, Tensor]) -> MomentumNoise:
+        alpha, beta1, beta2 = self.annealing.at(moment.step)
+        return MomentumNoise(
+            **vars(dense(target, moment)), alpha=alpha, beta1=beta1, beta2=beta2, history=state.get("exp_avg")
+        )

@@ -1,0 +1,45 @@
+"""SubZO's perturbation: an r x r core between two orthonormal factors."""
+
+import torch
+from torch import Tensor
+
+from tezo.directions import Core
+from tezo.params import Target
+from tezo.perturbations.base import LowRankPerturbation, Moment, Scale, check_interval
+from tezo.random import normal
+from tezo.rank import RankRule
+
+
+class Subspace(LowRankPerturbation):
+    """Z_t = U_k S_t V_k^T: core_RR standard normal every step, U and V orthonormal for an interval.
+
+    Unit scale: U carries (m/r)^(1/2) and V (n/r)^(1/2), together the published sqrt(m n)/r.
+    """
+
+    refreshes = True
+
+    def __init__(self, rank: RankRule, scale: Scale, lazy_update_interval: int) -> None:
+        super().__init__(rank, scale)
+        check_interval(lazy_update_interval)
+        self.interval = lazy_update_interval
+
+    def matrix_direction(self, target: Target, moment: Moment) -> Core:
+        born = moment.step - moment.step % self.interval
+        factors = self.factors(target, moment.seed, born)
+        rank = self._ranks[target.name]
+        core_RR = self.coefficient((rank, rank), target, moment, "core")
+        return Core(coefficient=core_RR, u_MR=factors["u"], v_NR=factors["v"], born=born)
+
+    def draw_factors(self, target: Target, seed: int, born: int) -> dict[str, Tensor]:
+        rank = self._ranks[target.name]
+        drawn = {}
+        for role, size in zip("uv", target.matrix_shape, strict=True):
+            q = orthonormal(normal((size, rank), seed=seed, step=born, name=target.name, role=role))
+            drawn[role] = q if self.scale == "raw" else q * (size / rank) ** 0.5
+        return drawn
+
+
+def orthonormal(gaussian: Tensor) -> Tensor:
+    """The Q of a QR decomposition with R's diagonal positive, so that it does not depend on the library."""
+    q, r = torch.linalg.qr(gaussian)
+    return q * torch.sign(torch.diagonal(r))

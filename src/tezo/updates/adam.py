@@ -1,0 +1,86 @@
+"""Adam on coefficients, and TeZO-Adam's form of it on the matrix they stand for."""
+
+import torch
+from torch import Tensor
+
+from tezo.apply import MovingParameter
+from tezo.directions import CP, Core, Dense, Direction
+from tezo.spsa import Estimate
+from tezo.updates.base import State, Update, zeros_like_coefficient
+
+
+class Adam(Update):
+    """Adam, entry by entry, on the coefficient of the estimate g:
+
+        m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2,   W -= lr * m / sqrt(v + eps).
+
+    On a dense direction this is Adam on the weight; on a CP direction, on the temporal coefficients.
+
+    Args:
+        betas: (beta1, beta2).
+        eps: smoothing term.
+        eps_in_sqrt: m / sqrt(v + eps), as Algorithm 1 has it; False: m / (sqrt(v) + eps), as torch has it.
+        bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, as torch does and Algorithm 1 does not.
+    """
+
+    takes: tuple[type[Direction], ...] = (Dense, CP, Core)
+
+    def __init__(self, betas: tuple[float, float], eps: float, *, eps_in_sqrt: bool, bias_correction: bool) -> None:
+        self.betas = betas
+        self.eps = eps
+        self.eps_in_sqrt = eps_in_sqrt
+        self.bias_correction = bias_correction
+
+    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+        return {name: zeros_like_coefficient(estimate, moving) for name in ("exp_avg", "exp_avg_sq")}
+
+    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+        for rows, grad in estimate.tiles():
+            exp_avg, exp_avg_sq = state["exp_avg"][rows], state["exp_avg_sq"][rows]
+            self.average_(exp_avg, exp_avg_sq, grad)
+            moving.add_(estimate.direction, rows, self.ratio(exp_avg, exp_avg_sq, estimate.step), -lr)
+
+    def average_(self, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
+        """Takes `grad` into both moments, in place."""
+        beta1, beta2 = self.betas
+        exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+    def ratio(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
+        """M / sqrt(v), smoothed and corrected as configured."""
+        if self.bias_correction:
+            beta1, beta2 = self.betas
+            exp_avg = exp_avg / (1 - beta1 ** (step + 1))
+            exp_avg_sq = exp_avg_sq / (1 - beta2 ** (step + 1))
+        if self.eps_in_sqrt:
+            return exp_avg / torch.sqrt(exp_avg_sq + self.eps)
+        return exp_avg / (torch.sqrt(exp_avg_sq) + self.eps)
+
+
+class FactoredAdam(Adam):
+    """TeZO-Adam (Algorithm 1, Eq. 8): both moments kept as temporal factors, r numbers each, and merged
+
+        M = sum_s tau_M,s u_s v_s^T,   V = sum_s tau_V,s u_s^2 (v_s^2)^T,   W -= lr * M / sqrt(V + eps).
+
+    The division is entry by entry, so the step is dense: one pass over the weight, tile by tile. 1-D
+    parameters, whose directions are dense, take plain Adam steps of the same form.
+    """
+
+    takes: tuple[type[Direction], ...] = (Dense, CP)
+    writes_weight = True
+
+    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+        point = estimate.direction
+        if not isinstance(point, CP):
+            super().step(moving, estimate, state, lr)
+            return
+        tau_exp_avg, tau_exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        for _, grad in estimate.tiles():
+            self.average_(tau_exp_avg, tau_exp_avg_sq, grad)
+        dtype = tau_exp_avg.dtype
+        u_MR, v_NR = point.u_MR.to(dtype), point.v_NR.to(dtype)
+        v_squared_NR = v_NR.square()
+        for rows in moving.row_tiles():
+            m = (u_MR[rows] * tau_exp_avg) @ v_NR.T
+            v = (u_MR[rows].square() * tau_exp_avg_sq) @ v_squared_NR.T
+            moving.write_(rows, self.ratio(m, v, estimate.step), -lr)

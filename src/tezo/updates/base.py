@@ -1,0 +1,40 @@
+"""What an update rule is: it steps one parameter along an estimate of its gradient."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from tezo.apply import MovingParameter
+from tezo.directions import Direction, FixedFactors
+from tezo.spsa import Estimate
+
+State = dict[str, Tensor]
+
+
+class Update(ABC):
+    """A rule for stepping along estimates.
+
+    Attributes:
+        takes: the types of direction it is defined for; the optimizer refuses the others at once.
+        writes_weight: whether it writes stored tensors even of parameters that move in the forward pass.
+    """
+
+    takes: tuple[type[Direction], ...] = (Direction,)
+    writes_weight = False
+
+    @abstractmethod
+    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+        """The state before the first step."""
+
+    @abstractmethod
+    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+        """W_t -> W_t+1; `state` is changed in place."""
+
+
+def zeros_like_coefficient(estimate: Estimate, moving: MovingParameter) -> Tensor:
+    """Zeros of the shape, dtype and device of the estimate's coefficient."""
+    direction, target = estimate.direction, moving.target
+    if isinstance(direction, FixedFactors):
+        return torch.zeros_like(direction.coefficient)
+    return torch.zeros(target.stored_shape, dtype=target.state_dtype, device=target.parameter.device)
