@@ -101,6 +101,10 @@ class FixedFactors(Direction):
     def factors(self) -> tuple[Tensor, Tensor]:
         """(left_MR, right_NR) with Z = left @ right^T."""
 
+    def split_factors(self) -> tuple[Tensor, Tensor]:
+        """`factors`, with the coefficient's size shared out between them where that can be done."""
+        return self.factors()
+
     @abstractmethod
     def linear(self, x_BN: Tensor) -> Tensor:
         """X Z^T, what a Linear with weight Z puts out: (B, M)."""
@@ -126,6 +130,10 @@ class CP(FixedFactors):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.u_MR * self.coefficient, self.v_NR
+
+    def split_factors(self) -> tuple[Tensor, Tensor]:
+        root = self.coefficient.abs().sqrt()
+        return self.u_MR * (root * self.coefficient.sign()), self.v_NR * root
 
     def linear(self, x_BN: Tensor) -> Tensor:
         return ((x_BN @ self.v_NR) * self.coefficient) @ self.u_MR.T

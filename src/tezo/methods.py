@@ -313,6 +313,12 @@ class Method:
         }
         return own | {name: kind for name, kind in Common.__annotations__.items() if name != "seed"}
 
+    def defaults(self) -> dict[str, Any]:
+        """Option -> default, in the order of `options`."""
+        shared = inspect.signature(ZerothOrderOptimizer.__init__).parameters
+        own = inspect.signature(self.build).parameters
+        return {name: (own if name in own else shared)[name].default for name in self.options()}
+
 
 METHODS: dict[str, Method] = {
     method.name: method

@@ -95,9 +95,8 @@ _LAYOUTS: tuple[tuple[type[nn.Module], Layout], ...] = (
 )
 
 
-def _layout(module: nn.Module, attribute: str) -> Layout | None:
-    if attribute != "weight":
-        return None
+def layout_of(module: nn.Module) -> Layout | None:
+    """How a module uses its `weight`; None where it is not of a kind we know."""
     for known, layout in _LAYOUTS:
         if isinstance(module, known) and type(module).forward is known.forward:
             return layout
@@ -109,7 +108,7 @@ def find_targets(model: nn.Module) -> list[Target]:
     sites: dict[int, list[Site]] = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
-            site = Site(module_name, module, _layout(module, attribute))
+            site = Site(module_name, module, layout_of(module) if attribute == "weight" else None)
             sites.setdefault(id(parameter), []).append(site)
     return [
         Target(name, parameter, tuple(sites[id(parameter)]))

@@ -124,7 +124,7 @@ def block_of(name: str) -> str:
 def content_hash(weight: Tensor) -> str:
     """SHA-256 of a tensor's dtype, shape and values."""
     digest = hashlib.sha256(f"{weight.dtype}{tuple(weight.shape)}".encode())
-    digest.update(weight.contiguous().cpu().view(torch.uint8).numpy())
+    digest.update(weight.contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -156,6 +156,6 @@ class CountStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
                 json.dump(self.counts, file)
-            os.replace(file.name, self.path)
+            Path(file.name).replace(self.path)
         except OSError:
             pass

@@ -55,7 +55,7 @@ class MovingParameter(ABC):
         """Puts `state` back; `direction` has the fixed factors it belongs to."""
         del direction, state
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - nothing to undo, unless a subclass does something
         """Leaves the module as it was found, but for the trained values in stored tensors."""
 
     @property

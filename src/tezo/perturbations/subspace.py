@@ -42,4 +42,5 @@ class Subspace(LowRankPerturbation):
 def orthonormal(gaussian: Tensor) -> Tensor:
     """The Q of a QR decomposition with R's diagonal positive, so that it does not depend on the library."""
     q, r = torch.linalg.qr(gaussian)
-    return q * torch.sign(torch.diagonal(r))
+    signed: Tensor = q * torch.sign(torch.diagonal(r))
+    return signed

@@ -1,0 +1,1 @@
+"""The command line: one file a command. Nothing here imports torch before a command runs."""

@@ -1,0 +1,45 @@
+"""What commands share."""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+
+@dataclass
+class Options:
+    """Options of the program, before the command."""
+
+    debug: bool = False
+
+
+options = Options()
+
+SetOption = typer.Option([], "--set", metavar="KEY=VALUE", help="Any key of a recipe, such as method.lr=1e-4.")
+JsonOption = typer.Option(False, "--json", help="Print JSON, for programs.")
+
+
+def quiet_libraries() -> None:
+    """Keeps transformers' and datasets' own bars and advice off the screen; errors still come through."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def percent(value: float) -> str:
+    """0.512 -> 51.2 %."""
+    return f"{100 * value:.1f} %"
+
+
+def readable(metric: str, value: float) -> str:
+    """A metric's value for people."""
+    return f"{value:.4f}" if metric == "loss" else percent(value)

@@ -1,0 +1,52 @@
+"""`tezo export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tezo.cli.common import quiet_libraries
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("export")(export)
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    output: Annotated[Path, typer.Option(help="Folder to write, new.")],
+    form: Annotated[str, typer.Option("--format", help="lora or merged.")] = "lora",
+) -> None:
+    """Write a run's result elsewhere: its LoRA adapter, or the whole model with everything merged in."""
+    from tezo.errors import RequestError
+
+    quiet_libraries()
+    from tezo.cli.runs import is_run, run_config
+    from tezo.export import load_adapter, merge_adapter, save_adapter, save_model
+    from tezo.job import load
+    from tezo.models import load_model
+
+    if not is_run(run):
+        raise RequestError(f"{run} is not a run folder (it has no config.yaml); give one that tezo train made.")
+    if output.exists() and any(output.iterdir()):
+        raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
+    if form not in ("lora", "merged"):
+        raise RequestError(f"format is {form!r}; it must be lora or merged.")
+    folder = Path(run)
+    config = run_config(run, [])
+    if not (folder / "adapter").is_dir():
+        if form == "lora":
+            raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
+        loaded = load_model(str(folder / "model"), kind=config.model.kind, dtype=config.model.dtype)
+        save_model(loaded.model, loaded.tokenizer, output)
+    else:
+        loaded = load(config)
+        adapter = load_adapter(folder / "adapter")
+        if form == "lora":
+            save_adapter(adapter, output, model=loaded.model, base=config.model.name, kind=loaded.kind)
+            print(f"vLLM: --max-lora-rank {adapter.rank} or the next that it allows")
+        else:
+            merge_adapter(loaded.model, adapter)
+            save_model(loaded.model, loaded.tokenizer, output)
+    print(f"{form}: {output}")

@@ -1,0 +1,40 @@
+"""`tezo`: collects the commands, and turns errors into sentences and exit codes."""
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from tezo.cli import doctor, evaluate, export, methods, predict, train
+from tezo.cli.common import options
+from tezo.errors import TezoError
+
+app = typer.Typer(
+    help="Fine-tune language models by forward passes alone.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (train, evaluate, predict, export, methods, doctor):
+    command.register(app)
+
+
+@app.callback()
+def _global(debug: bool = typer.Option(False, "--debug", help="Show a traceback with an error.")) -> None:
+    options.debug = debug
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line. Exit codes: 0; 1, the run failed; 2, the request was wrong."""
+    try:
+        app(args=arguments)
+    except TezoError as error:
+        if options.debug or "--debug" in (sys.argv if arguments is None else arguments):
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        raise SystemExit(1) from None

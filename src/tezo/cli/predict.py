@@ -1,0 +1,58 @@
+"""`tezo predict`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tezo.cli.common import SetOption, quiet_libraries
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("predict")(predict)
+
+
+def predict(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    source: Annotated[str, typer.Option("--input", help="Rows to answer; an answer in them is not needed.")],
+    output: Annotated[Path, typer.Option(help="JSONL file to write: each row with its `prediction`.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer of free text.")] = 64,
+    settings: list[str] = SetOption,
+) -> None:
+    """Answer new rows with a tuned model."""
+    from tezo.config import parse_setting
+    from tezo.errors import RequestError
+
+    quiet_libraries()
+    from tezo.cli.runs import is_run, open_model, run_config
+    from tezo.evaluate import predict as answer
+    from tezo.job import cut_notices, make_format, options_of
+    from tezo.objectives import objective_for
+    from tezo.tasks import read_rows
+
+    if not is_run(run):
+        raise RequestError(f"{run} is not a run folder (it has no config.yaml); give one that tezo train made.")
+    if output.exists():
+        raise RequestError(f"output: {output} exists; give another --output, or delete it first.")
+    config = run_config(run, [parse_setting(text) for text in settings])
+    rows = read_rows(source, key="input")
+    loaded = open_model(run, config)
+    form = make_format(config, loaded, rows)
+    room = loaded.max_length - (0 if form.labels else max_new_tokens)
+    if room < 1:
+        raise RequestError(
+            f"max_new_tokens is {max_new_tokens}, but the model takes {loaded.max_length} tokens in all."
+        )
+    objective = objective_for(loaded, options_of(form), min(config.data.max_length or room, room))
+    encoded = [objective.encode(form.example(row, answered=False)) for row in rows]
+    for notice in cut_notices(objective):
+        typer.echo(f"note: {notice}", err=True)
+    answers = answer(loaded.model, objective, encoded, config.train.eval_batch_size, max_new_tokens)
+    named = [form.labels[a] if isinstance(a, int) else a for a in answers]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", encoding="utf-8") as file:
+        for row, prediction in zip(rows, named, strict=True):
+            file.write(json.dumps({**row.fields, "prediction": prediction}, ensure_ascii=False, default=str) + "\n")
+    print(f"{len(rows)} answers: {output}")

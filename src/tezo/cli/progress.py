@@ -1,0 +1,63 @@
+"""A run on the screen: what it will do, a bar, evaluations as they come."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tezo.cli.common import readable
+from tezo.evaluate import Metrics
+from tezo.job import Job
+from tezo.runs import Progress as StepProgress
+from tezo.runs import Silent, plan
+
+
+class Screen(Silent):
+    """Prints to standard error, so that standard output keeps to results."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.bar = Progress(
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+
+    def started(self, job: Job) -> None:
+        for line in _opening(job):
+            self.console.print(line, markup=False)
+        self.task = self.bar.add_task("", total=job.config.train.steps, figures="")
+        self.bar.start()
+
+    def stepped(self, progress: StepProgress) -> None:
+        record = progress.record
+        kappa = sum(abs(k) for k in record.projected_grads) / len(record.projected_grads)
+        rate = (record.step + 1) / max(progress.seconds, 1e-9)
+        figures = f"loss {record.loss:.4f}  |kappa| {kappa:.3g}  {rate:.2f} steps/s  {progress.memory / 2**20:.0f} MiB"
+        self.bar.update(self.task, completed=record.step + 1, figures=figures)
+
+    def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
+        figures = "  ".join(f"{name} {readable(name, value)}" for name, value in metrics.items())
+        self.bar.console.print(f"  step {step:>6}  {split:<5} {figures}", markup=False)
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        del summary
+        self.bar.stop()
+
+
+def _opening(job: Job) -> list[str]:
+    rows = plan(job.model, job.optimizer)
+    trained = [row for row in rows if row["trained"]]
+    ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})
+    span = "" if not ranks else f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
+    moved = sorted({row["moved"] for row in trained})
+    model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
+    lines = [
+        f"{job.config.method.name} on {model}",
+        f"{len(trained)} of {len(rows)} parameters are trained{span}, moved {' and '.join(moved)}",
+        f"{len(job.train)} training rows, {len(job.dev)} dev, {len(job.test)} test",
+    ]
+    return lines + [f"note: {notice}" for notice in job.notices]

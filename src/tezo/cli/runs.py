@@ -1,0 +1,43 @@
+"""A run or a base model, opened for evaluation or prediction."""
+
+from pathlib import Path
+from typing import Any
+
+from tezo.config import Config, parse_config, read_config
+from tezo.errors import RequestError
+from tezo.export import attach_adapter, load_adapter
+from tezo.job import load
+from tezo.models import LoadedModel
+
+
+def is_run(name: str) -> bool:
+    """Whether `name` is a run folder."""
+    return (Path(name) / "config.yaml").is_file()
+
+
+def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
+    """The configuration of a run folder, or one made for a base model, with settings laid over it."""
+    if is_run(name):
+        return read_config(Path(name) / "config.yaml", settings)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise RequestError(f"{name} is neither a run folder (no config.yaml) nor a model (no config.json).")
+    tree: dict[str, Any] = {"model": {"name": name}, "data": {"train": "-"}}
+    for key, value in settings:
+        section, _, rest = key.partition(".")
+        tree.setdefault(section, {})[rest] = value
+    return parse_config(tree)
+
+
+def open_model(name: str, config: Config) -> LoadedModel:
+    """The tuned model of a run folder (the base with its adapter, or the saved model), or a base model."""
+    folder = Path(name)
+    if not is_run(name):
+        return load(config)
+    if (folder / "adapter").is_dir():
+        loaded = load(config)
+        attach_adapter(loaded.model, load_adapter(folder / "adapter"))
+        return loaded
+    if (folder / "model").is_dir():
+        settings = [("model.name", str(folder / "model")), ("model.dtype", config.model.dtype)]
+        return load(read_config(folder / "config.yaml", settings))
+    raise RequestError(f"{name} has neither adapter/ nor model/: the run did not end; train again.")

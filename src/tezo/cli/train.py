@@ -1,0 +1,77 @@
+"""`tezo train`."""
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from tezo.cli.common import JsonOption, SetOption, print_json, quiet_libraries, readable
+from tezo.errors import RequestError
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("train")(train)
+
+
+def train(
+    recipe: Annotated[Optional[Path], typer.Argument(metavar="[CONFIG.yaml]", help="Recipe.")] = None,  # noqa: UP045
+    model: Annotated[str, typer.Option(help="Folder, hub name, or embedded:all-minilm-l6-v2.")] = "",
+    data: Annotated[str, typer.Option(help="JSONL, CSV, TSV or Parquet file, or hub data set.")] = "",
+    test: Annotated[str, typer.Option(help="Rows for the figures before and after.")] = "",
+    method: Annotated[str, typer.Option(help="See `tezo methods`.")] = "",
+    steps: Annotated[int, typer.Option(help="Number of steps.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of directions, data order and sampling.")] = -1,
+    settings: list[str] = SetOption,
+    output: Annotated[Optional[Path], typer.Option(help="Run folder, new.")] = None,  # noqa: UP045
+    json: bool = JsonOption,
+) -> None:
+    """Tune a model on your rows. Without a recipe, --model and --data say it all."""
+    if output is None:
+        raise RequestError("output is not set; give --output FOLDER for the run.")
+    from tezo.config import parse_setting, read_config
+
+    named: list[tuple[str, Any]] = [
+        ("model.name", model),
+        ("data.train", data),
+        ("data.test", test),
+        ("method.name", method),
+        ("train.steps", steps or None),
+        ("train.seed", seed if seed >= 0 else None),
+    ]
+    given = [(key, value) for key, value in named if value not in ("", None)]
+    config = read_config(recipe, [*given, *(parse_setting(text) for text in settings)])
+    quiet_libraries()
+    from tezo.cli.progress import Screen
+    from tezo.train import train as run
+
+    summary = run(config, output, [] if json else [Screen()])
+    if json:
+        print_json(summary)
+    else:
+        _print_end(summary, output)
+
+
+def _print_end(summary: dict[str, Any], output: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{summary['rows']['test']} test rows", title_justify="left")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    for metric, value in summary["before"].items():
+        table.add_row(metric, readable(metric, value), readable(metric, summary["after"][metric]))
+    console = Console()
+    console.print(table)
+    result = output / summary["result"]["folder"]
+    console.print(
+        f"{summary['steps']} steps, {summary['num_forward_passes']} forward passes, "
+        f"{summary['seconds_stepping']:.0f} s; step {summary['kept_step']} kept.",
+        highlight=False,
+    )
+    if summary["result"]["kind"] == "adapter":
+        print(f"LoRA adapter of rank {summary['result']['rank']}: {result}")
+        print(f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})")
+    else:
+        print(f"model: {result}  (no adapter: {summary['result']['why_no_adapter']})")
+    print(f"  new rows:  tezo predict {output} --input ROWS.jsonl --output ANSWERS.jsonl")

@@ -1,0 +1,57 @@
+"""Answering by the likeness of embeddings, for encoders without a language-model head."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tezo.objectives.base import Batch, Encoded, Objective
+from tezo.tasks import Example
+
+SCALE = 20.0
+"""Of the cosine, before the softmax: the default of sentence-transformers' ranking loss."""
+
+
+class EncoderObjective(Objective):
+    """Scaled cosine between the mean-pooled text and the mean-pooled description of each label.
+
+        score_o = SCALE cos(mean_t h_t(text), mean_t h_t(description_o)),
+
+    and the loss is the cross-entropy over scores. Nothing is added to the model, so the accuracy before
+    training is the zero-shot one. Descriptions are encoded by the model that is tuned.
+    """
+
+    side_cut = "the end of the text"
+
+    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
+        super().__init__(tokenizer, device, max_length, options)
+        described = tokenizer(list(options), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        self.descriptions = {name: described[name].to(device) for name in ("input_ids", "attention_mask")}
+
+    def encode(self, example: Example) -> Encoded:
+        ids = list(self.tokenizer(example.prompt)["input_ids"])
+        over = len(ids) - self.max_length
+        if over > 0:
+            del ids[-1 - over : -1]  # before the closing special token
+            self.cuts.add(over, example.where)
+        return Encoded((tuple(ids),), (0,), example)
+
+    def scores(self, model: Any, batch: Batch) -> Tensor:
+        texts_BD = mean_pooled(model, batch.input_ids_SL, batch.attention_mask_SL)
+        labels_OD = mean_pooled(model, **self.descriptions)
+        return SCALE * functional.normalize(texts_BD) @ functional.normalize(labels_OD).T
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        assert batch.labels_B is not None
+        return functional.cross_entropy(self.scores(model, batch), batch.labels_B)
+
+
+def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean of the last hidden states over the tokens of each row: (B, D), float32 or wider."""
+    hidden_BLD = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
+    weights_BL1 = attention_mask.unsqueeze(-1).to(wide)
+    pooled_BD: Tensor = (hidden_BLD.to(wide) * weights_BL1).sum(1) / weights_BL1.sum(1)
+    return pooled_BD

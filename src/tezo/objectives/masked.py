@@ -1,0 +1,63 @@
+"""Answering by filling in a mask."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tezo.errors import RequestError
+from tezo.objectives.base import Batch, Encoded, Objective
+from tezo.objectives.logits import logits_at
+from tezo.tasks import Example
+
+
+class MaskedObjective(Objective):
+    """The logits of the label words, each a single token, at the mask; the loss is the cross-entropy over them."""
+
+    side_cut = "the longer side of the mask, at its far end"
+
+    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
+        super().__init__(tokenizer, device, max_length, options)
+        if tokenizer.mask_token is None:
+            raise RequestError("model.kind is masked, but the tokenizer has no mask token; choose another model.")
+        self.words_O = torch.tensor([self._word(option) for option in options], device=device)
+
+    def _word(self, option: str) -> int:
+        ids = self.tokenizer(option, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1 or ids[0] == self.tokenizer.unk_token_id:
+            raise RequestError(
+                f"data.label_words: {option.strip()!r} is not one token to this model, and a masked model needs one; "
+                "choose another word."
+            )
+        return int(ids[0])
+
+    def encode(self, example: Example) -> Encoded:
+        mask = self.tokenizer.mask_token_id
+        ids = list(self.tokenizer(example.prompt.replace("{mask}", self.tokenizer.mask_token))["input_ids"])
+        if ids.count(mask) != 1:
+            raise RequestError(f"{example.where}: its prompt has {ids.count(mask)} masks, not one; mend the template.")
+        over = len(ids) - self.max_length
+        if over > 0:
+            where = ids.index(mask)
+            first, last = 1, len(ids) - 1  # behind the opening, before the closing special token
+            cut = slice(first, first + over) if where - first > last - where else slice(last - over, last)
+            if cut.start < first or cut.start <= where < cut.stop:
+                raise RequestError(f"{example.where}: its prompt does not fit data.max_length {self.max_length}.")
+            del ids[cut]
+            self.cuts.add(over, example.where)
+        return Encoded((tuple(ids),), (1,), example)
+
+    def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
+        del answer
+        mask = self.tokenizer.mask_token_id
+        return [list(sequence).index(mask)], [mask]
+
+    def scores(self, model: Any, batch: Batch) -> Tensor:
+        inputs = {"input_ids": batch.input_ids_SL, "attention_mask": batch.attention_mask_SL}
+        return logits_at(model, inputs, batch.positions_SK)[:, 0, self.words_O]
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        assert batch.labels_B is not None
+        return functional.cross_entropy(self.scores(model, batch), batch.labels_B)
