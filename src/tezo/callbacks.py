@@ -10,10 +10,10 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl, Train
 from tezo.errors import RequestError
 from tezo.evaluate import Metrics
 from tezo.job import Job
-from tezo.runs import Progress, Silent
+from tezo.runs import Listener, Progress
 
 
-class TrainerCallbacks(Silent):
+class TrainerCallbacks(Listener):
     """Fires on_train_begin, on_step_begin, on_step_end, on_log, on_evaluate and on_train_end.
 
     `state` has global_step, max_steps, epoch and log_history; `control.should_training_stop` ends the run.

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tezo.apply import InForward
 from tezo.errors import RequestError
+from tezo.models import kind_of
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import layout_of
 from tezo.tasks.formats import Kind
@@ -75,7 +76,18 @@ def _pair(moving: InForward, rank: int) -> tuple[Tensor, Tensor]:
     return right_NR.T.contiguous(), left_MR.contiguous()
 
 
-def save_adapter(adapter: Adapter, folder: Path, *, model: nn.Module, base: str, kind: Kind) -> None:
+def export_adapter(optimizer: ZerothOrderOptimizer, folder: str | Path) -> Adapter:
+    """Writes the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
+
+    Raises:
+        RequestError: the run is no exact adapter; `optimizer.merge()` gives the whole model.
+    """
+    adapter = make_adapter(optimizer)
+    save_adapter(adapter, Path(folder), model=optimizer.model, base=getattr(optimizer.model, "name_or_path", ""))
+    return adapter
+
+
+def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> None:
     """Writes adapter_model.safetensors and adapter_config.json, as PEFT has them."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -86,7 +98,7 @@ def save_adapter(adapter: Adapter, folder: Path, *, model: nn.Module, base: str,
     transposed = {layout_of(model.get_submodule(name)) == "transposed" for name in adapter.pairs}
     config = {
         "peft_type": "LORA",
-        "task_type": _TASK_TYPES[kind],
+        "task_type": _TASK_TYPES[kind_of([type(model).__name__])],
         "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": adapter.rank,

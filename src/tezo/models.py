@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -74,7 +75,7 @@ def load_model(
     options = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **options)
-        found = _kind_of(config) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
+        found = kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
         model = _CLASSES[found].from_pretrained(
             source, config=config, dtype=_dtype(dtype), use_safetensors=True, **options
         )
@@ -161,11 +162,11 @@ def _check_index(index: Path) -> None:
             raise RequestError(f"model.name: {index} names {shard}, which is missing; download the model again.")
 
 
-def _kind_of(config: Any) -> Kind:
-    names = config.architectures or []
-    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+def kind_of(architectures: Sequence[str]) -> Kind:
+    """How a model answers, by the names of its classes."""
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         return "causal"
-    return "masked" if any(name.endswith("ForMaskedLM") for name in names) else "encoder"
+    return "masked" if any(name.endswith("ForMaskedLM") for name in architectures) else "encoder"
 
 
 def _dtype(name: str) -> torch.dtype | str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,8 +36,8 @@ class Progress:
     memory: int
 
 
-class Listener(Protocol):
-    """Follows a run. Every method is called in the order of what it reports."""
+class Listener:
+    """Follows a run; a subclass overrides what it wants to hear of. Calls come in the order of what they report."""
 
     def started(self, job: Job) -> None:
         """All is ready; nothing has been evaluated yet."""
@@ -46,7 +46,7 @@ class Listener(Protocol):
         """A step is finished."""
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
-        """`split` was evaluated after `step` steps."""
+        """`split` ("dev" or "test") was evaluated after `step` steps."""
 
     def finished(self, summary: dict[str, Any]) -> None:
         """The result is saved."""
@@ -54,30 +54,11 @@ class Listener(Protocol):
     @property
     def wants_stop(self) -> bool:
         """Whether the run should end after this step."""
-
-
-class Silent:
-    """A listener that does nothing; others override what they follow."""
-
-    def started(self, job: Job) -> None:
-        del job
-
-    def stepped(self, progress: Progress) -> None:
-        del progress
-
-    def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
-        del split, step, metrics
-
-    def finished(self, summary: dict[str, Any]) -> None:
-        del summary
-
-    @property
-    def wants_stop(self) -> bool:
         return False
 
 
 @dataclass
-class RunFolder(Silent):
+class RunFolder(Listener):
     """Writes a run's files. The folder is made when the run starts, not before."""
 
     path: Path

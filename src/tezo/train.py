@@ -152,7 +152,7 @@ class Loop:
         if reason is None:
             adapter = make_adapter(job.optimizer)
             base = job.config.model.name
-            save_adapter(adapter, self.folder.path / "adapter", model=job.model, base=base, kind=job.loaded.kind)
+            save_adapter(adapter, self.folder.path / "adapter", model=job.model, base=base)
             return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank}
         job.optimizer.merge()
         save_model(job.model, job.loaded.tokenizer, self.folder.path / "model")

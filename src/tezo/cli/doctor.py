@@ -13,7 +13,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    model: Annotated[str, typer.Option(help="Say also what this model can be tuned with.")] = "",
+    model: Annotated[str | None, typer.Option(help="Say also what this model can be tuned with.")] = None,
     json: bool = JsonOption,
 ) -> None:
     """Say what is installed, what this machine has, and what a model can take."""

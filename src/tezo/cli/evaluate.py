@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, or a base model.")],
-    data: Annotated[str, typer.Option(help="Rows to evaluate on; default: the run's test rows.")] = "",
+    data: Annotated[str | None, typer.Option(help="Rows to evaluate on; default: the run's test rows.")] = None,
     settings: list[str] = SetOption,
     json: bool = JsonOption,
 ) -> None:

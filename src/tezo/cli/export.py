@@ -44,7 +44,7 @@ def export(
         loaded = load(config)
         adapter = load_adapter(folder / "adapter")
         if form == "lora":
-            save_adapter(adapter, output, model=loaded.model, base=config.model.name, kind=loaded.kind)
+            save_adapter(adapter, output, model=loaded.model, base=config.model.name)
             print(f"vLLM: --max-lora-rank {adapter.rank} or the next that it allows")
         else:
             merge_adapter(loaded.model, adapter)

@@ -13,7 +13,7 @@ def register(app: typer.Typer) -> None:
 
 
 def methods(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Show one in full.")] = "",
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one in full.")] = None,
     json: bool = JsonOption,
 ) -> None:
     """List the methods, or explain one."""

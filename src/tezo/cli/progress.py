@@ -8,11 +8,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tezo.cli.common import readable
 from tezo.evaluate import Metrics
 from tezo.job import Job
+from tezo.runs import Listener, plan
 from tezo.runs import Progress as StepProgress
-from tezo.runs import Silent, plan
 
 
-class Screen(Silent):
+class Screen(Listener):
     """Prints to standard error, so that standard output keeps to results."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """`tezo train`."""
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -15,15 +15,15 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    recipe: Annotated[Optional[Path], typer.Argument(metavar="[CONFIG.yaml]", help="Recipe.")] = None,  # noqa: UP045
-    model: Annotated[str, typer.Option(help="Folder, hub name, or embedded:all-minilm-l6-v2.")] = "",
-    data: Annotated[str, typer.Option(help="JSONL, CSV, TSV or Parquet file, or hub data set.")] = "",
-    test: Annotated[str, typer.Option(help="Rows for the figures before and after.")] = "",
-    method: Annotated[str, typer.Option(help="See `tezo methods`.")] = "",
-    steps: Annotated[int, typer.Option(help="Number of steps.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of directions, data order and sampling.")] = -1,
+    recipe: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Recipe.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL, CSV, TSV or Parquet file, or hub data set.")] = None,
+    test: Annotated[str | None, typer.Option(help="Rows for the figures before and after.")] = None,
+    method: Annotated[str | None, typer.Option(help="See `tezo methods`.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of directions, data order and sampling.")] = None,
     settings: list[str] = SetOption,
-    output: Annotated[Optional[Path], typer.Option(help="Run folder, new.")] = None,  # noqa: UP045
+    output: Annotated[Path | None, typer.Option(help="Run folder, new.")] = None,
     json: bool = JsonOption,
 ) -> None:
     """Tune a model on your rows. Without a recipe, --model and --data say it all."""
@@ -36,10 +36,10 @@ def train(
         ("data.train", data),
         ("data.test", test),
         ("method.name", method),
-        ("train.steps", steps or None),
-        ("train.seed", seed if seed >= 0 else None),
+        ("train.steps", steps),
+        ("train.seed", seed),
     ]
-    given = [(key, value) for key, value in named if value not in ("", None)]
+    given = [(key, value) for key, value in named if value is not None]
     config = read_config(recipe, [*given, *(parse_setting(text) for text in settings)])
     quiet_libraries()
     from tezo.cli.progress import Screen

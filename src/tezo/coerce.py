@@ -1,0 +1,64 @@
+"""Values from YAML and the command line as the types that settings are declared with."""
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from tezo.errors import RequestError
+
+
+def coerce(key: str, value: Any, kind: Any) -> Any:
+    """`value` as `kind`; strings, as they come from the command line, are read as YAML where kind is not str.
+
+    YAML reads 1e-5 as a string; here it is the number that was meant.
+    """
+    if isinstance(value, str) and kind not in (str, str | None) and get_origin(kind) is not Literal:
+        value = _scalar(value)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return coerce(key, value, next(a for a in arguments if a is not type(None)))
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise RequestError(f"{key} is {value!r}; it must be one of {', '.join(map(str, arguments))}.")
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(arguments):
+        return tuple(coerce(key, v, a) for v, a in zip(value, arguments, strict=True))
+    if origin is Sequence:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list | tuple):
+            return [coerce(key, v, arguments[0]) for v in items]
+    if origin is dict and isinstance(value, Mapping):
+        return {str(k): coerce(f"{key}.{k}", v, arguments[1]) for k, v in value.items()}
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    if kind is str and isinstance(value, int | float):
+        return str(value)
+    raise RequestError(f"{key} is {value!r}; it must be {_spoken(kind)}.")
+
+
+def _scalar(text: str) -> Any:
+    for reader in (int, float):
+        try:
+            return reader(text)
+        except ValueError:
+            pass
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _spoken(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        return f"a list of {len(arguments)} values, such as [0.9, 0.99]"
+    if origin is Sequence:
+        return "a list of strings"
+    return words.get(kind, "a section of key: value lines")

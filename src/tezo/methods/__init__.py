@@ -1,0 +1,96 @@
+"""The named methods: each a perturbation and an update rule, put together.
+
+Symbols: W (M x N) a weight, Z a direction of its shape, kappa = (f(W + rho Z) - f(W - rho Z)) / (2 rho) the
+projected gradient, lr the learning rate, r the rank. 1-D parameters, where trained, always take dense
+directions. Options that all methods share are in `Common`. Defaults: rho 1e-3 and the learning rates 1e-6
+(plain and momentum steps) and 1e-5 (Adam) are the paper's (appendix, table of hyper-parameters; it uses 1e-7
+for plain steps on OPT-13B).
+
+Shared deviations from the published forms, each measured or argued in the docs:
+- low-rank directions have unit variance (`scale="unit"`), `scale="raw"` gives the published scale;
+- they are added in the forward pass, so that weights neither drift nor move through memory;
+- a draw is a function of (seed, step, parameter), not of one global stream;
+- there is no weight decay unless asked for.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tezo.errors import RequestError, nearest
+from tezo.methods.common import Common
+from tezo.methods.gaussian import mezo as mezo
+from tezo.methods.gaussian import mezo_adam as mezo_adam
+from tezo.methods.gaussian import mezo_m as mezo_m
+from tezo.methods.lazy import lozo as lozo
+from tezo.methods.lazy import lozo_m as lozo_m
+from tezo.methods.momentum import zo_adamu as zo_adamu
+from tezo.methods.subspace import subzo as subzo
+from tezo.methods.temporal import tezo as tezo
+from tezo.methods.temporal import tezo_adam as tezo_adam
+from tezo.methods.temporal import tezo_cadam as tezo_cadam
+from tezo.methods.temporal import tezo_m as tezo_m
+from tezo.optimizer import ZerothOrderOptimizer
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named method.
+
+    Attributes:
+        name: on the command line and in recipes.
+        build: the function that makes its optimizer.
+        in_paper: whether the paper has it.
+        exports_adapter: whether a run on linear layers is an exact LoRA adapter.
+    """
+
+    name: str
+    build: Callable[..., ZerothOrderOptimizer]
+    in_paper: bool = True
+    exports_adapter: bool = False
+
+    @property
+    def summary(self) -> str:
+        """First line of the docstring."""
+        return inspect.getdoc(self.build).partition("\n")[0]  # type: ignore[union-attr]
+
+    def options(self) -> dict[str, Any]:
+        """Option -> annotated type, of those that a recipe may set."""
+        own = {
+            name: parameter.annotation
+            for name, parameter in inspect.signature(self.build).parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        return own | {name: kind for name, kind in Common.__annotations__.items() if name != "seed"}
+
+    def defaults(self) -> dict[str, Any]:
+        """Option -> default, in the order of `options`."""
+        shared = inspect.signature(ZerothOrderOptimizer.__init__).parameters
+        own = inspect.signature(self.build).parameters
+        return {name: (own if name in own else shared)[name].default for name in self.options()}
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("mezo", mezo),
+        Method("mezo-m", mezo_m),
+        Method("mezo-adam", mezo_adam),
+        Method("lozo", lozo),
+        Method("lozo-m", lozo_m),
+        Method("subzo", subzo),
+        Method("zo-adamu", zo_adamu),
+        Method("tezo", tezo, exports_adapter=True),
+        Method("tezo-m", tezo_m, exports_adapter=True),
+        Method("tezo-adam", tezo_adam),
+        Method("tezo-cadam", tezo_cadam, in_paper=False, exports_adapter=True),
+    )
+}
+
+
+def method(name: str) -> Method:
+    """The method of that name; an error with the nearest one where there is none."""
+    if name not in METHODS:
+        raise RequestError(f"method.name: there is no method {name!r}. " + nearest(name, METHODS))
+    return METHODS[name]

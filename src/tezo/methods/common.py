@@ -1,0 +1,15 @@
+"""Options that all methods share."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+
+class Common(TypedDict, total=False):
+    """Options of every method; see `ZerothOrderOptimizer`."""
+
+    rho: float
+    weight_decay: float
+    num_directions: int
+    targets: Sequence[str]
+    seed: int
+    in_forward: bool

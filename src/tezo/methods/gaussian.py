@@ -1,0 +1,55 @@
+"""MeZO: dense Gaussian noise, with plain, momentum and Adam steps."""
+
+from typing import Unpack
+
+from torch import nn
+
+from tezo.methods.common import Common
+from tezo.optimizer import ZerothOrderOptimizer
+from tezo.perturbations import Gaussian
+from tezo.updates import SGD, Adam, Momentum
+
+
+def mezo(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> ZerothOrderOptimizer:
+    """MeZO: plain zeroth-order steps along dense Gaussian noise.
+
+        z ~ N(0, I_MN),   W <- W - lr kappa z.
+
+    The baseline of the paper (Sec. 3, Eq. 2; Malladi et al. 2023). State: none.
+
+    Deviations: 1-D parameters are restored from a copy; weight decay, when set, applies to matrices only.
+    """
+    return ZerothOrderOptimizer(model, Gaussian(), SGD(), lr=lr, **common)
+
+
+def mezo_m(model: nn.Module, *, lr: float = 1e-6, beta: float = 0.9, **common: Unpack[Common]) -> ZerothOrderOptimizer:
+    """MeZO-m: MeZO with momentum.
+
+        m <- beta m + (1 - beta) kappa z,   W <- W - lr m.
+
+    State: m, of the weights' shape, in float32. `beta`: the paper's beta_1 (Algorithm 1).
+
+    Deviations: an exponential average from zero, the form that the paper gives for TeZO-m; MeZO's code
+    offers momentum but never passes it on.
+    """
+    return ZerothOrderOptimizer(model, Gaussian(), Momentum(beta), lr=lr, **common)
+
+
+def mezo_adam(
+    model: nn.Module,
+    *,
+    lr: float = 1e-5,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    **common: Unpack[Common],
+) -> ZerothOrderOptimizer:
+    """MeZO-Adam: Adam on the dense estimate.
+
+        m <- b1 m + (1 - b1) kappa z,   v <- b2 v + (1 - b2) kappa^2 z^2,
+        W <- W - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps).
+
+    State: m and v, of the weights' shape, in float32. `betas`, `eps` and the form are torch's, which
+    MeZO's code uses.
+    """
+    update = Adam(betas, eps, eps_in_sqrt=False, bias_correction=True)
+    return ZerothOrderOptimizer(model, Gaussian(), update, lr=lr, **common)

@@ -1,0 +1,107 @@
+"""What the documents say is run; what they repeat is up to date; what is public is documented."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+
+import tezo
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = [
+    pytest.param(code, id=f"{path.name}-{number}")
+    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.S))
+]
+
+
+@pytest.fixture
+def tiny_causal_folder(tmp_path):
+    words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", "tuned", "by", "forward", "passes", "alone"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(tmp_path / "model")
+    config = OPTConfig(
+        vocab_size=len(words), hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_the_code_of_a_document_runs(code, tiny_causal_folder, tmp_path, monkeypatch):
+    # The one change: a tiny random model stands in for the one that would have to be fetched.
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.replace("facebook/opt-125m", str(tiny_causal_folder)), "document", "exec"), {})
+
+
+def test_the_readme_example_leaves_an_adapter_that_peft_loads(tiny_causal_folder, tmp_path, monkeypatch):
+    from peft import PeftModel
+
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)[1]
+    scope = {}
+    exec(compile(code.replace("facebook/opt-125m", str(tiny_causal_folder)), "README", "exec"), scope)
+    tuned = scope["model"](**scope["batch"]).logits
+    base = OPTForCausalLM.from_pretrained(tiny_causal_folder)
+    plain = base(**scope["batch"]).logits
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")(**scope["batch"]).logits
+    assert (tuned - plain).abs().max() > 1e-3
+    assert (tuned - loaded).abs().max() < 1e-5
+
+
+def test_the_readme_begins_with_a_sentence_two_commands_and_python():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    title, sentence, commands, code, *_ = text.split("\n\n")
+    assert title == "# tezo" and sentence.count(".") == 1
+    assert [line.split("#")[0].strip() for line in commands.splitlines()[1:-1]] == ["make demo", "make test"]
+    assert code.startswith("```python")
+
+
+def test_rendered_documents_are_up_to_date():
+    done = subprocess.run([sys.executable, ROOT / "docs/render.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_links_between_documents_lead_somewhere():
+    for path in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def modules():
+    return [info.name for info in pkgutil.walk_packages(tezo.__path__, "tezo.")]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_everything_public_has_a_docstring(name):
+    module = importlib.import_module(name)
+    assert module.__doc__, name
+    for item_name, item in vars(module).items():
+        if item_name.startswith("_") or getattr(item, "__module__", None) != name:
+            continue
+        if inspect.isclass(item) or inspect.isfunction(item):
+            assert item.__doc__, f"{name}.{item_name}"
+        if inspect.isclass(item):
+            for member_name, member in vars(item).items():
+                if not member_name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                    # an override inherits the docstring of what it overrides
+                    assert inspect.getdoc(getattr(item, member_name)), f"{name}.{item_name}.{member_name}"
+
+
+def test_lazy_names_of_the_package_are_those_that_are_typed():
+    tree = ast.parse((ROOT / "src/tezo/__init__.py").read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert typed == tezo._HOMES
+    assert all(getattr(tezo, name) is getattr(importlib.import_module(home), name) for name, home in typed.items())
