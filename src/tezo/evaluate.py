@@ -20,7 +20,8 @@ def evaluate(model: Any, objective: Objective, encoded: Sequence[Encoded], batch
     token, in nats) and "token_accuracy" (share of answer tokens that are the likeliest, given those before).
     """
     if objective.options:
-        return _evaluate_options(model, objective, encoded, batch_size)
+        with objective.sharing(model):
+            return _evaluate_options(model, objective, encoded, batch_size)
     assert isinstance(objective, CausalObjective)
     return _evaluate_text(model, objective, encoded, batch_size)
 
@@ -30,8 +31,8 @@ def _evaluate_options(model: Any, objective: Objective, encoded: Sequence[Encode
     predictions, labels = [], []
     for part in by_length(encoded, batch_size):
         batch = objective.collate([encoded[i] for i in part])
-        scores = objective.scores(model, batch)
         assert batch.labels_B is not None
+        scores = objective.scores(model, batch)
         loss += float(functional.cross_entropy(scores, batch.labels_B, reduction="sum"))
         predictions += scores.argmax(1).tolist()
         labels += batch.labels_B.tolist()

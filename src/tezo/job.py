@@ -11,7 +11,7 @@ from tezo.config import Config, DataConfig
 from tezo.errors import RequestError
 from tezo.methods import method
 from tezo.models import LoadedModel, load_model
-from tezo.objectives import Encoded, Objective, objective_for
+from tezo.objectives import Batch, Encoded, Objective, objective_for
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import find_targets, never_called
 from tezo.tasks import Example, Fields, Format, LabelFormat, Row, choose_format, hold_out, per_class, read_rows
@@ -48,9 +48,9 @@ class Job:
         """The model being tuned."""
         return self.loaded.model
 
-    def loss(self, indices: Sequence[int]) -> torch.Tensor:
-        """The training loss on these rows."""
-        return self.objective.loss(self.model, self.objective.collate([self.train[i] for i in indices]))
+    def batches(self, indices: Sequence[int]) -> list[Batch]:
+        """These training rows, ready for `objective.loss`."""
+        return self.objective.batches([self.train[i] for i in indices])
 
 
 def prepare(config: Config) -> Job:

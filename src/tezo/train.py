@@ -89,7 +89,8 @@ class Loop:
     def _step(self, step: int) -> None:
         indices = batch_indices(len(self.job.train), self.settings.batch_size, step, self.settings.seed)
         started = time.perf_counter()
-        self.job.optimizer.step(lambda: self.job.loss(indices))
+        batches = self.job.batches(indices)
+        self.job.optimizer.step(lambda: self.job.objective.loss(self.job.model, *batches))
         self.scheduler.step()
         self.step_seconds += time.perf_counter() - started
         record = self.job.optimizer.last_step

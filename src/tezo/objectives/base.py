@@ -1,16 +1,18 @@
-"""What is minimised and what is answered: (model, batch) -> a loss in float32, or a score for each option.
+"""What is minimised and what is answered: (model, batch) -> a loss in float32 or wider, or a score for each option.
 
 Examples are encoded once, before the first step, so that whatever does not fit is known then.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tezo.objectives.chunks import like_lengths
 from tezo.tasks import Example
 
 
@@ -98,8 +100,26 @@ class Objective(ABC):
         """(B, O), float32: the higher, the likelier the option. For examples with options."""
 
     @abstractmethod
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        """Scalar, float32."""
+    def total(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
+        """(sum of the losses, how many): over examples where they have options, over answer tokens elsewhere."""
+
+    def loss(self, model: Any, *batches: Batch) -> Tensor:
+        """The mean loss over batches that are parts of one: scalar, float32 or wider."""
+        with self.sharing(model):
+            totals = [self.total(model, batch) for batch in batches]
+        return torch.stack([total for total, _ in totals]).sum() / sum(count for _, count in totals)
+
+    @contextmanager
+    def sharing(self, model: Any) -> Iterator[None]:
+        """While open, the model's function does not change: what all batches share may be computed once."""
+        del model
+        yield
+
+    def batches(self, encoded: Sequence[Encoded]) -> list[Batch]:
+        """These examples in parts of like length, each collated."""
+        rows = [len(e.sequences) for e in encoded]
+        parts = like_lengths([e.length for e in encoded], rows, self.device)
+        return [self.collate([encoded[i] for i in part]) for part in parts]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
         """The batch of these examples, padded on the right."""

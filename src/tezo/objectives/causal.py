@@ -72,8 +72,9 @@ class CausalObjective(Objective):
         table[batch.row_S, batch.option_S] = chosen.sum(1) / batch.valid_SK.sum(1)
         return table
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
+    def total(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
         if batch.labels_B is not None:
-            return functional.cross_entropy(self.scores(model, batch), batch.labels_B)
+            scores = self.scores(model, batch)
+            return functional.cross_entropy(scores, batch.labels_B, reduction="sum"), len(batch.labels_B)
         chosen, _ = self.log_probs(model, batch)
-        return -chosen.sum() / batch.valid_SK.sum()
+        return -chosen.sum(), int(batch.valid_SK.sum())

@@ -1,6 +1,7 @@
 """Answering by the likeness of embeddings, for encoders without a language-model head."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +29,16 @@ class EncoderObjective(Objective):
     def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
         super().__init__(tokenizer, device, max_length, options)
         described = tokenizer(list(options), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        self._labels_OD: Tensor | None = None
         self.descriptions = {name: described[name].to(device) for name in ("input_ids", "attention_mask")}
+
+    @contextmanager
+    def sharing(self, model: Any) -> Iterator[None]:
+        self._labels_OD = mean_pooled(model, **self.descriptions)
+        try:
+            yield
+        finally:
+            self._labels_OD = None
 
     def encode(self, example: Example) -> Encoded:
         ids = list(self.tokenizer(example.prompt)["input_ids"])
@@ -40,12 +50,13 @@ class EncoderObjective(Objective):
 
     def scores(self, model: Any, batch: Batch) -> Tensor:
         texts_BD = mean_pooled(model, batch.input_ids_SL, batch.attention_mask_SL)
-        labels_OD = mean_pooled(model, **self.descriptions)
+        labels_OD = self._labels_OD if self._labels_OD is not None else mean_pooled(model, **self.descriptions)
         return SCALE * functional.normalize(texts_BD) @ functional.normalize(labels_OD).T
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
+    def total(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
         assert batch.labels_B is not None
-        return functional.cross_entropy(self.scores(model, batch), batch.labels_B)
+        scores = self.scores(model, batch)
+        return functional.cross_entropy(scores, batch.labels_B, reduction="sum"), len(batch.labels_B)
 
 
 def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

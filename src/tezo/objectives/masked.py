@@ -58,6 +58,7 @@ class MaskedObjective(Objective):
         inputs = {"input_ids": batch.input_ids_SL, "attention_mask": batch.attention_mask_SL}
         return logits_at(model, inputs, batch.positions_SK)[:, 0, self.words_O]
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
+    def total(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
         assert batch.labels_B is not None
-        return functional.cross_entropy(self.scores(model, batch), batch.labels_B)
+        scores = self.scores(model, batch)
+        return functional.cross_entropy(scores, batch.labels_B, reduction="sum"), len(batch.labels_B)
