@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
 from tezo.errors import RequestError
 from tezo.evaluate import Metrics
@@ -28,7 +28,7 @@ class TrainerCallbacks(Listener):
     """
 
     def __init__(self, callbacks: Sequence[Any], output_dir: str = ".") -> None:
-        self._callbacks = list(callbacks)
+        self._callbacks = [DefaultFlowCallback(), *callbacks]
         self._output_dir = output_dir
         self.state = TrainerState()
         self.control = TrainerControl()
@@ -57,6 +57,9 @@ class TrainerCallbacks(Listener):
         self._handler = CallbackHandler(self._callbacks, job.model, job.loaded.tokenizer, job.optimizer, None)
         self.state.max_steps = settings.steps
         self.control = self._handler.on_train_begin(self._args, self.state, self.control)
+
+    def stepping(self, step: int) -> None:
+        del step
         self.control = self._handler.on_step_begin(self._args, self.state, self.control)
 
     def stepped(self, progress: Progress) -> None:
@@ -68,8 +71,6 @@ class TrainerCallbacks(Listener):
             record = asdict(progress.record)
             logs = {"loss": progress.record.loss, "projected_grad": progress.record.projected_grads[0]}
             self._log({**logs, "learning_rate": record["lr"]})
-        if not self.wants_stop:
-            self.control = self._handler.on_step_begin(self._args, self.state, self.control)
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
         del step
@@ -78,6 +79,9 @@ class TrainerCallbacks(Listener):
         self._log(named)
         if split == "dev":
             self.control = self._handler.on_evaluate(self._args, self.state, self.control, named)
+            best = self.state.best_metric
+            if best is None or metrics["loss"] < best:
+                self.state.best_metric = metrics["loss"]
 
     def finished(self, summary: dict[str, Any]) -> None:
         del summary

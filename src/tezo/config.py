@@ -192,7 +192,9 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[section] = parent
     *middle, last = rest.split(".")
     for name in middle:
-        parent[name] = dict(parent.get(name) or {})
+        if not isinstance(parent.get(name, {}), Mapping):
+            raise RequestError(f"{key}: there is no such key, since {name} has a value of its own.")
+        parent[name] = dict(parent.get(name, {}))
         parent = parent[name]
     parent[last] = value
 
@@ -224,9 +226,7 @@ def _method(tree: Mapping[str, Any]) -> MethodConfig:
     for key in options:
         if key not in types_of:
             raise RequestError(f"method.{key}: {name} has no such option. {nearest(key, types_of)}")
-    return MethodConfig(
-        name=name, options={k: coerce(f"method.{k}", v, types_of[k]) for k, v in options.items() if v is not None}
-    )
+    return MethodConfig(name=name, options={k: coerce(f"method.{k}", v, types_of[k]) for k, v in options.items()})
 
 
 def _check(config: Config) -> None:

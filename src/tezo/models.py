@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from tezo.errors import RequestError
@@ -50,9 +51,7 @@ class LoadedModel:
         bounds = [int(self.tokenizer.model_max_length), 2048]
         positions = getattr(self.model.config, "max_position_embeddings", None)
         if isinstance(positions, int):
-            # RoBERTa numbers its positions from the padding index on.
-            offset = self.model.config.pad_token_id + 1 if self.model.config.model_type == "roberta" else 0
-            bounds.append(positions - offset)
+            bounds.append(positions - _first_position(self.model))
         return min(bound for bound in bounds if bound > 0)
 
 
@@ -160,6 +159,14 @@ def _check_index(index: Path) -> None:
             raise RequestError(f"model.name: {index} names {shard!r}, which is not a file of its folder; don't use it.")
         if not (index.parent / shard).is_file():
             raise RequestError(f"model.name: {index} names {shard}, which is missing; download the model again.")
+
+
+def _first_position(model: nn.Module) -> int:
+    """Where positions are counted from: RoBERTa's kin count from behind the padding index."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.padding_idx) + 1
+    return 0
 
 
 def kind_of(architectures: Sequence[str]) -> Kind:

@@ -203,13 +203,14 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_tuned_state(self, tuned: dict[str, Tensor], num_steps: int) -> None:
         """Puts a `tuned_state` taken after `num_steps` steps back."""
-        for name, moving in self.moving.items():
-            if f"{name}/weight" in tuned:
-                moving.weight.copy_(tuned[f"{name}/weight"])
-            moment = Moment(self.seed, max(0, num_steps - 1))
-            direction = self.perturbation.direction(moving.target, moment, self._update_state.get(name, {}))
-            mine = {key.removeprefix(f"{name}/"): value for key, value in tuned.items() if key.startswith(f"{name}/")}
-            moving.load_state(direction, mine)
+        changes: dict[str, State] = {name: {} for name in self.moving}
+        for key, value in tuned.items():
+            name, _, role = key.rpartition("/")
+            if role == "weight":
+                self.moving[name].weight.copy_(value)
+            else:
+                changes[name][role] = value
+        self._load_changes(changes, num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """param_groups as torch has them; everything else by parameter name, in its own dtype.
@@ -235,14 +236,18 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.num_steps, self.seed = state_dict["num_steps"], state_dict["seed"]
-        moment = Moment(self.seed, max(0, self.num_steps - 1))
+        self._update_state = {
+            name: {key: value.to(self.moving[name].target.parameter.device).clone() for key, value in saved.items()}
+            for name, saved in state_dict["update"].items()
+        }
+        self._load_changes(state_dict["change"], self.num_steps)
+
+    def _load_changes(self, changes: dict[str, State], num_steps: int) -> None:
+        # The factors that a change belongs to are those of the last step taken.
+        moment = Moment(self.seed, max(0, num_steps - 1))
         for name, moving in self.moving.items():
-            device = moving.target.parameter.device
-            saved_state = state_dict["update"].get(name)
-            if saved_state is not None:
-                self._update_state[name] = {key: value.to(device).clone() for key, value in saved_state.items()}
             direction = self.perturbation.direction(moving.target, moment, self._update_state.get(name, {}))
-            moving.load_state(direction, state_dict["change"][name])
+            moving.load_state(direction, changes[name])
 
 
 @contextmanager

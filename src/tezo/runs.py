@@ -42,6 +42,9 @@ class Listener:
     def started(self, job: Job) -> None:
         """All is ready; nothing has been evaluated yet."""
 
+    def stepping(self, step: int) -> None:
+        """Step number `step`, from 0, is about to be taken."""
+
     def stepped(self, progress: Progress) -> None:
         """A step is finished."""
 

@@ -78,9 +78,10 @@ class Loop:
         steps = 0
         for steps in range(1, settings.steps + 1):
             self._step(steps - 1)
-            if every and job.dev and (steps % every == 0 or steps == settings.steps):
+            last = steps == settings.steps or self._asked_to_stop()
+            if every and job.dev and (steps % every == 0 or last):
                 self._evaluate_dev(steps, None)
-            if self._should_stop():
+            if last or self._asked_to_stop() or self._is_tired():
                 break
         self._restore_best(steps)
         after = self._evaluate("test", steps)
@@ -88,6 +89,8 @@ class Loop:
 
     def _step(self, step: int) -> None:
         indices = batch_indices(len(self.job.train), self.settings.batch_size, step, self.settings.seed)
+        for listener in self.listeners:
+            listener.stepping(step)
         started = time.perf_counter()
         batches = self.job.batches(indices)
         self.job.optimizer.step(lambda: self.job.objective.loss(self.job.model, *batches))
@@ -114,10 +117,12 @@ class Loop:
         else:
             self.best.since += 1
 
-    def _should_stop(self) -> bool:
+    def _asked_to_stop(self) -> bool:
+        return any(listener.wants_stop for listener in self.listeners)
+
+    def _is_tired(self) -> bool:
         patience = self.settings.patience
-        tired = patience is not None and self.best is not None and self.best.since >= patience
-        return tired or any(listener.wants_stop for listener in self.listeners)
+        return patience is not None and self.best is not None and self.best.since >= patience
 
     def _restore_best(self, steps: int) -> None:
         if self.best is not None and self.best.state is not None and self.best.step != steps:

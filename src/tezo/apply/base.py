@@ -89,6 +89,9 @@ class MovingParameter(ABC):
         return self._rounding
 
 
+_WRITABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def require_writable(target: Target, reason: str) -> None:
     """An error where an in-place add to the stored tensor would be refused or lost in silence.
 
@@ -96,7 +99,7 @@ def require_writable(target: Target, reason: str) -> None:
     tensor and then tries: add to one entry, compare, restore.
     """
     data = target.parameter.data
-    plain = type(data) is torch.Tensor and data.is_floating_point() and data.device.type != "meta"
+    plain = type(data) is torch.Tensor and data.dtype in _WRITABLE and data.device.type != "meta"
     if plain and data.numel() > 0:
         entry = data.view(-1)[:1] if data.is_contiguous() else data[(slice(0, 1),) * data.ndim]
         before = entry.clone()

@@ -9,30 +9,34 @@ from torch import Tensor, nn
 def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Tensor:
     """The logits (S, K, vocabulary) at `positions_SK` of each row, float32 or wider.
 
-    The model's own forward does the rest of the work, soft-capping and scaling included: a hook on its
-    body keeps the hidden states of those positions alone, so the head sees K positions of L.
+    The model's own forward does the rest of the work, soft-capping and scaling included: a hook before
+    its head keeps the hidden states of those positions alone, so the head sees K positions of L. A model
+    whose head is not a module that is called gives all its logits, and those that are needed are picked.
 
     Args:
         model: a causal or masked language model of transformers.
         inputs: keyword arguments of its forward.
         positions_SK: which positions, per row.
     """
-    body = model.base_model
+    picked = False
 
-    def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        del module, args
-        output.last_hidden_state = _pick(output.last_hidden_state, positions_SK)
-        return output
+    def keep(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        del module
+        nonlocal picked
+        picked = True
+        return (_pick(args[0], positions_SK), *args[1:])
 
-    if body is model:
-        logits = _pick(model(**inputs).logits, positions_SK)
-    else:
-        handle = body.register_forward_hook(keep)
-        try:
-            logits = model(**inputs).logits
-        finally:
+    head = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(keep) if head is not None else None
+    try:
+        logits = model(**inputs).logits
+    finally:
+        if handle is not None:
             handle.remove()
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if not picked:
+        logits = _pick(logits, positions_SK)
+    wide: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide
 
 
 def _pick(values_SLD: Tensor, positions_SK: Tensor) -> Tensor:

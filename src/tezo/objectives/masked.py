@@ -35,9 +35,12 @@ class MaskedObjective(Objective):
 
     def encode(self, example: Example) -> Encoded:
         mask = self.tokenizer.mask_token_id
-        ids = list(self.tokenizer(example.prompt.replace("{mask}", self.tokenizer.mask_token))["input_ids"])
+        before, after = example.prompt[: example.slot], example.prompt[example.slot :]
+        ids = list(self.tokenizer(before + self.tokenizer.mask_token + after)["input_ids"])
         if ids.count(mask) != 1:
-            raise RequestError(f"{example.where}: its prompt has {ids.count(mask)} masks, not one; mend the template.")
+            raise RequestError(
+                f"{example.where}: the text has the model's mask token {self.tokenizer.mask_token!r} in it; remove it."
+            )
         over = len(ids) - self.max_length
         if over > 0:
             where = ids.index(mask)

@@ -80,7 +80,7 @@ class LowRankPerturbation(Perturbation):
         self.rank = rank
         self.scale: Scale = scale
         self._ranks: dict[str, int] = {}
-        self._factors: dict[str, tuple[int, dict[str, Tensor]]] = {}
+        self._factors: dict[str, tuple[tuple[int, int], dict[str, Tensor]]] = {}
 
     def prepare(self, targets: Sequence[Target]) -> None:
         self._ranks = self.rank.ranks([target for target in targets if target.is_matrix])
@@ -104,8 +104,9 @@ class LowRankPerturbation(Perturbation):
     def factors(self, target: Target, seed: int, born: int) -> dict[str, Tensor]:
         """`draw_factors`, cast to the parameter's dtype and device; the newest set is kept for the next call."""
         kept = self._factors.get(target.name)
-        if kept is None or kept[0] != born:
-            kept = (born, {role: self._place(x, target) for role, x in self.draw_factors(target, seed, born).items()})
+        if kept is None or kept[0] != (seed, born):
+            drawn = self.draw_factors(target, seed, born)
+            kept = ((seed, born), {role: self._place(factor, target) for role, factor in drawn.items()})
             self._factors[target.name] = kept
         return kept[1]
 

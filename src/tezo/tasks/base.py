@@ -17,12 +17,13 @@ class Example:
     """A question with its answer.
 
     Attributes:
-        prompt: what comes before the answer; with "{mask}" where a masked model is to fill in.
+        prompt: what comes before the answer, or for a masked model all but the mask.
         answer: the text to be learnt; "" where it is not known.
         options: the answers to choose among; empty for free text.
         label: index of the right option; None where it is not known, or for free text.
         where: the row it was made from.
         chat: whether the prompt was rendered by a chat template, special tokens included.
+        slot: for a masked model, the place of the mask: how many characters of the prompt precede it.
     """
 
     prompt: str
@@ -31,3 +32,4 @@ class Example:
     label: int | None
     where: str
     chat: bool = False
+    slot: int | None = None

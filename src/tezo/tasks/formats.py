@@ -93,21 +93,28 @@ class LabelFormat(Format):
         return tuple(space + word for word in self.words.values())
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        prompt = re.sub(r"\{(\w+)\}", lambda m: self._fill(row, m.group(1)), self.template)
+        prompt, slot = self._fill(row)
         options = self.options
         if not answered and self.label not in row.fields:
-            return Example(prompt, "", options, None, row.where)
+            return Example(prompt, "", options, None, row.where, slot=slot)
         label = str(_value(row, self.label))
         if label not in self.words:
             raise RequestError(
-                f"{row.where}: the label {label!r} is unknown. {nearest(label, self.words)} "
-                "Mend the row, or name all labels in data.label_words."
+                f"{row.where}: the label {label!r} is unknown; mend the row, or name all labels in data.label_words. "
+                + nearest(label, self.words)
             )
         index = self.labels.index(label)
-        return Example(prompt, options[index], options, index, row.where)
+        return Example(prompt, options[index], options, index, row.where, slot=slot)
 
-    def _fill(self, row: Row, name: str) -> str:
-        return "{mask}" if name == "mask" else _field(row, name)
+    def _fill(self, row: Row) -> tuple[str, int | None]:
+        """The template with the row's fields, and where the mask goes; braces in a field are only text."""
+        prompt, slot = "", None
+        for literal, name in re.findall(r"([^{]+|\{(?!\w+\}))|\{(\w+)\}", self.template):
+            if name == "mask":
+                slot = len(prompt)
+            else:
+                prompt += _field(row, name) if name else literal
+        return prompt, slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +188,14 @@ def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields) -> LabelForma
             "has no {mask}, which a masked model needs" if kind == "masked" else f"has {{mask}}; the model is {kind}"
         )
         raise RequestError(f"data.template: {template!r} {fault}.")
+    if template.count("{mask}") > 1:
+        raise RequestError(f"data.template: {template!r} has {template.count('{mask}')} masks; leave one.")
     words = dict(fields.label_words or {name: name for name in _labels_of(rows, fields.label)})
     if len(words) < 2:
         raise RequestError(f"data.label: there is but one label ({', '.join(words)}); give rows of two or more.")
+    for word in words.values():
+        if list(words.values()).count(word) > 1:
+            raise RequestError(f"data.label_words: two labels have the word {word!r}; give each one of its own.")
     return LabelFormat(fields.label, template, words, kind)
 
 
@@ -194,8 +206,8 @@ def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
 def _value(row: Row, name: str) -> str | int:
     if name not in row.fields:
         raise RequestError(
-            f"{row.where}: there is no field {name!r}. {nearest(name, row.fields)} Set data.text, data.label, "
-            "data.template and the like to the names your rows have."
+            f"{row.where}: there is no field {name!r}; set data.text, data.label, data.template and the like to the "
+            f"names your rows have. {nearest(name, row.fields)}"
         )
     value = row.fields[name]
     if not isinstance(value, str | int):

@@ -50,7 +50,7 @@ def _text(path: Path, key: str) -> str:
 
 def _jsonl(path: Path, key: str) -> list[Row]:
     rows = []
-    for number, line in enumerate(_text(path, key).splitlines(), start=1):
+    for number, line in enumerate(_text(path, key).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -73,7 +73,9 @@ def _separated(path: Path, key: str, delimiter: str) -> list[Row]:
                 raise RequestError(f"{key}: {path}, line {reader.line_num}, has not the header's {count} columns.")
             rows.append(Row(dict(fields), f"{path.name}, line {reader.line_num}"))
     except csv.Error as error:
-        raise RequestError(f"{key}: {path}, line {reader.line_num}, is broken ({error}); mend that line.") from None
+        raise RequestError(
+            f"{key}: {path}, line {reader.reader.line_num}, is broken ({error}); mend that line."
+        ) from None
     return rows
 
 

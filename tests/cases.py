@@ -1,0 +1,88 @@
+"""Every method, with options that suit tiny models: one row enrols a method in all behaviour tests."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tezo.apply import InForward
+from tezo.methods import METHODS
+from tezo.optimizer import ZerothOrderOptimizer
+
+RANK = 3
+INTERVAL = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with options.
+
+    Attributes:
+        name: in METHODS.
+        options: for tiny models.
+        lr: that minimises `tiny.Regression` within a few hundred steps.
+        base_untouched: whether matrices of known modules are only read, however long the run.
+        first_step_parallel: whether the first step is along the measured direction.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    lr: float = 2e-2
+    base_untouched: bool = False
+    first_step_parallel: bool = True
+
+    def build(self, model: nn.Module, **overrides: Any) -> ZerothOrderOptimizer:
+        return METHODS[self.name].build(model, **({"lr": self.lr} | self.options | overrides))
+
+    @property
+    def low_rank(self) -> bool:
+        return "rank" in self.options
+
+    @property
+    def plain(self) -> bool:
+        """Whether every step, not the first alone, is along the measured direction."""
+        return self.name in ("mezo", "lozo", "subzo", "tezo")
+
+
+_LAZY = {"rank": RANK, "lazy_update_interval": INTERVAL}
+_FIXED = {"rank": RANK}
+_ADAMU = {"anneal_start": 3, "anneal_stop": 12}
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("mezo"),
+        Case("mezo-m"),
+        Case("mezo-adam", first_step_parallel=False),
+        Case("lozo", _LAZY),
+        Case("lozo-m", _LAZY),
+        Case("subzo", _LAZY),
+        Case("zo-adamu", _ADAMU, first_step_parallel=False),
+        Case("tezo", _FIXED, base_untouched=True),
+        Case("tezo-m", _FIXED, base_untouched=True),
+        Case("tezo-adam", _FIXED, first_step_parallel=False),
+        Case("tezo-cadam", _FIXED, base_untouched=True, first_step_parallel=False),
+    )
+}
+
+every_method = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def choose(*names: str) -> pytest.MarkDecorator:
+    """Parametrises a test by some of the cases."""
+    return pytest.mark.parametrize("case", [CASES[name] for name in names], ids=names)
+
+
+def effective_weight(optimizer: ZerothOrderOptimizer, name: str) -> Tensor:
+    """What the model computes with between steps: the stored tensor and the change kept beside it."""
+    moving = optimizer.moving[name]
+    weight = moving.weight.detach().clone()
+    if isinstance(moving, InForward) and moving.change is not None:
+        left_MR, right_NR = (factor.to(moving.target.state_dtype) for factor in moving.change.factors())
+        return weight + left_MR @ right_NR.T
+    return weight
+
+
+def effective_weights(optimizer: ZerothOrderOptimizer) -> dict[str, Tensor]:
+    return {name: effective_weight(optimizer, name) for name in optimizer.moving}

@@ -1,0 +1,267 @@
+"""The command line: what it prints and where, what it says of cut prompts and held-out rows, how a run fails."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from folders import (
+    completion_rows,
+    label_rows,
+    model_folder,
+    read_jsonl,
+    refused,
+    settings,
+    tezo,
+    tiny_model,
+    tokenizer_for,
+    train,
+    write_rows,
+)
+from safetensors.torch import load_file, save_file
+
+PROGRAM = Path(sys.executable).parent / "tezo"
+COMMANDS = ("train", "eval", "predict", "export", "methods", "doctor")
+# Runs each command line in turn, in a fresh interpreter, and says what it imported.
+HELP = """
+import sys
+import threading
+from tezo.cli.main import main
+for arguments in {arguments!r}:
+    try:
+        main(arguments)
+    except SystemExit as stop:
+        assert not stop.code, (arguments, stop.code)
+heavy = [name for name in ("torch", "transformers", "datasets", "numpy") if name in sys.modules]
+assert not heavy, heavy
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("home")
+    write_rows(root / "rows.jsonl", label_rows(12))
+    write_rows(root / "test.jsonl", label_rows(6, seed=1))
+    write_rows(root / "text.jsonl", completion_rows(8))
+    model_folder(root, "opt")
+    return root
+
+
+def program(*arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run([PROGRAM, *map(str, arguments)], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_help_of_every_command_works_without_importing_torch():
+    script = HELP.format(arguments=[["--help"], *([name, "--help"] for name in COMMANDS)])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert f"tezo {name}" in done.stdout or f"{name} [OPTIONS]" in done.stdout
+
+
+def test_the_installed_program_fails_in_words_and_with_debug_in_full(home, tmp_path):
+    flags = ("train", "--model", home / "opt", "--data", tmp_path / "no.jsonl", "--output", tmp_path / "out")
+    done = program(*flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert "no.jsonl" in done.stderr
+    done = program("--debug", *flags)
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_a_name_that_the_hub_does_not_have(home, tmp_path):
+    flags = ("--data", home / "rows.jsonl", "--output", tmp_path / "out")
+    done = program("train", "--model", "nobody/no-such-model", *flags)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "error: model.name: nobody/no-such-model cannot be loaded" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_command_that_is_not_there_is_refused():
+    done = tezo("trian")
+    assert done.code == 2
+    assert "trian" in done.err
+
+
+def test_results_go_to_standard_output_and_progress_to_standard_error(home, tmp_path):
+    run = tmp_path / "run"
+    done = train(home / "opt", home / "rows.jsonl", run, "--test", home / "test.jsonl")
+    summary = json.loads((run / "summary.json").read_text())
+    words = "".join(done.out.split())
+    assert done.code == 0
+    assert "6testrows" in words
+    assert f"loss{summary['before']['loss']:.4f}{summary['after']['loss']:.4f}" in words.replace("│", "")
+    assert str(run / "adapter") in done.out
+    assert "3 steps, 6 forward passes" in done.out
+    assert f"tezo predict {run}" in done.out
+    assert done.says("tezo-cadam on", home / "opt", "rank 4", "12 training rows, 0 dev, 6 test", "step 0 test")
+
+
+def test_json_is_all_there_is_on_standard_output(home, tmp_path):
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out) == json.loads((tmp_path / "run" / "summary.json").read_text())
+    measured = tezo("eval", tmp_path / "run", "--data", home / "test.jsonl", "--json")
+    assert json.loads(measured.out)["rows"] == 6
+
+
+def test_held_out_rows_are_said(home, tmp_path):
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", data__hold_out=0.25)
+    assert done.says("3 of 12 training rows are held out", "data.dev and data.test", "9 training rows, 3 dev, 3 test")
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "other", "--test", home / "test.jsonl")
+    assert not done.says("held out")
+
+
+def test_flags_are_laid_over_a_recipe_and_settings_over_flags(home, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {home / 'opt'}\ndata: {home / 'rows.jsonl'}\nmethod: mezo\ntrain: {{steps: 7, seed: 3}}\n"
+    )
+    flags = ("--method", "tezo", "--steps", 5, "--set", "train.steps=2", "--set", "method.rank=2", "--json")
+    done = tezo("train", recipe, *flags, "--output", tmp_path / "run")
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert (summary["method"], summary["steps"], summary["seed"], summary["result"]["rank"]) == ("tezo", 2, 3, 2)
+
+
+@pytest.mark.parametrize("method", [{}, {"method__rank": "null"}], ids=["rank 4", "layer-wise rank"])
+def test_the_configuration_in_a_run_folder_is_the_same_run(home, tmp_path, method):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train(home / "opt", home / "rows.jsonl", first, **method).code == 0
+    assert tezo("train", first / "config.yaml", "--output", second).code == 0
+    assert (first / "config.yaml").read_text() == (second / "config.yaml").read_text()
+    names = "adapter/adapter_model.safetensors"
+    assert (first / names).read_bytes() == (second / names).read_bytes()
+    ranks = {row.get("rank") for row in json.loads((first / "plan.json").read_text())} - {None}
+    assert (ranks == {4}) == (not method)
+
+
+@pytest.mark.parametrize(("family", "side"), [("opt", "beginning"), ("roberta", "longer side"), ("bert", "end")])
+def test_cut_prompts_are_counted_and_the_run_goes_on(home, tmp_path, family, side):
+    tokenizer = tokenizer_for(family)
+    template = {"opt": "{} Label : good", "roberta": "{} It was <mask> .", "bert": "{}"}[family]
+    over = [max(0, len(tokenizer(template.format(row["text"]))["input_ids"]) - 12) for row in label_rows(12)]
+    rows, cut = sum(n > 0 for n in over), sum(over)
+    assert 0 < rows < 12
+    flags = ("--test", home / "test.jsonl")
+    done = train(model_folder(home, family), home / "rows.jsonl", tmp_path / "run", *flags, data__max_length=12)
+    own = [max(0, len(tokenizer(template.format(row["text"]))["input_ids"]) - 12) for row in label_rows(6, seed=1)]
+    assert done.code == 0, done.err
+    whole = f"{rows + sum(n > 0 for n in own)} prompt(s) are longer than 12 tokens"
+    assert done.says(whole, f"{cut + sum(own)} tokens cut", side, "data.max_length", "rows.jsonl, line")
+    source = ("--input", home / "rows.jsonl", "--output", tmp_path / "answers.jsonl")
+    measured = tezo("eval", tmp_path / "run", "--data", home / "rows.jsonl")
+    for later in (measured, tezo("predict", tmp_path / "run", *source)):
+        assert later.code == 0, later.err
+        assert later.says(f"{rows} prompt(s) are longer than 12 tokens", f"{cut} tokens cut")
+    assert len(read_jsonl(tmp_path / "answers.jsonl")) == 12
+
+
+def test_an_answer_that_is_too_long_is_an_error(home, tmp_path):
+    rows = [*completion_rows(3), {"prompt": "question :", "completion": " good" * 30}]
+    data = write_rows(tmp_path / "long.jsonl", rows)
+    done = train(home / "opt", data, tmp_path / "run", data__max_length=20)
+    refused(done, "long.jsonl, line 4", "answer", "data.max_length", "20", "raise it")
+    assert not (tmp_path / "run").exists()
+
+
+def test_label_descriptions_of_an_encoder_that_are_cut_are_said(home, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    words = {"good": "the film was quite good and not so very bad " * 3, "bad": "bad"}
+    recipe.write_text(json.dumps({"data": {"train": str(home / "rows.jsonl"), "label_words": words, "max_length": 16}}))
+    flags = ("--model", model_folder(home, "bert"), "--steps", 1, "--output", tmp_path / "run")
+    done = tezo("train", recipe, *flags, *settings(method__rank=2))
+    assert done.says("data.label_words", "the film was quite", "16")
+
+
+def strict_json(line: str) -> object:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("rank", [4, "null"], ids=["rank 4", "layer-wise rank"])
+def test_a_loss_that_is_no_number_ends_the_run_with_code_1(home, tmp_path, value, rank):
+    folder = tmp_path / "model"
+    tiny_model("opt", len(tokenizer_for("opt"))).save_pretrained(folder)
+    tokenizer_for("opt").save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.decoder.layers.0.fc1.weight"][0, 0] = float(value)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    done = train(folder, home / "rows.jsonl", tmp_path / "run", method__rank=rank)
+    if rank == 4:
+        refused(done, "the loss is", "step 0", "no earlier step", "as before", "method.lr", code=1)
+        assert not (tmp_path / "run" / "adapter").exists()
+        assert not (tmp_path / "run" / "summary.json").exists()
+        assert all(strict_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    else:  # the layer-wise rule meets the weight before any loss does
+        refused(done, "model.decoder.layers.0.fc1.weight", code=2)
+
+
+def test_a_loss_that_overflows_later_tells_the_step_and_the_last_good_loss(home, tmp_path):
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", train__log_every=1, method__lr=1e30)
+    lines = [line for line in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "split" not in line]
+    assert lines, "it failed at the first step"
+    refused(done, f"step {lines[-1]['step']}", f"last good loss was {lines[-1]['loss']:.6g}", "as before", code=1)
+
+
+def test_methods_and_doctor_answer_people_and_programs(home):
+    listed = json.loads(tezo("methods", "--json").out)
+    assert {m["name"] for m in listed if not m["in_paper"]} == {"tezo-cadam"}
+    shown = tezo("methods").out
+    assert all(m["name"] in shown for m in listed)
+    assert "lr=0.0003" in tezo("methods", "tezo-cadam").out
+    report = json.loads(tezo("doctor", "--model", home / "opt", "--json").out)
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["model"]["kind"] == "causal"
+    assert "causal" in tezo("doctor", "--model", home / "opt").out
+    assert tezo("doctor", "--model", home / "nowhere").code == 2
+
+
+def test_settings_reach_eval_and_predict(home, tmp_path):
+    assert train(home / "opt", home / "rows.jsonl", tmp_path / "run", "--test", home / "test.jsonl").code == 0
+    fields = write_rows(tmp_path / "other.jsonl", [{"words": r["text"], "mood": r["label"]} for r in label_rows(6, 1)])
+    own = tezo("eval", tmp_path / "run", "--json")
+    named = settings(data__label="mood", data__template="{words} Label:")
+    other = tezo("eval", tmp_path / "run", "--data", fields, "--json", *named)
+    assert other.code == 0, other.err
+    assert json.loads(other.out) == json.loads(own.out)
+
+
+def test_settings_reach_a_base_model_as_they_reach_a_run(home):
+    words = ("--set", "data.label_words.good=fresh", "--set", "data.label_words.bad=stale")
+    whole = settings(data__label_words="{good: fresh, bad: stale}")
+    one, other, plain = (
+        tezo("eval", home / "opt", "--data", home / "test.jsonl", "--json", *flags) for flags in (words, whole, [])
+    )
+    assert one.code == other.code == 0, one.err + other.err
+    assert json.loads(one.out) == json.loads(other.out) != json.loads(plain.out)
+    refused(tezo("eval", home / "opt", "--data", home / "test.jsonl", "--set", "dat.text=x"), "dat", "'data'")
+
+
+@pytest.mark.parametrize("label", [None, "", "no such label"])
+def test_predict_does_not_look_at_the_answers_that_rows_may_have(home, tmp_path, label):
+    assert train(home / "opt", home / "rows.jsonl", tmp_path / "run", "--test", home / "test.jsonl").code == 0
+    rows = [row | {"label": label} for row in label_rows(4, seed=1)]
+    source = write_rows(tmp_path / "new.jsonl", rows)
+    done = tezo("predict", tmp_path / "run", "--input", source, "--output", tmp_path / "answers.jsonl")
+    assert done.code == 0, done.err
+    assert {row["prediction"] for row in read_jsonl(tmp_path / "answers.jsonl")} <= {"good", "bad"}
+
+
+def test_the_bar_is_taken_down_when_a_run_fails(home, tmp_path):
+    before = threading.active_count()
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", method__lr=1e30)
+    assert done.code == 1
+    assert threading.active_count() == before, "the thread that draws the bar runs on"

@@ -1,0 +1,210 @@
+"""Which parameters move: patterns, layouts, ties, experts, and those that no forward pass meets."""
+
+import pytest
+import torch
+from cases import CASES, choose, effective_weights
+from tiny import (
+    Regression,
+    lm_loss,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_moe,
+    tiny_opt,
+    tiny_qwen2,
+    tiny_roberta,
+    tokens,
+)
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from tezo import RequestError
+from tezo.params import find_targets, never_called, select_targets
+from tezo.perturbations import Moment
+
+MODELS = {
+    "opt": tiny_opt, "llama": tiny_llama, "qwen2": tiny_qwen2, "gpt2": tiny_gpt2, "roberta": tiny_roberta,
+    "bert": tiny_bert, "moe": tiny_moe,
+}  # fmt: skip
+on_every_model = pytest.mark.parametrize(
+    "model",
+    [make(tied=tied) for make in MODELS.values() for tied in (False, True)],
+    ids=[f"{name}-{kind}" for name in MODELS for kind in ("untied", "tied")],
+)
+
+
+def names(model: nn.Module, *patterns: str) -> list[str]:
+    return [target.name for target in select_targets(model, patterns)]
+
+
+@on_every_model
+def test_all_is_every_parameter_once(model):
+    targets = select_targets(model, ("all",))
+    assert [target.name for target in targets] == [name for name, _ in model.named_parameters()]
+    assert len({id(target.parameter) for target in targets}) == len(targets)
+    owned = {(id(m), p.data_ptr()) for m in model.modules() for p in m.parameters(recurse=False)}
+    assert {(id(s.module), t.parameter.data_ptr()) for t in targets for s in t.sites} == owned
+
+
+@on_every_model
+def test_all_linear_is_the_linear_layers_without_the_head(model):
+    head = model.get_output_embeddings()
+    tied_to_head = {id(head.weight)} if head is not None else set()
+    expected = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and id(module.weight) not in tied_to_head
+    }
+    assert {id(target.parameter) for target in select_targets(model)} == expected
+    assert expected
+
+
+def test_a_bare_word_is_a_dotted_part_of_the_name_and_a_star_matches_the_whole_of_it():
+    model = tiny_opt()
+    both = names(model, "q_proj")
+    assert len(both) == 4 and all(".q_proj." in name for name in both)
+    assert names(model, "self_attn.q_proj.weight") == [name for name in both if name.endswith("weight")]
+    assert names(model, "*q_proj.bias") == [name for name in both if name.endswith("bias")]
+    assert names(model, "*.layers.1.*q_proj*") == [name for name in both if ".layers.1." in name]
+    with pytest.raises(RequestError):  # not a part of the name, but of a part
+        names(model, "q_pro")
+
+
+def test_patterns_apply_in_order_and_the_model_gives_the_order_of_the_result():
+    model = tiny_opt()
+    linear = names(model, "all-linear")
+    assert names(model, "all-linear", "!v_proj") == [name for name in linear if "v_proj" not in name]
+    assert names(model, "all-linear", "!layers.1", "*1.fc1.weight") == [
+        name for name in linear if ".layers.1." not in name or name.endswith("1.fc1.weight")
+    ]
+    assert names(model, "!v_proj", "all-linear") == linear
+    assert names(model, "fc2", "fc1") == names(model, "fc1", "fc2")
+    assert names(model, "all-linear", "all-linear") == linear
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["q_porj"], r"'q_porj' matches no trainable parameter\. Did you mean 'q_proj'\?"),
+        (["all-lineer"], r"'all-lineer' matches no .* Did you mean 'all-linear'\?"),
+        (["all", "!*.lora.*"], r"'!\*\.lora\.\*' matches no trainable parameter\. (Did you mean|Known:)"),
+        (["all", "!*"], r"\['all', '!\*'\] leaves no parameter to train; start with 'all-linear' or 'all'"),
+        ([], r"leaves no parameter to train"),
+    ],
+)
+def test_a_request_that_means_nothing_names_the_key_and_the_way_out(patterns, message):
+    with pytest.raises(RequestError, match=r"method\.targets: .*" + message):
+        select_targets(tiny_opt(), patterns)
+
+
+def test_frozen_parameters_are_never_chosen():
+    model = tiny_opt()
+    model.model.decoder.layers[0].requires_grad_(False)
+    assert not any("layers.0" in name for name in names(model, "all"))
+    with pytest.raises(RequestError, match="matches no trainable parameter"):
+        select_targets(model, ("layers.0",))
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "kind", "layouts"),
+    [
+        (tiny_opt, "model.decoder.embed_tokens.weight", "embedding", ["embedding", "linear"]),
+        (tiny_opt, "model.decoder.embed_positions.weight", "other", [None]),
+        (tiny_opt, "model.decoder.layers.0.fc1.weight", "linear", ["linear"]),
+        (tiny_opt, "model.decoder.layers.0.fc1.bias", "vector", [None]),
+        (tiny_gpt2, "transformer.h.0.mlp.c_fc.weight", "linear", ["transposed"]),
+        (tiny_gpt2, "transformer.wpe.weight", "embedding", ["embedding"]),
+        (tiny_moe, "model.layers.0.mlp.experts.gate_up_proj", "other", [None]),
+    ],
+)
+def test_how_each_parameter_is_used_is_known(make, name, kind, layouts):
+    (target,) = [target for target in find_targets(make(tied=True)) if target.name == name]
+    assert target.kind == kind
+    assert [site.layout for site in target.sites] == layouts
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_is_not_hooked():
+    class Doubling(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Doubling(3, 4), nn.Linear(4, 4))
+    own, plain = (t for t in find_targets(model) if t.is_matrix)
+    assert not own.in_forward and plain.in_forward
+    assert names(model, "all-linear") == ["1.weight"]
+
+
+@choose("tezo", "mezo", "lozo", "subzo", "tezo-adam")
+def test_experts_are_found_when_asked_for_and_all_of_them_move(case):
+    model = tiny_moe()
+    assert not any("experts" in name for name in names(model, "all-linear"))
+    optimizer = case.build(model, targets=("all-linear", "experts"), lr=1e-2)
+    experts = {n: m.target for n, m in optimizer.moving.items() if "experts" in n}
+    assert len(experts) == 4  # two a layer
+    before = {name: target.parameter.detach().clone() for name, target in experts.items()}
+    directions = {n: optimizer.perturbation.direction(t, Moment(0, 0), {}) for n, t in experts.items()}
+    optimizer.step(lm_loss(model, tokens()))
+    kappa = optimizer.last_step.projected_grads[0]
+    for name, target in experts.items():
+        change = target.parameter.detach() - before[name]
+        assert change.ndim == 3 and (change.flatten(1).norm(dim=1) > 0).all(), "an expert stood still"
+        if case.plain:
+            expected = torch.zeros(target.matrix_shape, dtype=torch.float64)
+            directions[name].add_to_(expected, -1e-2 * kappa)
+            torch.testing.assert_close(change, expected.view_as(change), rtol=1e-8, atol=1e-10)
+
+
+def test_a_scalar_parameter_is_a_vector_of_one():
+    model = Regression()
+    model.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    optimizer = CASES["mezo"].build(model, targets=("scale",))
+    losses = [optimizer.step(lambda: (model.scale * model.y).square().mean()) for _ in range(50)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert model.scale.shape == ()
+    assert effective_weights(optimizer)["scale"].shape == (1,)
+
+
+class Bare(nn.Module):
+    """A model of no library: one matrix, used directly and not through a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(4, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return (self.matrix - 1).square().sum()
+
+
+@choose("mezo", "lozo", "subzo", "tezo")
+def test_a_parameter_used_outside_any_module_call_is_moved_in_place(case):
+    model = Bare()
+    optimizer = case.build(model, lr=1e-2, targets=("matrix",))
+    before = model.matrix.detach().clone()
+    optimizer.step(model)
+    (kappa,) = optimizer.last_step.projected_grads
+    assert kappa != 0
+    expected = before.clone()
+    optimizer.perturbation.direction(optimizer.targets[0], Moment(0, 0), {}).add_to_(expected, -1e-2 * kappa)
+    torch.testing.assert_close(model.matrix.detach(), expected, rtol=1e-8, atol=1e-12)
+
+
+def test_parameters_that_no_forward_pass_meets_are_reported():
+    model = tiny_bert()
+    targets = select_targets(model, ("all",))
+    missed = never_called(targets, lambda: model.encoder(model.embeddings(tokens())))
+    assert [target.name for target in missed] == ["pooler.dense.weight", "pooler.dense.bias"]
+    assert never_called(targets, lambda: model(tokens())) == []
+
+
+def test_a_tied_parameter_is_met_at_any_of_its_sites():
+    model = tiny_llama(tied=True)
+    targets = select_targets(model, ("embed_tokens",))
+    assert never_called(targets, lambda: model.lm_head(torch.zeros(1, 16, dtype=torch.float64))) == []
+    assert never_called(targets, lambda: model.model.norm(torch.zeros(1, 16, dtype=torch.float64))) == targets
+
+
+def test_looking_for_them_leaves_no_hook_even_when_the_pass_fails():
+    model = tiny_bert()
+    with pytest.raises(ZeroDivisionError):
+        never_called(select_targets(model, ("all",)), lambda: 1 / 0)
+    assert not any(module._forward_hooks for module in model.modules())

@@ -1,0 +1,187 @@
+"""The rank of each layer: counts of singular values, the least of a block, and the cache of counts."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_llama, tiny_moe
+from torch import Tensor, nn
+
+from tezo import RequestError
+from tezo.params import Target, select_targets
+from tezo.rank import FixedRank, LayerwiseRank, block_of, content_hash, default_cache, rank_rule, significant_rank
+
+
+def matrix_with(spectrum: list[float], rows: int, columns: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    left = torch.linalg.qr(torch.randn(rows, rows, generator=draw, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(columns, columns, generator=draw, dtype=torch.float64))[0]
+    middle = torch.zeros(rows, columns, dtype=torch.float64)
+    middle.diagonal()[: len(spectrum)] = torch.tensor(spectrum, dtype=torch.float64)
+    return left @ middle @ right
+
+
+def counted_by_svd(weight: Tensor, threshold: float) -> int:
+    values = np.linalg.svd(weight.to(torch.float64).numpy(), compute_uv=False)
+    return int((values > threshold * values[0]).sum())
+
+
+@given(
+    spectrum=st.lists(st.integers(1, 1000), min_size=1, max_size=8, unique=True),
+    shape=st.sampled_from([(8, 8), (8, 13), (13, 8), (9, 40)]),
+    threshold=st.sampled_from([0.2003, 0.2503, 0.3003, 0.7503, 0.0203]),
+)
+def test_it_counts_the_singular_values_above_the_threshold(spectrum, shape, threshold):
+    known = [value for value in spectrum if value > threshold * max(spectrum)]
+    assert significant_rank(matrix_with(sorted(spectrum, reverse=True), *shape), threshold) == len(known)
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.2, 0.25, 0.35, 0.5, 0.9])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (20, 30), (64, 17)])
+def test_it_agrees_with_an_svd_on_random_matrices(shape, threshold):
+    for seed in range(20):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        assert significant_rank(weight, threshold) == counted_by_svd(weight, threshold)
+
+
+def test_a_singular_value_at_the_threshold_does_not_count_and_one_above_does():
+    assert significant_rank(torch.diag(torch.tensor([4.0, 1.0])), 0.25) == 1
+    assert significant_rank(torch.diag(torch.tensor([4.0, 1.0001])), 0.25) == 2
+    assert significant_rank(torch.diag(torch.tensor([4.0, 0.9999])), 0.25) == 1
+    assert significant_rank(torch.diag(torch.tensor([0.0, 4.0, -4.0])), 0.99) == 2
+
+
+def test_it_is_one_at_the_least_and_does_not_depend_on_the_scale():
+    assert significant_rank(torch.zeros(3, 5), 0.25) == 1
+    weight = torch.randn(12, 9, generator=torch.Generator().manual_seed(0))
+    assert {significant_rank(weight * scale, 0.25) for scale in (1e-6, 1.0, 1e6)} == {counted_by_svd(weight, 0.25)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_in_lower_precision_are_counted_as_the_numbers_they_are(dtype):
+    weight = matrix_with([10, 9, 8, 7, 1, 0.5], 10, 12).to(dtype)
+    assert significant_rank(weight, 0.25) == counted_by_svd(weight, 0.25) == 4
+
+
+def squeezed_llama() -> nn.Module:
+    """Two blocks whose least ranks differ, and come from different matrices."""
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.copy_(matrix_with([5, 4, 4, 3, 0.1], 24, 16))
+        model.model.layers[1].self_attn.k_proj.weight.copy_(matrix_with([5, 4, 3, 2, 2, 2, 0.1], 8, 16))
+    return model
+
+
+@pytest.mark.parametrize("max_rank", [2, 5, 64])
+def test_the_rank_of_a_layer_is_the_least_of_its_block_under_the_cap(max_rank):
+    model = squeezed_llama()
+    targets = [target for target in select_targets(model, ("all",)) if target.is_matrix]
+    counts = {target.name: counted_by_svd(target.parameter.detach(), 0.25) for target in targets}
+
+    def of_block(block: str) -> int:
+        return min(min(count for name, count in counts.items() if name.startswith(block)), max_rank)
+
+    expected = {
+        name: of_block(".".join(name.split(".")[:3]) + "." if "layers" in name else name) for name in counts
+    }  # Eq. 7; the embedding and the head are blocks of their own
+    assert LayerwiseRank(threshold=0.25, max_rank=max_rank).ranks(targets) == expected
+    assert expected["model.layers.0.mlp.down_proj.weight"] == min(4, max_rank)
+    assert expected["model.layers.1.mlp.down_proj.weight"] == min(6, max_rank)
+    assert counts["model.layers.1.mlp.down_proj.weight"] > 6
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("model.layers.11.mlp.up_proj.weight", "model.layers.11"),
+        ("transformer.h.0.attn.c_attn.weight", "transformer.h.0"),
+        ("model.layers.3.mlp.experts.7.w1.weight", "model.layers.3"),
+        ("0.weight", "0"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.fc1.weight", "model.fc1.weight"),
+    ],
+)
+def test_a_block_is_one_element_of_a_numbered_list_of_modules(name, block):
+    assert block_of(name) == block
+
+
+def test_experts_count_as_one_tall_matrix():
+    (target,) = select_targets(tiny_moe(), ("*layers.0.mlp.experts.down_proj",))
+    ranks = LayerwiseRank(threshold=0.25, max_rank=64).ranks([target])
+    assert ranks == {target.name: counted_by_svd(target.parameter.detach().reshape(-1, 12), 0.25)}
+
+
+def test_a_fixed_rank_is_everyones_and_must_fit():
+    targets = select_targets(tiny_llama())
+    assert FixedRank(rank=8).ranks(targets) == {target.name: 8 for target in targets}
+    with pytest.raises(RequestError, match=r"method\.rank 9 .* \(8\) of model\.layers\.0\.self_attn\.k_proj\.weight"):
+        FixedRank(rank=9).ranks(targets)
+    with pytest.raises(RequestError, match=r"method\.rank is 0"):
+        FixedRank(rank=0).ranks(targets)
+
+
+@pytest.mark.parametrize(("threshold", "max_rank"), [(0.0, 8), (1.0, 8), (-0.1, 8), (float("nan"), 8), (0.25, 0)])
+def test_settings_out_of_range_are_refused(threshold, max_rank):
+    with pytest.raises(RequestError, match=r"method\.(rank_threshold|max_rank) is"):
+        LayerwiseRank(threshold=threshold, max_rank=max_rank)
+
+
+def test_the_rule_follows_the_request(monkeypatch, tmp_path):
+    assert rank_rule(5) == FixedRank(rank=5)
+    monkeypatch.setenv("TEZO_CACHE", str(tmp_path / "own"))
+    assert rank_rule(None, 0.3, 16) == LayerwiseRank(threshold=0.3, max_rank=16, cache=tmp_path / "own")
+    monkeypatch.delenv("TEZO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache() == tmp_path / "tezo"
+
+
+def target_of(data: Tensor, name: str = "layer.weight") -> Target:
+    return Target(name, nn.Parameter(data, requires_grad=False), ())
+
+
+def test_a_second_count_of_the_same_weights_computes_nothing(tmp_path):
+    rule = LayerwiseRank(threshold=0.25, max_rank=64, cache=tmp_path)
+    weight = matrix_with([5, 4, 3, 0.1], 6, 7)
+    assert rule.ranks([target_of(weight)]) == {"layer.weight": 3}
+    (file,) = tmp_path.iterdir()
+    counts = json.loads(file.read_text())
+    file.write_text(json.dumps(dict.fromkeys(counts, 6)))  # a count that no computation could give
+    assert rule.ranks([target_of(weight.clone(), "another.name")]) == {"another.name": 6}
+    for other in (weight * 2, weight.float(), weight[:5], weight.T.contiguous()):
+        assert rule.ranks([target_of(other)]) == {"layer.weight": 3}, "other weights took this one's count"
+    assert LayerwiseRank(threshold=0.7, max_rank=64, cache=tmp_path).ranks([target_of(weight)]) == {"layer.weight": 2}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "7", '{"a": "many"}', '{"a": null}', "\x00"])
+def test_a_cache_that_cannot_be_read_is_done_without_and_written_anew(tmp_path, content):
+    file = tmp_path / "ranks.json"
+    file.write_text(content)
+    rule = LayerwiseRank(threshold=0.25, max_rank=64, cache=tmp_path)
+    assert rule.ranks([target_of(matrix_with([5, 4, 0.1], 6, 7))]) == {"layer.weight": 2}
+    assert list(json.loads(file.read_text()).values()) == [2]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
+    (tmp_path / "file").write_text("")
+    rule = LayerwiseRank(threshold=0.25, max_rank=64, cache=tmp_path / "file" / "folder")
+    assert rule.ranks([target_of(matrix_with([5, 4, 0.1], 6, 7))]) == {"layer.weight": 2}
+
+
+def test_the_key_of_a_count_is_the_content_of_the_weight():
+    weight = torch.arange(24.0).view(4, 6).to(torch.bfloat16)
+    assert content_hash(weight) == content_hash(weight.clone())
+    assert content_hash(weight.T.contiguous().T) == content_hash(weight), "the layout in memory is no content"
+    changed = weight.clone()
+    changed[-1, -1] += 1
+    others = [changed, weight.float(), weight.view(6, 4), weight.view(torch.float16)]
+    assert len({content_hash(x) for x in [weight, *others]}) == 5
+
+
+def test_weights_that_are_not_floats_need_a_fixed_rank():
+    target = target_of(torch.ones(4, 4, dtype=torch.int8))
+    with pytest.raises(RequestError, match=r"layer\.weight is stored as torch\.int8.* give a fixed method\.rank"):
+        LayerwiseRank().ranks([target])

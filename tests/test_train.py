@@ -1,0 +1,290 @@
+"""A run is a pure function of its configuration, keeps its best step, and leaves everything else alone."""
+
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from folders import completion_rows, label_rows, model_folder, read_jsonl, write_rows
+from safetensors.torch import load_file
+
+from tezo.cli.runs import open_model, run_config
+from tezo.config import Config, TrainConfig, parse_config
+from tezo.errors import NonFiniteLossError
+from tezo.evaluate import evaluate, macro_f1
+from tezo.job import make_format, options_of, prepare
+from tezo.objectives import objective_for
+from tezo.runs import Listener
+from tezo.tasks import read_rows
+from tezo.train import batch_indices, evaluation_interval, lr_factor, train
+
+DENSE = ("mezo", "mezo-adam", "lozo", "subzo", "zo-adamu", "tezo-adam")
+FACTORED = ("tezo", "tezo-m", "tezo-cadam")
+RANKED = {name: {"rank": 4} for name in ("lozo", "subzo", "tezo-adam", *FACTORED)}
+# Steps so long that the dev loss rises and falls.
+WILD = {
+    "mezo": 3e-3, "mezo-adam": 3e-2, "lozo": 1e-2, "subzo": 1e-2, "zo-adamu": 1e-2, "tezo-adam": 3e-2,
+    "tezo": 1e-2, "tezo-m": 5e-2, "tezo-cadam": 5e-2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("home")
+    model_folder(root, "opt")
+    for number, name in enumerate(("train", "dev", "test")):
+        write_rows(root / f"{name}.jsonl", label_rows(14, seed=number))
+    return root
+
+
+def config(home: Path, method: str = "tezo-cadam", *, data: Any = ("train", "dev", "test"), **settings: Any) -> Config:
+    options = RANKED.get(method, {}) | ({"lazy_update_interval": 3} if method in ("lozo", "subzo") else {})
+    options |= {key: settings.pop(key) for key in ("lr", "targets") if key in settings}
+    return parse_config(
+        {
+            "model": str(home / "opt"),
+            "data": {name: str(home / f"{name}.jsonl") for name in data},
+            "method": {"name": method, "lr": WILD[method], **options},
+            "train": {"steps": 8, "batch_size": 4, "eval_every": 1, "log_every": 3} | settings,
+        }
+    )
+
+
+def result(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(run.glob("*/*model.safetensors")))
+
+
+def dev_losses(run: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_jsonl(run / "metrics.jsonl") if line.get("split") == "dev"}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# What a run is a function of
+
+
+@pytest.mark.parametrize("method", [*DENSE, *FACTORED])
+def test_a_run_is_a_pure_function_of_its_configuration(home, tmp_path, method):
+    summaries = []
+    for name, noise in (("first", 1), ("second", 2)):
+        torch.manual_seed(noise)
+        np.random.seed(noise)
+        random.seed(noise)
+        summaries.append(train(config(home, method, keep_best=False), tmp_path / name))
+    train(config(home, method, keep_best=False, seed=1), tmp_path / "other")
+    first, second, other = (result(tmp_path / name) for name in ("first", "second", "other"))
+    assert same(first, second)
+    assert not same(first, other)
+    assert {k: summaries[0][k] for k in ("before", "after")} == {k: summaries[1][k] for k in ("before", "after")}
+
+
+@pytest.mark.parametrize("method", ["mezo", "tezo-cadam"])
+def test_the_random_state_of_the_user_is_neither_read_nor_set(home, tmp_path, method):
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    train(config(home, method), tmp_path / "run")
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == np.random.get_state()[1].tolist()
+    assert before[2] == random.getstate()
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(14, 4), (5, 16), (16, 16), (1, 3), (7, 7)])
+def test_batches_have_every_row_once_an_epoch(rows, batch):
+    flat = [i for step in range(60) for i in batch_indices(rows, batch, step, seed=3)]
+    assert all(len(batch_indices(rows, batch, step, seed=3)) == batch for step in range(9))
+    epochs = [flat[start : start + rows] for start in range(0, len(flat) - rows, rows)]
+    assert all(Counter(epoch) == Counter(range(rows)) for epoch in epochs)
+    if rows > 4:
+        assert len({tuple(epoch) for epoch in epochs}) > 1, "every epoch has the same order"
+        assert batch_indices(rows, batch, 0, seed=3) != batch_indices(rows, batch, 0, seed=4)
+
+
+def test_the_schedules_are_what_they_are_called():
+    def factors(**settings: Any) -> list[float]:
+        made = TrainConfig(**({"steps": 10} | settings))
+        return [lr_factor(made)(step) for step in range(10)]
+
+    assert factors() == [1.0] * 10
+    assert factors(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors(schedule="linear") == pytest.approx([1 - step / 10 for step in range(10)])
+    cosine = [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
+    assert factors(schedule="cosine") == pytest.approx(cosine)
+    assert factors(schedule="linear", warmup_steps=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert [lr_factor(TrainConfig(steps=3, warmup_steps=9))(step) for step in (0, 8)] == pytest.approx([1 / 9, 1])
+
+
+def test_the_schedule_reaches_the_steps(home, tmp_path):
+    train(config(home, schedule="linear", warmup_steps=2, log_every=1), tmp_path / "run")
+    rates = [line["lr"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "lr" in line]
+    assert rates == pytest.approx([0.05 * f for f in (1 / 2, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
+
+
+# The best step
+
+
+def wavering(home: Path, folder: Path, method: str) -> tuple[int, dict[str, Any]]:
+    """A run whose best evaluation is neither the first nor the last, and its seed."""
+    for seed in range(30):
+        summary = train(config(home, method, seed=seed), folder / str(seed))
+        losses = dev_losses(folder / str(seed))
+        best = min(losses, key=losses.get)
+        if 1 < best < 8 and losses[8] - losses[best] > 1e-3:
+            return seed, summary
+    raise AssertionError("no such run")
+
+
+@pytest.mark.parametrize("method", [*DENSE, *FACTORED])
+def test_the_result_is_that_of_the_best_evaluation(home, tmp_path, method):
+    seed, summary = wavering(home, tmp_path, method)
+    run = tmp_path / str(seed)
+    losses = dev_losses(run)
+    best = min(losses, key=losses.get)
+    assert list(losses) == list(range(9))
+    assert (summary["kept_step"], summary["steps"]) == (best, 8)
+    assert summary["result"]["kind"] == ("model" if method in DENSE else "adapter")
+    assert tuned_loss(home, run, method) == pytest.approx(losses[best], abs=1e-5)
+    # The same run, ended at its best step, leaves the same numbers.
+    train(config(home, method, seed=seed, steps=best, keep_best=False), tmp_path / "short")
+    kept, short = result(run), result(tmp_path / "short")
+    assert kept.keys() == short.keys()
+    for name, value in short.items():
+        torch.testing.assert_close(kept[name], value, rtol=0, atol=1e-5)
+
+
+def tuned_loss(home: Path, run: Path, method: str) -> float:
+    """The dev loss of what a run saved."""
+    settings = run_config(str(run), [])
+    loaded = open_model(str(run), settings)
+    rows = read_rows(str(home / "dev.jsonl"), key="data")
+    form = make_format(settings, loaded, rows)
+    objective = objective_for(loaded, options_of(form))
+    assert settings.method.name == method
+    return evaluate(loaded.model, objective, [objective.encode(form.example(row)) for row in rows], 64)["loss"]
+
+
+@pytest.mark.parametrize("method", ["tezo-cadam", "mezo"])
+def test_without_keep_best_the_result_is_that_of_the_last_step(home, tmp_path, method):
+    seed, _ = wavering(home, tmp_path, method)
+    summary = train(config(home, method, seed=seed, keep_best=False), tmp_path / "last")
+    assert dev_losses(tmp_path / "last") == dev_losses(tmp_path / str(seed))
+    assert summary["kept_step"] == 8
+    assert tuned_loss(home, tmp_path / "last", method) == pytest.approx(dev_losses(tmp_path / "last")[8], abs=1e-5)
+
+
+@pytest.mark.parametrize("data", [("train", "dev"), ("train",)], ids=["dev rows", "held-out rows"])
+def test_a_run_without_evaluations_keeps_its_last_step(home, tmp_path, data):
+    summary = train(config(home, data=data, eval_every=0), tmp_path / "run")
+    assert summary["kept_step"] == summary["steps"] == 8
+    assert summary["before"] != summary["after"]
+
+
+def test_patience_ends_a_run_that_gets_no_better(home, tmp_path):
+    summary = train(config(home, lr=0.0, patience=3, eval_every=2, steps=50), tmp_path / "run")
+    assert (summary["steps"], summary["kept_step"]) == (6, 0)
+    assert summary["before"] == summary["after"]
+
+
+@pytest.mark.parametrize(("steps", "every", "expected"), [(8, 3, [0, 3, 6, 8]), (20, None, list(range(0, 21, 2)))])
+def test_evaluations_fall_on_every_so_many_steps_and_on_the_last(home, tmp_path, steps, every, expected):
+    train(config(home, steps=steps, eval_every=every), tmp_path / "run")
+    assert list(dev_losses(tmp_path / "run")) == expected
+    assert evaluation_interval(TrainConfig(steps=4)) == 1
+
+
+# What a run leaves behind
+
+
+def test_metrics_have_a_line_every_so_many_steps_and_one_for_each_evaluation(home, tmp_path):
+    summary = train(config(home, eval_every=4, log_every=3), tmp_path / "run")
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    steps = [line for line in lines if "split" not in line]
+    assert [line["step"] for line in steps] == [3, 6]
+    assert all(set(line) == {"step", "loss", "projected_grads", "lr", "seconds", "memory"} for line in steps)
+    assert all(line["memory"] > 2**20 and len(line["projected_grads"]) == 1 for line in steps)
+    tests = [line for line in lines if line.get("split") == "test"]
+    assert [line["step"] for line in tests] == [0, 8]
+    for line, when in zip(tests, ("before", "after"), strict=True):
+        assert {key: line[key] for key in summary[when]} == summary[when]
+    assert [line["step"] for line in lines if line.get("split") == "dev"] == [0, 4, 8]
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["all"], ["q_proj", "fc1.bias"]], ids=str)
+def test_the_plan_has_every_parameter(home, tmp_path, targets):
+    job = prepare(config(home, targets=targets))
+    summary = train(config(home, targets=targets), tmp_path / "run")
+    rows = {row["name"]: row for row in json.loads((tmp_path / "run" / "plan.json").read_text())}
+    parameters = dict(job.model.named_parameters())
+    assert rows.keys() == parameters.keys()
+    assert all(row["shape"] == list(parameters[name].shape) for name, row in rows.items())
+    trained = {name for name, row in rows.items() if row["trained"]}
+    assert trained == set(job.optimizer.moving)
+    assert all((row["rank"] == 4) == (len(row["shape"]) > 1) for name, row in rows.items() if name in trained)
+    assert {row["moved"] for row in rows.values() if row["trained"] and row["kind"] == "linear"} == {"in forward"}
+    assert summary["parameters"] == {
+        "total": sum(p.numel() for p in parameters.values()),
+        "trained": sum(parameters[name].numel() for name in trained),
+    }
+
+
+class Watcher(Listener):
+    """Keeps the job, and what its weights were before the first step."""
+
+    def started(self, job) -> None:
+        self.job = job
+        self.before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+
+
+@pytest.mark.parametrize("method", FACTORED)
+def test_the_base_model_is_only_read(home, tmp_path, method):
+    files = {path: path.read_bytes() for path in (home / "opt").iterdir()}
+    watcher = Watcher()
+    train(config(home, method), tmp_path / "run", [watcher])
+    assert same(watcher.before, {name: p.detach() for name, p in watcher.job.model.named_parameters()})
+    assert {path: path.read_bytes() for path in (home / "opt").iterdir()} == files
+
+
+@pytest.mark.parametrize("method", ["tezo-cadam", "mezo", "lozo"])
+def test_after_a_loss_that_is_no_number_the_weights_are_as_before_that_step(home, tmp_path, method):
+    watcher, states = Watcher(), []
+
+    class Recorder(Listener):
+        def stepped(self, _progress) -> None:
+            states.append(watcher.job.optimizer.tuned_state())
+
+    with pytest.raises(NonFiniteLossError) as failed:
+        train(config(home, method, lr=1e30), tmp_path / "run", [watcher, Recorder()])
+    assert failed.value.step == len(states) > 0
+    now = watcher.job.optimizer.tuned_state()
+    if method == "tezo-cadam":
+        assert same(now, states[-1])
+    else:  # in place: to the rounding of an add
+        for name, value in now.items():
+            torch.testing.assert_close(value, states[-1][name], rtol=1e-5, atol=1e-4)
+    assert not list((tmp_path / "run").glob("*/*.safetensors"))
+
+
+def test_free_text_is_learnt(home, tmp_path):
+    """Ten rows by heart: the loss on them falls by more than a tenth."""
+    data = write_rows(tmp_path / "text.jsonl", completion_rows(10))
+    made = parse_config(
+        {
+            "model": str(home / "opt"),
+            "data": {"train": str(data), "test": str(data)},
+            "method": {"name": "tezo-cadam", "rank": 8, "lr": 3e-3},
+            "train": {"steps": 150, "batch_size": 10},
+        }
+    )
+    summary = train(made, tmp_path / "run")
+    assert summary["after"]["loss"] < 0.9 * summary["before"]["loss"]
+
+
+def test_macro_f1_is_the_mean_of_the_labels_f1():
+    assert macro_f1([0, 0, 1, 1], [0, 0, 1, 1]) == 1.0
+    assert macro_f1([0, 0, 0, 0], [0, 0, 1, 1]) == pytest.approx((2 * 2 / (4 + 2) + 0) / 2)
+    assert macro_f1([0, 1, 2, 2], [0, 2, 2, 1]) == pytest.approx((1 + 0 + 2 / 4) / 3)
