@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tiny import lm_loss, tokens
 from torch import Tensor, nn
 
 from tezo.apply import InForward
@@ -86,3 +87,8 @@ def effective_weight(optimizer: ZerothOrderOptimizer, name: str) -> Tensor:
 
 def effective_weights(optimizer: ZerothOrderOptimizer) -> dict[str, Tensor]:
     return {name: effective_weight(optimizer, name) for name in optimizer.moving}
+
+
+def run(optimizer: ZerothOrderOptimizer, start: int, stop: int) -> list[float]:
+    """Steps `start` to `stop` on a language model, a batch of its own each; their losses."""
+    return [optimizer.step(lm_loss(optimizer.model, tokens(seed=step))) for step in range(start, stop)]

@@ -240,13 +240,13 @@ def train(model: Path, data: Path, output: Path, *more: Any, steps: int = 3, **v
     return tezo("train", *flags, *settings(**{k: v for k, v in named.items() if v is not None}), *more)
 
 
-def refused(done: Result, *parts: object, code: int = 2) -> None:
+def refused(done: Result, *parts: object) -> None:
     """The command failed in words: every part is named, in two sentences at most, and no traceback."""
-    assert done.code == code, done.err
+    assert done.code == 2, done.err
     *_, last = done.err.strip().splitlines()
     assert last.startswith("error: "), done.err
     assert "Traceback" not in done.err
     for part in parts:
         assert str(part) in last, f"{part!r} is not in: {last}"
     bare = re.sub(r"\(.*\)", "", last)
-    assert len(re.findall(r"[.?!](?= [A-Z]|$)", bare)) in (1, 2), f"more than two sentences: {last}"
+    assert len(re.findall(r"[.?!](?= [A-Z]|$)", bare)) in (1, 2), f"not one or two sentences: {last}"

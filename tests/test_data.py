@@ -257,7 +257,7 @@ def test_an_unknown_label_in_test_rows_is_refused_with_its_line(home, tmp_path):
         ("roberta", {"data__label_words": "{good: very good, bad: bad}"}, ["data.label_words", "'very good'", "token"]),
         ("roberta", {"data__label_words": "{good: xyzzy, bad: bad}"}, ["data.label_words", "'xyzzy'", "token"]),
         ("roberta", {"data__template": "{text} It was"}, ["data.template", "'{text} It was'", "{mask}"]),
-        ("roberta", {"data__template": "{mask} {text} {mask}"}, ["rows.jsonl, line 1", "2 masks", "template"]),
+        ("roberta", {"data__template": "{mask} {text} {mask}"}, ["data.template", "2 masks", "one"]),
         ("opt", {"data__template": "{text} {mask}"}, ["data.template", "'{text} {mask}'", "causal"]),
         ("opt", {"data__template": "{txet}"}, ["rows.jsonl, line 1", "'txet'", "'text'"]),
         ("opt", {"data__per_class": 40}, ["data.per_class", "40", "'bad'", "4", "lower"]),

@@ -42,12 +42,19 @@ def free_text(count: int = 5) -> list[Example]:
     return [Example(row["prompt"], row["completion"], (), None, "a line") for row in completion_rows(count, seed=3)]
 
 
-def masked_examples(count: int = 6) -> list[Example]:
+def slotted(text: str, options=(" good", " bad"), label: int = 0, where: str = "a line") -> Example:
+    """The example of a prompt with {mask} in it."""
+    before, after = text.split("{mask}")
+    return Example(before + after, options[label], options, label, where, slot=len(before))
+
+
+def masked_texts(count: int = 6) -> list[str]:
+    return [f"{row['text']} It was {{mask}}." for row in label_rows(count, seed=3)]
+
+
+def masked_examples() -> list[Example]:
     options = (" good", " bad", " fresh")
-    texts = [row["text"] for row in label_rows(count, seed=3)]
-    return [
-        Example(f"{text} It was {{mask}}.", options[i % 3], options, i % 3, f"line {i}") for i, text in enumerate(texts)
-    ]
+    return [slotted(text, options, i % 3, f"line {i}") for i, text in enumerate(masked_texts())]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-6) -> None:
@@ -107,10 +114,8 @@ def test_an_options_score_is_the_mean_log_probability_of_its_tokens(family):
     scores = objective.scores(model, batch)
     expected = [[plain_score(model, tokenizer, e.prompt, option) for option in OPTIONS] for e in examples]
     close(scores.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-5)
-    labels = torch.tensor([e.label for e in examples])
-    assert float(objective.loss(model, batch)) == pytest.approx(
-        float(functional.cross_entropy(torch.tensor(expected), labels)), abs=1e-5
-    )
+    loss = functional.cross_entropy(torch.tensor(expected), torch.tensor([e.label for e in examples]))
+    close(objective.loss(model, batch), loss, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -130,8 +135,8 @@ def test_the_loss_of_free_text_is_the_models_own_with_the_prompt_masked(family):
         assert float(objective.loss(model, objective.collate([one]))) == pytest.approx(own, abs=1e-5)
         total, tokens = total + own * one.answers[0], tokens + one.answers[0]
     assert len({one.answers[0] for one in encoded}) > 1
-    whole = float(objective.loss(model, objective.collate(encoded)))
-    assert whole == pytest.approx(total / tokens, abs=1e-5)
+    for parts in ([objective.collate(encoded)], objective.batches(encoded), [objective.collate([e]) for e in encoded]):
+        assert float(objective.loss(model, *parts)) == pytest.approx(total / tokens, abs=1e-5)
 
 
 @torch.no_grad()
@@ -143,8 +148,8 @@ def test_a_masked_models_scores_are_the_logits_of_the_words_at_the_mask():
     batch = objective.collate([objective.encode(example) for example in examples])
     words = [tokenizer.convert_tokens_to_ids(option.strip()) for option in examples[0].options]
     expected = []
-    for example in examples:
-        ids = tokenizer(example.prompt.replace("{mask}", "<mask>"), return_tensors="pt")["input_ids"]
+    for text in masked_texts():
+        ids = tokenizer(text.replace("{mask}", "<mask>"), return_tensors="pt")["input_ids"]
         at = int((ids[0] == tokenizer.mask_token_id).nonzero())
         expected.append(model(input_ids=ids).logits[0, at, words])
     close(objective.scores(model, batch), torch.stack(expected), atol=1e-5)
@@ -170,6 +175,9 @@ def test_an_encoders_scores_are_scaled_cosines_of_mean_states():
     expected = torch.tensor([[SCALE * cosine(mean_state(e.prompt), mean_state(o)) for o in options] for e in examples])
     close(objective.scores(model, batch), expected, atol=1e-4)
     close(objective.loss(model, batch), functional.cross_entropy(expected, batch.labels_B), atol=1e-4)
+    model.embeddings.word_embeddings.weight.mul_(0.5)  # descriptions are encoded by the model as it now is
+    fresh = EncoderObjective(tokenizer, CPU, 100, options)
+    close(objective.loss(model, batch), fresh.loss(model, batch), atol=0)
 
 
 def case(family: str):
@@ -196,9 +204,9 @@ def test_a_row_scores_the_same_in_whatever_company(family):
     close(together, backwards, atol=1e-5)
     assert together.shape == (len(examples), len(examples[0].options))
     losses = [float(objective.loss(model, objective.collate([one]))) for one in encoded]
-    assert float(objective.loss(model, objective.collate(encoded))) == pytest.approx(
-        sum(losses) / len(losses), abs=1e-5
-    )
+    mean = pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    for parts in ([objective.collate(encoded)], objective.batches(encoded), [objective.collate([e]) for e in encoded]):
+        assert float(objective.loss(model, *parts)) == mean
 
 
 @pytest.mark.parametrize("family", [*CAUSAL, "roberta", "bert"])
@@ -211,14 +219,6 @@ def test_the_loss_is_float32_for_a_half_precision_model_and_close_to_the_full_on
         loss = objective.loss(copy.deepcopy(model).to(dtype), batch)
         assert loss.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
         assert float(loss) == pytest.approx(float(expected), rel=5e-2)
-
-
-@torch.no_grad()
-def test_the_loss_of_free_text_is_float32_for_a_half_precision_model():
-    tokenizer = tokenizer_for("llama")
-    objective = CausalObjective(tokenizer, CPU, 100, ())
-    batch = objective.collate([objective.encode(example) for example in free_text()])
-    assert objective.loss(tiny_model("llama", len(tokenizer)).bfloat16(), batch).dtype == torch.float32
 
 
 @pytest.mark.parametrize("make", [words_tokenizer, bpe_tokenizer, qwen_tokenizer])
@@ -265,8 +265,7 @@ def test_an_answer_that_does_not_fit_is_refused():
 def test_cutting_keeps_the_mask_and_both_ends(text):
     tokenizer = words_tokenizer(closing=True)
     objective = MaskedObjective(tokenizer, CPU, 16, (" good", " bad"))
-    example = Example(text.format("very " * 30, "quite " * 5), " good", (" good", " bad"), 0, "a line")
-    ids = objective.encode(example).sequences[0]
+    ids = objective.encode(slotted(text.format("very " * 30, "quite " * 5))).sequences[0]
     assert len(ids) == 16
     assert ids.count(tokenizer.mask_token_id) == 1
     assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
@@ -291,8 +290,9 @@ def test_the_longest_input_that_is_let_through_can_be_run(family):
     masked = family.endswith("roberta")
     kind = "masked" if masked else "encoder" if is_closing(family) else "causal"
     objective = objective_for(LoadedModel(model, tokenizer, kind), (" good", " bad"))
-    text = "very " * 400 + ("It was {mask}" if masked else "Label :")
-    one = objective.encode(Example(text, " good", (" good", " bad"), 0, "a line"))
+    text = "very " * 400
+    plain = Example(text, " good", (" good", " bad"), 0, "a line")
+    one = objective.encode(slotted(text + "It was {mask}") if masked else plain)
     assert objective.cuts.rows == 1
     assert one.length >= 150
     assert bool(torch.isfinite(objective.loss(model, objective.collate([one]))))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tezo import RequestError
+from tezo.apply import InPlace
 from tezo.params import find_targets, never_called, select_targets
 from tezo.perturbations import Moment
 
@@ -132,6 +133,17 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_not_hooked():
     own, plain = (t for t in find_targets(model) if t.is_matrix)
     assert not own.in_forward and plain.in_forward
     assert names(model, "all-linear") == ["1.weight"]
+
+
+def test_an_embedding_that_computes_something_else_is_moved_in_place_and_not_hooked():
+    model = tiny_opt()
+    positions = model.model.decoder.embed_positions
+    optimizer = CASES["tezo"].build(model, lr=1e-2, targets=("embed_positions",))
+    (moving,) = optimizer.moving.values()
+    assert isinstance(moving, InPlace) and not positions._forward_hooks
+    before = positions.weight.detach().clone()
+    optimizer.step(lm_loss(model, tokens()))
+    assert not torch.equal(positions.weight, before)
 
 
 @choose("tezo", "mezo", "lozo", "subzo", "tezo-adam")

@@ -101,7 +101,7 @@ def test_batches_have_every_row_once_an_epoch(rows, batch):
     epochs = [flat[start : start + rows] for start in range(0, len(flat) - rows, rows)]
     assert all(Counter(epoch) == Counter(range(rows)) for epoch in epochs)
     if rows > 4:
-        assert len({tuple(epoch) for epoch in epochs}) > 1, "every epoch has the same order"
+        assert len({tuple(epoch) for epoch in epochs}) > 1
         assert batch_indices(rows, batch, 0, seed=3) != batch_indices(rows, batch, 0, seed=4)
 
 
@@ -249,28 +249,38 @@ def test_the_base_model_is_only_read(home, tmp_path, method):
     assert {path: path.read_bytes() for path in (home / "opt").iterdir()} == files
 
 
+class Poisoner(Watcher):
+    """Spoils a parameter that is not trained after the fourth step, when the weights are as `state` has them."""
+
+    def stepped(self, progress) -> None:
+        if progress.record.step == 3:
+            self.state, self.loss = self.job.optimizer.tuned_state(), self.dev_loss()
+            self.norm(math.nan)
+
+    def norm(self, value: float) -> None:
+        self.job.model.model.decoder.final_layer_norm.bias.data[0] = value
+
+    def dev_loss(self) -> float:
+        return evaluate(self.job.model, self.job.objective, self.job.dev, 64)["loss"]
+
+
 @pytest.mark.parametrize("method", ["tezo-cadam", "mezo", "lozo"])
 def test_after_a_loss_that_is_no_number_the_weights_are_as_before_that_step(home, tmp_path, method):
-    watcher, states = Watcher(), []
-
-    class Recorder(Listener):
-        def stepped(self, _progress) -> None:
-            states.append(watcher.job.optimizer.tuned_state())
-
+    poisoner = Poisoner()
     with pytest.raises(NonFiniteLossError) as failed:
-        train(config(home, method, lr=1e30), tmp_path / "run", [watcher, Recorder()])
-    assert failed.value.step == len(states) > 0
-    now = watcher.job.optimizer.tuned_state()
-    if method == "tezo-cadam":
-        assert same(now, states[-1])
-    else:  # in place: to the rounding of an add
-        for name, value in now.items():
-            torch.testing.assert_close(value, states[-1][name], rtol=1e-5, atol=1e-4)
+        train(config(home, method), tmp_path / "run", [poisoner])
+    assert failed.value.step == 4
+    assert math.isfinite(failed.value.last_loss)
     assert not list((tmp_path / "run").glob("*/*.safetensors"))
+    now = poisoner.job.optimizer.tuned_state()
+    assert now.keys() == poisoner.state.keys()
+    for name, value in now.items():  # in place: to the rounding of an add
+        torch.testing.assert_close(value, poisoner.state[name], rtol=0, atol=1e-6 if method == "mezo" else 0)
+    poisoner.norm(float(poisoner.before["model.decoder.final_layer_norm.bias"][0]))
+    assert poisoner.dev_loss() == pytest.approx(poisoner.loss, abs=1e-6)
 
 
 def test_free_text_is_learnt(home, tmp_path):
-    """Ten rows by heart: the loss on them falls by more than a tenth."""
     data = write_rows(tmp_path / "text.jsonl", completion_rows(10))
     made = parse_config(
         {

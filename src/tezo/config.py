@@ -129,9 +129,14 @@ def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Confi
         RequestError: no such file, an unknown key, a value of the wrong type or out of range.
     """
     tree = _read_yaml(path) if path is not None else {}
+    return parse_config(overlay(tree, settings))
+
+
+def overlay(tree: dict[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Nested mappings with (dotted key, value) pairs laid over them; later ones win."""
     for key, value in settings:
         _set(tree, key, value)
-    return parse_config(tree)
+    return tree
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
@@ -225,7 +230,7 @@ def _method(tree: Mapping[str, Any]) -> MethodConfig:
     options = {key: value for key, value in tree.items() if key != "name"}
     for key in options:
         if key not in types_of:
-            raise RequestError(f"method.{key}: {name} has no such option. {nearest(key, types_of)}")
+            raise RequestError(f"method.{key}: {name} has no such option. {nearest(str(key), types_of)}")
     return MethodConfig(name=name, options={k: coerce(f"method.{k}", v, types_of[k]) for k, v in options.items()})
 
 

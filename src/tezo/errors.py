@@ -27,10 +27,14 @@ class RunError(TezoError, RuntimeError):
 class NonFiniteLossError(RunError):
     """A loss was NaN or infinite; the parameters are back where they were before that step.
 
+    The same request would end so again, so the exit code is that of a request to be changed.
+
     Attributes:
         step: the step that failed, from 0.
         last_loss: the mean loss of the last finished step, None at the first.
     """
+
+    exit_code = 2
 
     def __init__(self, step: int, loss: float, last_loss: float | None) -> None:
         last = "there was no earlier step" if last_loss is None else f"the last good loss was {last_loss:.6g}"

@@ -133,9 +133,14 @@ def _read(data: DataConfig, name: str) -> list[Row]:
         return []
     if name == "train":
         return read_rows(source, key="data.train", split=data.train_split, subset=data.subset)
+    return read_part(data, source, key=f"data.{name}")
+
+
+def read_part(data: DataConfig, source: str, key: str = "data") -> list[Row]:
+    """The rows of `source`: a file, or a split of the hub data set that is trained on."""
     if Path(source).suffix == "" and not Path(source).exists() and not Path(data.train).exists():
-        return read_rows(data.train, key=f"data.{name}", split=source, subset=data.subset)
-    return read_rows(source, key=f"data.{name}")
+        return read_rows(data.train, key=key, split=source, subset=data.subset)
+    return read_rows(source, key=key)
 
 
 def _sample(

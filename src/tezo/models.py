@@ -3,12 +3,13 @@
 import hashlib
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -75,20 +76,33 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(source, **options)
         found = kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
-        model = _CLASSES[found].from_pretrained(
-            source, config=config, dtype=_dtype(dtype), use_safetensors=True, **options
+        model, report = _CLASSES[found].from_pretrained(
+            source, config=config, dtype=_dtype(dtype), use_safetensors=True, output_loading_info=True, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except RequestError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise RequestError(f"model.name: {name} cannot be loaded ({reason})") from error
+        raise RequestError(
+            f"model.name: {name} cannot be loaded ({reason}); give a folder that save_pretrained wrote, or a hub name."
+        ) from error
+    _check_complete(name, report["missing_keys"])
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
         raise RequestError(f"model.name: the tokenizer of {name} has no token to pad with; set one in its files.")
     return LoadedModel(model.to(choose_device(device)).eval(), tokenizer, found)
+
+
+def _check_complete(name: str, missing: Iterable[str]) -> None:
+    # A pooler that is not there is made anew; nothing here reads it.
+    lacking = sorted(key for key in missing if "pooler" not in key.split("."))
+    if lacking:
+        raise RequestError(
+            f"model.name: {name} lacks {len(lacking)} of the weights that its architecture has, {lacking[0]} for one; "
+            "set model.kind to what it was trained as, or download it again."
+        )
 
 
 def choose_device(name: str) -> torch.device:

@@ -82,6 +82,8 @@ class LayerwiseRank:
                 f"method.rank: {target.name} is stored as {weight.dtype}, so its singular values cannot be counted; "
                 "give a fixed method.rank."
             )
+        if not torch.isfinite(weight).all():
+            raise RequestError(f"model.name: {target.name} holds NaN or infinite values; download the model again.")
         matrix = weight.flatten(0, -2)
         if store is None:
             return significant_rank(matrix, self.threshold)

@@ -8,6 +8,7 @@ summary.json    before, after, time, memory, versions
 """
 
 import json
+import math
 import platform
 import resource
 import sys
@@ -53,6 +54,9 @@ class Listener:
 
     def finished(self, summary: dict[str, Any]) -> None:
         """The result is saved."""
+
+    def closed(self) -> None:
+        """The run is over, finished or not; the last call, and the only one that always comes."""
 
     @property
     def wants_stop(self) -> bool:
@@ -104,8 +108,10 @@ class RunFolder(Listener):
         (self.path / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def _append(self, **line: Any) -> None:
+        # JSON has no NaN: what could not be measured is null
+        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def plan(model: Any, optimizer: ZerothOrderOptimizer) -> list[dict[str, Any]]:

@@ -68,18 +68,25 @@ class Loop:
 
     def run(self) -> dict[str, Any]:
         """Everything, from the first evaluation to the saved result."""
+        try:
+            return self._run()
+        finally:
+            for listener in self.listeners:
+                listener.closed()
+
+    def _run(self) -> dict[str, Any]:
         job, settings = self.job, self.settings
         for listener in self.listeners:
             listener.started(job)
         before = self._evaluate("test", 0)
-        if job.dev:
+        every = evaluation_interval(settings) if job.dev else 0
+        if every:
             self._evaluate_dev(0, before)
-        every = evaluation_interval(settings)
         steps = 0
         for steps in range(1, settings.steps + 1):
             self._step(steps - 1)
             last = steps == settings.steps or self._asked_to_stop()
-            if every and job.dev and (steps % every == 0 or last):
+            if every and (steps % every == 0 or last):
                 self._evaluate_dev(steps, None)
             if last or self._asked_to_stop() or self._is_tired():
                 break

@@ -25,7 +25,7 @@ def evaluate(
     quiet_libraries()
     from tezo.cli.runs import is_run, open_model, run_config
     from tezo.evaluate import evaluate as measure
-    from tezo.job import cut_notices, make_format, options_of
+    from tezo.job import cut_notices, make_format, options_of, read_part
     from tezo.objectives import objective_for
     from tezo.tasks import read_rows
 
@@ -33,7 +33,7 @@ def evaluate(
     source = data or (config.data.test or config.data.dev if is_run(run) else None)
     if not source:
         raise RequestError("data is not set; give --data FILE with the rows to evaluate on.")
-    rows = read_rows(source, key="data")
+    rows = read_rows(source, key="data") if data or not is_run(run) else read_part(config.data, source)
     loaded = open_model(run, config)
     form = make_format(config, loaded, rows)
     objective = objective_for(loaded, options_of(form), config.data.max_length)

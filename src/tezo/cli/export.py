@@ -29,7 +29,7 @@ def export(
 
     if not is_run(run):
         raise RequestError(f"{run} is not a run folder (it has no config.yaml); give one that tezo train made.")
-    if output.exists() and any(output.iterdir()):
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
     if form not in ("lora", "merged"):
         raise RequestError(f"format is {form!r}; it must be lora or merged.")

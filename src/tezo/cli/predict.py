@@ -34,6 +34,8 @@ def predict(
 
     if not is_run(run):
         raise RequestError(f"{run} is not a run folder (it has no config.yaml); give one that tezo train made.")
+    if max_new_tokens < 1:
+        raise RequestError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     if output.exists():
         raise RequestError(f"output: {output} exists; give another --output, or delete it first.")
     config = run_config(run, [parse_setting(text) for text in settings])

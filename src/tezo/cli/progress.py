@@ -1,7 +1,5 @@
 """A run on the screen: what it will do, a bar, evaluations as they come."""
 
-from typing import Any
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -43,8 +41,7 @@ class Screen(Listener):
         figures = "  ".join(f"{name} {readable(name, value)}" for name, value in metrics.items())
         self.bar.console.print(f"  step {step:>6}  {split:<5} {figures}", markup=False)
 
-    def finished(self, summary: dict[str, Any]) -> None:
-        del summary
+    def closed(self) -> None:
         self.bar.stop()
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tezo.config import Config, parse_config, read_config
+from tezo.config import Config, overlay, parse_config, read_config
 from tezo.errors import RequestError
 from tezo.export import attach_adapter, load_adapter
 from tezo.job import load
@@ -21,11 +21,7 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
         return read_config(Path(name) / "config.yaml", settings)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise RequestError(f"{name} is neither a run folder (no config.yaml) nor a model (no config.json).")
-    tree: dict[str, Any] = {"model": {"name": name}, "data": {"train": "-"}}
-    for key, value in settings:
-        section, _, rest = key.partition(".")
-        tree.setdefault(section, {})[rest] = value
-    return parse_config(tree)
+    return parse_config(overlay({"model": {"name": name}, "data": {"train": "-"}}, settings))
 
 
 def open_model(name: str, config: Config) -> LoadedModel:

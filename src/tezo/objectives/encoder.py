@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tezo.errors import RequestError
 from tezo.objectives.base import Batch, Encoded, Objective
 from tezo.tasks import Example
 
@@ -28,7 +29,14 @@ class EncoderObjective(Objective):
 
     def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
         super().__init__(tokenizer, device, max_length, options)
-        described = tokenizer(list(options), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        described = tokenizer(list(options), padding=True, return_tensors="pt")
+        for option, mask in zip(options, described["attention_mask"], strict=True):
+            length = int(mask.sum())
+            if length > max_length:
+                raise RequestError(
+                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the bound of {max_length}; "
+                    "shorten it, or raise data.max_length if the model takes more."
+                )
         self._labels_OD: Tensor | None = None
         self.descriptions = {name: described[name].to(device) for name in ("input_ids", "attention_mask")}
 

@@ -31,7 +31,7 @@ class Format(ABC):
 
     @abstractmethod
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        """The example of a row; with `answered=False` the answer may be missing from it."""
+        """The example of a row; with `answered=False` without its answer, which may be missing or wrong."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LabelFormat(Format):
     def example(self, row: Row, *, answered: bool = True) -> Example:
         prompt, slot = self._fill(row)
         options = self.options
-        if not answered and self.label not in row.fields:
+        if not answered:
             return Example(prompt, "", options, None, row.where, slot=slot)
         label = str(_value(row, self.label))
         if label not in self.words:
