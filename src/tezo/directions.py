@@ -124,7 +124,11 @@ class FixedFactors(Direction):
 
 @dataclass(frozen=True, kw_only=True)
 class CP(FixedFactors):
-    """Z = U diag(tau) V^T (Eq. 3): the coefficient is tau_R."""
+    """Z = U diag(tau) V^T (Eq. 3): the coefficient is tau_R.
+
+    The factors may be in half precision; the coefficient is not rounded to it, or c + rho tau would lose tau
+    as c grows.
+    """
 
     u_MR: Tensor
 
@@ -136,13 +140,13 @@ class CP(FixedFactors):
         return self.u_MR * (root * self.coefficient.sign()), self.v_NR * root
 
     def linear(self, x_BN: Tensor) -> Tensor:
-        return ((x_BN @ self.v_NR) * self.coefficient) @ self.u_MR.T
+        return ((x_BN @ self.v_NR) * self.coefficient).to(self.u_MR.dtype) @ self.u_MR.T
 
     def linear_transposed(self, x_BM: Tensor) -> Tensor:
-        return ((x_BM @ self.u_MR) * self.coefficient) @ self.v_NR.T
+        return ((x_BM @ self.u_MR) * self.coefficient).to(self.v_NR.dtype) @ self.v_NR.T
 
     def lookup(self, ids_B: Tensor) -> Tensor:
-        return (self.u_MR[ids_B] * self.coefficient) @ self.v_NR.T
+        return (self.u_MR[ids_B] * self.coefficient).to(self.v_NR.dtype) @ self.v_NR.T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +164,13 @@ class LowRank(FixedFactors):
         return self.coefficient, self.v_NR
 
     def linear(self, x_BN: Tensor) -> Tensor:
-        return (x_BN @ self.v_NR) @ self.coefficient.T
+        return (x_BN @ self.v_NR) @ self.coefficient.to(self.v_NR.dtype).T
 
     def linear_transposed(self, x_BM: Tensor) -> Tensor:
-        return (x_BM @ self.coefficient) @ self.v_NR.T
+        return (x_BM @ self.coefficient.to(self.v_NR.dtype)) @ self.v_NR.T
 
     def lookup(self, ids_B: Tensor) -> Tensor:
-        return self.coefficient[ids_B] @ self.v_NR.T
+        return self.coefficient[ids_B].to(self.v_NR.dtype) @ self.v_NR.T
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         if self.previous_v_NR is None:
@@ -183,13 +187,16 @@ class Core(FixedFactors):
     u_MR: Tensor
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        return self.u_MR @ self.coefficient.to(self.u_MR.dtype), self.v_NR
+        return self.u_MR @ self._core(), self.v_NR
 
     def linear(self, x_BN: Tensor) -> Tensor:
-        return (x_BN @ self.v_NR) @ self.coefficient.T @ self.u_MR.T
+        return (x_BN @ self.v_NR) @ self._core().T @ self.u_MR.T
 
     def linear_transposed(self, x_BM: Tensor) -> Tensor:
-        return (x_BM @ self.u_MR) @ self.coefficient @ self.v_NR.T
+        return (x_BM @ self.u_MR) @ self._core() @ self.v_NR.T
 
     def lookup(self, ids_B: Tensor) -> Tensor:
-        return self.u_MR[ids_B] @ self.coefficient @ self.v_NR.T
+        return self.u_MR[ids_B] @ self._core() @ self.v_NR.T
+
+    def _core(self) -> Tensor:
+        return self.coefficient.to(self.u_MR.dtype)

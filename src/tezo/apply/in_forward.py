@@ -63,7 +63,7 @@ class InForward(MovingParameter):
 
     def _show(self, coefficient: Tensor) -> None:
         assert self.change is not None
-        self._shown = self.change.with_coefficient(coefficient.to(self.change.v_NR.dtype))
+        self._shown = self.change.with_coefficient(coefficient)
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         del direction
