@@ -11,8 +11,8 @@ from tezo.perturbations import Moment
 class InPlace(MovingParameter):
     """A matrix moved where it lies: W + rho Z, W - rho Z, W, each by one add.
 
-    What it costs is exactness: W + a - 2a + a differs from W by rounding, about 1e-8 a step in float32
-    and some percent of an update's size in half precision (the docs have figures).
+    What it costs is exactness: W + a - 2a + a differs from W by rounding, little in float32, much more in
+    half precision.
     """
 
     def __init__(self, target: Target) -> None:

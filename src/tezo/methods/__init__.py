@@ -6,7 +6,7 @@ directions. Options that all methods share are in `Common`. Defaults: rho 1e-3 a
 (plain and momentum steps) and 1e-5 (Adam) are the paper's (appendix, table of hyper-parameters; it uses 1e-7
 for plain steps on OPT-13B).
 
-Shared deviations from the published forms, each measured or argued in the docs:
+Shared deviations from the published forms, argued in docs/theory.md and docs/how-to-choose.md:
 - low-rank directions have unit variance (`scale="unit"`), `scale="raw"` gives the published scale;
 - they are added in the forward pass, so that weights neither drift nor move through memory;
 - a draw is a function of (seed, step, parameter), not of one global stream;

@@ -109,8 +109,8 @@ def tezo_cadam(
     Like `tezo_adam` but for the division, which is done on r numbers instead of on the matrix: nothing
     dense is ever written, and the result is an exact LoRA adapter. State: 3 r numbers.
 
-    `lr` and `rank` did best of those tried on a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
-    For models of billions of parameters start from the paper's Adam rates, 1e-5 to 1e-4.
+    `lr` and `rank` are those of the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's. For
+    models of billions of parameters start from the paper's Adam rates, 1e-5 to 1e-4: not measured there.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale)
