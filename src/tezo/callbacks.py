@@ -1,7 +1,6 @@
 """transformers' TrainerCallbacks as a listener: `train(config, output, [TrainerCallbacks([MyCallback()])])`."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from transformers import TrainingArguments
@@ -68,9 +67,9 @@ class TrainerCallbacks(Listener):
         self.state.epoch = step * self._settings.batch_size / self._rows
         self.control = self._handler.on_step_end(self._args, self.state, self.control)
         if step % self._settings.log_every == 0:
-            record = asdict(progress.record)
-            logs = {"loss": progress.record.loss, "projected_grad": progress.record.projected_grads[0]}
-            self._log({**logs, "learning_rate": record["lr"]})
+            record = progress.record
+            logs = {"loss": record.loss, "projected_grad": record.projected_grads[0], "learning_rate": record.lr}
+            self._log(logs)
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
         del step

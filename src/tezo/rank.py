@@ -109,7 +109,7 @@ def significant_rank(weight_MN: Tensor, threshold: float) -> int:
     """How many singular values of a matrix exceed `threshold` times its largest; 1 at the least.
 
     Counted among the eigenvalues of the smaller Gram matrix, in float64 (W W^T has the squares of the
-    singular values): about a tenth of the time of an SVD, exact to a relative 1e-12 or so.
+    singular values): a third of an SVD's time in benchmarks/results/rank_selection.json, with the same counts.
     """
     wide = weight_MN if weight_MN.shape[0] <= weight_MN.shape[1] else weight_MN.T
     wide = wide.to(torch.float64)

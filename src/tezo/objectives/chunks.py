@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 OVERHEAD_TOKENS = {"cpu": 64}
-"""What one more forward pass costs, in tokens of work, by type of device; on others (not measured) none is cut."""
+"""What one more forward pass is taken to cost, in tokens of work: a guess for CPUs; elsewhere no batch is cut."""
 
 
 def like_lengths(lengths: Sequence[int], rows: Sequence[int], device: torch.device) -> list[list[int]]:
