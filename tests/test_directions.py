@@ -27,18 +27,35 @@ def shown(optimizer: ZerothOrderOptimizer) -> dict[str, Tensor]:
         module, parameter = target.sites[0].module, target.parameter
         eye = torch.eye(max(parameter.shape), dtype=parameter.dtype)
         if type(module) is nn.Linear and parameter.ndim == 2:
-            seen[target.name] = (module(eye[: parameter.shape[1], : parameter.shape[1]]) - _bias(module)).T
+            seen[target.name] = affine(module, eye[: parameter.shape[1], : parameter.shape[1]]).T
         elif type(module) is Conv1D and parameter.ndim == 2:
-            seen[target.name] = module(eye[: parameter.shape[0], : parameter.shape[0]]) - _bias(module)
+            seen[target.name] = affine(module, eye[: parameter.shape[0], : parameter.shape[0]])
         elif type(module) is nn.Embedding:
             seen[target.name] = module(torch.arange(parameter.shape[0]))
+        elif type(module) is nn.LayerNorm:
+            seen[target.name] = shown_norm(module)[target.name.rpartition(".")[2]]
+        elif isinstance(module, nn.Linear) and parameter.ndim == 1:
+            seen[target.name] = module(torch.zeros(1, module.in_features, dtype=parameter.dtype))[0]
+        elif target.name.endswith("embed_positions.weight"):
+            ids = torch.arange(parameter.shape[0]).unsqueeze(0)
+            seen[target.name] = module(torch.ones_like(ids), position_ids=ids - module.offset)[0]
         else:
             seen[target.name] = parameter.detach().clone()
     return seen
 
 
-def _bias(module: nn.Module) -> Tensor | float:
-    return 0.0 if module.bias is None else module.bias.detach()
+def shown_norm(norm: nn.LayerNorm) -> dict[str, Tensor]:
+    """The weight and bias that a LayerNorm of even width answers with, from two inputs of variance 1."""
+    x = torch.ones(1, norm.normalized_shape[0], dtype=norm.weight.dtype)
+    x[:, ::2] = -1
+    plus, minus = norm(x)[0], norm(-x)[0]
+    normalized = nn.functional.layer_norm(x, x.shape[1:], eps=norm.eps)[0]
+    return {"bias": (plus + minus) / 2, "weight": (plus - minus) / 2 / normalized}
+
+
+def affine(module: nn.Module, x: Tensor) -> Tensor:
+    """What the module adds to its answer to zero."""
+    return module(x) - module(torch.zeros_like(x))
 
 
 class Observer:

@@ -21,6 +21,7 @@ ORDER = [
     "models",
     "objectives",
     "rounding",
+    "kernels",
     "directions",
     "perturbations",
     "apply",
@@ -36,6 +37,7 @@ ORDER = [
     "runs",
     "callbacks",
     "train",
+    "bench",
     "cli",
 ]
 

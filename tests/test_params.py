@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tezo import RequestError
-from tezo.apply import InPlace
 from tezo.params import find_targets, never_called, select_targets
 from tezo.perturbations import Moment
 
@@ -110,9 +109,12 @@ def test_frozen_parameters_are_never_chosen():
     ("make", "name", "kind", "layouts"),
     [
         (tiny_opt, "model.decoder.embed_tokens.weight", "embedding", ["embedding", "linear"]),
-        (tiny_opt, "model.decoder.embed_positions.weight", "other", [None]),
+        (tiny_opt, "model.decoder.embed_positions.weight", "embedding", ["embedding"]),
         (tiny_opt, "model.decoder.layers.0.fc1.weight", "linear", ["linear"]),
-        (tiny_opt, "model.decoder.layers.0.fc1.bias", "vector", [None]),
+        (tiny_opt, "model.decoder.layers.0.fc1.bias", "vector", ["bias"]),
+        (tiny_opt, "model.decoder.final_layer_norm.weight", "vector", ["layer_norm"]),
+        (tiny_opt, "model.decoder.final_layer_norm.bias", "vector", ["bias"]),
+        (tiny_llama, "model.norm.weight", "vector", ["norm"]),
         (tiny_gpt2, "transformer.h.0.mlp.c_fc.weight", "linear", ["transposed"]),
         (tiny_gpt2, "transformer.wpe.weight", "embedding", ["embedding"]),
         (tiny_moe, "model.layers.0.mlp.experts.gate_up_proj", "other", [None]),
@@ -135,15 +137,31 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_not_hooked():
     assert names(model, "all-linear") == ["1.weight"]
 
 
-def test_an_embedding_that_computes_something_else_is_moved_in_place_and_not_hooked():
-    model = tiny_opt()
-    positions = model.model.decoder.embed_positions
-    optimizer = CASES["tezo"].build(model, lr=1e-2, targets=("embed_positions",))
-    (moving,) = optimizer.moving.values()
-    assert isinstance(moving, InPlace) and not positions._forward_hooks
-    before = positions.weight.detach().clone()
-    optimizer.step(lm_loss(model, tokens()))
-    assert not torch.equal(positions.weight, before)
+class Scaled(nn.Embedding):
+    """As Gemma's: a factor after the lookup."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+@choose("tezo", "lozo", "subzo", "mezo")
+def test_an_embedding_with_a_forward_of_its_own_is_perturbed_at_its_lookup(case):
+    # At each sign the module must answer as it would with that weight stored.
+    module = Scaled(7, 4, dtype=torch.float64)
+    model, ids = nn.Sequential(module), torch.tensor([[0, 3], [6, 3]])
+    before, seen = module.weight.detach().clone(), []
+
+    def closure() -> Tensor:
+        seen.append(model(ids))
+        return seen[-1].sum()
+
+    optimizer = case.build(model, lr=0.0, targets=("all",))
+    optimizer.step(closure)
+    z = torch.zeros_like(before)
+    optimizer.perturbation.direction(optimizer.targets[0], Moment(0, 0), {}).add_to_(z, 1.0)
+    for output, sign in zip(seen, (1, -1), strict=True):
+        torch.testing.assert_close(output, (before + sign * 1e-3 * z)[ids] * 3.0)
+    assert torch.equal(module.weight, before)
 
 
 @choose("tezo", "mezo", "lozo", "subzo", "tezo-adam")

@@ -21,8 +21,12 @@ Key = tuple[int, int, str, str]
 
 
 def dense(seed: int, step: int, name: str, role: str) -> Tensor:
-    draw = random.generator(CPU, seed=seed, step=step, name=name, role=role)
-    return torch.randn(50, 20, generator=draw, dtype=torch.float64)
+    return random.dense_normal((50, 20), CPU, torch.float64, seed=seed, step=step, name=name, role=role)
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch):
+    monkeypatch.setattr(random, "BLOCK", 300)
 
 
 def factors(seed: int, step: int, name: str, role: str) -> Tensor:
@@ -168,3 +172,25 @@ def test_dense_noise_covers_a_parameter_of_several_tiles_once(monkeypatch):
     weight = torch.zeros(7, 3, dtype=torch.float64)
     noise.add_to_(weight, 1.0)
     assert torch.equal(weight, z)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "elements"),
+    # The paper's table of sampled elements, for an M x N weight after T steps; LOZO and SubZO keep factors for nu.
+    [
+        ("mezo", {}, lambda m, n, t: m * n * t),
+        ("tezo", {"rank": 3}, lambda m, n, t: (m + n + t) * 3),
+        ("tezo-adam", {"rank": 3}, lambda m, n, t: (m + n + t) * 3),
+        ("lozo", {"rank": 3, "lazy_update_interval": 4}, lambda m, n, t: (m * t + n * -(-t // 4)) * 3),
+        ("subzo", {"rank": 3, "lazy_update_interval": 4}, lambda m, n, t: (m + n) * 3 * -(-t // 4) + 9 * t),
+    ],
+)
+def test_as_many_numbers_are_drawn_as_the_paper_counts(name, options, elements):
+    m, n, steps = 7, 5, 10
+    model = torch.nn.Sequential(torch.nn.Linear(n, m, bias=False))
+    x = torch.ones(2, n)
+    with random.counting() as drawn:
+        optimizer = CASES[name].build(model, **options)
+        for _ in range(steps):
+            optimizer.step(lambda: model(x).square().mean())
+    assert drawn.total == elements(m, n, steps)

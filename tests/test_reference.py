@@ -61,10 +61,8 @@ def loss_of_weights(model: nn.Module) -> Loss:
 
 
 def kept_beside(case: Case, names: list[str]) -> set[str]:
-    """Matrices whose change the library keeps beside the base: OPT's positions are no plain embedding."""
-    if not case.low_rank or case.name == "tezo-adam":
-        return set()
-    return {name for name in names if "embed_positions" not in name}
+    """Matrices whose change the library keeps beside the base."""
+    return set() if not case.low_rank or case.name == "tezo-adam" else set(names)
 
 
 def compare(case: Case, make: Callable[[], nn.Module], targets: tuple[str, ...], steps: int, **options: Any) -> None:

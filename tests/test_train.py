@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from tezo.cli.runs import open_model, run_config
 from tezo.config import Config, TrainConfig, parse_config
-from tezo.errors import NonFiniteLossError
+from tezo.errors import NonFiniteLossError, RunError
 from tezo.evaluate import evaluate, macro_f1
 from tezo.job import make_format, options_of, prepare
 from tezo.objectives import objective_for
-from tezo.runs import Listener
+from tezo.runs import Listener, RunFolder, memory_for
 from tezo.tasks import read_rows
-from tezo.train import batch_indices, evaluation_interval, lr_factor, train
+from tezo.train import Loop, batch_indices, evaluation_interval, lr_factor, train
 
 DENSE = ("mezo", "mezo-adam", "lozo", "subzo", "zo-adamu", "tezo-adam")
 FACTORED = ("tezo", "tezo-m", "tezo-cadam")
@@ -298,3 +298,35 @@ def test_macro_f1_is_the_mean_of_the_labels_f1():
     assert macro_f1([0, 0, 1, 1], [0, 0, 1, 1]) == 1.0
     assert macro_f1([0, 0, 0, 0], [0, 0, 1, 1]) == pytest.approx((2 * 2 / (4 + 2) + 0) / 2)
     assert macro_f1([0, 1, 2, 2], [0, 2, 2, 1]) == pytest.approx((1 + 0 + 2 / 4) / 3)
+
+
+# Out of memory
+
+
+def test_out_of_memory_at_the_first_step_says_what_to_lower(home, tmp_path):
+    job = prepare(config(home, eval_every=0, data=("train", "dev", "test")))
+    steps = []
+
+    def allocate(*_: object) -> None:
+        steps.append(1)
+        if len(steps) > len(evaluations):
+            torch.empty(1 << 60)  # more than any machine has: the allocator itself refuses
+
+    evaluations: list[int] = []
+    counter = job.model.register_forward_pre_hook(lambda *_: evaluations.append(1))
+    evaluate(job.model, job.objective, job.test, job.config.train.eval_batch_size)
+    counter.remove()
+    job.model.register_forward_pre_hook(allocate)
+    with pytest.raises(RunError) as caught:
+        Loop(job, RunFolder(tmp_path / "run"), []).run()
+    assert str(caught.value).startswith("out of memory at step 0, with 4 rows of up to ")
+    assert "Lower train.batch_size or data.max_length, or set model.dtype=bfloat16." in str(caught.value)
+    assert caught.value.exit_code == 1
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught, memory_for("step 0", [], "key"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert not isinstance(caught.value, RunError)
+    with pytest.raises(RunError, match="out of memory at step 0, with 0 rows"), memory_for("step 0", [], "key"):
+        bytearray(1 << 60)

@@ -11,7 +11,7 @@ coefficients too, and update rules are written once, on coefficients:
 | `Core`    | U S V^T            | core_RR     | u_MR, v_NR   | SubZO               |
 | `Dense`   | z                  | z itself    | nothing      | MeZO, ZO-AdaMU, 1-D |
 
-Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, B any leading dimensions.
+Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, G blocks of T rows of inputs.
 The scale that gives every entry of Z variance 1 is inside the fixed factors (see `perturbations`).
 """
 
@@ -23,9 +23,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tezo.random import generator
+from tezo.random import dense_normal
 
-TILE = 1 << 20
+TILE = 1 << 19
 """Entries of a dense tile: the largest temporary that a dense draw or write makes."""
 
 Tile = tuple[slice, Tensor]
@@ -34,7 +34,7 @@ Tile = tuple[slice, Tensor]
 def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
     """Slices of the leading dimension, each of at most `TILE` entries (at least one row).
 
-    They depend on the shape alone, so that a draw made tile by tile is reproducible.
+    They depend on the shape alone: each tile of a dense direction is a draw of its own.
     """
     per_row = max(1, int(torch.Size(shape[1:]).numel()))
     step = max(1, TILE // per_row)
@@ -67,19 +67,37 @@ class Dense(Direction):
     role: str = "z"
 
     def tiles(self) -> Iterator[Tile]:
-        draw = generator(self.device, seed=self.seed, step=self.step, name=self.name, role=self.role)
         for rows in row_tiles(self.shape):
-            shape = (rows.stop - rows.start, *self.shape[1:])
-            yield rows, torch.randn(shape, generator=draw, device=self.device, dtype=self.dtype)
+            yield rows, self.tile(rows)
+
+    def tile(self, rows: slice) -> Tensor:
+        """Z[rows], for one of the slices of `row_tiles(shape)`; a new tensor, which the caller may overwrite."""
+        return self.noise(rows, self.role)
+
+    def noise(self, rows: slice, role: str) -> Tensor:
+        """Standard normal numbers of the shape of Z[rows]."""
+        return dense_normal(
+            (rows.stop - rows.start, *self.shape[1:]),
+            self.device,
+            self.dtype,
+            seed=self.seed,
+            step=self.step,
+            name=self.name,
+            role=f"{role}.{rows.start}",
+        )
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         for rows, z in self.tiles():
-            weight_MN[rows] += (z * alpha).to(weight_MN.dtype)
+            weight_MN[rows] += z.mul_(alpha).to(weight_MN.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedFactors(Direction):
-    """A low-rank direction: at least one factor stays fixed from step `born` on."""
+    """A low-rank direction: at least one factor stays fixed from step `born` on.
+
+    A coefficient with a leading dimension G stands for G points of one space. `linear`, `linear_transposed` and
+    `lookup` then take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike.
+    """
 
     coefficient: Tensor
     v_NR: Tensor
@@ -106,16 +124,16 @@ class FixedFactors(Direction):
         return self.factors()
 
     @abstractmethod
-    def linear(self, x_BN: Tensor) -> Tensor:
-        """X Z^T, what a Linear with weight Z puts out: (B, M)."""
+    def linear(self, x_GTN: Tensor) -> Tensor:
+        """X Z^T, what a Linear with weight Z puts out: (G, T, M)."""
 
     @abstractmethod
-    def linear_transposed(self, x_BM: Tensor) -> Tensor:
-        """X Z, what a Conv1D with weight Z puts out: (B, N)."""
+    def linear_transposed(self, x_GTM: Tensor) -> Tensor:
+        """X Z, what a Conv1D with weight Z puts out: (G, T, N)."""
 
     @abstractmethod
-    def lookup(self, ids_B: Tensor) -> Tensor:
-        """Rows of Z, what an Embedding with weight Z puts out: (B, N)."""
+    def lookup(self, ids_GT: Tensor) -> Tensor:
+        """Rows of Z, what an Embedding with weight Z puts out: (G, T, N)."""
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         """A coefficient of the last step's space, expressed in this one's."""
@@ -139,14 +157,17 @@ class CP(FixedFactors):
         root = self.coefficient.abs().sqrt()
         return self.u_MR * (root * self.coefficient.sign()), self.v_NR * root
 
-    def linear(self, x_BN: Tensor) -> Tensor:
-        return ((x_BN @ self.v_NR) * self.coefficient).to(self.u_MR.dtype) @ self.u_MR.T
+    def linear(self, x_GTN: Tensor) -> Tensor:
+        return self._scaled(x_GTN @ self.v_NR) @ self.u_MR.T
 
-    def linear_transposed(self, x_BM: Tensor) -> Tensor:
-        return ((x_BM @ self.u_MR) * self.coefficient).to(self.v_NR.dtype) @ self.v_NR.T
+    def linear_transposed(self, x_GTM: Tensor) -> Tensor:
+        return self._scaled(x_GTM @ self.u_MR) @ self.v_NR.T
 
-    def lookup(self, ids_B: Tensor) -> Tensor:
-        return (self.u_MR[ids_B] * self.coefficient).to(self.v_NR.dtype) @ self.v_NR.T
+    def lookup(self, ids_GT: Tensor) -> Tensor:
+        return self._scaled(self.u_MR[ids_GT]) @ self.v_NR.T
+
+    def _scaled(self, h_GTR: Tensor) -> Tensor:
+        return (h_GTR * self.coefficient.unsqueeze(-2)).to(h_GTR.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,14 +184,16 @@ class LowRank(FixedFactors):
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.coefficient, self.v_NR
 
-    def linear(self, x_BN: Tensor) -> Tensor:
-        return (x_BN @ self.v_NR) @ self.coefficient.to(self.v_NR.dtype).T
+    def linear(self, x_GTN: Tensor) -> Tensor:
+        return (x_GTN @ self.v_NR) @ self.coefficient.to(self.v_NR.dtype).mT
 
-    def linear_transposed(self, x_BM: Tensor) -> Tensor:
-        return (x_BM @ self.coefficient.to(self.v_NR.dtype)) @ self.v_NR.T
+    def linear_transposed(self, x_GTM: Tensor) -> Tensor:
+        return (x_GTM @ self.coefficient.to(self.v_NR.dtype)) @ self.v_NR.T
 
-    def lookup(self, ids_B: Tensor) -> Tensor:
-        return self.coefficient[ids_B].to(self.v_NR.dtype) @ self.v_NR.T
+    def lookup(self, ids_GT: Tensor) -> Tensor:
+        u_GMR = self.coefficient if self.coefficient.ndim == 3 else self.coefficient.unsqueeze(0)
+        rows_GTR = torch.take_along_dim(u_GMR, ids_GT.unsqueeze(-1), dim=1)
+        return rows_GTR.to(self.v_NR.dtype) @ self.v_NR.T
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         if self.previous_v_NR is None:
@@ -189,14 +212,14 @@ class Core(FixedFactors):
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.u_MR @ self._core(), self.v_NR
 
-    def linear(self, x_BN: Tensor) -> Tensor:
-        return (x_BN @ self.v_NR) @ self._core().T @ self.u_MR.T
+    def linear(self, x_GTN: Tensor) -> Tensor:
+        return (x_GTN @ self.v_NR) @ self._core().mT @ self.u_MR.T
 
-    def linear_transposed(self, x_BM: Tensor) -> Tensor:
-        return (x_BM @ self.u_MR) @ self._core() @ self.v_NR.T
+    def linear_transposed(self, x_GTM: Tensor) -> Tensor:
+        return (x_GTM @ self.u_MR) @ self._core() @ self.v_NR.T
 
-    def lookup(self, ids_B: Tensor) -> Tensor:
-        return self.u_MR[ids_B] @ self._core() @ self.v_NR.T
+    def lookup(self, ids_GT: Tensor) -> Tensor:
+        return self.u_MR[ids_GT] @ self._core() @ self.v_NR.T
 
     def _core(self) -> Tensor:
         return self.coefficient.to(self.u_MR.dtype)

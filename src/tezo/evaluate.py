@@ -19,6 +19,7 @@ def evaluate(model: Any, objective: Objective, encoded: Sequence[Encoded], batch
     that occur among answers or predictions). Free text: "loss" (mean negative log-likelihood of an answer
     token, in nats) and "token_accuracy" (share of answer tokens that are the likeliest, given those before).
     """
+    objective.adapt(model, encoded)
     if objective.options:
         with objective.sharing(model):
             return _evaluate_options(model, objective, encoded, batch_size)
@@ -56,14 +57,16 @@ def predict(
     model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, max_new_tokens: int
 ) -> list[str | int]:
     """For labelled data the index of the best option, for free text the greedy continuation, in order."""
+    objective.adapt(model, encoded)
     answers: dict[int, str | int] = {}
-    for part in by_length(encoded, batch_size):
-        chosen = [encoded[i] for i in part]
-        if objective.options:
-            best: Sequence[str | int] = objective.scores(model, objective.collate(chosen)).argmax(1).tolist()
-        else:
-            best = _generate(model, objective, chosen, max_new_tokens)
-        answers.update(zip(part, best, strict=True))
+    with objective.sharing(model):
+        for part in by_length(encoded, batch_size):
+            chosen = [encoded[i] for i in part]
+            if objective.options:
+                best: Sequence[str | int] = objective.scores(model, objective.collate(chosen)).argmax(1).tolist()
+            else:
+                best = _generate(model, objective, chosen, max_new_tokens)
+            answers.update(zip(part, best, strict=True))
     return [answers[i] for i in range(len(encoded))]
 
 

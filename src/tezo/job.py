@@ -64,6 +64,7 @@ def prepare(config: Config) -> Job:
     objective = objective_for(loaded, options_of(form), config.data.max_length)
     encoded = {name: [objective.encode(example) for example in part] for name, part in examples.items()}
     notices += cut_notices(objective)
+    objective.adapt(loaded.model, encoded["train"])
     optimizer = _optimizer(config, loaded, objective, encoded["train"], notices)
     return Job(
         config=resolve(config, form),

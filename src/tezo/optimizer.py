@@ -9,11 +9,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from tezo.apply import InForward, MovingParameter, moving_parameter, require_writable
+from tezo.apply import Blocks, InForward, MovingParameter, NotInBlocksError, Shift, moving_parameter, require_writable
+from tezo.directions import Direction
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.perturbations import Moment, Perturbation
-from tezo.spsa import Closure, Estimate, Probe, two_point
+from tezo.spsa import Closure, Estimate, Probe, copies_of_a_pass, two_point
 from tezo.updates import State, Update
 
 
@@ -96,7 +97,15 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         self.targets = select_targets(model, targets)
         self._update_state: dict[str, State] = {}
         perturbation.prepare(self.targets)
-        self.moving = {target.name: self._moving(target, in_forward) for target in self.targets}
+        self._blocks = Blocks(model)
+        self.moving: dict[str, MovingParameter] = {}
+        try:
+            for target in self.targets:
+                self.moving[target.name] = self._moving(target, in_forward)
+        except RequestError:
+            self.close()
+            raise
+        self._in_blocks = all(moving.in_blocks for moving in self.moving.values())
         super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
 
     def _moving(self, target: Target, in_forward: bool) -> MovingParameter:
@@ -109,7 +118,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             )
         if self.update.writes_weight:
             require_writable(target, type(self.update).__name__)
-        return moving_parameter(target, direction, in_forward=in_forward)
+        return moving_parameter(target, direction, self._blocks, in_forward=in_forward)
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -120,7 +129,8 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         """One step; returns the mean of its losses.
 
         Args:
-            closure: evaluates the objective on this step's batch. It is called twice for every direction.
+            closure: evaluates the objective on this step's batch. It is called twice for every direction, unless
+                it is a `tezo.spsa.BlockClosure` and several evaluations are faster in one forward pass.
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
@@ -140,22 +150,31 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         }
         for name, moving in self.moving.items():
             moving.begin(drawn[name][0], moments[0])
-        probes = tuple(self._probe(closure, drawn, index) for index in range(self.num_directions))
+        probes = self._probes(closure, drawn)
         record = StepRecord(self.num_steps, probes, float(self.param_groups[0]["lr"]))
         estimates = {name: Estimate(drawn[name], record.projected_grads, self.num_steps) for name in drawn}
         return estimates, record
 
-    def _probe(self, closure: Closure, drawn: dict[str, list[Any]], index: int) -> Probe:
-        def shift(scale: float) -> None:
+    def _probes(self, closure: Closure, drawn: dict[str, list[Direction]]) -> tuple[Probe, ...]:
+        def show(points: Sequence[tuple[int, float]]) -> None:
             for name, moving in self.moving.items():
-                moving.shift(drawn[name][index], scale)
+                moving.show([Shift(drawn[name][index], scale) for index, scale in points])
 
-        probe = two_point(closure, shift, self.rho)
-        if not probe.is_finite:
-            last = self.last_step.loss if self.last_step is not None else None
-            bad = probe.loss_minus if math.isfinite(probe.loss_plus) else probe.loss_plus
-            raise NonFiniteLossError(self.num_steps, bad, last)
-        return probe
+        try:
+            probes = two_point(closure, show, self.rho, self.num_directions, self._copies(closure))
+        except NotInBlocksError:  # found out once, by the first step
+            self._in_blocks = False
+            probes = two_point(closure, show, self.rho, self.num_directions, 1)
+        for probe in probes:
+            if not probe.is_finite:
+                last = self.last_step.loss if self.last_step is not None else None
+                bad = probe.loss_minus if math.isfinite(probe.loss_plus) else probe.loss_plus
+                raise NonFiniteLossError(self.num_steps, bad, last)
+        return probes
+
+    def _copies(self, closure: Closure) -> int:
+        dense = any(moving.draws_for_all_blocks for moving in self.moving.values())
+        return copies_of_a_pass(closure, self.num_directions, dense=dense) if self._in_blocks else 1
 
     def _apply(self, moving: MovingParameter, estimate: Estimate, lr: float) -> None:
         name = moving.target.name
@@ -185,6 +204,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         """Removes the hooks: parameters moved in the forward pass are the base's again."""
         for moving in self.moving.values():
             moving.close()
+        self._blocks.close()
 
     def writes(self, moving: MovingParameter) -> bool:
         """Whether this method ever changes the stored tensor of a parameter."""

@@ -15,8 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from tezo.errors import RequestError, nearest
 
-Layout = Literal["linear", "transposed", "embedding"]
-"""How a module uses its weight: x W^T, x W (GPT-2's Conv1D), or rows of W by index."""
+Layout = Literal["linear", "transposed", "embedding", "bias", "layer_norm", "norm"]
+"""How a module uses a parameter: as a matrix in x W^T, in x W (GPT-2's Conv1D), or by rows; as a vector that is
+added to its output, that scales a LayerNorm, or that is the only parameter of another norm."""
 
 ALL_LINEAR = "all-linear"
 ALL = "all"
@@ -63,8 +64,8 @@ class Target:
 
     @property
     def in_forward(self) -> bool:
-        """Whether every use of it is a module call that a forward hook can perturb."""
-        return self.parameter.ndim == 2 and all(site.layout is not None for site in self.sites)
+        """Whether every use of it is in a module call whose output is known as a function of it."""
+        return self.parameter.ndim in (1, 2) and all(site.layout is not None for site in self.sites)
 
     @property
     def is_linear(self) -> bool:
@@ -86,21 +87,30 @@ class Target:
         return "linear" if self.is_linear else "embedding"
 
 
-# Subclasses may compute something else (OPT's positions add an offset, Gemma's embeddings a factor), so a
-# module counts only when its forward is the very function whose output we know how to perturb.
-_LAYOUTS: tuple[tuple[type[nn.Module], Layout], ...] = (
-    (nn.Linear, "linear"),
-    (Conv1D, "transposed"),
-    (nn.Embedding, "embedding"),
-)
+def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
+    """How a module uses one of its parameters; None where it is not of a kind we know.
 
-
-def layout_of(module: nn.Module) -> Layout | None:
-    """How a module uses its `weight`; None where it is not of a kind we know."""
-    for known, layout in _LAYOUTS:
-        if isinstance(module, known) and type(module).forward is known.forward:
-            return layout
+    A subclass may compute something else, so a module counts only when its forward is the very function that we
+    know. Of an Embedding the lookup itself is perturbed, wherever it happens inside (OPT's positions add an offset
+    before it, Gemma's embeddings a factor after it).
+    """
+    parameter = module.get_parameter(attribute)
+    if attribute == "weight" and parameter.ndim == 2:
+        if isinstance(module, nn.Embedding):
+            return "embedding"
+        return "linear" if _is(module, nn.Linear) else "transposed" if _is(module, Conv1D) else None
+    if attribute == "bias" and parameter.ndim == 1 and _is(module, nn.Linear, Conv1D, nn.LayerNorm):
+        return "bias"
+    if attribute == "weight" and parameter.ndim == 1:
+        if _is(module, nn.LayerNorm):
+            return "layer_norm"
+        alone = len(list(module.parameters())) == 1 and not list(module.children())
+        return "norm" if alone and type(module).__name__.endswith("Norm") else None
     return None
+
+
+def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
 def find_targets(model: nn.Module) -> list[Target]:
@@ -108,8 +118,7 @@ def find_targets(model: nn.Module) -> list[Target]:
     sites: dict[int, list[Site]] = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
-            site = Site(module_name, module, layout_of(module) if attribute == "weight" else None)
-            sites.setdefault(id(parameter), []).append(site)
+            sites.setdefault(id(parameter), []).append(Site(module_name, module, layout_of(module, attribute)))
     return [
         Target(name, parameter, tuple(sites[id(parameter)]))
         for name, parameter in model.named_parameters()

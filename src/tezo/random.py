@@ -3,14 +3,56 @@
 Low-rank factors, temporal factors and cores come from `normal`: NumPy's Philox with a 128-bit key, in
 float64 on the CPU, then cast, so that a step log replays on any device and with any number of threads.
 (torch's CPU generator keeps 32 bits of its seed: over a long run of a large model some draws would repeat.)
-Dense noise is too large for that and comes from `generator` on the parameter's own device.
+Dense noise is too large for that: `dense_normal` draws it on the parameter's own device.
 """
 
+import functools
 import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+
+BLOCK = 1 << 16
+"""Numbers of dense noise that one CPU thread draws from one generator."""
+
+Key = tuple[int, int, str, str]
+
+
+@dataclass
+class Drawn:
+    """How many normal numbers were drawn, for each (seed, step, name, role); a redraw of the same is not counted."""
+
+    sizes: dict[Key, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.sizes.values())
+
+
+_counter: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
+
+
+@contextmanager
+def counting() -> Iterator[Drawn]:
+    """Counts what `normal` and `dense_normal` draw while it is open."""
+    token = _counter.set(Drawn())
+    try:
+        yield _counter.get()  # type: ignore[misc]
+    finally:
+        _counter.reset(token)
+
+
+def _count(key: Key, size: int) -> None:
+    counter = _counter.get()
+    if counter is not None:
+        counter.sizes[key] = size
 
 
 def _digest(seed: int, step: int, name: str, role: str, size: int) -> int:
@@ -29,6 +71,7 @@ def normal(shape: tuple[int, ...], *, seed: int, step: int, name: str, role: str
         role: what they are for, such as "tau" or "u".
     """
     bits = np.random.Philox(key=_digest(seed, step, name, role, 16))
+    _count((seed, step, name, role), int(np.prod(shape)))
     return torch.from_numpy(np.random.Generator(bits).standard_normal(shape))
 
 
@@ -38,8 +81,38 @@ def permutation(length: int, *, seed: int, step: int, name: str) -> list[int]:
     return [int(i) for i in np.random.Generator(bits).permutation(length)]
 
 
+def dense_normal(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *, seed: int, step: int, name: str, role: str
+) -> Tensor:
+    """Standard normal numbers for dense noise, drawn on `device`; they depend on the device's type.
+
+    On a CPU every block of `BLOCK` numbers has a generator of its own, so that all threads draw at once and
+    their number does not matter.
+    """
+    _count((seed, step, name, role), int(np.prod(shape)))
+    drawn = torch.empty(shape, device=device, dtype=dtype)
+    key = {"seed": seed, "step": step, "name": name}
+    if device.type != "cpu":
+        return drawn.normal_(generator=generator(device, **key, role=role))  # type: ignore[arg-type]
+    blocks = torch.split(drawn.view(-1), BLOCK)
+    generators = [generator(device, **key, role=f"{role}.{i}") for i in range(len(blocks))]  # type: ignore[arg-type]
+    run = _threads(torch.get_num_threads()).map if len(blocks) > 1 and torch.get_num_threads() > 1 else map
+    for _ in run(_fill, blocks, generators):
+        pass
+    return drawn
+
+
+def _fill(block: Tensor, draw: torch.Generator) -> None:
+    block.normal_(generator=draw)
+
+
+@functools.cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "tezo-noise")
+
+
 def generator(device: torch.device, *, seed: int, step: int, name: str, role: str) -> torch.Generator:
-    """A torch generator on `device`, for dense noise; its stream depends on the device's type."""
+    """A torch generator on `device`; its stream depends on the device's type."""
     made = torch.Generator(device)
     made.manual_seed(_digest(seed, step, name, role, 8))
     return made

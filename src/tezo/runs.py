@@ -12,7 +12,8 @@ import math
 import platform
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,11 +21,12 @@ from typing import Any
 
 import torch
 
-from tezo.apply import FromCopy, InForward
+from tezo.apply import FromCopy, InPlace
 from tezo.config import dump_config
-from tezo.errors import RequestError
+from tezo.errors import RequestError, RunError
 from tezo.evaluate import Metrics
 from tezo.job import Job
+from tezo.objectives import Encoded
 from tezo.optimizer import StepRecord, ZerothOrderOptimizer
 
 
@@ -122,8 +124,13 @@ def plan(model: Any, optimizer: ZerothOrderOptimizer) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"name": name, "shape": list(parameter.shape), "trained": name in targets}
         if name in targets:
             moving = optimizer.moving[name]
-            exact_copy = isinstance(moving, FromCopy)
-            how = "in forward" if isinstance(moving, InForward) else "from copy" if exact_copy else "in place"
+            how = (
+                "in place"
+                if isinstance(moving, InPlace)
+                else "from copy"
+                if isinstance(moving, FromCopy)
+                else "in forward"
+            )
             row |= {"kind": targets[name].kind, "rank": optimizer.perturbation.rank_of(name), "moved": how}
             row["also"] = [site.name for site in targets[name].sites[1:]]
         rows.append(row)
@@ -136,6 +143,28 @@ def peak_memory() -> int:
         return int(torch.cuda.max_memory_reserved())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
+    """Turns an allocation that fails inside into an error that says what to lower.
+
+    Args:
+        what: is being done, in words.
+        rows: it is done with.
+        key: the setting that decides how many at once.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        refused = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+        if not refused:
+            raise
+        longest = max((encoded.length for encoded in rows), default=0)
+        raise RunError(
+            f"out of memory at {what}, with {len(rows)} rows of up to {longest} tokens. "
+            f"Lower {key} or data.max_length, or set model.dtype=bfloat16."
+        ) from error
 
 
 def versions(packages: Sequence[str] = ("tezo", "torch", "transformers", "peft", "numpy")) -> dict[str, str]:

@@ -3,12 +3,31 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from tezo.directions import Direction, Tile
 
 Closure = Callable[[], Tensor | float]
+
+
+@runtime_checkable
+class BlockClosure(Protocol):
+    """An objective that one forward pass can evaluate for several models: its rows repeated, a block for each.
+
+    `tezo.objectives` makes them. Called without arguments it is an ordinary closure.
+    """
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens, padding included, that a forward pass has for one model."""
+
+    def __call__(self) -> Tensor | float:
+        """The loss, for one model."""
+
+    def losses(self, copies: int) -> Tensor:
+        """(copies,): the loss of every model."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +50,59 @@ class Probe:
         return math.isfinite(self.loss_plus) and math.isfinite(self.loss_minus)
 
 
-def two_point(closure: Closure, shift: Callable[[float], None], rho: float) -> Probe:
-    """Evaluates `closure` at +rho and -rho along a direction; leaves the parameters where they were.
+def evaluate(closure: Closure, copies: int) -> list[float]:
+    """The losses of the `copies` models that are shown."""
+    if copies == 1:
+        return [float(closure())]
+    assert isinstance(closure, BlockClosure)
+    return [float(loss) for loss in closure.losses(copies).tolist()]
+
+
+def two_point(
+    closure: Closure, show: Callable[[Sequence[tuple[int, float]]], None], rho: float, directions: int, copies: int
+) -> tuple[Probe, ...]:
+    """Evaluates `closure` at +rho and -rho along each direction; leaves the parameters where they were.
 
     Args:
         closure: returns the objective as a scalar; it need not be differentiable.
-        shift: lets the model compute with W + scale * Z, for the scale it is given.
+        show: lets the model compute with W + scale * Z_i, for each (i, scale) it is given one block; with none, W.
         rho: perturbation scale.
+        directions: how many there are.
+        copies: how many models share a forward pass; above 1, `closure` must be a `BlockClosure`.
     """
+    points = [(index, sign * rho) for index in range(directions) for sign in (1, -1)]
+    losses: list[float] = []
     try:
-        shift(rho)
-        loss_plus = float(closure())
-        shift(-rho)
-        loss_minus = float(closure())
+        for start in range(0, len(points), copies):
+            part = points[start : start + copies]
+            show(part)
+            losses += evaluate(closure, len(part))
     finally:
-        shift(0.0)
-    return Probe(loss_plus, loss_minus, (loss_plus - loss_minus) / (2 * rho))
+        show([])
+    pairs = zip(losses[::2], losses[1::2], strict=True)
+    return tuple(Probe(plus, minus, (plus - minus) / (2 * rho)) for plus, minus in pairs)
+
+
+TOKENS_OF_A_PASS = 1024
+"""Up to so many tokens, one pass of several models is faster than a pass for each (benchmarks/results/step_cpu.json):
+below it a pass is bound by reading the weights, above it by arithmetic."""
+
+TOKENS_OF_A_DENSE_PASS = 8192
+"""The same where dense noise is drawn once for all the models of a pass; the bound is for the activations' sake."""
+
+
+def copies_of_a_pass(closure: Closure, directions: int, *, dense: bool) -> int:
+    """How many models are evaluated in one forward pass: 1, or an even number, so that signs stay together.
+
+    Args:
+        closure: a plain one is evaluated once for every model.
+        directions: of a step; two models each.
+        dense: whether sharing a pass saves draws of dense noise.
+    """
+    if not isinstance(closure, BlockClosure):
+        return 1
+    fitting = (TOKENS_OF_A_DENSE_PASS if dense else TOKENS_OF_A_PASS) // max(1, closure.tokens)
+    return max(1, min(2 * directions, fitting - fitting % 2))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tezo.evaluate import Metrics, evaluate
 from tezo.export import make_adapter, save_adapter, save_model, why_no_adapter
 from tezo.job import Job, prepare
 from tezo.random import permutation
-from tezo.runs import Listener, Progress, RunFolder, hardware, peak_memory, plan, versions
+from tezo.runs import Listener, Progress, RunFolder, hardware, memory_for, peak_memory, plan, versions
 
 
 def train(config: Config, output: Path, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
@@ -99,8 +99,9 @@ class Loop:
         for listener in self.listeners:
             listener.stepping(step)
         started = time.perf_counter()
-        batches = self.job.batches(indices)
-        self.job.optimizer.step(lambda: self.job.objective.loss(self.job.model, *batches))
+        with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
+            batches = self.job.batches(indices)
+            self.job.optimizer.step(self.job.objective.closure(self.job.model, batches))
         self.scheduler.step()
         self.step_seconds += time.perf_counter() - started
         record = self.job.optimizer.last_step
@@ -110,7 +111,10 @@ class Loop:
 
     def _evaluate(self, split: str, step: int) -> Metrics:
         encoded = self.job.test if split == "test" else self.job.dev
-        metrics = evaluate(self.job.model, self.job.objective, encoded, self.settings.eval_batch_size)
+        size = self.settings.eval_batch_size
+        longest = sorted(encoded, key=lambda row: row.length)[-size:]
+        with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
+            metrics = evaluate(self.job.model, self.job.objective, encoded, size)
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)
         return metrics
@@ -151,6 +155,7 @@ class Loop:
             "peak_memory": peak_memory(),
             "parameters": _count(plan(job.model, job.optimizer)),
             "result": self._save(),
+            "prompt_shared_by_options": job.objective.packs,
             "notices": list(job.notices),
             "seed": self.settings.seed,
             "hardware": hardware(),

@@ -1,24 +1,32 @@
 """How perturbations reach the model: in the forward pass, in place, or in place with an exact copy."""
 
 from tezo.apply.base import MovingParameter as MovingParameter
+from tezo.apply.base import Shift as Shift
 from tezo.apply.base import require_writable as require_writable
+from tezo.apply.blocks import Blocks as Blocks
+from tezo.apply.blocks import NotInBlocksError as NotInBlocksError
+from tezo.apply.dense import DenseInForward as DenseInForward
 from tezo.apply.in_forward import InForward as InForward
 from tezo.apply.in_place import FromCopy as FromCopy
 from tezo.apply.in_place import InPlace as InPlace
+from tezo.apply.vector import VectorInForward as VectorInForward
 from tezo.directions import Direction, FixedFactors
 from tezo.params import Target
 
 
-def moving_parameter(target: Target, direction: Direction, *, in_forward: bool = True) -> MovingParameter:
+def moving_parameter(
+    target: Target, direction: Direction, blocks: Blocks, *, in_forward: bool = True
+) -> MovingParameter:
     """The way `target` is moved along directions of `direction`'s type.
 
     Args:
         target: the parameter.
         direction: one that the method draws for it.
-        in_forward: False moves low-rank directions in place too, as published code does (for comparison).
+        blocks: of the model's forward pass.
+        in_forward: False moves everything in place, as published code does (for comparison).
     """
-    if not target.is_matrix:
-        return FromCopy(target)
-    if in_forward and isinstance(direction, FixedFactors) and target.in_forward:
-        return InForward(target)
-    return InPlace(target)
+    if in_forward and target.in_forward:
+        if not target.is_matrix:
+            return VectorInForward(target, blocks)
+        return InForward(target, blocks) if isinstance(direction, FixedFactors) else DenseInForward(target, blocks)
+    return InPlace(target) if target.is_matrix else FromCopy(target)

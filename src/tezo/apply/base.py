@@ -1,7 +1,8 @@
 """How one parameter is moved: shown to the model perturbed, and stepped for good."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,15 +15,29 @@ from tezo.perturbations import Moment
 from tezo.random import generator
 
 
+@dataclass(frozen=True)
+class Shift:
+    """W_t + scale * Z, with Z a direction."""
+
+    direction: Direction
+    scale: float
+
+
 class MovingParameter(ABC):
     """One tuned parameter, W_t.
 
-    A step goes: `begin`, then `shift` to +rho, to -rho, then back to 0, then the update rule's `add_` or
-    `write_`. Between steps the model computes with W_t.
+    A step goes: `begin`, then `show` with plus and minus rho, in one pass or one after the other, `show` with
+    nothing, then the update rule's `add_` or `write_`. Between steps the model computes with W_t.
     """
 
     writes_weight = True
     """Whether showing or stepping the parameter changes the stored tensor."""
+
+    in_blocks = False
+    """Whether one forward pass can show several shifts, each to its block of the rows."""
+
+    draws_for_all_blocks = False
+    """Whether a pass that shows several shifts of one direction saves a costly draw."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -36,8 +51,8 @@ class MovingParameter(ABC):
         self._rounding = None
 
     @abstractmethod
-    def shift(self, direction: Direction, scale: float) -> None:
-        """Lets the model compute with W_t + scale * Z; scale 0 is W_t itself."""
+    def show(self, shifts: Sequence[Shift]) -> None:
+        """Lets block g of the rows meet the parameter at `shifts[g]`; with no shifts, all rows meet W_t itself."""
 
     @abstractmethod
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:

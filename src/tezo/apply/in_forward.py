@@ -5,15 +5,18 @@ trained since the factors were drawn and, during an evaluation, plus or minus rh
 owns the parameter gets the hook, so tied weights move together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tezo.apply.base import MovingParameter, require_writable
+from tezo.apply.base import MovingParameter, Shift, require_writable
+from tezo.apply.blocks import Blocks
+from tezo.apply.interception import EMBEDDING, Interception
 from tezo.directions import Direction, FixedFactors
-from tezo.params import Layout, Target
+from tezo.params import Layout, Site, Target
 from tezo.perturbations import Moment
 
 
@@ -25,24 +28,44 @@ class InForward(MovingParameter):
     """
 
     writes_weight = False
+    in_blocks = True
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, blocks: Blocks) -> None:
         super().__init__(target)
         self.change: FixedFactors | None = None
+        self._blocks = blocks
         self._shown: FixedFactors | None = None
         self._changed = False
-        self._handles = [self._hook(site.module, site.layout) for site in target.sites if site.layout is not None]
+        self._handles = [self._hook(site) for site in target.sites]
 
-    def _hook(self, module: nn.Module, layout: Layout) -> RemovableHandle:
-        term = _TERMS[layout]
+    def _hook(self, site: Site) -> RemovableHandle | Interception:
+        if site.layout == "embedding":
+            table = {EMBEDDING: self._lookup}
+            return Interception(site.module, self.target.parameter, table, lambda: self._shown is not None)
+        assert site.layout is not None
+        term = _TERMS[site.layout]
 
         def add_term(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             del module
             if self._shown is None:
                 return output
-            return output + term(self._shown, args[0]).to(output.dtype)
+            x_GTN = self._blocks.split(args[0].to(self._shown.v_NR.dtype), self._count, 1)
+            # a new tensor: a weight of a tensor subclass may give outputs that ignore an add in place
+            return output + term(self._shown, x_GTN).view(output.shape)
 
-        return module.register_forward_hook(add_term)
+        return site.module.register_forward_hook(add_term)
+
+    def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
+        output: Tensor = EMBEDDING(ids, *others, **options)
+        assert self._shown is not None
+        ids_GT = self._blocks.split(ids, self._count, 0)
+        return output + self._shown.lookup(ids_GT).view(output.shape)
+
+    @property
+    def _count(self) -> int:
+        """How many points are shown."""
+        assert self._shown is not None
+        return self._shown.coefficient.shape[0]
 
     def begin(self, direction: Direction, moment: Moment) -> None:
         super().begin(direction, moment)
@@ -52,31 +75,30 @@ class InForward(MovingParameter):
         if self.change is None:
             self.change = direction.with_coefficient(torch.zeros_like(direction.coefficient))
 
-    def shift(self, direction: Direction, scale: float) -> None:
-        assert isinstance(direction, FixedFactors) and self.change is not None
-        if scale:
-            self._show(self.change.coefficient + scale * direction.coefficient)
-        elif self._changed:
-            self._show(self.change.coefficient)
-        else:
-            self._shown = None
-
-    def _show(self, coefficient: Tensor) -> None:
+    def show(self, shifts: Sequence[Shift]) -> None:
         assert self.change is not None
-        self._shown = self.change.with_coefficient(coefficient)
+        if shifts:
+            steps = [shift.scale * _coefficient(shift.direction) for shift in shifts]
+            self._shown = self.change.with_coefficient(self.change.coefficient + torch.stack(steps))
+        else:
+            self._show_change()
+
+    def _show_change(self) -> None:
+        assert self.change is not None
+        # a view: later steps show at once
+        self._shown = self.change.with_coefficient(self.change.coefficient.unsqueeze(0)) if self._changed else None
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         del direction
         assert self.change is not None
         self.change.coefficient[rows].add_(delta, alpha=alpha)
         self._changed = True
-        self._show(self.change.coefficient)
+        self._show_change()
 
     def decay_(self, factor: float) -> None:
         """Multiplies the change D by `factor`; the base is left alone."""
         if self.change is not None and self._changed:
             self.change.coefficient.mul_(factor)
-            self._show(self.change.coefficient)
 
     def fold(self) -> None:
         """W += D, D = 0: one pass over the stored tensor."""
@@ -96,15 +118,19 @@ class InForward(MovingParameter):
         if "coefficient" in state:
             self.change = direction.with_coefficient(state["coefficient"].to(direction.coefficient).clone())
             self._changed = True
-            self._show(self.change.coefficient)
+            self._show_change()
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
 
+def _coefficient(direction: Direction) -> Tensor:
+    assert isinstance(direction, FixedFactors)
+    return direction.coefficient
+
+
 _TERMS: dict[Layout, Callable[[FixedFactors, Tensor], Tensor]] = {
-    "linear": lambda point, x: point.linear(x.to(point.v_NR.dtype)),
-    "transposed": lambda point, x: point.linear_transposed(x.to(point.v_NR.dtype)),
-    "embedding": lambda point, ids: point.lookup(ids),
+    "linear": lambda point, x: point.linear(x),
+    "transposed": lambda point, x: point.linear_transposed(x),
 }

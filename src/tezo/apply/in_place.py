@@ -1,8 +1,10 @@
 """Directions added to the stored tensor itself, and taken back after the two evaluations."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from tezo.apply.base import MovingParameter, require_writable
+from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.directions import Direction, FixedFactors
 from tezo.params import Target
 from tezo.perturbations import Moment
@@ -18,12 +20,17 @@ class InPlace(MovingParameter):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         require_writable(target, "this perturbation")
-        self._scale = 0.0
+        self._shown: Shift | None = None
 
-    def shift(self, direction: Direction, scale: float) -> None:
-        if scale != self._scale:
-            direction.add_to_(self.weight, scale - self._scale)
-        self._scale = scale
+    def show(self, shifts: Sequence[Shift]) -> None:
+        new = shifts[0] if shifts else None
+        if new is not None and self._shown is not None and new.direction is self._shown.direction:
+            new.direction.add_to_(self.weight, new.scale - self._shown.scale)
+        else:
+            for shift, sign in ((self._shown, -1), (new, 1)):
+                if shift is not None:
+                    shift.direction.add_to_(self.weight, sign * shift.scale)
+        self._shown = new
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         if isinstance(direction, FixedFactors):
@@ -35,7 +42,7 @@ class InPlace(MovingParameter):
 
 
 class FromCopy(MovingParameter):
-    """A vector, perturbed in place and put back from a copy, exactly."""
+    """A vector that no hook can perturb, moved in place and put back from a copy, exactly."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -46,10 +53,10 @@ class FromCopy(MovingParameter):
         super().begin(direction, moment)
         self._copy = self.weight.clone()
 
-    def shift(self, direction: Direction, scale: float) -> None:
+    def show(self, shifts: Sequence[Shift]) -> None:
         self.weight.copy_(self._copy)
-        if scale:
-            direction.add_to_(self.weight, scale)
+        for shift in shifts:
+            shift.direction.add_to_(self.weight, shift.scale)
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         del direction

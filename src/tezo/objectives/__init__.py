@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from tezo.models import LoadedModel
-from tezo.objectives.base import Batch as Batch
+from tezo.objectives.base import BatchClosure as BatchClosure
 from tezo.objectives.base import Encoded as Encoded
 from tezo.objectives.base import Objective as Objective
+from tezo.objectives.batch import Batch as Batch
 from tezo.objectives.causal import CausalObjective as CausalObjective
 from tezo.objectives.encoder import EncoderObjective as EncoderObjective
 from tezo.objectives.masked import MaskedObjective as MaskedObjective

@@ -5,14 +5,18 @@ Examples are encoded once, before the first step, so that whatever does not fit 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from tezo.objectives.batch import Batch
 from tezo.objectives.chunks import like_lengths
+from tezo.objectives.copies import whole_rows
+from tezo.objectives.rows import Row, padded, plain_row
 from tezo.tasks import Example
 
 
@@ -34,25 +38,6 @@ class Encoded:
     def length(self) -> int:
         """Tokens of the longest sequence."""
         return max(len(sequence) for sequence in self.sequences)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Padded rows on the model's device.
-
-    S sequences (of B examples, O options at most), L tokens, K answer tokens:
-    input_ids_SL and attention_mask_SL; positions_SK of the hidden states that predict tokens_SK, valid where
-    valid_SK; row_S and option_S say which example and option a sequence belongs to; labels_B or None.
-    """
-
-    input_ids_SL: Tensor
-    attention_mask_SL: Tensor
-    positions_SK: Tensor
-    tokens_SK: Tensor
-    valid_SK: Tensor
-    row_S: Tensor
-    option_S: Tensor
-    labels_B: Tensor | None
 
 
 @dataclass
@@ -83,6 +68,10 @@ class Objective(ABC):
 
     side_cut: str
     """Which part of a prompt is cut, in words."""
+    packs: bool | None = None
+    """Whether the options of an example share a row; None until `adapt` has had examples to try."""
+    shared_tokens: int = 0
+    """Tokens, padding included, of what all batches share."""
 
     def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
         self.tokenizer = tokenizer
@@ -96,54 +85,104 @@ class Objective(ABC):
         """The example in tokens; an error where it cannot be cut to fit."""
 
     @abstractmethod
-    def scores(self, model: Any, batch: Batch) -> Tensor:
-        """(B, O), float32: the higher, the likelier the option. For examples with options."""
+    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        """(copies B, O), float32 or wider: the higher, the likelier the option. For examples with options.
 
-    @abstractmethod
-    def total(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
-        """(sum of the losses, how many): over examples where they have options, over answer tokens elsewhere."""
+        Every forward pass has `copies` times the rows of one, block after block, and so has the result.
+        """
+
+    def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
+        """(sums of the losses (copies,), how many): over examples with options, over answer tokens elsewhere."""
+        assert batch.labels_B is not None
+        scores = self.scores(model, batch, copies)
+        losses = functional.cross_entropy(scores, batch.labels_B.repeat(copies), reduction="none")
+        return losses.view(copies, -1).sum(1), len(batch.labels_B)
+
+    def losses(self, model: Any, batches: Sequence[Batch], copies: int) -> Tensor:
+        """For each copy the mean loss over batches that are parts of one: (copies,), float32 or wider.
+
+        Hooks may give each copy a model of its own: rows come block after block along the leading dimension.
+        """
+        with whole_rows(model) if copies > 1 else nullcontext(), self.sharing(model, copies):
+            totals = [self.total(model, batch, copies) for batch in batches]
+        return torch.stack([sums for sums, _ in totals]).sum(0) / sum(count for _, count in totals)
 
     def loss(self, model: Any, *batches: Batch) -> Tensor:
         """The mean loss over batches that are parts of one: scalar, float32 or wider."""
-        with self.sharing(model):
-            totals = [self.total(model, batch) for batch in batches]
-        return torch.stack([total for total, _ in totals]).sum() / sum(count for _, count in totals)
+        return self.losses(model, batches, 1)[0]
+
+    def closure(self, model: Any, batches: Sequence[Batch]) -> "BatchClosure":
+        """The loss on these batches, to be called at one point or at several together."""
+        return BatchClosure(self, model, tuple(batches))
 
     @contextmanager
-    def sharing(self, model: Any) -> Iterator[None]:
+    def sharing(self, model: Any, copies: int = 1) -> Iterator[None]:
         """While open, the model's function does not change: what all batches share may be computed once."""
-        del model
+        del model, copies
         yield
+
+    def adapt(self, model: Any, encoded: Sequence[Encoded]) -> None:
+        """Settles once, by trying it, how rows are made for `model`; to be called while nothing perturbs it."""
+        del model, encoded
+
+    def rows(self, encoded: Sequence[Encoded]) -> list[list[Row]]:
+        """For each example of a batch its rows, which together have all its sequences, in order."""
+        return [
+            [plain_row(s, self.asked(s, a)[0]) for s, a in zip(e.sequences, e.answers, strict=True)] for e in encoded
+        ]
 
     def batches(self, encoded: Sequence[Encoded]) -> list[Batch]:
         """These examples in parts of like length, each collated."""
-        rows = [len(e.sequences) for e in encoded]
-        parts = like_lengths([e.length for e in encoded], rows, self.device)
+        rows = self.rows(encoded)
+        lengths = [max(len(row.tokens) for row in own) for own in rows]
+        parts = like_lengths(lengths, [len(own) for own in rows], self.device)
         return [self.collate([encoded[i] for i in part]) for part in parts]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
         """The batch of these examples, padded on the right."""
-        flat = [(i, j, s) for i, e in enumerate(encoded) for j, s in enumerate(e.sequences)]
-        answers = [count for e in encoded for count in e.answers]
-        length, most = max(len(s) for *_, s in flat), max(answers, default=0)
-        ids = torch.full((len(flat), length), int(self.tokenizer.pad_token_id))
-        mask = torch.zeros((len(flat), length), dtype=torch.long)
-        positions, tokens = torch.zeros((2, len(flat), most), dtype=torch.long)
-        valid = torch.zeros((len(flat), most), dtype=torch.bool)
-        for n, (_, _, sequence) in enumerate(flat):
-            ids[n, : len(sequence)] = torch.tensor(sequence)
-            mask[n, : len(sequence)] = 1
-            where, expected = self.asked(sequence, answers[n])
-            positions[n, : len(where)] = torch.tensor(where)
-            tokens[n, : len(where)] = torch.tensor(expected)
-            valid[n, : len(where)] = True
-        labels = [e.example.label for e in encoded]
-        known = None if any(label is None for label in labels) else torch.tensor(labels)
-        rows, options = torch.tensor([i for i, *_ in flat]), torch.tensor([j for _, j, _ in flat])
-        parts = (ids, mask, positions, tokens, valid, rows, options, known)
-        return Batch(*(part.to(self.device) if part is not None else None for part in parts))  # type: ignore[arg-type]
+        rows = [row for own in self.rows(encoded) for row in own]
+        expected = [self.asked(s, a)[1] for e in encoded for s, a in zip(e.sequences, e.answers, strict=True)]
+        labels = [e.example.label for e in encoded if e.example.label is not None]
+        batch = Batch(
+            input_ids_RL=padded([row.tokens for row in rows], int(self.tokenizer.pad_token_id)),
+            position_ids_RL=padded([row.positions for row in rows], 0),
+            branches_RL=padded([row.branches for row in rows], -1),
+            reads_RU=padded([row.reads for row in rows], 0),
+            row_S=torch.tensor([i for i, row in enumerate(rows) for _ in row.slots]),
+            slots_SK=padded([slots for row in rows for slots in row.slots], 0),
+            tokens_SK=padded(expected, 0),
+            valid_SK=padded([[1] * len(tokens) for tokens in expected], 0).bool(),
+            example_S=torch.tensor([i for i, e in enumerate(encoded) for _ in e.sequences]),
+            option_S=torch.tensor([j for e in encoded for j in range(len(e.sequences))]),
+            labels_B=torch.tensor(labels) if len(labels) == len(encoded) else None,
+            branching=any(max(row.branches) > 0 for row in rows),
+            shape_BO=(len(encoded), max(len(e.sequences) for e in encoded)),
+        )
+        return batch.to(self.device)
 
     def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
         """(positions whose hidden states are read, tokens expected there)."""
         del sequence, answer
         return [], []
+
+
+@dataclass(frozen=True)
+class BatchClosure:
+    """The loss of a model on the parts of a batch, at the point where the model is when it is called."""
+
+    objective: Objective
+    model: Any
+    batches: tuple[Batch, ...]
+
+    def __call__(self) -> Tensor:
+        """The loss: scalar, float32 or wider."""
+        return self.losses(1)[0]
+
+    def losses(self, copies: int) -> Tensor:
+        """(copies,): the loss of each copy, from passes with `copies` blocks of rows; see `Objective.losses`."""
+        return self.objective.losses(self.model, self.batches, copies)
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens, padding included, that one copy has in a forward pass."""
+        return max(self.objective.shared_tokens, *(batch.input_ids_RL.numel() for batch in self.batches))

@@ -1,14 +1,18 @@
 """Answering by continuing a text."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tezo.errors import RequestError
-from tezo.objectives.base import Batch, Encoded, Objective
+from tezo.objectives.base import Encoded, Objective
+from tezo.objectives.batch import Batch
 from tezo.objectives.logits import logits_at
+from tezo.objectives.packed import longest_packed, takes_packed
+from tezo.objectives.rows import Row, packed_row
 from tezo.tasks import Example
 
 
@@ -17,9 +21,15 @@ class CausalObjective(Objective):
 
     Free text: the loss is the mean negative log-likelihood of the answer's tokens. With options: each
     option's score is the mean log-probability of its tokens, and the loss the cross-entropy over scores.
+    The options of an example share one row, in a tree, where `adapt` found that the model heeds it.
     """
 
     side_cut = "the beginning of the prompt"
+
+    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
+        super().__init__(tokenizer, device, max_length, options)
+        self._model: weakref.ref[Any] | None = None
+        self._most: int | None = None
 
     def encode(self, example: Example) -> Encoded:
         texts = example.options or (example.answer,)
@@ -57,24 +67,42 @@ class CausalObjective(Objective):
         start = len(sequence) - answer
         return list(range(start - 1, len(sequence) - 1)), list(sequence[start:])
 
+    def adapt(self, model: Any, encoded: Sequence[Encoded]) -> None:
+        several = [e for e in encoded if len(e.sequences) > 1]
+        if several and (self._model is None or self._model() is not model):
+            longest = max(several, key=lambda e: e.length)
+            self.packs = takes_packed(model, longest.sequences[0])
+            self._most, self._model = longest_packed(model), weakref.ref(model)
+
+    def rows(self, encoded: Sequence[Encoded]) -> list[list[Row]]:
+        if not self.packs:
+            return super().rows(encoded)
+        rows = [self._packed(e) for e in encoded]
+        # One mask serves all rows of a batch, so one that is too long keeps all of them plain.
+        fits = self._most is None or max(len(row.tokens) for row in rows) <= self._most
+        return [[row] for row in rows] if fits else super().rows(encoded)
+
+    def _packed(self, encoded: Encoded) -> Row:
+        pairs = zip(encoded.sequences, encoded.answers, strict=True)
+        return packed_row(encoded.sequences, [self.asked(s, a)[0] for s, a in pairs])
+
     def log_probs(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """(log-probabilities of the answer tokens, argmax hits), both (S, K), zero where not valid."""
-        inputs = {"input_ids": batch.input_ids_SL, "attention_mask": batch.attention_mask_SL}
-        logits = logits_at(model, inputs, batch.positions_SK)
-        chosen = -functional.cross_entropy(logits.transpose(1, 2), batch.tokens_SK, reduction="none")
-        hits = logits.argmax(-1) == batch.tokens_SK
+        logits_RUV = logits_at(model, batch.inputs(model.dtype), batch.reads_RU)
+        row_S1 = batch.row_S.unsqueeze(1)
+        chosen = logits_RUV.log_softmax(-1)[row_S1, batch.slots_SK, batch.tokens_SK]
+        hits = logits_RUV.argmax(-1)[row_S1, batch.slots_SK] == batch.tokens_SK
         return chosen * batch.valid_SK, hits & batch.valid_SK
 
-    def scores(self, model: Any, batch: Batch) -> Tensor:
+    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        batch = batch.repeated(copies)
         chosen, _ = self.log_probs(model, batch)
-        rows, options = int(batch.row_S[-1]) + 1, int(batch.option_S.max()) + 1
-        table = chosen.new_full((rows, options), float("-inf"))
-        table[batch.row_S, batch.option_S] = chosen.sum(1) / batch.valid_SK.sum(1)
+        table = chosen.new_full(batch.shape_BO, float("-inf"))
+        table[batch.example_S, batch.option_S] = chosen.sum(1) / batch.valid_SK.sum(1)
         return table
 
-    def total(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
+    def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
         if batch.labels_B is not None:
-            scores = self.scores(model, batch)
-            return functional.cross_entropy(scores, batch.labels_B, reduction="sum"), len(batch.labels_B)
-        chosen, _ = self.log_probs(model, batch)
-        return -chosen.sum(), int(batch.valid_SK.sum())
+            return super().total(model, batch, copies)
+        chosen, _ = self.log_probs(model, batch.repeated(copies))
+        return -chosen.view(copies, -1).sum(1), int(batch.valid_SK.sum())

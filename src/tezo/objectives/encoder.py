@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.errors import RequestError
-from tezo.objectives.base import Batch, Encoded, Objective
+from tezo.objectives.base import Encoded, Objective
+from tezo.objectives.batch import Batch
 from tezo.tasks import Example
 
 SCALE = 20.0
@@ -37,16 +38,17 @@ class EncoderObjective(Objective):
                     f"data.label_words: {option[:40]!r}... has {length} tokens, above the bound of {max_length}; "
                     "shorten it, or raise data.max_length if the model takes more."
                 )
-        self._labels_OD: Tensor | None = None
+        self._labels_COD: Tensor | None = None
         self.descriptions = {name: described[name].to(device) for name in ("input_ids", "attention_mask")}
+        self.shared_tokens = self.descriptions["input_ids"].numel()
 
     @contextmanager
-    def sharing(self, model: Any) -> Iterator[None]:
-        self._labels_OD = mean_pooled(model, **self.descriptions)
+    def sharing(self, model: Any, copies: int = 1) -> Iterator[None]:
+        self._labels_COD = self._described(model, copies)
         try:
             yield
         finally:
-            self._labels_OD = None
+            self._labels_COD = None
 
     def encode(self, example: Example) -> Encoded:
         ids = list(self.tokenizer(example.prompt)["input_ids"])
@@ -56,15 +58,17 @@ class EncoderObjective(Objective):
             self.cuts.add(over, example.where)
         return Encoded((tuple(ids),), (0,), example)
 
-    def scores(self, model: Any, batch: Batch) -> Tensor:
-        texts_BD = mean_pooled(model, batch.input_ids_SL, batch.attention_mask_SL)
-        labels_OD = self._labels_OD if self._labels_OD is not None else mean_pooled(model, **self.descriptions)
-        return SCALE * functional.normalize(texts_BD) @ functional.normalize(labels_OD).T
+    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        texts_TD = mean_pooled(model, **batch.repeated(copies).inputs(model.dtype))
+        labels_COD = self._labels_COD if self._labels_COD is not None else self._described(model, copies)
+        texts_CBD = functional.normalize(texts_TD, dim=-1).reshape(copies, *batch.shape_BO[:1], -1)
+        scores_CBO: Tensor = SCALE * texts_CBD @ functional.normalize(labels_COD, dim=-1).mT
+        return scores_CBO.flatten(0, 1)
 
-    def total(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
-        assert batch.labels_B is not None
-        scores = self.scores(model, batch)
-        return functional.cross_entropy(scores, batch.labels_B, reduction="sum"), len(batch.labels_B)
+    def _described(self, model: Any, copies: int) -> Tensor:
+        """(copies, O, D): the descriptions, encoded by each copy."""
+        repeated = {name: value.repeat(copies, 1) for name, value in self.descriptions.items()}
+        return mean_pooled(model, **repeated).reshape(copies, len(self.options), -1)
 
 
 def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

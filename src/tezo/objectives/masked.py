@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tezo.errors import RequestError
-from tezo.objectives.base import Batch, Encoded, Objective
+from tezo.objectives.base import Encoded, Objective
+from tezo.objectives.batch import Batch
 from tezo.objectives.logits import logits_at
 from tezo.tasks import Example
 
@@ -57,11 +57,6 @@ class MaskedObjective(Objective):
         mask = self.tokenizer.mask_token_id
         return [list(sequence).index(mask)], [mask]
 
-    def scores(self, model: Any, batch: Batch) -> Tensor:
-        inputs = {"input_ids": batch.input_ids_SL, "attention_mask": batch.attention_mask_SL}
-        return logits_at(model, inputs, batch.positions_SK)[:, 0, self.words_O]
-
-    def total(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
-        assert batch.labels_B is not None
-        scores = self.scores(model, batch)
-        return functional.cross_entropy(scores, batch.labels_B, reduction="sum"), len(batch.labels_B)
+    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        batch = batch.repeated(copies)
+        return logits_at(model, batch.inputs(model.dtype), batch.reads_RU)[:, 0, self.words_O]

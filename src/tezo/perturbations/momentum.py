@@ -1,16 +1,14 @@
 """ZO-AdaMU's perturbation: noise mixed with the momentum of earlier noise."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from tezo.directions import Dense, Tile
+from tezo.directions import Dense
 from tezo.params import Target
 from tezo.perturbations.base import Moment, Perturbation, dense
-from tezo.random import generator
 
 
 @dataclass(frozen=True)
@@ -59,17 +57,15 @@ class MomentumNoise(Dense):
     beta2: float
     history: Tensor | None
 
-    def tiles(self) -> Iterator[Tile]:
-        for rows, z1, z2 in self.parts():
-            yield rows, self.beta1 * z1 + (1 - self.beta1) * z2
+    def tile(self, rows: slice) -> Tensor:
+        z1, z2 = self.parts(rows)
+        return z1.mul_(self.beta1).add_(z2, alpha=1 - self.beta1)
 
-    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(rows, z1, z2), tile by tile."""
-        draw = generator(self.device, seed=self.seed, step=self.step, name=self.name, role=self.role + ".history")
-        for rows, noise in super().tiles():
-            other = torch.randn(noise.shape, generator=draw, device=self.device, dtype=self.dtype)
-            mean = 0.0 if self.history is None else self.history[rows].to(self.dtype)
-            yield rows, noise * math.sqrt(self.alpha), mean + other * math.sqrt(1 - self.alpha)
+    def parts(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """(z1, z2) at `rows`."""
+        z1 = self.noise(rows, self.role).mul_(math.sqrt(self.alpha))
+        z2 = self.noise(rows, self.role + ".history").mul_(math.sqrt(1 - self.alpha))
+        return z1, z2 if self.history is None else z2.add_(self.history[rows])
 
 
 class SimulatedMomentum(Perturbation):

@@ -3,6 +3,7 @@
 import torch
 
 from tezo.apply import MovingParameter
+from tezo.directions import row_tiles
 from tezo.perturbations.momentum import MomentumNoise
 from tezo.spsa import Estimate
 from tezo.updates.base import State, Update, zeros_like_coefficient
@@ -25,7 +26,8 @@ class AdaMU(Update):
     def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
         noise, (kappa,) = estimate.direction, estimate.projected_grads
         assert isinstance(noise, MomentumNoise)
-        for rows, z1, z2 in noise.parts():
+        for rows in row_tiles(noise.shape):
+            z1, z2 = noise.parts(rows)
             z = noise.beta1 * z1 + (1 - noise.beta1) * z2
             v = noise.beta2 * z1.square() + (1 - noise.beta2) * z2.square()
             moving.add_(noise, rows, kappa * z / torch.sqrt(v + self.eps), -lr)

@@ -1,0 +1,80 @@
+"""Standing in for one torch function, where a module's own forward calls it on a parameter of the module.
+
+A hook on a module's output cannot save the work that the forward did, nor reach into it. This can: while the
+module runs, and only then, a call such as `linear(x, weight, bias)` goes to a replacement.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Replacement = Callable[..., Tensor]
+"""Takes what the torch function takes."""
+
+
+class Interception:
+    """Replaces torch functions in the forward of `module` when they are called on `parameter`.
+
+    Args:
+        module: in whose forward.
+        parameter: one of the module's.
+        replacements: torch function -> what is called in its stead.
+        active: asked before each forward; while False nothing is replaced.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameter: nn.Parameter,
+        replacements: Mapping[Any, Replacement],
+        active: Callable[[], bool],
+    ) -> None:
+        self._parameter = parameter
+        self._replacements = replacements
+        self._active = active
+        self._open: list[_Mode | None] = []
+        self._handles = [
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        del module, args
+        mode = _Mode(self._parameter, self._replacements) if self._active() else None
+        self._open.append(mode)
+        if mode is not None:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self, *_: object) -> None:
+        mode = self._open.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Removes its hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, parameter: nn.Parameter, replacements: Mapping[Any, Replacement]) -> None:
+        super().__init__()
+        self._parameter = parameter
+        self._replacements = replacements
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        replacement = self._replacements.get(func)
+        if replacement is not None and any(arg is self._parameter for arg in args):
+            return replacement(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+LINEAR = torch.nn.functional.linear
+ADDMM = torch.addmm
+EMBEDDING = torch.nn.functional.embedding

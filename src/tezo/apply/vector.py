@@ -1,0 +1,90 @@
+"""Biases and the weights of norms in the forward pass: the stored vector is read, never moved."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from tezo.apply.base import MovingParameter, Shift, require_writable
+from tezo.apply.blocks import Blocks
+from tezo.directions import Direction
+from tezo.params import Layout, Site, Target
+
+
+class VectorInForward(MovingParameter):
+    """A vector whose part in its module's output is known: what a shift adds is added to the output.
+
+    A shift of 1e-3 is lost when it is added to a bfloat16 weight near 1, whose neighbours are 2^-8 away; here it
+    is applied in float32 and only the output is rounded.
+    """
+
+    in_blocks = True
+
+    def __init__(self, target: Target, blocks: Blocks) -> None:
+        super().__init__(target)
+        require_writable(target, "training 1-D parameters")
+        self._blocks = blocks
+        self._shift_GN: Tensor | None = None
+        self._handles = [self._hook(site) for site in target.sites]
+
+    def _hook(self, site: Site) -> RemovableHandle:
+        assert site.layout is not None
+        perturbed = _PERTURBED[site.layout]
+
+        def move(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if self._shift_GN is None:
+                return output
+            count = self._shift_GN.shape[0]
+            x_GTK, out_GTN = (self._blocks.split(values, count, 1) for values in (args[0], output))
+            moved = perturbed(module, x_GTK, out_GTN, self._shift_GN.unsqueeze(1))
+            return moved.to(output.dtype).view(output.shape)
+
+        return site.module.register_forward_hook(move)
+
+    def show(self, shifts: Sequence[Shift]) -> None:
+        moved = [torch.cat([z for _, z in shift.direction.tiles()]) * shift.scale for shift in shifts]
+        self._shift_GN = torch.stack(moved) if moved else None
+
+    def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
+        del direction
+        self.write_(rows, delta, alpha)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _bias(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:
+    """Out + d."""
+    del module, x
+    return out + shift
+
+
+def _layer_norm(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:
+    """Out + d * (x - mean) / sqrt(var + eps)."""
+    assert isinstance(module, nn.LayerNorm)
+    return out + functional.layer_norm(x.to(shift.dtype), module.normalized_shape, eps=module.eps) * shift
+
+
+def _norm(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:
+    """The norm of each block anew, with its weight shifted: how the weight enters is the module's own affair."""
+    del out
+    parameter = module.get_parameter("weight")
+    stored = parameter.data
+    try:
+        moved = []
+        for x_TN, shift_1N in zip(x, shift, strict=True):
+            parameter.data = stored + shift_1N[0]
+            moved.append(module.forward(x_TN))
+    finally:
+        parameter.data = stored
+    return torch.stack(moved)
+
+
+_PERTURBED: dict[Layout, Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]] = {
+    "bias": _bias,
+    "layer_norm": _layer_norm,
+    "norm": _norm,
+}

@@ -1,0 +1,120 @@
+"""Time of a step: every contestant once a round, in one run, so that a ratio compares neighbours in time."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tezo.bench.contestants import Contestant, contestant
+from tezo.bench.report import circumstances, describe, silent, spread
+from tezo.bench.settings import PLAIN, PREFIX, Settings
+from tezo.bench.work import Work
+from tezo.errors import RequestError
+
+LEAST_ROUNDS = 3
+REFRESH_EVERY = 3
+"""Rounds from one measured refresh to the next: over an interval it is one step of many."""
+
+
+@dataclass
+class Timed:
+    """The seconds of a contestant, round by round; of refreshes, in the rounds that had one."""
+
+    contestant: Contestant
+    rounds: list[float] = field(default_factory=list)
+    refreshes: list[float] = field(default_factory=list)
+
+    def steps(self) -> list[float]:
+        """Seconds of a step in each round; with lazy factors, the mean over an interval with its one refresh."""
+        interval = self.contestant.interval
+        if interval is None or not self.refreshes:
+            return list(self.rounds)
+        refresh = statistics.median(self.refreshes)
+        return [((interval - 1) * seconds + refresh) / interval for seconds in self.rounds]
+
+
+def measure_step(settings: Settings, labels: Sequence[str], tell: Callable[[str], None] = silent) -> Any:
+    """Measures F2, N2 and the contestants of `labels`; returns what the JSON file has.
+
+    Args:
+        settings: of the run.
+        labels: as `settings.entries` gives them.
+        tell: told of progress.
+    """
+    started = time.perf_counter()
+    work = Work(settings)
+    timed = [Timed(contestant(label, work)) for label in (*PLAIN, *labels)]
+    try:
+        run_rounds(timed, settings, work.synchronize, started, tell)
+    except torch.OutOfMemoryError as error:
+        raise RequestError(
+            f"{settings.model} in {settings.dtype} with batch {settings.batch} does not fit on {settings.device}; "
+            "lower batch or length, or name fewer methods."
+        ) from error
+    finally:
+        for entry in timed:
+            entry.contestant.close()
+    head = {"kind": "step", "settings": describe(settings), "tokens": work.tokens}
+    return head | circumstances(work) | {"rounds": len(timed[0].rounds), "rows": rows(timed)}
+
+
+def run_rounds(
+    timed: Sequence[Timed],
+    settings: Settings,
+    synchronize: Callable[[], None],
+    started: float,
+    tell: Callable[[str], None] = silent,
+) -> None:
+    """Warm-up, then rounds in which each contestant runs once, the order turned on by one each round.
+
+    A round is not begun when it would, at the pace of the last, end after `settings.seconds`; three are always run.
+    """
+    for entry in timed:
+        for _ in range(settings.warmup):
+            tell(f"warm-up: {entry.contestant.label}")
+            entry.contestant.run()
+    for number in range(settings.rounds):
+        begun = time.perf_counter()
+        turn = number % len(timed)
+        for entry in (*timed[turn:], *timed[:turn]):
+            tell(f"round {number + 1}: {entry.contestant.label}")
+            entry.rounds.append(_clock(entry.contestant.run, synchronize))
+            if entry.contestant.interval is not None and number % REFRESH_EVERY == 0:
+                entry.refreshes.append(_clock(entry.contestant.run_refresh, synchronize))
+        now = time.perf_counter()
+        late = settings.seconds is not None and now - started + (now - begun) > settings.seconds
+        if late and number + 1 >= LEAST_ROUNDS:
+            return
+
+
+def _clock(run: Callable[[], None], synchronize: Callable[[], None]) -> float:
+    synchronize()
+    begun = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - begun
+
+
+def rows(timed: Sequence[Timed]) -> list[dict[str, Any]]:
+    """One row a contestant: seconds, and ratios as medians of the ratios of each round."""
+    steps = {entry.contestant.label: entry.steps() for entry in timed}
+    return [_row(entry, steps) for entry in timed]
+
+
+def _row(entry: Timed, steps: dict[str, list[float]]) -> dict[str, Any]:
+    label, own = entry.contestant.label, steps[entry.contestant.label]
+    published = steps.get(PREFIX + label)
+    row: dict[str, Any] = {"label": label, "seconds": spread(own), "to_F2": _ratio(own, steps["F2"])}
+    row |= {"to_N2": _ratio(own, steps["N2"])}
+    row |= {"speed_up": _ratio(published, own) if published else None}
+    row |= {"trained": entry.contestant.trained, "rounds": own}
+    if entry.contestant.interval is not None:
+        row |= {"interval": entry.contestant.interval, "plain": entry.rounds, "refreshes": entry.refreshes}
+    return row
+
+
+def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(of, to, strict=True)), 4)

@@ -1,0 +1,184 @@
+"""Several models in one forward pass give the losses that they give one after another."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+from cases import CASES, INTERVAL, Case, choose, effective_weights, every_method
+from tiny import Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
+from torch import Tensor, nn
+
+from tezo import random
+from tezo.apply import NotInBlocksError
+from tezo.apply.blocks import Blocks
+from tezo.spsa import BlockClosure, copies_of_a_pass
+
+STEPS = INTERVAL + 2  # past a refresh
+FAMILIES = {"opt": tiny_opt, "llama": tiny_llama, "gpt2": tiny_gpt2, "roberta": tiny_roberta}
+
+
+@dataclass
+class Repeated:
+    """The loss of a language model on ids, for as many models as share a pass."""
+
+    model: nn.Module
+    ids: Tensor
+    passes: list[int]
+    tokens: int = 30
+
+    def __call__(self) -> Tensor:
+        self.passes.append(1)
+        return lm_loss(self.model, self.ids)()
+
+    def losses(self, copies: int) -> Tensor:
+        self.passes.append(copies)
+        shift = 0 if isinstance(self.model, transformers.RobertaForMaskedLM) else 1
+        ids = self.ids.repeat(copies, 1)
+        logits = self.model(input_ids=ids).logits
+        logits = logits[:, : logits.shape[1] - shift]
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, shift:], reduction="none")
+        return losses.view(copies, -1).mean(1)
+
+
+def follow(case: Case, model: nn.Module, together: bool, **options) -> tuple[Tensor, dict[str, Tensor], list[int]]:
+    """(both losses of every step, the weights after the last, models in each pass)."""
+    optimizer = case.build(model, lr=1e-3, **options)
+    losses, passes = [], []
+    for step in range(STEPS):
+        closure = Repeated(model, tokens(seed=step), passes)
+        optimizer.step(closure if together else lambda closure=closure: closure())
+        losses += [(probe.loss_plus, probe.loss_minus) for probe in optimizer.last_step.probes]
+    return torch.tensor(losses, dtype=torch.float64), effective_weights(optimizer), passes
+
+
+def assert_same(case: Case, make, expected: list[int], **options) -> None:
+    apart, weights_apart, passes_apart = follow(case, make(), False, **options)
+    together, weights, passes = follow(case, make(), True, **options)
+    assert set(passes_apart) == {1} and passes == expected
+    assert (apart[:, 0] - apart[:, 1]).abs().min() > 1e-8, "the perturbation does not reach the loss"
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-10)
+    torch.testing.assert_close(weights, weights_apart, rtol=1e-8, atol=1e-10)
+
+
+@every_method
+def test_both_signs_share_a_pass_and_the_trajectory_is_the_same(case):
+    assert_same(case, tiny_opt, [2] * STEPS, targets=("all",))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
+@choose("mezo", "lozo", "subzo", "tezo")
+def test_they_do_on_every_architecture(case, family, tied):
+    # two rows are below the rank; the head's bias belongs to the head and to its last layer
+    targets = ("all", "!token_type_embeddings", "!lm_head.bias") if family == "roberta" else ("all",)
+    assert_same(case, lambda: FAMILIES[family](tied=tied), [2] * STEPS, targets=targets)
+
+
+@choose("mezo", "lozo", "subzo", "tezo")
+def test_they_do_on_transposed_layers(case):
+    assert_same(case, tiny_gpt2, [2] * STEPS)
+
+
+@choose("mezo", "lozo", "subzo", "tezo")
+def test_several_directions_share_passes_too(case):
+    assert_same(case, tiny_opt, [6] * STEPS, num_directions=3, targets=("all",))
+
+
+@choose("mezo", "tezo")
+def test_a_module_that_does_not_see_the_rows_is_found_out_once_and_passes_are_apart_from_then_on(case):
+    # GPT-2 looks one row of positions up for the whole batch
+    first_and_rest = [2] + [1] * 2 * STEPS
+    assert_same(case, tiny_gpt2, first_and_rest, targets=("all",))
+
+
+@choose("mezo", "tezo")
+def test_what_is_moved_in_place_is_never_shown_twice_in_a_pass(case):
+    assert_same(case, tiny_moe, [1] * 2 * STEPS, targets=("all-linear", "experts"))
+    assert_same(case, tiny_opt, [1] * 2 * STEPS, in_forward=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "directions", "dense", "copies"),
+    [
+        (32, 1, False, 2),
+        (32, 4, False, 8),
+        (200, 4, False, 4),
+        (512, 4, False, 2),
+        (513, 4, False, 1),
+        (5000, 1, False, 1),
+        (1024, 1, True, 2),
+        (4096, 3, True, 2),
+        (4097, 3, True, 1),
+    ],
+)
+def test_how_many_models_share_a_pass(tokens, directions, dense, copies):
+    closure = Repeated(nn.Identity(), torch.zeros(1), [], tokens)
+    assert isinstance(closure, BlockClosure)
+    assert copies_of_a_pass(closure, directions, dense=dense) == copies
+    assert copies_of_a_pass(lambda: 0.0, directions, dense=dense) == 1
+
+
+def test_rows_that_do_not_fall_into_blocks_are_refused():
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(blocks.split(x, 2, 1).shape)
+            with pytest.raises(NotInBlocksError):
+                blocks.split(x[:2], 2, 1)  # two rows of the pass's four: not its batch
+            with pytest.raises(NotInBlocksError):
+                blocks.split(x[:3], 2, 1)
+            return x
+
+    model = Inner()
+    seen: list[torch.Size] = []
+    blocks = Blocks(model)
+    model(torch.zeros(4, 5, 3))
+    assert seen == [(2, 10, 3)] and blocks.rows is None
+    blocks.close()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@choose("mezo", "tezo", "lozo")
+def test_a_shift_below_the_spacing_of_a_bfloat16_norm_weight_reaches_the_loss(case):
+    # Weights near 1 are 2^-7 or 2^-8 apart; in place a shift of 1e-3 is rounded away.
+    model = tiny_opt(torch.bfloat16)
+    (norm,) = [m for n, m in model.named_modules() if n.endswith("decoder.final_layer_norm")]
+    with torch.no_grad():
+        norm.weight.fill_(1.0)
+    outputs: list[Tensor] = []
+    optimizer = case.build(model, lr=0.0, rho=1e-3, targets=("decoder.final_layer_norm.weight",))
+    assert len(optimizer.moving) == 1
+
+    def closure() -> float:
+        outputs.append(norm(torch.randn(4, 64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()).float())
+        return 0.0
+
+    optimizer.step(closure)
+    assert not torch.equal(outputs[0], outputs[1])
+    assert (norm.weight == 1).all()
+
+
+def test_each_model_of_a_pass_draws_dense_noise_once_for_both_signs():
+    model = Regression()
+    optimizer = CASES["mezo"].build(model)
+    calls: list[str] = []
+    draw = random.dense_normal
+
+    def counted(*args, role: str, **key) -> Tensor:
+        calls.append(role)
+        return draw(*args, role=role, **key)
+
+    class Closure:
+        tokens = 64
+
+        def __call__(self) -> Tensor:
+            raise AssertionError("both signs fit one pass")
+
+        def losses(self, copies: int) -> Tensor:
+            out = model.layer(model.x.repeat(copies, 1)) - model.y.repeat(copies, 1)
+            return out.square().view(copies, -1).mean(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tezo.directions.dense_normal", counted)
+        optimizer.step(Closure())
+    assert len(calls) == 2, "once for the evaluations, once for the update"

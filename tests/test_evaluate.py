@@ -1,0 +1,35 @@
+"""Evaluation and prediction: what they share between batches, and that they agree."""
+
+import pytest
+import torch
+from test_objectives import case
+
+from tezo.evaluate import evaluate, predict
+from tezo.objectives import EncoderObjective
+
+
+@pytest.mark.parametrize("run", [evaluate, lambda *parts: predict(*parts, 1)], ids=["evaluate", "predict"])
+def test_descriptions_are_encoded_once_however_many_batches(run):
+    model, objective, examples = case("bert")
+    assert isinstance(objective, EncoderObjective)
+    encoded = [objective.encode(example) for example in examples]
+    seen = []
+    model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
+    run(model, objective, encoded, 2)
+    assert len(seen) == 1 + -(-len(encoded) // 2)
+    assert sum(torch.equal(ids, objective.descriptions["input_ids"]) for ids in seen) == 1
+
+
+@pytest.mark.parametrize("family", ["opt", "gemma2", "roberta", "bert"])
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_predictions_are_in_order_and_have_the_accuracy_that_is_measured(family, batch_size):
+    model, objective, examples = case(family)
+    encoded = [objective.encode(example) for example in examples]
+    answers = predict(model, objective, encoded, batch_size, 1)
+    with torch.no_grad():
+        assert answers == objective.scores(model, objective.collate(encoded)).argmax(1).tolist()
+    right = sum(answer == example.label for answer, example in zip(answers, examples, strict=True))
+    metrics = evaluate(model, objective, encoded, batch_size)
+    assert metrics["accuracy"] == pytest.approx(right / len(encoded))
+    with torch.no_grad():
+        assert metrics["loss"] == pytest.approx(float(objective.loss(model, *objective.batches(encoded))), rel=1e-5)

@@ -1,0 +1,219 @@
+"""Options that share a row: the scores of plain rows, for fewer tokens, and only where the model heeds the mask."""
+
+import pytest
+import torch
+import transformers
+from folders import POSITIONS, label_rows, tiny_model, tokenizer_for, words_tokenizer
+from torch import nn
+
+from tezo.evaluate import evaluate, predict
+from tezo.objectives import CausalObjective
+from tezo.objectives.chunks import like_lengths
+from tezo.objectives.packed import takes_packed
+from tezo.objectives.rows import common_prefix, packed_row, tree_mask
+from tezo.tasks import Example
+
+CPU = torch.device("cpu")
+TREES = ("opt", "llama", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "neox", "phi")
+SETS = {
+    "unequal": (" good", " bad", " not so good", " very quite bad film"),
+    "one token": (" good", " bad", " fresh"),
+    "shared beginning": (" not so good", " not so bad", " not so", " not fresh"),
+    "equal": (" not so good", " not so good"),
+}
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+COMMON = {"vocab_size": 320, "initializer_range": 0.2, "max_position_embeddings": POSITIONS}
+TOKENS = [0, 9, 30, 12, 7, 41, 22, 15, 33, 8, 19, 27]
+
+
+def build(family: str, vocabulary: int = 320, **changes) -> nn.Module:
+    others = {
+        "neox": ("GPTNeoX", SMALL | COMMON),
+        "phi": ("Phi", SMALL | COMMON),
+        "qwen3": ("Qwen3", SMALL | COMMON | {"head_dim": 8, "num_key_value_heads": 1}),
+        "gemma": ("Gemma", SMALL | COMMON | {"head_dim": 8, "num_key_value_heads": 1}),
+        "bloom": ("Bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 320, "initializer_range": 0.2}),
+        "mistral": ("Mistral", SMALL | COMMON | {"num_key_value_heads": 1}),
+        "mamba": ("Mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 320, "initializer_range": 0.2}),
+        "falcon": ("Falcon", SMALL | COMMON | {"alibi": True}),
+    }
+    if family not in others:
+        return tiny_model(family, vocabulary, **changes)
+    name, settings = others[family]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, name + "Config")(**(settings | changes))
+        return getattr(transformers, name + "ForCausalLM")(config).eval()
+
+
+def examples(options, count: int = 7) -> list[Example]:
+    rows = label_rows(count, seed=3)
+    return [
+        Example(f"{row['text']}\nLabel:", options[i % len(options)], options, i % len(options), f"line {i}")
+        for i, row in enumerate(rows)
+    ]
+
+
+def pair(family: str, options, **changes):
+    """(model, objective that packs if the model lets it, one that never does, encoded examples)."""
+    tokenizer = tokenizer_for(family)
+    model = build(family, len(tokenizer), **changes)
+    packing, plain = (CausalObjective(tokenizer, CPU, 150, options) for _ in range(2))
+    encoded = [packing.encode(example) for example in examples(options)]
+    packing.adapt(model, encoded)
+    return model, packing, plain, encoded
+
+
+def same(actual, expected) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+ATTENTIONS = [(f, a) for f in TREES for a in ("sdpa", "eager") if (f, a) != ("gemma2", "sdpa")]  # it has no sdpa
+
+
+@pytest.mark.parametrize("options", SETS.values(), ids=SETS)
+@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+@torch.no_grad()
+def test_packed_scores_and_losses_are_those_of_plain_rows(family, options, attention):
+    model, packing, plain, encoded = pair(family, options, attn_implementation=attention)
+    assert packing.packs
+    for some in (encoded, encoded[:1]):
+        batch = packing.collate(some)
+        assert len(batch.input_ids_RL) == len(some)
+        same(packing.scores(model, batch), plain.scores(model, plain.collate(some)))
+    assert len({len(packing.rows([one])[0][0].tokens) for one in encoded}) > 1, "no row is padded"
+    expected = plain.loss(model, plain.collate(encoded))
+    same(packing.loss(model, packing.collate(encoded)), expected)
+    same(packing.loss(model, *packing.batches(encoded)), expected)
+    same(packing.losses(model, packing.batches(encoded), 3), expected.expand(3))
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba", "falcon"])
+@torch.no_grad()
+def test_a_model_that_does_not_take_such_a_mask_keeps_plain_rows(family):
+    model, packing, plain, encoded = pair(family, SETS["unequal"])
+    assert packing.packs is False
+    batch, expected = packing.collate(encoded), plain.collate(encoded)
+    assert torch.equal(batch.input_ids_RL, expected.input_ids_RL)
+    assert torch.equal(packing.scores(model, batch), plain.scores(model, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fault", ["none", "positions", "mask", "both"])
+@pytest.mark.parametrize("family", TREES)
+def test_a_model_that_drops_the_mask_or_the_positions_is_found_out(family, fault, dtype):
+    model = build(family).to(dtype)
+
+    def drop(module, args, kwargs):
+        inputs = dict(kwargs)
+        if fault in ("mask", "both") and inputs["attention_mask"].ndim == 4:
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if fault in ("positions", "both"):
+            length = inputs["input_ids"].shape[1]
+            inputs["position_ids"] = torch.arange(length).expand(len(inputs["input_ids"]), -1)
+        return args, inputs
+
+    model.register_forward_pre_hook(drop, with_kwargs=True)
+    assert takes_packed(model, TOKENS) == (fault == "none")
+
+
+def test_a_small_difference_that_is_more_than_rounding_is_found_out():
+    model = build("llama")
+
+    def tilt(module, args, kwargs, output):
+        if kwargs["attention_mask"].ndim == 4:
+            output.logits = output.logits + torch.linspace(0, 0.1, output.logits.shape[-1])
+        return output
+
+    model.register_forward_hook(tilt, with_kwargs=True)
+    assert not takes_packed(model, TOKENS)
+
+
+def test_a_model_that_drops_tokens_at_random_is_not_trusted():
+    assert not takes_packed(build("opt").train(), TOKENS)
+
+
+@torch.no_grad()
+def test_rows_longer_than_a_sliding_window_stay_plain():
+    model, packing, plain, encoded = pair("mistral", SETS["unequal"], sliding_window=14)
+    assert packing.packs
+    assert {len(packing.rows([one])[0]) for one in encoded} == {1, 4}
+    assert max(one.length for one in encoded) > 14
+    same(packing.scores(model, packing.collate(encoded)), plain.scores(model, plain.collate(encoded)))
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@torch.no_grad()
+def test_company_does_not_change_packed_scores(family):
+    model, packing, _, encoded = pair(family, SETS["shared beginning"])
+    together = packing.scores(model, packing.collate(encoded))
+    alone = torch.cat([packing.scores(model, packing.collate([one])) for one in encoded])
+    same(together, alone)
+    same(packing.scores(model, packing.collate(encoded[::-1])).flip(0), together)
+
+
+@pytest.mark.parametrize("options", SETS.values(), ids=SETS)
+@torch.no_grad()
+def test_the_model_sees_the_prompt_once_and_no_last_token(options):
+    model, packing, plain, encoded = pair("opt", options)
+    seen = []
+    model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"].numel()), with_kwargs=True)
+    for one in encoded:
+        seen.clear()
+        packing.scores(model, packing.collate([one]))
+        shared = common_prefix(one.sequences)
+        if len(set(one.sequences)) == 1:
+            shared -= 1
+        assert seen == [shared + sum(max(0, len(s) - 1 - shared) for s in one.sequences)]
+        seen.clear()
+        plain.scores(model, plain.collate([one]))
+        assert seen == [len(one.sequences) * one.length]
+    assert packing.closure(model, packing.batches(encoded)).tokens < plain.closure(model, plain.batches(encoded)).tokens
+
+
+@torch.no_grad()
+def test_parts_of_like_length_are_cut_by_the_rows_that_are_run():
+    model, packing, _, encoded = pair("opt", SETS["unequal"])
+    del model
+    for batch in packing.batches(encoded * 4):
+        lengths = (batch.branches_RL >= 0).sum(1)
+        assert batch.input_ids_RL.shape == (batch.shape_BO[0], lengths.max())
+    costs = like_lengths([len(own[0].tokens) for own in packing.rows(encoded * 40)], [1] * (40 * len(encoded)), CPU)
+    assert [batch.shape_BO[0] for batch in packing.batches(encoded * 40)] == [len(part) for part in costs]
+
+
+def test_a_row_is_a_tree():
+    first, second, third = (1, 2, 3, 4, 5), (1, 2, 3, 6), (1, 2, 7, 8, 9)
+    row = packed_row([first, second, third], [[1, 2, 3], [1, 2], [1, 2, 3]])
+    assert list(row.tokens) == [1, 2, 3, 4, 3, 7, 8]
+    assert list(row.positions) == [0, 1, 2, 3, 2, 2, 3]
+    assert list(row.branches) == [0, 0, 1, 1, 2, 3, 3]
+    assert list(row.reads) == [1, 2, 3, 4, 5, 6]
+    assert [list(slots) for slots in row.slots] == [[0, 1, 2], [0, 3], [0, 4, 5]]
+    visible = tree_mask(torch.tensor([[*row.branches, -1, -1]]), torch.float32)[0, 0] == 0
+    for token in range(len(row.tokens)):
+        own = (0, row.branches[token])
+        assert visible[token].nonzero().flatten().tolist() == [k for k in range(token + 1) if row.branches[k] in own]
+    assert bool(visible.any(1).all()), "a row of the mask with nothing to see gives NaN"
+
+
+@torch.no_grad()
+def test_evaluation_and_prediction_pack_of_themselves():
+    model, _, plain, encoded = pair("llama", SETS["unequal"])
+    tokenizer = words_tokenizer()
+    objective = CausalObjective(tokenizer, CPU, 150, SETS["unequal"])
+    assert objective.packs is None
+    scores = plain.scores(model, plain.collate(encoded))
+    assert predict(model, objective, encoded, 3, 1) == scores.argmax(1).tolist()
+    assert objective.packs
+    labels = torch.tensor([e.example.label for e in encoded])
+    metrics = evaluate(model, objective, encoded, 3)
+    assert metrics["loss"] == pytest.approx(float(nn.functional.cross_entropy(scores, labels)), rel=1e-4)
+
+
+@torch.no_grad()
+def test_another_model_is_tried_anew():
+    _, packing, _, encoded = pair("opt", SETS["unequal"])
+    assert packing.packs
+    packing.adapt(build("bloom"), encoded)
+    assert packing.packs is False
