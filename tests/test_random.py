@@ -24,11 +24,6 @@ def dense(seed: int, step: int, name: str, role: str) -> Tensor:
     return random.dense_normal((50, 20), CPU, torch.float64, seed=seed, step=step, name=name, role=role)
 
 
-@pytest.fixture(autouse=True)
-def _several_blocks(monkeypatch):
-    monkeypatch.setattr(random, "BLOCK", 300)
-
-
 def factors(seed: int, step: int, name: str, role: str) -> Tensor:
     return random.normal((50, 20), seed=seed, step=step, name=name, role=role)
 

@@ -6,10 +6,8 @@ float64 on the CPU, then cast, so that a step log replays on any device and with
 Dense noise is too large for that: `dense_normal` draws it on the parameter's own device.
 """
 
-import functools
 import hashlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,9 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-
-BLOCK = 1 << 16
-"""Numbers of dense noise that one CPU thread draws from one generator."""
 
 Key = tuple[int, int, str, str]
 
@@ -86,29 +81,21 @@ def dense_normal(
 ) -> Tensor:
     """Standard normal numbers for dense noise, drawn on `device`; they depend on the device's type.
 
-    On a CPU every block of `BLOCK` numbers has a generator of its own, so that all threads draw at once and
-    their number does not matter.
+    On a CPU a number is one of the 2^16 equally likely quantiles
+
+        z_k = sqrt(2) erf^-1((2k + 1) / 2^16 - 1),   k = 0 ... 2^16 - 1,
+
+    of mean 0, variance 0.99998, fourth moment 2.9991 and size up to 4.3: a third of the time of torch's
+    generator, which would be the bottleneck of every dense method.
     """
-    _count((seed, step, name, role), int(np.prod(shape)))
+    size = int(np.prod(shape))
+    _count((seed, step, name, role), size)
     drawn = torch.empty(shape, device=device, dtype=dtype)
-    key = {"seed": seed, "step": step, "name": name}
     if device.type != "cpu":
-        return drawn.normal_(generator=generator(device, **key, role=role))  # type: ignore[arg-type]
-    blocks = torch.split(drawn.view(-1), BLOCK)
-    generators = [generator(device, **key, role=f"{role}.{i}") for i in range(len(blocks))]  # type: ignore[arg-type]
-    run = _threads(torch.get_num_threads()).map if len(blocks) > 1 and torch.get_num_threads() > 1 else map
-    for _ in run(_fill, blocks, generators):
-        pass
-    return drawn
-
-
-def _fill(block: Tensor, draw: torch.Generator) -> None:
-    block.normal_(generator=draw)
-
-
-@functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "tezo-noise")
+        return drawn.normal_(generator=generator(device, seed=seed, step=step, name=name, role=role))
+    bits = np.random.SFC64(_digest(seed, step, name, role, 16)).random_raw(-(-size // 4))
+    k = torch.from_numpy(bits.view(np.int16)[:size]).view(shape)
+    return drawn.copy_(k).add_(0.5).mul_(2.0**-15).erfinv_().mul_(2**0.5)
 
 
 def generator(device: torch.device, *, seed: int, step: int, name: str, role: str) -> torch.Generator:

@@ -44,7 +44,9 @@ class VectorInForward(MovingParameter):
         return site.module.register_forward_hook(move)
 
     def show(self, shifts: Sequence[Shift]) -> None:
-        moved = [torch.cat([z for _, z in shift.direction.tiles()]) * shift.scale for shift in shifts]
+        directions = {id(shift.direction): shift.direction for shift in shifts}
+        drawn = {key: torch.cat([z for _, z in direction.tiles()]) for key, direction in directions.items()}
+        moved = [drawn[id(shift.direction)] * shift.scale for shift in shifts]
         self._shift_GN = torch.stack(moved) if moved else None
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tezo.apply import MovingParameter
 from tezo.directions import CP, Core, Dense, Direction
+from tezo.kernels import AdamFactors, factored_adam_
 from tezo.spsa import Estimate
 from tezo.updates.base import State, Update, zeros_like_coefficient
 
@@ -46,15 +47,19 @@ class Adam(Update):
         exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
+    def corrected(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Both moments with the start at zero taken out of them, if so configured; new tensors, or the same."""
+        if not self.bias_correction:
+            return exp_avg, exp_avg_sq
+        beta1, beta2 = self.betas
+        return exp_avg / (1 - beta1 ** (step + 1)), exp_avg_sq / (1 - beta2 ** (step + 1))
+
     def ratio(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
-        """M / sqrt(v), smoothed and corrected as configured."""
-        if self.bias_correction:
-            beta1, beta2 = self.betas
-            exp_avg = exp_avg / (1 - beta1 ** (step + 1))
-            exp_avg_sq = exp_avg_sq / (1 - beta2 ** (step + 1))
+        """M / sqrt(v), smoothed and corrected as configured; a new tensor."""
+        exp_avg, exp_avg_sq = self.corrected(exp_avg, exp_avg_sq, step)
         if self.eps_in_sqrt:
-            return exp_avg / torch.sqrt(exp_avg_sq + self.eps)
-        return exp_avg / (torch.sqrt(exp_avg_sq) + self.eps)
+            return torch.add(exp_avg_sq, self.eps).rsqrt_().mul_(exp_avg)
+        return torch.sqrt(exp_avg_sq).add_(self.eps).reciprocal_().mul_(exp_avg)
 
 
 class FactoredAdam(Adam):
@@ -77,10 +82,6 @@ class FactoredAdam(Adam):
         tau_exp_avg, tau_exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         for _, grad in estimate.tiles():
             self.average_(tau_exp_avg, tau_exp_avg_sq, grad)
-        dtype = tau_exp_avg.dtype
-        u_MR, v_NR = point.u_MR.to(dtype), point.v_NR.to(dtype)
-        v_squared_NR = v_NR.square()
-        for rows in moving.row_tiles():
-            m = (u_MR[rows] * tau_exp_avg) @ v_NR.T
-            v = (u_MR[rows].square() * tau_exp_avg_sq) @ v_squared_NR.T
-            moving.write_(rows, self.ratio(m, v, estimate.step), -lr)
+        tau_m, tau_v = self.corrected(tau_exp_avg, tau_exp_avg_sq, estimate.step)
+        factors = AdamFactors(point.u_MR, point.v_NR, tau_m, tau_v, self.eps, self.eps_in_sqrt)
+        factored_adam_(moving.weight, factors, lr, moving.rounding)
