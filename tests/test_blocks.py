@@ -162,7 +162,7 @@ def test_each_model_of_a_pass_draws_dense_noise_once_for_both_signs():
     model = Regression()
     optimizer = CASES["mezo"].build(model)
     calls: list[str] = []
-    draw = random.dense_normal
+    draw = random.fill_normal_
 
     def counted(*args, role: str, **key) -> Tensor:
         calls.append(role)
@@ -179,6 +179,6 @@ def test_each_model_of_a_pass_draws_dense_noise_once_for_both_signs():
             return out.square().view(copies, -1).mean(1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tezo.directions.dense_normal", counted)
+        patch.setattr("tezo.directions.fill_normal_", counted)
         optimizer.step(Closure())
     assert len(calls) == 2, "once for the evaluations, once for the update"

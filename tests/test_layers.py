@@ -15,6 +15,7 @@ SOURCE = Path(tezo.__file__).parent
 ORDER = [
     "errors",
     "random",
+    "scratch",
     "params",
     "rank",
     "tasks",

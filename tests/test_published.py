@@ -45,7 +45,7 @@ class OurDraws:
             noise = torch.cat([point.parts(rows)[which] for rows in row_tiles(point.shape)])
             return noise.view(shape).to(like) / max(1e-300, variance) ** 0.5
         if role == "z":
-            return torch.cat([values for _, values in point.tiles()]).view(shape).to(like)
+            return torch.cat([values.clone() for _, values in point.tiles()]).view(shape).to(like)
         drawn = {"v": point.v_NR, "u": getattr(point, "u_MR", point.coefficient)} if role in "uv" else {}
         assert drawn.get(role, point.coefficient).shape == tuple(shape)
         return drawn.get(role, point.coefficient).to(like)

@@ -21,7 +21,8 @@ Key = tuple[int, int, str, str]
 
 
 def dense(seed: int, step: int, name: str, role: str) -> Tensor:
-    return random.dense_normal((50, 20), CPU, torch.float64, seed=seed, step=step, name=name, role=role)
+    out = torch.empty(50, 20, dtype=torch.float64)
+    return random.fill_normal_(out, seed=seed, step=step, name=name, role=role)
 
 
 def factors(seed: int, step: int, name: str, role: str) -> Tensor:
@@ -149,7 +150,7 @@ def test_dense_noise_is_the_same_at_every_call(rows, columns):
     noise = Dense(
         shape=torch.Size((rows, columns)), device=torch.device("cpu"), dtype=torch.float64, seed=0, step=1, name="w"
     )
-    z = torch.cat([values for _, values in noise.tiles()])
+    z = noise.whole()
     for alpha in (1.0, -2.0):
         weight = torch.ones(rows, columns, dtype=torch.float64)
         noise.add_to_(weight, alpha)
@@ -159,7 +160,7 @@ def test_dense_noise_is_the_same_at_every_call(rows, columns):
 def test_dense_noise_covers_a_parameter_of_several_tiles_once(monkeypatch):
     monkeypatch.setattr("tezo.directions.TILE", 8)
     noise = Dense(shape=torch.Size((7, 3)), device=torch.device("cpu"), dtype=torch.float64, seed=0, step=1, name="w")
-    tiles = list(noise.tiles())
+    tiles = [(rows, values.clone()) for rows, values in noise.tiles()]
     assert [row for rows, _ in tiles for row in range(7)[rows]] == list(range(7))
     assert len(tiles) == 4 and all(values.numel() <= 8 for _, values in tiles)
     z = torch.cat([values for _, values in tiles])

@@ -23,9 +23,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tezo.random import dense_normal
+from tezo.random import fill_normal_
+from tezo.scratch import scratch
 
-TILE = 1 << 19
+TILE = 1 << 18
 """Entries of a dense tile: the largest temporary that a dense draw or write makes."""
 
 Tile = tuple[slice, Tensor]
@@ -46,8 +47,8 @@ class Direction(ABC):
     """A direction Z for one parameter."""
 
     @abstractmethod
-    def tiles(self) -> Iterator[Tile]:
-        """The coefficient, in parts: (rows, values), float32 or wider."""
+    def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
+        """The coefficient times `factor`, in parts: (rows, values), float32 or wider; the next may overwrite a part."""
 
     @abstractmethod
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
@@ -66,29 +67,30 @@ class Dense(Direction):
     name: str
     role: str = "z"
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
         for rows in row_tiles(self.shape):
-            yield rows, self.tile(rows)
+            z = self.tile(rows)
+            yield rows, z if factor == 1.0 else z.mul_(factor)
 
     def tile(self, rows: slice) -> Tensor:
-        """Z[rows], for one of the slices of `row_tiles(shape)`; a new tensor, which the caller may overwrite."""
+        """Z[rows], for one of the slices of `row_tiles(shape)`, in scratch memory: the next tile overwrites it."""
         return self.noise(rows, self.role)
 
     def noise(self, rows: slice, role: str) -> Tensor:
-        """Standard normal numbers of the shape of Z[rows]."""
-        return dense_normal(
-            (rows.stop - rows.start, *self.shape[1:]),
-            self.device,
-            self.dtype,
-            seed=self.seed,
-            step=self.step,
-            name=self.name,
-            role=f"{role}.{rows.start}",
-        )
+        """Standard normal numbers of the shape of Z[rows], in the scratch memory of `role`."""
+        out = scratch(role, (rows.stop - rows.start, *self.shape[1:]), self.dtype, self.device)
+        return fill_normal_(out, seed=self.seed, step=self.step, name=self.name, role=f"{role}.{rows.start}")
+
+    def whole(self) -> Tensor:
+        """Z itself, in new memory: for parameters that are small."""
+        z = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for rows, values in self.tiles():
+            z[rows] = values
+        return z
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
-        for rows, z in self.tiles():
-            weight_MN[rows] += z.mul_(alpha).to(weight_MN.dtype)
+        for rows, z in self.tiles(alpha):
+            weight_MN[rows] += z.to(weight_MN.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +105,8 @@ class FixedFactors(Direction):
     v_NR: Tensor
     born: int
 
-    def tiles(self) -> Iterator[Tile]:
-        yield slice(None), self.coefficient
+    def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
+        yield slice(None), self.coefficient * factor
 
     def with_coefficient(self, coefficient: Tensor) -> Self:
         """The point with another coefficient and the same fixed factors."""

@@ -3,7 +3,7 @@
 Low-rank factors, temporal factors and cores come from `normal`: NumPy's Philox with a 128-bit key, in
 float64 on the CPU, then cast, so that a step log replays on any device and with any number of threads.
 (torch's CPU generator keeps 32 bits of its seed: over a long run of a large model some draws would repeat.)
-Dense noise is too large for that: `dense_normal` draws it on the parameter's own device.
+Dense noise is too large for that: `fill_normal_` draws it on the parameter's own device.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _counter: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
 
 @contextmanager
 def counting() -> Iterator[Drawn]:
-    """Counts what `normal` and `dense_normal` draw while it is open."""
+    """Counts what `normal` and `fill_normal_` draw while it is open."""
     token = _counter.set(Drawn())
     try:
         yield _counter.get()  # type: ignore[misc]
@@ -76,10 +76,8 @@ def permutation(length: int, *, seed: int, step: int, name: str) -> list[int]:
     return [int(i) for i in np.random.Generator(bits).permutation(length)]
 
 
-def dense_normal(
-    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *, seed: int, step: int, name: str, role: str
-) -> Tensor:
-    """Standard normal numbers for dense noise, drawn on `device`; they depend on the device's type.
+def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> Tensor:
+    """Fills `out` with standard normal numbers for dense noise, drawn on its device, on whose type they depend.
 
     On a CPU a number is one of the 2^16 equally likely quantiles
 
@@ -88,14 +86,12 @@ def dense_normal(
     of mean 0, variance 0.99998, fourth moment 2.9991 and size up to 4.3: a third of the time of torch's
     generator, which would be the bottleneck of every dense method.
     """
-    size = int(np.prod(shape))
-    _count((seed, step, name, role), size)
-    drawn = torch.empty(shape, device=device, dtype=dtype)
-    if device.type != "cpu":
-        return drawn.normal_(generator=generator(device, seed=seed, step=step, name=name, role=role))
-    bits = np.random.SFC64(_digest(seed, step, name, role, 16)).random_raw(-(-size // 4))
-    k = torch.from_numpy(bits.view(np.int16)[:size]).view(shape)
-    return drawn.copy_(k).add_(0.5).mul_(2.0**-15).erfinv_().mul_(2**0.5)
+    _count((seed, step, name, role), out.numel())
+    if out.device.type != "cpu":
+        return out.normal_(generator=generator(out.device, seed=seed, step=step, name=name, role=role))
+    bits = np.random.SFC64(_digest(seed, step, name, role, 16)).random_raw(-(-out.numel() // 4))
+    k = torch.from_numpy(bits.view(np.int16)[: out.numel()]).view(out.shape)
+    return out.copy_(k).add_(0.5).mul_(2.0**-15).erfinv_().mul_(2**0.5)
 
 
 def generator(device: torch.device, *, seed: int, step: int, name: str, role: str) -> torch.Generator:

@@ -10,6 +10,8 @@ no finite value up to the largest ever becomes infinite.
 import torch
 from torch import Tensor
 
+from tezo.scratch import scratch
+
 
 def add_(weight: Tensor, delta: Tensor, alpha: float, draw: torch.Generator) -> None:
     """Weight += alpha * delta, in place; without bias in bfloat16 and float16.
@@ -23,7 +25,8 @@ def add_(weight: Tensor, delta: Tensor, alpha: float, draw: torch.Generator) -> 
     if weight.dtype in (torch.float32, torch.float64):
         weight.add_(delta.to(weight.dtype), alpha=alpha)
     else:
-        store_(weight, weight.float().add_(delta, alpha=alpha), draw)
+        exact = scratch("exact", weight.shape, torch.float32, weight.device)
+        store_(weight, exact.copy_(weight).add_(delta, alpha=alpha), draw)
 
 
 def stochastic(exact: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
@@ -71,7 +74,7 @@ def _store_bfloat16_(weight: Tensor, exact: Tensor, draw: torch.Generator) -> No
 
 def _int16_noise(count: int, draw: torch.Generator) -> Tensor:
     """(count,): uniform over all of int16. Four to a draw of 64 bits: the draw is what takes the time."""
-    drawn = torch.empty(-(-count // 4), dtype=torch.int64, device=draw.device)
+    drawn = scratch("rounding", (-(-count // 4),), torch.int64, draw.device)
     return drawn.random_(-(2**63), None, generator=draw).view(torch.int16)[:count]
 
 

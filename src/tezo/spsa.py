@@ -123,7 +123,9 @@ class Estimate:
 
     def tiles(self) -> Iterator[Tile]:
         """The coefficient of the estimate, in parts: (rows, values)."""
-        count = len(self.directions)
-        for parts in zip(*(direction.tiles() for direction in self.directions), strict=True):
-            terms = [values * (kappa / count) for (_, values), kappa in zip(parts, self.projected_grads, strict=True)]
-            yield parts[0][0], sum(terms[1:], start=terms[0])
+        factors = [kappa / len(self.directions) for kappa in self.projected_grads]
+        tiles = [direction.tiles(factor) for direction, factor in zip(self.directions, factors, strict=True)]
+        for (rows, estimate), *others in zip(*tiles, strict=True):
+            for _, values in others:
+                estimate.add_(values)
+            yield rows, estimate

@@ -24,6 +24,10 @@ def keyed(shape: tuple[int, ...], seed: int, step: int, name: str, role: str) ->
 def dense(weight: Tensor, seed: int, step: int, name: str, role: str) -> Tensor:
     """Standard normal noise of the shape of a matrix or a vector."""
     # one tile, which starts at row 0: no weight of these tests is larger
-    cpu = torch.device("cpu")
-    shape = tuple(weight.shape)
-    return random.dense_normal(shape, cpu, torch.float64, seed=seed, step=step, name=name, role=f"{role}.0")
+    return fresh(tuple(weight.shape), seed, step, name, f"{role}.0")
+
+
+def fresh(shape: tuple[int, ...], seed: int, step: int, name: str, role: str) -> Tensor:
+    """Standard normal numbers for a factor that is drawn every step."""
+    out = torch.empty(shape, dtype=torch.float64)
+    return random.fill_normal_(out, seed=seed, step=step, name=name, role=role)

@@ -12,7 +12,7 @@ since V was drawn of the matrices in `beside`, which the library keeps beside th
 from collections.abc import Collection, Iterator
 
 import torch
-from reference.draws import Loss, Weights, dense, keyed
+from reference.draws import Loss, Weights, dense, fresh, keyed
 from torch import Tensor
 
 
@@ -43,7 +43,7 @@ def lozo(
     def sample(name: str, t: int, i: int) -> Tensor:
         if W[name].ndim == 1:
             return dense(W[name], seed, t, name, f"z.{i}")
-        return keyed((W[name].shape[0], rank), seed, t, name, f"u.{i}")  # U ~ N(0, I), m x r
+        return fresh((W[name].shape[0], rank), seed, t, name, f"u.{i}")  # U ~ N(0, I), m x r
 
     def point(name: str, left: Tensor) -> Tensor:
         return left if W[name].ndim == 1 else left @ V[name].T  # Z = U V^T

@@ -16,6 +16,7 @@ from tezo.apply.blocks import Blocks
 from tezo.apply.interception import ADDMM, EMBEDDING, LINEAR, Interception, Replacement
 from tezo.directions import Dense, Direction
 from tezo.params import Layout, Target
+from tezo.scratch import scratch
 
 
 class DenseInForward(MovingParameter):
@@ -92,8 +93,10 @@ class DenseInForward(MovingParameter):
     def _tiles(self) -> Iterator[tuple[slice, int, Tensor]]:
         """(rows, g, (W + scale_g Z_g)[rows]) for every tile and block; the tensor is overwritten by the next."""
         for rows in self.row_tiles():
-            base = self.weight[rows].to(self._dtype)
-            moved = torch.empty_like(base)
+            base = self.weight[rows]
+            moved = scratch("moved", tuple(base.shape), self._dtype, base.device)
+            if base.dtype != self._dtype:
+                base = scratch("base", tuple(base.shape), self._dtype, base.device).copy_(base)
             drawn = self._draw(rows)
             for g, shift in enumerate(self._shifts):
                 yield rows, g, torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=moved)

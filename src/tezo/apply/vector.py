@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.apply.blocks import Blocks
-from tezo.directions import Direction
+from tezo.directions import Dense, Direction
 from tezo.params import Layout, Site, Target
 
 
@@ -45,7 +45,7 @@ class VectorInForward(MovingParameter):
 
     def show(self, shifts: Sequence[Shift]) -> None:
         directions = {id(shift.direction): shift.direction for shift in shifts}
-        drawn = {key: torch.cat([z for _, z in direction.tiles()]) for key, direction in directions.items()}
+        drawn = {key: _whole(direction) for key, direction in directions.items()}
         moved = [drawn[id(shift.direction)] * shift.scale for shift in shifts]
         self._shift_GN = torch.stack(moved) if moved else None
 
@@ -56,6 +56,11 @@ class VectorInForward(MovingParameter):
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _whole(direction: Direction) -> Tensor:
+    assert isinstance(direction, Dense)
+    return direction.whole()
 
 
 def _bias(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tezo import rounding
+from tezo.scratch import scratch
 
 TILE = 1 << 18
 """Entries of a tile on a CPU: two of float32 and the rounding's noise, 2.5 MB, stay in a core's cache."""
@@ -88,7 +89,7 @@ def _tiles(weight_MN: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tenso
     """(rows, two buffers of their shape): the same memory for all tiles."""
     height, width = weight_MN.shape
     step = min(height, max(1, TILE // max(1, width)))
-    buffers = torch.empty(2, step, width, dtype=dtype, device=weight_MN.device)
+    buffers = scratch("factored-adam", (2, step, width), dtype, weight_MN.device)
     for start in range(0, height, step or 1):
         rows = slice(start, min(start + step, height))
         yield rows, buffers[0, : rows.stop - start], buffers[1, : rows.stop - start]

@@ -1,11 +1,12 @@
 """LOZO's perturbation: one factor fresh every step, the other kept over an interval."""
 
+import torch
 from torch import Tensor
 
 from tezo.directions import LowRank
 from tezo.params import Target
 from tezo.perturbations.base import LowRankPerturbation, Moment, Scale, check_interval
-from tezo.random import normal
+from tezo.random import fill_normal_, normal
 from tezo.rank import RankRule
 
 
@@ -28,8 +29,11 @@ class Lazy(LowRankPerturbation):
         previous_v_NR = self.factors(target, moment.seed, born - self.interval)["v"] if refreshed else None
         rows, columns = target.matrix_shape
         rank = self._ranks[target.name]
+        # M x r numbers every step are too many for the CPU: like dense noise they come from the weight's device
+        u_MR = torch.empty(rows, rank, dtype=target.state_dtype, device=target.parameter.device)
+        fill_normal_(u_MR, seed=moment.seed, step=moment.step, name=target.name, role=f"u.{moment.index}")
         return LowRank(
-            coefficient=self.coefficient((rows, rank), target, moment, "u"),
+            coefficient=u_MR,
             v_NR=self.factors(target, moment.seed, born)["v"],
             born=born,
             previous_v_NR=previous_v_NR,

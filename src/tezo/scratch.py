@@ -1,0 +1,35 @@
+"""Buffers that are used over and over, so that working on a large tensor tile by tile asks for no new memory.
+
+A new block of a megabyte comes from the system page by page, which can take longer than the arithmetic on it.
+"""
+
+import math
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_kept = threading.local()
+
+
+def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A contiguous tensor of any content; the thread's next call with this role overwrites it.
+
+    Args:
+        role: whose it is: those that are in use at the same time differ in it.
+        shape: at most a tile, or the memory is kept for nothing.
+        dtype: of the tensor.
+        device: where it lies.
+    """
+    size = math.prod(shape)
+    buffers: dict[Any, Tensor] = vars(_kept)
+    key = (role, dtype, device)
+    if key not in buffers or buffers[key].numel() < size:
+        buffers[key] = torch.empty(size, dtype=dtype, device=device)
+    return buffers[key][:size].view(shape)
+
+
+def release() -> None:
+    """Gives the memory of this thread's buffers back."""
+    vars(_kept).clear()
