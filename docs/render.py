@@ -19,6 +19,7 @@ from tezo.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "benchmarks/results/demo.json"
+STEP = ROOT / "benchmarks/results/step_cpu.json"
 
 
 def main() -> int:
@@ -78,7 +79,37 @@ def shown(value: object) -> str:
 def readme() -> str:
     """README.md with its table of the demo drawn anew."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"(<!-- table: demo -->\n).*?(<!-- end -->)", lambda m: m[1] + demo_table() + m[2], text, flags=re.S)
+    tables = {"demo": demo_table, "step": step_table}
+    pattern = r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda m: m[1] + tables[m[2]]() + m[3], text, flags=re.S)
+
+
+def step_table() -> str:
+    """Time of a step over two plain forward passes, setting by setting."""
+    measured = json.loads(STEP.read_text(encoding="utf-8"))
+    rows: dict[str, list[str]] = {}
+    for number, result in enumerate(measured):
+        for row in result["rows"]:
+            cells = rows.setdefault(row["label"], [""] * len(measured))
+            cells[number] = f"{row['to_F2']:.2f}"
+    heads = [step_head(result["settings"]) for result in measured]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    lines += [f"| {label} | " + " | ".join(cells) + " |" for label, cells in rows.items()]
+    first = measured[0]
+    rounds = sorted({result["rounds"] for result in measured})
+    lines += [
+        "",
+        f"Medians of {rounds[0]} to {rounds[-1]} interleaved rounds, random weights, rank {first['settings']['rank']}. "
+        f"`benchmarks/cpu.sh`; {first['hardware']}, torch {first['versions']['torch']}, "
+        f"transformers {first['versions']['transformers']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def step_head(settings: dict[str, object]) -> str:
+    """A setting, for the head of a column."""
+    dtype = {"bfloat16": "bf16", "float32": "fp32"}[str(settings["dtype"])]
+    return f"{settings['model']} {dtype} {settings['batch']}x{settings['length']} {settings['targets']}"
 
 
 def demo_table() -> str:

@@ -211,7 +211,7 @@ def test_what_is_measured_is_what_was_asked_for():
 def test_a_measured_step_has_all_its_figures():
     told = []
     result = measure_step(TINY, ["tezo", "published:tezo", "lozo"], told.append)
-    assert [row["label"] for row in result["rows"]] == ["F2", "N2", "tezo", "published:tezo", "lozo"]
+    assert [row["label"] for row in result["rows"]] == ["F2", "N2", "J2", "tezo", "published:tezo", "lozo"]
     assert result["rounds"] == 2 and result["settings"]["lengths"] == TINY.lengths()
     assert result["versions"]["torch"] and result["hardware"] and result["threads"] == torch.get_num_threads()
     for row in result["rows"]:

@@ -48,7 +48,7 @@ def test_step_prints_a_table_and_writes_json(tmp_path):
     done = tezo("bench", "step", *QUICK, "--methods", "tezo,mezo", "--json", path)
     assert done.code == 0, done.err
     head, *lines = [line.split() for line in done.out.splitlines()[1:]]
-    labels = ["F2", "N2", "tezo", "published:tezo", "mezo", "published:mezo"]
+    labels = ["F2", "N2", "J2", "tezo", "published:tezo", "mezo", "published:mezo"]
     assert [line[0] for line in lines[:6]] == labels
     assert head == ["seconds", "min", "quartiles", "/F2", "/N2", "published/ours"]
     written = json.loads(path.read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def test_step_prints_a_table_and_writes_json(tmp_path):
 
 def test_a_dash_prints_json_and_nothing_else():
     done = tezo("bench", "step", *QUICK, "--methods", "tezo", "--no-published", "--json", "-")
-    assert [row["label"] for row in json.loads(done.out)["rows"]] == ["F2", "N2", "tezo"]
+    assert [row["label"] for row in json.loads(done.out)["rows"]] == ["F2", "N2", "J2", "tezo"]
 
 
 def test_a_folder_is_measured_as_a_shape_is(tmp_path):
@@ -106,7 +106,7 @@ def test_the_gpu_script_runs_where_there_is_none(tmp_path):
     options = ("--device", "cpu", "--seconds", 20, "--rank", 4, "--methods", "tezo")
     script("gpu.py", "--shapes", "tiny", *options, "--json", path)
     step, memory = json.loads(path.read_text(encoding="utf-8"))
-    assert [row["label"] for row in step["rows"]] == ["F2", "N2", "tezo"]
+    assert [row["label"] for row in step["rows"]] == ["F2", "N2", "J2", "tezo"]
     assert memory["kind"] == "memory" and step["settings"]["batch"] == 16 and step["settings"]["length"] == "rte"
 
 

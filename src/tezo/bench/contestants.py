@@ -18,7 +18,7 @@ class Contestant(ABC):
     """One row of the table.
 
     Attributes:
-        label: F2, N2, a method's name, or "published:" and a method's name.
+        label: F2, N2, J2, a method's name, or "published:" and a method's name.
         interval: steps from one refresh of lazy factors to the next; None where there are none.
         trained: how many numbers of the model it trains.
     """
@@ -115,7 +115,7 @@ class AsPublished(Contestant):
 def contestant(label: str, work: Work) -> Contestant:
     """The contestant of that label, made for `work`."""
     plain = {"F": (work.stock_loss, 1), "N": (work.needed_loss, 1)}
-    plain |= {"F2": (work.stock_loss, 2), "N2": (work.needed_loss, 2)}
+    plain |= {"F2": (work.stock_loss, 2), "N2": (work.needed_loss, 2), "J2": (work.joint_loss, 1)}
     if label in plain:
         make, count = plain[label]
         return Passes(label, make(work.twin()), count)

@@ -13,7 +13,7 @@ from tezo.methods import method
 from tezo.models import DTYPES
 
 PREFIX = "published:"
-PLAIN = ("F2", "N2")
+PLAIN = ("F2", "N2", "J2")
 TARGETS = ("all-linear", "all")
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}

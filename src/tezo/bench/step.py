@@ -37,7 +37,7 @@ class Timed:
 
 
 def measure_step(settings: Settings, labels: Sequence[str], tell: Callable[[str], None] = silent) -> Any:
-    """Measures F2, N2 and the contestants of `labels`; returns what the JSON file has.
+    """Measures F2, N2, J2 and the contestants of `labels`; returns what the JSON file has.
 
     Args:
         settings: of the run.

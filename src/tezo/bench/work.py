@@ -66,6 +66,11 @@ class Work:
         """The loss by a plain forward pass whose head is applied at the last positions alone."""
         return lambda: self._cross_entropy(logits_at(model, self.inputs, self._last_S1))
 
+    def joint_loss(self, model: Any) -> Callable[[], Tensor]:
+        """The sum of two losses by one pass over the batch twice, as both signs of a step share a pass."""
+        closure = self._objective.closure(model, self._objective.batches(self._encoded))
+        return lambda: closure.losses(2).sum()
+
     def _cross_entropy(self, logits_SKV: Tensor) -> Tensor:
         wide = logits_SKV.to(torch.promote_types(logits_SKV.dtype, torch.float32))
         return functional.cross_entropy(wide.flatten(0, 1), self.inputs["input_ids"][:, 0])

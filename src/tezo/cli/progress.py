@@ -54,7 +54,8 @@ def _opening(job: Job) -> list[str]:
     model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
     lines = [
         f"{job.config.method.name} on {model}",
-        f"{len(trained)} of {len(rows)} parameters are trained{span}, moved {' and '.join(moved)}",
+        f"{len(trained)} of {len(rows)} parameters are trained{span}, moved {' and '.join(moved)}; "
+        f"fixed factors take {job.optimizer.perturbation.factor_bytes / 2**20:.1f} MiB",
         f"{len(job.train)} training rows, {len(job.dev)} dev, {len(job.test)} test",
     ]
     return lines + [f"note: {notice}" for notice in job.notices]

@@ -17,7 +17,8 @@ def mezo(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> Zer
 
     The baseline of the paper (Sec. 3, Eq. 2; Malladi et al. 2023). State: none.
 
-    Deviations: 1-D parameters are restored from a copy; weight decay, when set, applies to matrices only.
+    Deviations: W + rho z is made a tile at a time where it is used, and W is written once a step, so that it does
+    not drift; weight decay, when set, applies to matrices only.
     """
     return ZerothOrderOptimizer(model, Gaussian(), SGD(), lr=lr, **common)
 

@@ -19,6 +19,7 @@ def tezo(
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
+    share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
     """TeZO: directions that are low-rank over the model and over time.
@@ -28,7 +29,8 @@ def tezo(
 
     Algorithm 1 of the paper. W_t = W_0 + U diag(c_t) V^T throughout, so the base is only read and c (r
     numbers) is all that changes. `rank=None` chooses ranks by Eq. 6 and 7 (`rank_threshold`, `max_rank`:
-    the paper's table); a number fixes them.
+    the paper's table); a number fixes them. `share_factors` keeps one u and v for all matrices of one shape and
+    rank, which saves their memory; tau stays each matrix's own.
 
     Unbiasedness (Theorem 1) is over the draw of u and v, once a run: given them, the mean of the estimate
     is the projection of the gradient on the span of the u_s v_s^T.
@@ -36,7 +38,7 @@ def tezo(
     Deviations: unit scale divides Z by sqrt(r), which makes the estimate Theorem 1's unbiased one; the
     algorithm as printed has no such factor.
     """
-    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale)
+    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale, share_factors=share_factors)
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
 
 
@@ -49,6 +51,7 @@ def tezo_m(
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
+    share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
     """TeZO-m: TeZO with momentum on the temporal factor.
@@ -58,7 +61,7 @@ def tezo_m(
     Algorithm 1 of the paper; exactly momentum on W, since u and v do not change. State: tau_M (r numbers).
     Ranks and deviations: as `tezo`.
     """
-    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale)
+    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale, share_factors=share_factors)
     return ZerothOrderOptimizer(model, perturbation, Momentum(beta), lr=lr, **common)
 
 
@@ -72,6 +75,7 @@ def tezo_adam(
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
+    share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
     """TeZO-Adam: Adam with both moments kept as temporal factors.
@@ -85,7 +89,7 @@ def tezo_adam(
     Deviations: ranks and scale as `tezo`; weights below float32 are rounded stochastically.
     """
     update = FactoredAdam(betas, eps, eps_in_sqrt=True, bias_correction=False)
-    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale)
+    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale, share_factors=share_factors)
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)
 
 
@@ -99,6 +103,7 @@ def tezo_cadam(
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
+    share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
     """TeZO-cAdam: Adam on the temporal coefficients themselves. Ours, not the paper's.
@@ -113,5 +118,5 @@ def tezo_cadam(
     models of billions of parameters start from the paper's Adam rates, 1e-5 to 1e-4: not measured there.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
-    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale)
+    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale, share_factors=share_factors)
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)

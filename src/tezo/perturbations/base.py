@@ -48,6 +48,11 @@ class Perturbation(ABC):
         del name
         return None
 
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of what is kept for drawing directions."""
+        return 0
+
     @abstractmethod
     def direction(self, target: Target, moment: Moment, state: Mapping[str, Tensor]) -> Direction:
         """The direction for `target` at `moment`; `state` is what the update rule keeps for it."""
@@ -72,13 +77,15 @@ class LowRankPerturbation(Perturbation):
     Args:
         rank: rule that gives each matrix its rank.
         scale: see `Scale`.
+        share_factors: one set of fixed factors for all matrices of the same shape and rank, dtype and device.
     """
 
-    def __init__(self, rank: RankRule, scale: Scale) -> None:
+    def __init__(self, rank: RankRule, scale: Scale, *, share_factors: bool = False) -> None:
         if scale not in get_args(Scale):
             raise RequestError(f"method.scale is {scale!r}; it must be one of {', '.join(get_args(Scale))}.")
         self.rank = rank
         self.scale: Scale = scale
+        self.share_factors = share_factors
         self._ranks: dict[str, int] = {}
         self._factors: dict[str, tuple[tuple[int, int], dict[str, Tensor]]] = {}
 
@@ -98,17 +105,34 @@ class LowRankPerturbation(Perturbation):
         """The low-rank direction for a matrix."""
 
     @abstractmethod
-    def draw_factors(self, target: Target, seed: int, born: int) -> dict[str, Tensor]:
-        """The factors that stay fixed from step `born` on, in float64 on the CPU, scale included."""
+    def draw_factors(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
+        """The factors that stay fixed from step `born` on, in float64 on the CPU, scale included.
+
+        Args:
+            target: whose shape and rank they have.
+            owner: name that they are drawn by.
+            seed: of the run.
+            born: the first step of theirs.
+        """
 
     def factors(self, target: Target, seed: int, born: int) -> dict[str, Tensor]:
         """`draw_factors`, cast to the parameter's dtype and device; the newest set is kept for the next call."""
-        kept = self._factors.get(target.name)
+        owner, place = target.name, ""
+        if self.share_factors:
+            rows, columns = target.matrix_shape
+            owner = f"{rows} x {columns}, rank {self._ranks[target.name]}"
+            place = f" {target.parameter.dtype} {target.parameter.device}"
+        kept = self._factors.get(owner + place)
         if kept is None or kept[0] != (seed, born):
-            drawn = self.draw_factors(target, seed, born)
+            drawn = self.draw_factors(target, owner, seed, born)
             kept = ((seed, born), {role: self._place(factor, target) for role, factor in drawn.items()})
-            self._factors[target.name] = kept
+            self._factors[owner + place] = kept
         return kept[1]
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the fixed factors."""
+        return sum(factor.nbytes for _, factors in self._factors.values() for factor in factors.values())
 
     def coefficient(self, shape: tuple[int, ...], target: Target, moment: Moment, role: str) -> Tensor:
         """A fresh standard normal coefficient in the target's state dtype, on its device."""

@@ -40,9 +40,9 @@ class Lazy(LowRankPerturbation):
             gram=columns * self._factor(rank) ** 2,
         )
 
-    def draw_factors(self, target: Target, seed: int, born: int) -> dict[str, Tensor]:
+    def draw_factors(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
         columns, rank = target.matrix_shape[1], self._ranks[target.name]
-        v_NR = normal((columns, rank), seed=seed, step=born, name=target.name, role="v")
+        v_NR = normal((columns, rank), seed=seed, step=born, name=owner, role="v")
         return {"v": v_NR * self._factor(rank)}
 
     def _factor(self, rank: int) -> float:

@@ -30,11 +30,11 @@ class Subspace(LowRankPerturbation):
         core_RR = self.coefficient((rank, rank), target, moment, "core")
         return Core(coefficient=core_RR, u_MR=factors["u"], v_NR=factors["v"], born=born)
 
-    def draw_factors(self, target: Target, seed: int, born: int) -> dict[str, Tensor]:
+    def draw_factors(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]
         drawn = {}
         for role, size in zip("uv", target.matrix_shape, strict=True):
-            q = orthonormal(normal((size, rank), seed=seed, step=born, name=target.name, role=role))
+            q = orthonormal(normal((size, rank), seed=seed, step=born, name=owner, role=role))
             drawn[role] = q if self.scale == "raw" else q * (size / rank) ** 0.5
         return drawn
 

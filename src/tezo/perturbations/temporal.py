@@ -19,9 +19,9 @@ class Temporal(LowRankPerturbation):
         tau_R = self.coefficient((self._ranks[target.name],), target, moment, "tau")
         return CP(coefficient=tau_R, u_MR=factors["u"], v_NR=factors["v"], born=0)
 
-    def draw_factors(self, target: Target, seed: int, born: int) -> dict[str, Tensor]:
+    def draw_factors(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
         rows, columns = target.matrix_shape
         rank = self._ranks[target.name]
-        u_MR = normal((rows, rank), seed=seed, step=born, name=target.name, role="u")
-        v_NR = normal((columns, rank), seed=seed, step=born, name=target.name, role="v")
+        u_MR = normal((rows, rank), seed=seed, step=born, name=owner, role="u")
+        v_NR = normal((columns, rank), seed=seed, step=born, name=owner, role="v")
         return {"u": u_MR, "v": v_NR if self.scale == "raw" else v_NR * rank**-0.5}
