@@ -98,7 +98,8 @@ class FixedFactors(Direction):
     """A low-rank direction: at least one factor stays fixed from step `born` on.
 
     A coefficient with a leading dimension G stands for G points of one space. `linear`, `linear_transposed` and
-    `lookup` then take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike.
+    `lookup` then take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike. They
+    compute in the dtype of the inputs, `lookup` in that of the coefficient, whatever the factors are stored in.
     """
 
     coefficient: Tensor
@@ -160,13 +161,14 @@ class CP(FixedFactors):
         return self.u_MR * (root * self.coefficient.sign()), self.v_NR * root
 
     def linear(self, x_GTN: Tensor) -> Tensor:
-        return self._scaled(x_GTN @ self.v_NR) @ self.u_MR.T
+        return self._scaled(x_GTN @ self.v_NR.to(x_GTN.dtype)) @ self.u_MR.T.to(x_GTN.dtype)
 
     def linear_transposed(self, x_GTM: Tensor) -> Tensor:
-        return self._scaled(x_GTM @ self.u_MR) @ self.v_NR.T
+        return self._scaled(x_GTM @ self.u_MR.to(x_GTM.dtype)) @ self.v_NR.T.to(x_GTM.dtype)
 
     def lookup(self, ids_GT: Tensor) -> Tensor:
-        return self._scaled(self.u_MR[ids_GT]) @ self.v_NR.T
+        u_GTR = self.u_MR[ids_GT].to(self.coefficient.dtype)
+        return self._scaled(u_GTR) @ self.v_NR.T.to(u_GTR.dtype)
 
     def _scaled(self, h_GTR: Tensor) -> Tensor:
         return (h_GTR * self.coefficient.unsqueeze(-2)).to(h_GTR.dtype)
@@ -187,15 +189,15 @@ class LowRank(FixedFactors):
         return self.coefficient, self.v_NR
 
     def linear(self, x_GTN: Tensor) -> Tensor:
-        return (x_GTN @ self.v_NR) @ self.coefficient.to(self.v_NR.dtype).mT
+        return (x_GTN @ self.v_NR.to(x_GTN.dtype)) @ self.coefficient.to(x_GTN.dtype).mT
 
     def linear_transposed(self, x_GTM: Tensor) -> Tensor:
-        return (x_GTM @ self.coefficient.to(self.v_NR.dtype)) @ self.v_NR.T
+        return (x_GTM @ self.coefficient.to(x_GTM.dtype)) @ self.v_NR.T.to(x_GTM.dtype)
 
     def lookup(self, ids_GT: Tensor) -> Tensor:
         u_GMR = self.coefficient if self.coefficient.ndim == 3 else self.coefficient.unsqueeze(0)
         rows_GTR = torch.take_along_dim(u_GMR, ids_GT.unsqueeze(-1), dim=1)
-        return rows_GTR.to(self.v_NR.dtype) @ self.v_NR.T
+        return rows_GTR @ self.v_NR.T.to(rows_GTR.dtype)
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         if self.previous_v_NR is None:
@@ -215,13 +217,16 @@ class Core(FixedFactors):
         return self.u_MR @ self._core(), self.v_NR
 
     def linear(self, x_GTN: Tensor) -> Tensor:
-        return (x_GTN @ self.v_NR) @ self._core().mT @ self.u_MR.T
+        dtype = x_GTN.dtype
+        return (x_GTN @ self.v_NR.to(dtype)) @ self.coefficient.to(dtype).mT @ self.u_MR.T.to(dtype)
 
     def linear_transposed(self, x_GTM: Tensor) -> Tensor:
-        return (x_GTM @ self.u_MR) @ self._core() @ self.v_NR.T
+        dtype = x_GTM.dtype
+        return (x_GTM @ self.u_MR.to(dtype)) @ self.coefficient.to(dtype) @ self.v_NR.T.to(dtype)
 
     def lookup(self, ids_GT: Tensor) -> Tensor:
-        return self.u_MR[ids_GT] @ self._core() @ self.v_NR.T
+        core_RR = self.coefficient
+        return self.u_MR[ids_GT].to(core_RR.dtype) @ core_RR @ self.v_NR.T.to(core_RR.dtype)
 
     def _core(self) -> Tensor:
         return self.coefficient.to(self.u_MR.dtype)

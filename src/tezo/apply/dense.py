@@ -62,7 +62,7 @@ class DenseInForward(MovingParameter):
         x_GTN = self._split(x)
         out_GTM = x_GTN.new_empty(*x_GTN.shape[:2], weight.shape[0])
         for rows, g, moved in self._tiles():
-            out_GTM[g, :, rows] = x_GTN[g] @ moved.T
+            torch.mm(x_GTN[g], moved.T, out=out_GTM[g, :, rows])
         out = out_GTM.view(*x.shape[:-1], -1)
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 

@@ -36,6 +36,8 @@ class InForward(MovingParameter):
         self._blocks = blocks
         self._shown: FixedFactors | None = None
         self._changed = False
+        # most CPUs multiply float32 faster than half precision, by much where the matrices are thin
+        self._dtype = target.state_dtype if target.parameter.device.type == "cpu" else None
         self._handles = [self._hook(site) for site in target.sites]
 
     def _hook(self, site: Site) -> RemovableHandle | Interception:
@@ -49,9 +51,9 @@ class InForward(MovingParameter):
             del module
             if self._shown is None:
                 return output
-            x_GTN = self._blocks.split(args[0].to(self._shown.v_NR.dtype), self._count, 1)
+            x_GTN = self._blocks.split(args[0].to(self._dtype or self._shown.v_NR.dtype), self._count, 1)
             # a new tensor: a weight of a tensor subclass may give outputs that ignore an add in place
-            return output + term(self._shown, x_GTN).view(output.shape)
+            return output + term(self._shown, x_GTN).view(output.shape).to(output.dtype)
 
         return site.module.register_forward_hook(add_term)
 
@@ -59,7 +61,7 @@ class InForward(MovingParameter):
         output: Tensor = EMBEDDING(ids, *others, **options)
         assert self._shown is not None
         ids_GT = self._blocks.split(ids, self._count, 0)
-        return output + self._shown.lookup(ids_GT).view(output.shape)
+        return output + self._shown.lookup(ids_GT).view(output.shape).to(output.dtype)
 
     @property
     def _count(self) -> int:
