@@ -49,7 +49,7 @@ def test_step_prints_a_table_and_writes_json(tmp_path):
     assert done.code == 0, done.err
     head, *lines = [line.split() for line in done.out.splitlines()[1:]]
     labels = ["F2", "N2", "J2", "tezo", "published:tezo", "mezo", "published:mezo"]
-    assert [line[0] for line in lines[:6]] == labels
+    assert [line[0] for line in lines[: len(labels)]] == labels
     assert head == ["seconds", "min", "quartiles", "/F2", "/N2", "published/ours"]
     written = json.loads(path.read_text(encoding="utf-8"))
     assert [row["label"] for row in written["rows"]] == labels
