@@ -84,8 +84,8 @@ def two_point(
 
 
 TOKENS_OF_A_PASS = 1024
-"""Up to so many tokens, one pass of several models is faster than a pass for each (benchmarks/results/step_cpu.json):
-below it a pass is bound by reading the weights, above it by arithmetic."""
+"""Up to so many tokens, several models share a pass: below it a pass is bound by reading the weights, above it by
+arithmetic. `tezo bench step` measures both ways, as J2 and N2; the number is provisional until results are committed."""
 
 TOKENS_OF_A_DENSE_PASS = 8192
 """The same where dense noise is drawn once for all the models of a pass; the bound is for the activations' sake."""

@@ -22,8 +22,8 @@ from tezo.scratch import scratch
 class DenseInForward(MovingParameter):
     """A matrix along dense directions, perturbed as its modules use it.
 
-    On a CPU the products are taken in float32 at least: W + rho Z is not rounded to half precision, and most
-    CPUs multiply float32 faster. Elsewhere they are taken in the weight's dtype.
+    On a CPU the products are taken in float32 at least: W + rho Z is not rounded to half precision, and CPUs
+    without half-precision instructions multiply float32 faster. Elsewhere they are taken in the weight's dtype.
     """
 
     in_blocks = True

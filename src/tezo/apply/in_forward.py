@@ -36,7 +36,7 @@ class InForward(MovingParameter):
         self._blocks = blocks
         self._shown: FixedFactors | None = None
         self._changed = False
-        # most CPUs multiply float32 faster than half precision, by much where the matrices are thin
+        # CPUs without half-precision instructions multiply float32 faster, by much where the matrices are thin
         self._dtype = target.state_dtype if target.parameter.device.type == "cpu" else None
         self._handles = [self._hook(site) for site in target.sites]
 
