@@ -28,8 +28,3 @@ def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
     if key not in buffers or buffers[key].numel() < size:
         buffers[key] = torch.empty(size, dtype=dtype, device=device)
     return buffers[key][:size].view(shape)
-
-
-def release() -> None:
-    """Gives the memory of this thread's buffers back."""
-    vars(_kept).clear()

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from tezo import rounding
+from tezo.apply.interception import Interception
 from tezo.directions import Direction, row_tiles
 from tezo.errors import RequestError
 from tezo.params import Target
@@ -41,6 +43,7 @@ class MovingParameter(ABC):
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self._handles: list[RemovableHandle | Interception] = []
         self._moment = Moment(0, 0)
         self._rounding: torch.Generator | None = None
 
@@ -54,9 +57,10 @@ class MovingParameter(ABC):
     def show(self, shifts: Sequence[Shift]) -> None:
         """Lets block g of the rows meet the parameter at `shifts[g]`; with no shifts, all rows meet W_t itself."""
 
-    @abstractmethod
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
-        """W += alpha * (the point of `direction`'s space with coefficient `delta` at `rows`)."""
+        """W += alpha * (the point of `direction`'s space with coefficient `delta` at `rows`); here a dense one."""
+        del direction
+        self.write_(rows, delta, alpha)
 
     def decay_(self, factor: float) -> None:
         """Multiplies what is trained by `factor`: here the stored tensor."""
@@ -70,8 +74,10 @@ class MovingParameter(ABC):
         """Puts `state` back; `direction` has the fixed factors it belongs to."""
         del direction, state
 
-    def close(self) -> None:  # noqa: B027 - nothing to undo, unless a subclass does something
+    def close(self) -> None:
         """Leaves the module as it was found, but for the trained values in stored tensors."""
+        for handle in self._handles:
+            handle.remove()
 
     @property
     def weight(self) -> Tensor:

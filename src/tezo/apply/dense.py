@@ -41,21 +41,13 @@ class DenseInForward(MovingParameter):
             "transposed": {ADDMM: self._transposed},
             "embedding": {EMBEDDING: self._lookup},
         }
-        self._handles = [
+        self._handles += [
             Interception(site.module, target.parameter, replacements[site.layout], lambda: bool(self._shifts))
             for site in target.sites
         ]
 
     def show(self, shifts: Sequence[Shift]) -> None:
         self._shifts = tuple(shifts)
-
-    def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
-        del direction
-        self.write_(rows, delta, alpha)
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # out[:, rows] = x (W + scale Z)[rows]^T

@@ -38,7 +38,7 @@ class InForward(MovingParameter):
         self._changed = False
         # CPUs without half-precision instructions multiply float32 faster, by much where the matrices are thin
         self._dtype = target.state_dtype if target.parameter.device.type == "cpu" else None
-        self._handles = [self._hook(site) for site in target.sites]
+        self._handles += [self._hook(site) for site in target.sites]
 
     def _hook(self, site: Site) -> RemovableHandle | Interception:
         if site.layout == "embedding":
@@ -121,10 +121,6 @@ class InForward(MovingParameter):
             self.change = direction.with_coefficient(state["coefficient"].to(direction.coefficient).clone())
             self._changed = True
             self._show_change()
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def _coefficient(direction: Direction) -> Tensor:

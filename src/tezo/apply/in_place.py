@@ -38,7 +38,7 @@ class InPlace(MovingParameter):
             for tile in self.row_tiles():
                 self.write_(tile, (left_MR[tile] @ right_NR.T).to(self.target.state_dtype), alpha)
         else:
-            self.write_(rows, delta, alpha)
+            super().add_(direction, rows, delta, alpha)
 
 
 class FromCopy(MovingParameter):
@@ -57,7 +57,3 @@ class FromCopy(MovingParameter):
         self.weight.copy_(self._copy)
         for shift in shifts:
             shift.direction.add_to_(self.weight, shift.scale)
-
-    def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
-        del direction
-        self.write_(rows, delta, alpha)

@@ -27,7 +27,7 @@ class VectorInForward(MovingParameter):
         require_writable(target, "training 1-D parameters")
         self._blocks = blocks
         self._shift_GN: Tensor | None = None
-        self._handles = [self._hook(site) for site in target.sites]
+        self._handles += [self._hook(site) for site in target.sites]
 
     def _hook(self, site: Site) -> RemovableHandle:
         assert site.layout is not None
@@ -48,14 +48,6 @@ class VectorInForward(MovingParameter):
         drawn = {key: _whole(direction) for key, direction in directions.items()}
         moved = [drawn[id(shift.direction)] * shift.scale for shift in shifts]
         self._shift_GN = torch.stack(moved) if moved else None
-
-    def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
-        del direction
-        self.write_(rows, delta, alpha)
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def _whole(direction: Direction) -> Tensor:
