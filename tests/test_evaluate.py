@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_objectives import case
 
-from tezo.evaluate import evaluate, predict
+from tezo.evaluate import evaluate, macro_f1, predict
 from tezo.objectives import EncoderObjective
 
 
@@ -33,3 +33,9 @@ def test_predictions_are_in_order_and_have_the_accuracy_that_is_measured(family,
     assert metrics["accuracy"] == pytest.approx(right / len(encoded))
     with torch.no_grad():
         assert metrics["loss"] == pytest.approx(float(objective.loss(model, *objective.batches(encoded))), rel=1e-5)
+
+
+def test_macro_f1_is_the_mean_of_the_labels_f1():
+    assert macro_f1([0, 0, 1, 1], [0, 0, 1, 1]) == 1.0
+    assert macro_f1([0, 0, 0, 0], [0, 0, 1, 1]) == pytest.approx((2 * 2 / (4 + 2) + 0) / 2)
+    assert macro_f1([0, 1, 2, 2], [0, 2, 2, 1]) == pytest.approx((1 + 0 + 2 / 4) / 3)

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ from safetensors.torch import load_file
 from tezo.cli.runs import open_model, run_config
 from tezo.config import Config, TrainConfig, parse_config
 from tezo.errors import NonFiniteLossError, RunError
-from tezo.evaluate import evaluate, macro_f1
+from tezo.evaluate import evaluate
 from tezo.job import make_format, options_of, prepare
 from tezo.objectives import objective_for
 from tezo.runs import Listener, RunFolder, memory_for
 from tezo.tasks import read_rows
-from tezo.train import Loop, batch_indices, evaluation_interval, lr_factor, train
+from tezo.train import Loop, evaluation_interval, train
 
 DENSE = ("mezo", "mezo-adam", "lozo", "subzo", "zo-adamu", "tezo-adam")
 FACTORED = ("tezo", "tezo-m", "tezo-cadam")
@@ -92,31 +91,6 @@ def test_the_random_state_of_the_user_is_neither_read_nor_set(home, tmp_path, me
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == np.random.get_state()[1].tolist()
     assert before[2] == random.getstate()
-
-
-@pytest.mark.parametrize(("rows", "batch"), [(14, 4), (5, 16), (16, 16), (1, 3), (7, 7)])
-def test_batches_have_every_row_once_an_epoch(rows, batch):
-    flat = [i for step in range(60) for i in batch_indices(rows, batch, step, seed=3)]
-    assert all(len(batch_indices(rows, batch, step, seed=3)) == batch for step in range(9))
-    epochs = [flat[start : start + rows] for start in range(0, len(flat) - rows, rows)]
-    assert all(Counter(epoch) == Counter(range(rows)) for epoch in epochs)
-    if rows > 4:
-        assert len({tuple(epoch) for epoch in epochs}) > 1
-        assert batch_indices(rows, batch, 0, seed=3) != batch_indices(rows, batch, 0, seed=4)
-
-
-def test_the_schedules_are_what_they_are_called():
-    def factors(**settings: Any) -> list[float]:
-        made = TrainConfig(**({"steps": 10} | settings))
-        return [lr_factor(made)(step) for step in range(10)]
-
-    assert factors() == [1.0] * 10
-    assert factors(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert factors(schedule="linear") == pytest.approx([1 - step / 10 for step in range(10)])
-    cosine = [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
-    assert factors(schedule="cosine") == pytest.approx(cosine)
-    assert factors(schedule="linear", warmup_steps=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2])
-    assert [lr_factor(TrainConfig(steps=3, warmup_steps=9))(step) for step in (0, 8)] == pytest.approx([1 / 9, 1])
 
 
 def test_the_schedule_reaches_the_steps(home, tmp_path):
@@ -292,12 +266,6 @@ def test_free_text_is_learnt(home, tmp_path):
     )
     summary = train(made, tmp_path / "run")
     assert summary["after"]["loss"] < 0.9 * summary["before"]["loss"]
-
-
-def test_macro_f1_is_the_mean_of_the_labels_f1():
-    assert macro_f1([0, 0, 1, 1], [0, 0, 1, 1]) == 1.0
-    assert macro_f1([0, 0, 0, 0], [0, 0, 1, 1]) == pytest.approx((2 * 2 / (4 + 2) + 0) / 2)
-    assert macro_f1([0, 1, 2, 2], [0, 2, 2, 1]) == pytest.approx((1 + 0 + 2 / 4) / 3)
 
 
 # Out of memory
