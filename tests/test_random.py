@@ -150,7 +150,7 @@ def test_dense_noise_is_the_same_at_every_call(rows, columns):
     noise = Dense(
         shape=torch.Size((rows, columns)), device=torch.device("cpu"), dtype=torch.float64, seed=0, step=1, name="w"
     )
-    z = noise.whole()
+    z = torch.cat([values.clone() for _, values in noise.tiles()])
     for alpha in (1.0, -2.0):
         weight = torch.ones(rows, columns, dtype=torch.float64)
         noise.add_to_(weight, alpha)

@@ -18,6 +18,7 @@ The scale that gives every entry of Z variance 1 is inside the fixed factors (se
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -57,7 +58,10 @@ class Direction(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Direction):
-    """Standard normal noise of the parameter's shape, redrawn from its key whenever it is needed."""
+    """Standard normal noise of the parameter's shape.
+
+    A matrix of it is redrawn from its key, tile by tile, whenever it is needed; a vector is kept with the direction.
+    """
 
     shape: torch.Size
     device: torch.device
@@ -68,6 +72,9 @@ class Dense(Direction):
     role: str = "z"
 
     def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
+        if len(self.shape) == 1:
+            yield slice(None), self.vector * factor
+            return
         for rows in row_tiles(self.shape):
             z = self.tile(rows)
             yield rows, z if factor == 1.0 else z.mul_(factor)
@@ -81,12 +88,10 @@ class Dense(Direction):
         out = scratch(role, (rows.stop - rows.start, *self.shape[1:]), self.dtype, self.device)
         return fill_normal_(out, seed=self.seed, step=self.step, name=self.name, role=f"{role}.{rows.start}")
 
-    def whole(self) -> Tensor:
-        """Z itself, in new memory: for parameters that are small."""
-        z = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for rows, values in self.tiles():
-            z[rows] = values
-        return z
+    @cached_property
+    def vector(self) -> Tensor:
+        """Z of a vector, in memory of its own."""
+        return torch.cat([self.tile(rows).clone() for rows in row_tiles(self.shape)])
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         for rows, z in self.tiles(alpha):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tezo.kernels import wide_products
 from tezo.objectives import CausalObjective, Encoded, Objective
 
 Metrics = dict[str, float]
@@ -21,10 +22,11 @@ def evaluate(model: Any, objective: Objective, encoded: Sequence[Encoded], batch
     """
     objective.adapt(model, encoded)
     if objective.options:
-        with objective.sharing(model):
+        with objective.sharing(model), wide_products(model):
             return _evaluate_options(model, objective, encoded, batch_size)
     assert isinstance(objective, CausalObjective)
-    return _evaluate_text(model, objective, encoded, batch_size)
+    with wide_products(model):
+        return _evaluate_text(model, objective, encoded, batch_size)
 
 
 def _evaluate_options(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Metrics:
@@ -59,7 +61,7 @@ def predict(
     """For labelled data the index of the best option, for free text the greedy continuation, in order."""
     objective.adapt(model, encoded)
     answers: dict[int, str | int] = {}
-    with objective.sharing(model):
+    with objective.sharing(model), wide_products(model):
         for part in by_length(encoded, batch_size):
             chosen = [encoded[i] for i in part]
             if objective.options:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tezo.apply import Blocks, InForward, MovingParameter, NotInBlocksError, Shift, moving_parameter, require_writable
 from tezo.directions import Direction
 from tezo.errors import NonFiniteLossError, RequestError
+from tezo.kernels import wide_products
 from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.perturbations import Moment, Perturbation
 from tezo.spsa import Closure, Estimate, Probe, copies_of_a_pass, two_point
@@ -134,7 +135,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
-        with evaluation_mode(self.model):
+        with evaluation_mode(self.model), wide_products(self.model):
             estimates, record = self._estimate(closure)
         for name, moving in self.moving.items():
             self._apply(moving, estimates[name], record.lr)

@@ -1,11 +1,11 @@
 """Dense directions in the forward pass: a tile of W + rho Z at a time, made, used and thrown away.
 
 W is read, never moved, so nothing drifts in half precision, and Z is drawn once for all the blocks of a pass:
-a two-point step draws it twice, once for both signs and once for the update. No temporary is larger than a
-few tiles.
+a two-point step draws it twice, once for both signs and once for the update. The temporaries are tiles of Z, and
+of W + rho Z for every block.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,12 @@ from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.apply.blocks import Blocks
 from tezo.apply.interception import ADDMM, EMBEDDING, LINEAR, Interception, Replacement
 from tezo.directions import Dense, Direction
+from tezo.kernels.products import Tiles, tiled_linear, tiled_transposed
 from tezo.params import Layout, Target
 from tezo.scratch import scratch
+
+PRODUCT_ENTRIES = 1 << 21
+"""Entries of the perturbed tiles of all blocks together: the products of thinner tiles take longer."""
 
 
 class DenseInForward(MovingParameter):
@@ -51,20 +55,13 @@ class DenseInForward(MovingParameter):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # out[:, rows] = x (W + scale Z)[rows]^T
-        x_GTN = self._split(x)
-        out_GTM = x_GTN.new_empty(*x_GTN.shape[:2], weight.shape[0])
-        for rows, g, moved in self._tiles():
-            torch.mm(x_GTN[g], moved.T, out=out_GTM[g, :, rows])
-        out = out_GTM.view(*x.shape[:-1], -1)
-        return (out if bias is None else out.add_(bias)).to(x.dtype)
+        out_GTM = tiled_linear(self._split(x), bias, weight.shape[0], self._tiles())
+        return out_GTM.view(*x.shape[:-1], -1).to(x.dtype)
 
     def _transposed(self, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         # out = sum over tiles of x[:, rows] (W + scale Z)[rows]
-        x_GTM = self._split(x)
-        out_GTN = bias.to(self._dtype).expand(*x_GTM.shape[:2], weight.shape[1]).clone()
-        for rows, g, moved in self._tiles():
-            out_GTN[g].addmm_(x_GTM[g][:, rows], moved)
-        return out_GTN.view(*x.shape[:-1], -1).to(x.dtype)
+        del weight
+        return tiled_transposed(self._split(x), bias, self._tiles()).view(*x.shape[:-1], -1).to(x.dtype)
 
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         output: Tensor = EMBEDDING(ids, *others, **options)
@@ -82,21 +79,41 @@ class DenseInForward(MovingParameter):
     def _split(self, x: Tensor) -> Tensor:
         return self._blocks.split(x, len(self._shifts), 1).to(self._dtype)
 
-    def _tiles(self) -> Iterator[tuple[slice, int, Tensor]]:
-        """(rows, g, (W + scale_g Z_g)[rows]) for every tile and block; the tensor is overwritten by the next."""
-        for rows in self.row_tiles():
-            base = self.weight[rows]
-            moved = scratch("moved", tuple(base.shape), self._dtype, base.device)
-            if base.dtype != self._dtype:
-                base = scratch("base", tuple(base.shape), self._dtype, base.device).copy_(base)
-            drawn = self._draw(rows)
-            for g, shift in enumerate(self._shifts):
-                yield rows, g, torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=moved)
+    def _tiles(self) -> Tiles:
+        """(rows, g, (W + scale_g Z_g)[rows]): large tiles, for the products' sake, filled by small draws."""
+        width, count = self.target.stored_shape[1], len(self._shifts)
+        for parts in _groups(self.row_tiles(), max(1, PRODUCT_ENTRIES // (count * width))):
+            rows = slice(parts[0].start, parts[-1].stop)
+            moved_GTN = scratch("moved", (count, rows.stop - rows.start, width), self._dtype, self.weight.device)
+            for part in parts:
+                self._fill(moved_GTN[:, part.start - rows.start : part.stop - rows.start], part)
+            for g in range(count):
+                yield rows, g, moved_GTN[g]
+
+    def _fill(self, moved_GTN: Tensor, rows: slice) -> None:
+        base = self.weight[rows]
+        if base.dtype != self._dtype:
+            base = scratch("base", tuple(base.shape), self._dtype, base.device).copy_(base)
+        drawn = self._draw(rows)
+        for moved, shift in zip(moved_GTN, self._shifts, strict=True):
+            torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=moved)
 
     def _draw(self, rows: slice) -> dict[int, Tensor]:
         """Z[rows] of every direction that is shown, by its id."""
         directions = {id(shift.direction): shift.direction for shift in self._shifts}
         return {key: _tile(direction, rows).to(self._dtype) for key, direction in directions.items()}
+
+
+def _groups(tiles: Iterable[slice], most: int) -> Iterator[list[slice]]:
+    """Neighbouring tiles, joined while they have at most so many rows together."""
+    group: list[slice] = []
+    for tile in tiles:
+        if group and tile.stop - group[0].start > most:
+            yield group
+            group = []
+        group.append(tile)
+    if group:
+        yield group
 
 
 def _tile(direction: Direction, rows: slice) -> Tensor:

@@ -44,15 +44,13 @@ class VectorInForward(MovingParameter):
         return site.module.register_forward_hook(move)
 
     def show(self, shifts: Sequence[Shift]) -> None:
-        directions = {id(shift.direction): shift.direction for shift in shifts}
-        drawn = {key: _whole(direction) for key, direction in directions.items()}
-        moved = [drawn[id(shift.direction)] * shift.scale for shift in shifts]
+        moved = [_vector(shift.direction) * shift.scale for shift in shifts]
         self._shift_GN = torch.stack(moved) if moved else None
 
 
-def _whole(direction: Direction) -> Tensor:
+def _vector(direction: Direction) -> Tensor:
     assert isinstance(direction, Dense)
-    return direction.whole()
+    return direction.vector
 
 
 def _bias(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:

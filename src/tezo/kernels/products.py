@@ -1,0 +1,99 @@
+"""Products with a matrix that is made a tile at a time and never exists whole: perturbed, or cast to float32."""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tezo.scratch import scratch
+
+Tiles = Iterator[tuple[slice, int, Tensor]]
+"""(rows, g, the rows of the matrix that block g meets); the next may overwrite the tensor."""
+
+TILE = 1 << 19
+"""Entries of a cast tile: 2 MB of float32."""
+
+LEAST_ROWS = 32
+"""From so many rows of inputs on, casting the weight costs less than a product in emulated half precision."""
+
+_INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+
+
+def tiled_linear(x_GTN: Tensor, bias_M: Tensor | None, height: int, tiles: Tiles) -> Tensor:
+    """X W_g^T + bias, (G, T, M), of blocks that each meet a matrix of `height` M rows."""
+    out_GTM = x_GTN.new_empty(*x_GTN.shape[:2], height)
+    for rows, g, tile in tiles:
+        torch.mm(x_GTN[g], tile.T, out=out_GTM[g, :, rows])
+    return out_GTM if bias_M is None else out_GTM.add_(bias_M)
+
+
+def tiled_transposed(x_GTM: Tensor, bias_N: Tensor, tiles: Tiles) -> Tensor:
+    """X W_g + bias, (G, T, N), of blocks that each meet a matrix."""
+    out_GTN = bias_N.to(x_GTM.dtype).expand(*x_GTM.shape[:2], -1).clone()
+    for rows, g, tile in tiles:
+        out_GTN[g].addmm_(x_GTM[g][:, rows], tile)
+    return out_GTN
+
+
+def wide_products(model: nn.Module) -> AbstractContextManager[object]:
+    """While open, linear layers in half precision on a CPU without its instructions compute in float32.
+
+    Such a CPU emulates each product; casting the weight tile by tile first is two to ten times faster from some
+    tens of rows on, and rounds once, at the end. Elsewhere this does nothing.
+    """
+    slow = any(is_emulated(p.dtype) for p in model.parameters() if p.device.type == "cpu")
+    return _WideProducts() if slow else nullcontext()
+
+
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU has no instructions for products in `dtype`, as far as torch can tell."""
+    return dtype in _INSTRUCTIONS and not any(_capabilities().get(name) for name in _INSTRUCTIONS[dtype])
+
+
+@functools.cache
+def _capabilities() -> Mapping[str, Any]:
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    # other architectures have names of their own for what they can do, and were not measured
+    return known if known.get("architecture") == "x86_64" else dict.fromkeys(sum(_INSTRUCTIONS.values(), ()), True)
+
+
+class _WideProducts(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        if not kwargs and func is torch.nn.functional.linear and _pays(args[0], args[1]):
+            return wide_linear(*args)
+        if not kwargs and func is torch.addmm and _pays(args[1], args[2]):
+            return wide_addmm(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _pays(x: Tensor, weight: Tensor) -> bool:
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.ndim == 2 and weight.device.type == "cpu"
+    many = x.dtype == weight.dtype and x.numel() >= LEAST_ROWS * x.shape[-1]
+    return plain and many and is_emulated(weight.dtype)
+
+
+def wide_linear(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """X W^T + bias in float32, rounded to the dtype of `x` at the end."""
+    x_1TN = x.reshape(1, -1, x.shape[-1]).float()
+    out_1TM = tiled_linear(x_1TN, bias_M, weight_MN.shape[0], _cast_tiles(weight_MN))
+    return out_1TM.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def wide_addmm(bias_N: Tensor, x_TM: Tensor, weight_MN: Tensor) -> Tensor:
+    """X W + bias in float32, rounded to the dtype of `x_TM` at the end."""
+    return tiled_transposed(x_TM.unsqueeze(0).float(), bias_N, _cast_tiles(weight_MN))[0].to(x_TM.dtype)
+
+
+def _cast_tiles(weight_MN: Tensor) -> Tiles:
+    height, width = weight_MN.shape
+    step = max(1, TILE // max(1, width))
+    for start in range(0, height, step):
+        part = weight_MN[start : start + step]
+        yield slice(start, start + step), 0, scratch("cast", part.shape, torch.float32, part.device).copy_(part)
