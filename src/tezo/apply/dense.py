@@ -19,8 +19,9 @@ from tezo.kernels.products import Tiles, tiled_linear, tiled_transposed
 from tezo.params import Layout, Target
 from tezo.scratch import scratch
 
-PRODUCT_ENTRIES = 1 << 21
-"""Entries of the perturbed tiles of all blocks together: the products of thinner tiles take longer."""
+PRODUCT_ENTRIES = 1 << 20
+"""Entries of the perturbed tiles of all blocks together, for each byte of an entry of the weight: thinner tiles make
+slower products, larger ones take more beside the weights."""
 
 
 class DenseInForward(MovingParameter):
@@ -82,7 +83,8 @@ class DenseInForward(MovingParameter):
     def _tiles(self) -> Tiles:
         """(rows, g, (W + scale_g Z_g)[rows]): large tiles, for the products' sake, filled by small draws."""
         width, count = self.target.stored_shape[1], len(self._shifts)
-        for parts in _groups(self.row_tiles(), max(1, PRODUCT_ENTRIES // (count * width))):
+        most = PRODUCT_ENTRIES * self.weight.element_size() // (count * width)
+        for parts in _groups(self.row_tiles(), most):
             rows = slice(parts[0].start, parts[-1].stop)
             moved_GTN = scratch("moved", (count, rows.stop - rows.start, width), self._dtype, self.weight.device)
             for part in parts:
