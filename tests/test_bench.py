@@ -9,7 +9,7 @@ from tezo.bench.contestants import Contestant, contestant, past_refresh, to_refr
 from tezo.bench.memory import rows
 from tezo.bench.settings import LENGTHS, Settings, entries
 from tezo.bench.shapes import SHAPES, from_shape, skeleton
-from tezo.bench.step import REFRESH_EVERY, Timed, measure_step, run_rounds
+from tezo.bench.step import REFRESH_EVERY, REPEATS, Timed, measure_step, run_rounds
 from tezo.bench.step import rows as step_rows
 from tezo.bench.work import Work
 from tezo.errors import RequestError
@@ -113,10 +113,25 @@ def recorded(settings, log, seconds=0.0):
     return timed
 
 
-def test_everything_runs_once_a_round_in_turning_order():
+def test_everything_has_its_turn_in_a_round_and_the_order_turns(monkeypatch):
+    monkeypatch.setattr("tezo.bench.step.REPEATS", 1)
     log = []
     recorded(Settings(rounds=REFRESH_EVERY + 1, warmup=1), log)
     assert "".join(log) == "abc" + "abcc!" + "bca" + "cab" + "abcc!"
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(0.0, REPEATS), (0.04, 2), (0.2, 1)])
+def test_the_quick_run_several_times_a_round_and_count_with_their_median(monkeypatch, seconds, repeats):
+    monkeypatch.setattr("tezo.bench.step.PATIENCE", 0.1)
+    log = []
+    timed = recorded(Settings(rounds=1, warmup=1), log, seconds)
+    assert [entry.repeats for entry in timed] == [repeats] * 3
+    assert "".join(log) == "abc" + "a" * repeats + "b" * repeats + "c" * repeats + "c!"
+    clock = iter([3.0, 1.0, 2.0, 9.0, 2.0])
+    monkeypatch.setattr("tezo.bench.step._clock", lambda *_: next(clock))
+    entry = Timed(Recorder("a", []), repeats=5)
+    run_rounds([entry], Settings(rounds=1, warmup=0), lambda: None, 0.0)
+    assert entry.rounds == [2.0]
 
 
 def test_time_that_is_up_ends_rounds_after_three():

@@ -1,4 +1,4 @@
-"""Time of a step: every contestant once a round, in one run, so that a ratio compares neighbours in time."""
+"""Time of a step: every contestant in every round, in one run, so that a ratio compares neighbours in time."""
 
 import statistics
 import time
@@ -15,6 +15,11 @@ from tezo.bench.work import Work
 from tezo.errors import RequestError
 
 LEAST_ROUNDS = 3
+REPEATS = 5
+PATIENCE = 3.0
+"""A round's figure is the median of up to five runs in a row, as many as take about so many seconds: on a machine
+that others share a single run tells little."""
+
 REFRESH_EVERY = 3
 """Rounds from one measured refresh to the next: over an interval it is one step of many."""
 
@@ -24,6 +29,7 @@ class Timed:
     """The seconds of a contestant, round by round; of refreshes, in the rounds that had one."""
 
     contestant: Contestant
+    repeats: int = 1
     rounds: list[float] = field(default_factory=list)
     refreshes: list[float] = field(default_factory=list)
 
@@ -68,20 +74,22 @@ def run_rounds(
     started: float,
     tell: Callable[[str], None] = silent,
 ) -> None:
-    """Warm-up, then rounds in which each contestant runs once, the order turned on by one each round.
+    """Warm-up, then rounds in which each contestant has its turn, the order turned on by one each round.
 
     A round is not begun when it would, at the pace of the last, end after `settings.seconds`; three are always run.
     """
     for entry in timed:
         for _ in range(settings.warmup):
             tell(f"warm-up: {entry.contestant.label}")
-            entry.contestant.run()
+            seconds = _clock(entry.contestant.run, synchronize)
+            entry.repeats = min(REPEATS, max(1, int(PATIENCE / max(seconds, 1e-9))))
     for number in range(settings.rounds):
         begun = time.perf_counter()
         turn = number % len(timed)
         for entry in (*timed[turn:], *timed[:turn]):
             tell(f"round {number + 1}: {entry.contestant.label}")
-            entry.rounds.append(_clock(entry.contestant.run, synchronize))
+            runs = [_clock(entry.contestant.run, synchronize) for _ in range(entry.repeats)]
+            entry.rounds.append(statistics.median(runs))
             if entry.contestant.interval is not None and number % REFRESH_EVERY == 0:
                 entry.refreshes.append(_clock(entry.contestant.run_refresh, synchronize))
         now = time.perf_counter()
@@ -110,7 +118,7 @@ def _row(entry: Timed, steps: dict[str, list[float]]) -> dict[str, Any]:
     row: dict[str, Any] = {"label": label, "seconds": spread(own), "to_F2": _ratio(own, steps["F2"])}
     row |= {"to_N2": _ratio(own, steps["N2"])}
     row |= {"speed_up": _ratio(published, own) if published else None}
-    row |= {"trained": entry.contestant.trained, "rounds": own}
+    row |= {"trained": entry.contestant.trained, "runs_a_round": entry.repeats, "rounds": own}
     if entry.contestant.interval is not None:
         row |= {"interval": entry.contestant.interval, "plain": entry.rounds, "refreshes": entry.refreshes}
     return row
