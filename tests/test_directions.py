@@ -254,12 +254,17 @@ def test_the_four_ways_to_use_a_direction_agree_with_its_dense_form(kind, m, n, 
     left, right = point.split_factors()
     torch.testing.assert_close(left @ right.T, z)
     torch.testing.assert_close(moved, weight - 0.3 * z)
-    torch.testing.assert_close(point.linear(x), x @ z.T)
-    torch.testing.assert_close(point.linear_transposed(x_transposed), x_transposed @ z)
-    torch.testing.assert_close(point.lookup(ids), z[ids])
     # Linear in the coefficient: what momenta and accumulated changes rest on.
-    double = point.with_coefficient(2 * coefficient)
-    torch.testing.assert_close(double.linear(x), 2 * x @ z.T)
+    for factor, used in ((1, point), (2, point.with_coefficient(2 * coefficient))):
+        for add_, inputs, expected in (
+            (used.add_linear_, x, x @ z.T),
+            (used.add_transposed_, x_transposed, x_transposed @ z),
+            (used.add_lookup_, ids, z[ids]),
+        ):
+            out = new(*expected.shape)
+            before = out.clone()
+            add_(out, inputs)
+            torch.testing.assert_close(out, before + factor * expected)
 
 
 def test_a_low_rank_method_gives_vectors_dense_noise_and_matrices_factors():

@@ -102,9 +102,9 @@ class Dense(Direction):
 class FixedFactors(Direction):
     """A low-rank direction: at least one factor stays fixed from step `born` on.
 
-    A coefficient with a leading dimension G stands for G points of one space. `linear`, `linear_transposed` and
-    `lookup` then take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike. They
-    compute in the dtype of the inputs, `lookup` in that of the coefficient, whatever the factors are stored in.
+    A coefficient with a leading dimension G stands for G points of one space. `add_linear_` and its kin then
+    take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike. They compute in the
+    dtype of the output, whatever the factors are stored in.
     """
 
     coefficient: Tensor
@@ -132,16 +132,16 @@ class FixedFactors(Direction):
         return self.factors()
 
     @abstractmethod
-    def linear(self, x_GTN: Tensor) -> Tensor:
-        """X Z^T, what a Linear with weight Z puts out: (G, T, M)."""
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        """Out += X Z^T, what a Linear with weight Z puts out; `out_GTM` is contiguous and of the dtype of X."""
 
     @abstractmethod
-    def linear_transposed(self, x_GTM: Tensor) -> Tensor:
-        """X Z, what a Conv1D with weight Z puts out: (G, T, N)."""
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        """Out += X Z, what a Conv1D with weight Z puts out; likewise."""
 
     @abstractmethod
-    def lookup(self, ids_GT: Tensor) -> Tensor:
-        """Rows of Z, what an Embedding with weight Z puts out: (G, T, N)."""
+    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
+        """Out += rows of Z, what an Embedding with weight Z puts out; contiguous, in the coefficient's dtype."""
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         """A coefficient of the last step's space, expressed in this one's."""
@@ -165,15 +165,14 @@ class CP(FixedFactors):
         root = self.coefficient.abs().sqrt()
         return self.u_MR * (root * self.coefficient.sign()), self.v_NR * root
 
-    def linear(self, x_GTN: Tensor) -> Tensor:
-        return self._scaled(x_GTN @ self.v_NR.to(x_GTN.dtype)) @ self.u_MR.T.to(x_GTN.dtype)
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        _add_product_(out_GTM, self._scaled(x_GTN @ self.v_NR.to(x_GTN.dtype)), self.u_MR.T)
 
-    def linear_transposed(self, x_GTM: Tensor) -> Tensor:
-        return self._scaled(x_GTM @ self.u_MR.to(x_GTM.dtype)) @ self.v_NR.T.to(x_GTM.dtype)
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        _add_product_(out_GTN, self._scaled(x_GTM @ self.u_MR.to(x_GTM.dtype)), self.v_NR.T)
 
-    def lookup(self, ids_GT: Tensor) -> Tensor:
-        u_GTR = self.u_MR[ids_GT].to(self.coefficient.dtype)
-        return self._scaled(u_GTR) @ self.v_NR.T.to(u_GTR.dtype)
+    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
+        _add_product_(out_GTN, self._scaled(self.u_MR[ids_GT].to(out_GTN.dtype)), self.v_NR.T)
 
     def _scaled(self, h_GTR: Tensor) -> Tensor:
         return (h_GTR * self.coefficient.unsqueeze(-2)).to(h_GTR.dtype)
@@ -193,16 +192,16 @@ class LowRank(FixedFactors):
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.coefficient, self.v_NR
 
-    def linear(self, x_GTN: Tensor) -> Tensor:
-        return (x_GTN @ self.v_NR.to(x_GTN.dtype)) @ self.coefficient.to(x_GTN.dtype).mT
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        _add_product_(out_GTM, x_GTN @ self.v_NR.to(x_GTN.dtype), self.coefficient.mT)
 
-    def linear_transposed(self, x_GTM: Tensor) -> Tensor:
-        return (x_GTM @ self.coefficient.to(x_GTM.dtype)) @ self.v_NR.T.to(x_GTM.dtype)
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        _add_product_(out_GTN, x_GTM @ self.coefficient.to(x_GTM.dtype), self.v_NR.T)
 
-    def lookup(self, ids_GT: Tensor) -> Tensor:
+    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
         u_GMR = self.coefficient if self.coefficient.ndim == 3 else self.coefficient.unsqueeze(0)
         rows_GTR = torch.take_along_dim(u_GMR, ids_GT.unsqueeze(-1), dim=1)
-        return rows_GTR @ self.v_NR.T.to(rows_GTR.dtype)
+        _add_product_(out_GTN, rows_GTR.to(out_GTN.dtype), self.v_NR.T)
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         if self.previous_v_NR is None:
@@ -221,17 +220,26 @@ class Core(FixedFactors):
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.u_MR @ self._core(), self.v_NR
 
-    def linear(self, x_GTN: Tensor) -> Tensor:
-        dtype = x_GTN.dtype
-        return (x_GTN @ self.v_NR.to(dtype)) @ self.coefficient.to(dtype).mT @ self.u_MR.T.to(dtype)
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        h_GTR = x_GTN @ self.v_NR.to(x_GTN.dtype) @ self.coefficient.to(x_GTN.dtype).mT
+        _add_product_(out_GTM, h_GTR, self.u_MR.T)
 
-    def linear_transposed(self, x_GTM: Tensor) -> Tensor:
-        dtype = x_GTM.dtype
-        return (x_GTM @ self.u_MR.to(dtype)) @ self.coefficient.to(dtype) @ self.v_NR.T.to(dtype)
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        h_GTR = x_GTM @ self.u_MR.to(x_GTM.dtype) @ self.coefficient.to(x_GTM.dtype)
+        _add_product_(out_GTN, h_GTR, self.v_NR.T)
 
-    def lookup(self, ids_GT: Tensor) -> Tensor:
-        core_RR = self.coefficient
-        return self.u_MR[ids_GT].to(core_RR.dtype) @ core_RR @ self.v_NR.T.to(core_RR.dtype)
+    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
+        dtype = out_GTN.dtype
+        _add_product_(out_GTN, self.u_MR[ids_GT].to(dtype) @ self.coefficient.to(dtype), self.v_NR.T)
 
     def _core(self) -> Tensor:
         return self.coefficient.to(self.u_MR.dtype)
+
+
+def _add_product_(out_GTK: Tensor, left_GTR: Tensor, right: Tensor) -> None:
+    """Out += left @ right in place, right being (R, K) for all blocks or (G, R, K)."""
+    right = right.to(out_GTK.dtype)
+    if right.ndim == 3:
+        out_GTK.baddbmm_(left_GTR, right)
+    else:  # one product is faster than G
+        out_GTK.view(-1, out_GTK.shape[-1]).addmm_(left_GTR.reshape(-1, left_GTR.shape[-1]), right)

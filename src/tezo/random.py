@@ -76,6 +76,9 @@ def permutation(length: int, *, seed: int, step: int, name: str) -> list[int]:
     return [int(i) for i in np.random.Generator(bits).permutation(length)]
 
 
+_MIDDLE = torch.tensor(2.0**-16)
+
+
 def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> Tensor:
     """Fills `out` with standard normal numbers for dense noise, drawn on its device, on whose type they depend.
 
@@ -91,7 +94,7 @@ def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> 
         return out.normal_(generator=generator(out.device, seed=seed, step=step, name=name, role=role))
     bits = np.random.SFC64(_digest(seed, step, name, role, 16)).random_raw(-(-out.numel() // 4))
     k = torch.from_numpy(bits.view(np.int16)[: out.numel()]).view(out.shape)
-    return torch.add(k, 0.5, out=out).mul_(2.0**-15).erfinv_().mul_(2**0.5)
+    return torch.add(_MIDDLE, k, alpha=2.0**-15, out=out).erfinv_().mul_(2**0.5)
 
 
 def generator(device: torch.device, *, seed: int, step: int, name: str, role: str) -> torch.Generator:

@@ -39,6 +39,7 @@ class DenseInForward(MovingParameter):
         require_writable(target, "this method")
         self._blocks = blocks
         self._shifts: tuple[Shift, ...] = ()
+        self._scales_G11 = torch.empty(0)
         on_cpu = target.parameter.device.type == "cpu"
         self._dtype = target.state_dtype if on_cpu else target.parameter.dtype
         replacements: dict[Layout | None, dict[object, Replacement]] = {
@@ -53,6 +54,8 @@ class DenseInForward(MovingParameter):
 
     def show(self, shifts: Sequence[Shift]) -> None:
         self._shifts = tuple(shifts)
+        scales = [shift.scale for shift in shifts]
+        self._scales_G11 = torch.tensor(scales, dtype=self._dtype, device=self.weight.device).view(-1, 1, 1)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # out[:, rows] = x (W + scale Z)[rows]^T
@@ -97,6 +100,10 @@ class DenseInForward(MovingParameter):
         if base.dtype != self._dtype:
             base = scratch("base", tuple(base.shape), self._dtype, base.device).copy_(base)
         drawn = self._draw(rows)
+        if len(drawn) == 1:  # for all blocks in one pass over the tile
+            (z,) = drawn.values()
+            torch.addcmul(base, z, self._scales_G11, out=moved_GTN)
+            return
         for moved, shift in zip(moved_GTN, self._shifts, strict=True):
             torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=moved)
 

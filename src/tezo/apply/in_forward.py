@@ -45,23 +45,32 @@ class InForward(MovingParameter):
             table = {EMBEDDING: self._lookup}
             return Interception(site.module, self.target.parameter, table, lambda: self._shown is not None)
         assert site.layout is not None
-        term = _TERMS[site.layout]
+        add_ = _ADD[site.layout]
 
         def add_term(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             del module
             if self._shown is None:
                 return output
-            x_GTN = self._blocks.split(args[0].to(self._dtype or self._shown.v_NR.dtype), self._count, 1)
-            # a new tensor: a weight of a tensor subclass may give outputs that ignore an add in place
-            return output + term(self._shown, x_GTN).view(output.shape).to(output.dtype)
+            out = self._sum(output)
+            dtype, split = out.dtype, self._blocks.split
+            add_(self._shown, split(out, self._count, 1), split(args[0].to(dtype), self._count, 1))
+            return out.to(output.dtype)
 
         return site.module.register_forward_hook(add_term)
 
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         output: Tensor = EMBEDDING(ids, *others, **options)
         assert self._shown is not None
-        ids_GT = self._blocks.split(ids, self._count, 0)
-        return output + self._shown.lookup(ids_GT).view(output.shape).to(output.dtype)
+        out = self._sum(output)
+        self._shown.add_lookup_(self._blocks.split(out, self._count, 1), self._blocks.split(ids, self._count, 0))
+        return out.to(output.dtype)
+
+    def _sum(self, output: Tensor) -> Tensor:
+        """What the term is added to: the output itself where that can be written, else a copy."""
+        out = output.to(self._dtype) if self._dtype is not None else output
+        # a weight of a tensor subclass may give outputs that ignore an add in place
+        writable = out is not output or (type(output) is Tensor and output.is_contiguous())
+        return out.contiguous() if writable else out.clone(memory_format=torch.contiguous_format)
 
     @property
     def _count(self) -> int:
@@ -128,7 +137,7 @@ def _coefficient(direction: Direction) -> Tensor:
     return direction.coefficient
 
 
-_TERMS: dict[Layout, Callable[[FixedFactors, Tensor], Tensor]] = {
-    "linear": lambda point, x: point.linear(x),
-    "transposed": lambda point, x: point.linear_transposed(x),
+_ADD: dict[Layout, Callable[[FixedFactors, Tensor, Tensor], None]] = {
+    "linear": lambda point, out, x: point.add_linear_(out, x),
+    "transposed": lambda point, out, x: point.add_transposed_(out, x),
 }
