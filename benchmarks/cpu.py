@@ -2,14 +2,16 @@
 
 About forty minutes on two cores.
 
-    python benchmarks/cpu.py [--out benchmarks/results] [--only step|memory] [--quick]
+    python benchmarks/cpu.py [--out benchmarks/results] [--only step|memory] [--dtype float32] [--quick]
 
-Writes step_cpu.json and memory_cpu.json, each a list with one result a setting, after every setting. `--quick` takes
-tiny shapes, to see that it runs.
+Writes step_cpu.json and memory_cpu.json, each a list with one result a setting, after every setting. With
+`--dtype` only the settings of that dtype are measured, and take the place of those in the files. `--quick` takes tiny
+shapes, to see that it runs.
 """
 
 import argparse
 import gc
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,25 +41,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", choices=("step", "memory"))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     for kind, measure, plan in (("step", measure_step, STEP), ("memory", measure_memory, MEMORY)):
         if arguments.only in (None, kind):
-            run(
-                measure,
-                [quick(*part) for part in plan] if arguments.quick else plan,
-                arguments.out / f"{kind}_cpu.json",
-            )
+            chosen = [part for part in plan if arguments.dtype in (None, part[0].dtype)]
+            path = arguments.out / f"{kind}_cpu.json"
+            known = json.loads(path.read_text(encoding="utf-8")) if arguments.dtype and path.exists() else []
+            run(measure, [quick(*part) for part in chosen] if arguments.quick else chosen, path, known)
 
 
-def run(measure: Callable[..., Any], plan: list[tuple[Settings, list[str]]], path: Path) -> None:
-    """Measures one setting after another, and writes what there is after each."""
-    results: list[dict[str, Any]] = []
+def run(
+    measure: Callable[..., Any], plan: list[tuple[Settings, list[str]]], path: Path, results: list[dict[str, Any]]
+) -> None:
+    """Measures one setting after another, and writes what there is after each, in `results` and new."""
     started = time.perf_counter()
     for settings, methods in plan:
-        results.append(measure(settings, entries(methods, published=False)))
+        result = measure(settings, entries(methods, published=False))
+        same = [i for i, known in enumerate(results) if known["settings"] == result["settings"]]
+        place = same[0] if same else len(results)
+        results[place : place + 1] = [result]
         write_json(path, results)
-        print_table(results[-1])
+        print_table(result)
         print(f"{time.perf_counter() - started:.0f} s so far\n", flush=True)
         gc.collect()
 

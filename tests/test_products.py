@@ -92,11 +92,12 @@ def test_few_rows_and_other_dtypes_take_the_stock_product(monkeypatch):
         functional.linear(normal(64, 8, dtype=torch.float32), half.float())
 
 
-@given(heights=st.lists(st.integers(1, 5), max_size=12), most=st.integers(1, 9))
-def test_joined_tiles_cover_the_same_rows_in_order(heights, most):
-    ends = [sum(heights[: i + 1]) for i in range(len(heights))]
-    tiles = [slice(end - height, end) for end, height in zip(ends, heights, strict=True)]
+@given(height=st.integers(1, 5), count=st.integers(1, 12), last=st.integers(1, 5), most=st.integers(1, 70))
+def test_joined_tiles_cover_the_same_rows_in_groups_of_like_size(height, count, last, most):
+    ends = [height * (i + 1) for i in range(count)] + [height * count + min(last, height)]
+    tiles = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     groups = list(_groups(tiles, most))
     assert [tile for group in groups for tile in group] == tiles
-    for group in groups:
-        assert len(group) == 1 or group[-1].stop - group[0].start <= most
+    sizes = [group[-1].stop - group[0].start for group in groups]
+    assert max(sizes) < most + height
+    assert len(groups) <= -(-ends[-1] // most)

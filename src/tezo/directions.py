@@ -118,6 +118,10 @@ class FixedFactors(Direction):
         """The point with another coefficient and the same fixed factors."""
         return replace(self, coefficient=coefficient)
 
+    def origin(self) -> Self:
+        """The zero of the space, which keeps nothing of the spaces before it."""
+        return self.with_coefficient(torch.zeros_like(self.coefficient))
+
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         # W += alpha * left @ right^T
         left_MR, right_NR = self.factors()
@@ -188,6 +192,9 @@ class LowRank(FixedFactors):
 
     previous_v_NR: Tensor | None
     gram: float
+
+    def origin(self) -> Self:
+        return replace(super().origin(), previous_v_NR=None)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.coefficient, self.v_NR

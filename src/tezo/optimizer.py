@@ -145,11 +145,10 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
 
     def _estimate(self, closure: Closure) -> tuple[dict[str, Estimate], StepRecord]:
         moments = [Moment(self.seed, self.num_steps, index) for index in range(self.num_directions)]
-        drawn = {
-            name: [self.perturbation.direction(moving.target, m, self._update_state.get(name, {})) for m in moments]
-            for name, moving in self.moving.items()
-        }
-        for name, moving in self.moving.items():
+        drawn: dict[str, list[Direction]] = {}
+        for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
+            state = self._update_state.get(name, {})
+            drawn[name] = [self.perturbation.direction(moving.target, moment, state) for moment in moments]
             moving.begin(drawn[name][0], moments[0])
         probes = self._probes(closure, drawn)
         record = StepRecord(self.num_steps, probes, float(self.param_groups[0]["lr"]))

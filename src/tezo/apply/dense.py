@@ -5,6 +5,7 @@ a two-point step draws it twice, once for both signs and once for the update. Th
 of W + rho Z for every block.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -114,15 +115,12 @@ class DenseInForward(MovingParameter):
 
 
 def _groups(tiles: Iterable[slice], most: int) -> Iterator[list[slice]]:
-    """Neighbouring tiles, joined while they have at most so many rows together."""
-    group: list[slice] = []
-    for tile in tiles:
-        if group and tile.stop - group[0].start > most:
-            yield group
-            group = []
-        group.append(tile)
-    if group:
-        yield group
+    """Neighbouring tiles, joined to as few groups of like size as have about `most` rows each, or fewer."""
+    tiles = list(tiles)
+    total = tiles[-1].stop
+    count = -(-total // max(1, most))
+    for _, group in itertools.groupby(tiles, lambda tile: tile.start * count // total):
+        yield list(group)
 
 
 def _tile(direction: Direction, rows: slice) -> Tensor:

@@ -34,7 +34,7 @@ class InForward(MovingParameter):
         super().__init__(target)
         self.change: FixedFactors | None = None
         self._blocks = blocks
-        self._shown: FixedFactors | None = None
+        self._shifts: tuple[Shift, ...] = ()
         self._changed = False
         # CPUs without half-precision instructions multiply float32 faster, by much where the matrices are thin
         self._dtype = target.state_dtype if target.parameter.device.type == "cpu" else None
@@ -43,26 +43,26 @@ class InForward(MovingParameter):
     def _hook(self, site: Site) -> RemovableHandle | Interception:
         if site.layout == "embedding":
             table = {EMBEDDING: self._lookup}
-            return Interception(site.module, self.target.parameter, table, lambda: self._shown is not None)
+            return Interception(site.module, self.target.parameter, table, lambda: self._moved)
         assert site.layout is not None
         add_ = _ADD[site.layout]
 
         def add_term(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             del module
-            if self._shown is None:
+            if not self._moved:
                 return output
-            out = self._sum(output)
-            dtype, split = out.dtype, self._blocks.split
-            add_(self._shown, split(out, self._count, 1), split(args[0].to(dtype), self._count, 1))
+            out, points = self._sum(output), self._points()
+            count, split = len(points.coefficient), self._blocks.split
+            add_(points, split(out, count, 1), split(args[0].to(out.dtype), count, 1))
             return out.to(output.dtype)
 
         return site.module.register_forward_hook(add_term)
 
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         output: Tensor = EMBEDDING(ids, *others, **options)
-        assert self._shown is not None
-        out = self._sum(output)
-        self._shown.add_lookup_(self._blocks.split(out, self._count, 1), self._blocks.split(ids, self._count, 0))
+        out, points = self._sum(output), self._points()
+        count, split = len(points.coefficient), self._blocks.split
+        points.add_lookup_(split(out, count, 1), split(ids, count, 0))
         return out.to(output.dtype)
 
     def _sum(self, output: Tensor) -> Tensor:
@@ -73,10 +73,17 @@ class InForward(MovingParameter):
         return out.contiguous() if writable else out.clone(memory_format=torch.contiguous_format)
 
     @property
-    def _count(self) -> int:
-        """How many points are shown."""
-        assert self._shown is not None
-        return self._shown.coefficient.shape[0]
+    def _moved(self) -> bool:
+        """Whether the model is to compute with anything but the stored tensor."""
+        return bool(self._shifts) or self._changed
+
+    def _points(self) -> FixedFactors:
+        """D plus what is shown, a point a block, made where it is used: all layers' at once would take memory."""
+        assert self.change is not None
+        if not self._shifts:
+            return self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
+        steps = [shift.scale * _coefficient(shift.direction) for shift in self._shifts]
+        return self.change.with_coefficient(torch.stack(steps).add_(self.change.coefficient))
 
     def begin(self, direction: Direction, moment: Moment) -> None:
         super().begin(direction, moment)
@@ -84,27 +91,16 @@ class InForward(MovingParameter):
         if self.change is not None and self.change.born != direction.born:
             self.fold()
         if self.change is None:
-            self.change = direction.with_coefficient(torch.zeros_like(direction.coefficient))
+            self.change = direction.origin()
 
     def show(self, shifts: Sequence[Shift]) -> None:
-        assert self.change is not None
-        if shifts:
-            steps = [shift.scale * _coefficient(shift.direction) for shift in shifts]
-            self._shown = self.change.with_coefficient(self.change.coefficient + torch.stack(steps))
-        else:
-            self._show_change()
-
-    def _show_change(self) -> None:
-        assert self.change is not None
-        # a view: later steps show at once
-        self._shown = self.change.with_coefficient(self.change.coefficient.unsqueeze(0)) if self._changed else None
+        self._shifts = tuple(shifts)
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         del direction
         assert self.change is not None
         self.change.coefficient[rows].add_(delta, alpha=alpha)
         self._changed = True
-        self._show_change()
 
     def decay_(self, factor: float) -> None:
         """Multiplies the change D by `factor`; the base is left alone."""
@@ -118,18 +114,17 @@ class InForward(MovingParameter):
             left_MR, right_NR = (factor.to(self.target.state_dtype) for factor in self.change.factors())
             for rows in self.row_tiles():
                 self.write_(rows, left_MR[rows] @ right_NR.T, 1.0)
-        self.change, self._shown, self._changed = None, None, False
+        self.change, self._changed = None, False
 
     def state(self) -> dict[str, Tensor]:
         return {"coefficient": self.change.coefficient} if self.change is not None and self._changed else {}
 
     def load_state(self, direction: Direction, state: dict[str, Tensor]) -> None:
         assert isinstance(direction, FixedFactors)
-        self.change, self._shown, self._changed = None, None, False
+        self.change, self._changed = None, False
         if "coefficient" in state:
             self.change = direction.with_coefficient(state["coefficient"].to(direction.coefficient).clone())
             self._changed = True
-            self._show_change()
 
 
 def _coefficient(direction: Direction) -> Tensor:

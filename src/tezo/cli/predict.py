@@ -1,12 +1,16 @@
 """`tezo predict`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tezo.cli.common import SetOption, quiet_libraries
+
+if TYPE_CHECKING:
+    from tezo.tasks import Row
 
 
 def register(app: typer.Typer) -> None:
@@ -52,9 +56,12 @@ def predict(
     for notice in cut_notices(objective):
         typer.echo(f"note: {notice}", err=True)
     answers = answer(loaded.model, objective, encoded, config.train.eval_batch_size, max_new_tokens)
-    named = [form.labels[a] if isinstance(a, int) else a for a in answers]
+    _write(output, rows, [form.labels[a] if isinstance(a, int) else a for a in answers])
+    print(f"{len(rows)} answers: {output}")
+
+
+def _write(output: Path, rows: "Sequence[Row]", predictions: Sequence[str]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", encoding="utf-8") as file:
-        for row, prediction in zip(rows, named, strict=True):
+        for row, prediction in zip(rows, predictions, strict=True):
             file.write(json.dumps({**row.fields, "prediction": prediction}, ensure_ascii=False, default=str) + "\n")
-    print(f"{len(rows)} answers: {output}")
