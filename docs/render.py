@@ -8,23 +8,22 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import json
 import re
-import statistics
 import sys
 from pathlib import Path
+
+from tables import TABLES
 
 from tezo import config
 from tezo.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "benchmarks/results/demo.json"
-STEP = ROOT / "benchmarks/results/step_cpu.json"
+DRAWN = [ROOT / "README.md", ROOT / "docs/cost.md"]
 
 
 def main() -> int:
     """Renders every document; the number of those that changed."""
-    wanted = {ROOT / "docs/settings.md": settings(), ROOT / "README.md": readme()}
+    wanted = {ROOT / "docs/settings.md": settings()} | {path: with_tables(path) for path in DRAWN}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" not in sys.argv:
         for path in stale:
@@ -76,58 +75,10 @@ def shown(value: object) -> str:
     return "`" + str(list(value) if isinstance(value, tuple) else value) + "`"
 
 
-def readme() -> str:
-    """README.md with its table of the demo drawn anew."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tables = {"demo": demo_table, "step": step_table}
-    pattern = r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda m: m[1] + tables[m[2]]() + m[3], text, flags=re.S)
-
-
-def step_table() -> str:
-    """Time of a step over two plain forward passes, setting by setting."""
-    measured = json.loads(STEP.read_text(encoding="utf-8"))
-    rows: dict[str, list[str]] = {}
-    for number, result in enumerate(measured):
-        for row in result["rows"]:
-            cells = rows.setdefault(row["label"], [""] * len(measured))
-            cells[number] = f"{row['to_F2']:.2f}"
-    heads = [step_head(result["settings"]) for result in measured]
-    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    lines += [f"| {label} | " + " | ".join(cells) + " |" for label, cells in rows.items()]
-    first = measured[0]
-    rounds = sorted({result["rounds"] for result in measured})
-    lines += [
-        "",
-        f"Medians of {rounds[0]} to {rounds[-1]} interleaved rounds, random weights, rank {first['settings']['rank']}. "
-        f"`benchmarks/cpu.sh`; {first['hardware']}, torch {first['versions']['torch']}, "
-        f"transformers {first['versions']['transformers']}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def step_head(settings: dict[str, object]) -> str:
-    """A setting, for the head of a column."""
-    dtype = {"bfloat16": "bf16", "float32": "fp32"}[str(settings["dtype"])]
-    return f"{settings['model']} {dtype} {settings['batch']}x{settings['length']} {settings['targets']}"
-
-
-def demo_table() -> str:
-    """Accuracy before and after, seed by seed."""
-    results = json.loads(DEMO.read_text(encoding="utf-8"))
-    runs = results["runs"]
-    lines = ["| seed | zero-shot | tuned | steps | seconds stepping |", "|---|---|---|---|---|"]
-    for r in runs:
-        before, after = 100 * r["before"]["accuracy"], 100 * r["after"]["accuracy"]
-        lines.append(f"| {r['seed']} | {before:.1f} % | {after:.1f} % | {r['steps']} | {r['seconds_stepping']:.0f} |")
-    gain = statistics.median(100 * (r["after"]["accuracy"] - r["before"]["accuracy"]) for r in runs)
-    versions = runs[0]["versions"]
-    lines += [
-        "",
-        f"Median gain {gain:.1f} points. `{results['command']}`; {runs[0]['hardware']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}.",
-    ]
-    return "\n".join(lines) + "\n"
+def with_tables(path: Path) -> str:
+    """A document with its tables drawn anew: what stands between `<!-- table: NAME -->` and `<!-- end -->`."""
+    pattern = r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda m: m[1] + TABLES[m[2]]() + m[3], path.read_text(encoding="utf-8"), flags=re.S)
 
 
 if __name__ == "__main__":

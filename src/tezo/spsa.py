@@ -85,7 +85,7 @@ def two_point(
 
 TOKENS_OF_A_PASS = 1024
 """Up to so many tokens, several models share a pass: below it a pass is bound by reading the weights, above it by
-arithmetic. docs/cost.md has both ways measured, as J2 and N2: one pass takes XX of two."""
+arithmetic. docs/cost.md has both measured, as J2 and N2."""
 
 TOKENS_OF_A_DENSE_PASS = 8192
 """The same where dense noise is drawn once for all the models of a pass; the bound is for the activations' sake."""

@@ -1,0 +1,126 @@
+"""The tables of the documents, drawn from `benchmarks/results`."""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+SMALL = "opt-125m"
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def demo() -> str:
+    """Accuracy before and after, seed by seed."""
+    results = read("demo")
+    runs = results["runs"]
+    rows = [
+        [f"{r['seed']}", *(f"{100 * r[when]['accuracy']:.1f} %" for when in ("before", "after")), f"{r['steps']}"]
+        for r in runs
+    ]
+    for row, r in zip(rows, runs, strict=True):
+        row.append(f"{r['seconds_stepping']:.0f}")
+    gain = statistics.median(100 * (r["after"]["accuracy"] - r["before"]["accuracy"]) for r in runs)
+    table = grid(["seed", "zero-shot", "tuned", "steps", "seconds stepping"], rows)
+    return table + f"\nMedian gain {gain:.1f} points. `{results['command']}`; {machine(runs[0])}.\n"
+
+
+def step(targets: str) -> str:
+    """Time of a step of OPT-125M over that of two plain forward passes; mezo also against its published form."""
+    chosen = [r for r in read("step_cpu") if r["settings"]["targets"] == targets and r["settings"]["model"] == SMALL]
+    found = [by_label(result) for result in chosen]
+    rows = [[label, *(f"{of[label]['to_F2']:.2f}" for of in found)] for label in found[0]]
+    rows.append(["published:mezo / mezo", *(f"{of['mezo']['speed_up']:.1f}" for of in found)])
+    return grid(["", *(head(result["settings"]) for result in chosen)], rows) + "\n" + circumstances(chosen)
+
+
+def step_sizes() -> str:
+    """The first setting of `step` for models of several sizes."""
+    results = read("step_cpu")
+    first = results[0]["settings"]
+    chosen = [r for r in results if all(r["settings"][key] == first[key] for key in ("dtype", "batch", "targets"))]
+    found = [by_label(result) for result in chosen]
+    rows = [[label, *(f"{of[label]['to_F2']:.2f}" for of in found)] for label in by_label(chosen[-1])]
+    heads = ["", *(f"{r['settings']['model']} {head(r['settings'])}" for r in chosen)]
+    return grid(heads, rows) + "\n" + circumstances(chosen)
+
+
+def by_label(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of a result."""
+    return {row["label"]: row for row in result["rows"]}
+
+
+def circumstances(results: Sequence[dict[str, Any]]) -> str:
+    """The line below a table of steps."""
+    rounds = sorted({result["rounds"] for result in results})
+    models = dict.fromkeys(result["settings"]["model"] for result in results)
+    return (
+        f"Medians of {rounds[0]} to {rounds[-1]} interleaved rounds; {', '.join(models)}, random weights, rank "
+        f"{results[0]['settings']['rank']}. `benchmarks/cpu.sh`; {machine(results[0])}.\n"
+    )
+
+
+def memory() -> str:
+    """Peak memory over that of inference, in percent of the model's bytes, with what a method holds between steps."""
+    chosen = read("memory_cpu")
+    found = [by_label(result) for result in chosen]
+    labels = [label for label in found[0] if label not in ("F", "N")]
+    rows = []
+    for label in labels:
+        cells = []
+        for of in found:
+            over = of[label]["over_F"]
+            cells += [f"{over['percent']:.1f} %", f"{over['percent_less_held']:.1f} %"]
+        rows.append([label, *cells])
+    heads = [""]
+    for result in chosen:
+        heads += [head(result["settings"]), "less factors and state"]
+    return grid(heads, rows) + (
+        f"\nPeak resident set of a fresh process each, all linear layers, {chosen[0]['settings']['model']}. "
+        f"`benchmarks/cpu.sh`; {machine(chosen[0])}.\n"
+    )
+
+
+def evaluation() -> str:
+    """Options scored with a shared prompt, against one option at a time."""
+    result = read("evaluation")
+    return (
+        f"{result['rows']} rows of {result['options']} options, prompts of {result['prompt']} tokens and options of "
+        f"{result['option']}: {result['speed_up']:.1f} times faster than one option of one row at a time, "
+        f"scores alike. `python benchmarks/evaluation.py`; {result['model']}, {machine(result)}.\n"
+    )
+
+
+def head(settings: dict[str, Any]) -> str:
+    """A setting, for the head of a column."""
+    return f"{SHORT[settings['dtype']]} {settings['batch']} x {settings['length']}"
+
+
+def machine(result: dict[str, Any]) -> str:
+    """What it ran on."""
+    versions = result["versions"]
+    return f"{result['hardware']}, torch {versions['torch']}, transformers {versions['transformers']}"
+
+
+def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
+    lines.insert(1, "|---" * len(heads) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def read(name: str) -> Any:
+    """A committed result."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "demo": demo,
+    "step": partial(step, "all-linear"),
+    "step-all": partial(step, "all"),
+    "step-sizes": step_sizes,
+    "memory": memory,
+    "evaluation": evaluation,
+}
