@@ -103,7 +103,9 @@ def resolve(config: Config, form: Format) -> Config:
     if isinstance(form, LabelFormat):
         data = replace(config.data, shape="label", template=form.template, label_words=dict(form.words))
     else:
-        data = replace(config.data, shape=form.shape)
+        shape = form.shape
+        assert shape != "task"
+        data = replace(config.data, shape=shape)
     return replace(config, data=data)
 
 

@@ -1,7 +1,11 @@
 """The two records of this room: a row as it was read, an example as a model sees it."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from tezo.errors import RequestError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -10,6 +14,21 @@ class Row:
 
     fields: dict[str, Any]
     where: str
+
+    def __getitem__(self, name: str) -> str:
+        """The text in a field."""
+        return self.value(name, str)
+
+    def value(self, name: str, kind: type[T]) -> T:
+        """What is in a field; an error where there is no such field or it is of another type."""
+        if name not in self.fields:
+            raise RequestError(f"{self.where}: there is no field {name!r}; it has {', '.join(self.fields) or 'none'}.")
+        value = self.fields[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise RequestError(
+                f"{self.where}: field {name!r} is {type(value).__name__}, not {kind.__name__}; mend that row."
+            )
+        return value
 
 
 @dataclass(frozen=True)
@@ -24,6 +43,9 @@ class Example:
         where: the row it was made from.
         chat: whether the prompt was rendered by a chat template, special tokens included.
         slot: for a masked model, the place of the mask: how many characters of the prompt precede it.
+        right: indices of all options that are right, where there may be several; empty: `label` alone.
+        references: right answers of free text, to compare with.
+        ends: whether the end of the text is learnt as part of the answer.
     """
 
     prompt: str
@@ -33,3 +55,6 @@ class Example:
     where: str
     chat: bool = False
     slot: int | None = None
+    right: tuple[int, ...] = ()
+    references: tuple[str, ...] = ()
+    ends: bool = True

@@ -22,7 +22,7 @@ TEMPLATES: dict[Kind, str] = {"causal": "{text}\nLabel:", "masked": "{text} It w
 class Format(ABC):
     """A shape of data."""
 
-    shape: ClassVar[Literal["completion", "messages", "label"]]
+    shape: ClassVar[Literal["completion", "messages", "label", "task"]]
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -32,6 +32,10 @@ class Format(ABC):
     @abstractmethod
     def example(self, row: Row, *, answered: bool = True) -> Example:
         """The example of a row; with `answered=False` without its answer, which may be missing or wrong."""
+
+    def training_example(self, row: Row) -> Example:
+        """The example to learn from: by default the one to be answered."""
+        return self.example(row)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,225 @@
+"""The sixteen data sets of the paper, as MeZO, LOZO, SubZO and TeZO put them to models.
+
+To add one, add an entry, a golden prompt (`tests/golden/`), and it is tested with the others.
+"""
+
+from collections.abc import Sequence
+
+from tezo.errors import RequestError, nearest
+from tezo.tasks.base import Row
+from tezo.tasks.formats import Kind
+from tezo.tasks.task import MASK, Choice, FreeText, Hub, OwnOptions, Task, Wording, index_of
+
+SUPER_GLUE, GLUE = "aps/super_glue", "nyu-mll/glue"
+
+
+def capital(text: str) -> str:
+    """With a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def small(text: str) -> str:
+    """With a small first letter."""
+    return text[:1].lower() + text[1:]
+
+
+def pair(first: str, second: str, words: tuple[str, ...]) -> Choice:
+    """RoBERTa's wording of two sentences: "first?<mask>, second", the last character of the first cut off."""
+    return Choice(lambda row: f"{row[first][:-1]}?{MASK}, {small(row[second])}", words)
+
+
+def premise_and_hypothesis(words: tuple[str, ...]) -> dict[Kind, Wording]:
+    """Natural language inference for models with a mask, and for encoders of sentences."""
+    described = {" Yes": "It follows.", " No": "It is false.", " Maybe": "It may be true or false."}
+    both = Choice(lambda row: f"{row['premise']} {row['hypothesis']}", tuple(described[word] for word in words))
+    return {"masked": pair("premise", "hypothesis", words), "encoder": both}
+
+
+def sentiment(text: str, words: tuple[str, ...]) -> dict[Kind, Wording]:
+    """Opinions, from bad to good."""
+    return {
+        "masked": Choice(lambda row: f"{row[text].strip()} It was{MASK}.", words),
+        "encoder": Choice(lambda row: row[text], tuple(f"It was{word}." for word in words)),
+    }
+
+
+def _boolq(row: Row) -> str:
+    return f"{row['passage']} {capital(row['question'].removesuffix('?'))}?\n"
+
+
+def _wsc(row: Row) -> str:
+    pronoun = row["span2_text"].lower()
+    return (
+        f'{row["text"]}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {row["span1_text"]}? '
+        "Yes or No?\n"
+    )
+
+
+def _copa(row: Row) -> str:
+    joints = {"effect": " so", "cause": " because"}
+    if row["question"] not in joints:
+        raise RequestError(f"{row.where}: question is {row['question']!r}; it must be cause or effect.")
+    return row["premise"].removesuffix(".") + joints[row["question"]]
+
+
+def _copa_options(row: Row) -> list[str]:
+    choices = [row["choice1"].split(" "), row["choice2"].split(" ")]
+    return [" " + " ".join([first if first == "I" else first.lower(), *rest]) for first, *rest in choices]
+
+
+def _record(row: Row) -> str:
+    passage = row["passage"].replace("@highlight\n", "- ")
+    return f"{passage}\n-"
+
+
+def _record_options(row: Row) -> list[str]:
+    return [" " + row["query"].replace("@placeholder", entity) for entity in row.value("entities", list)]
+
+
+def _record_right(row: Row) -> list[int]:
+    entities = row.value("entities", list)
+    right = [entities.index(answer) for answer in row.value("answers", list) if answer in entities]
+    if not right:
+        raise RequestError(f"{row.where}: none of its answers is among its entities; mend or leave out that row.")
+    return right
+
+
+def _squad_references(row: Row) -> Sequence[str]:
+    return _texts(row, "answers", "text")
+
+
+def _drop_references(row: Row) -> Sequence[str]:
+    return _texts(row, "answers_spans", "spans")
+
+
+def _texts(row: Row, field: str, key: str) -> Sequence[str]:
+    """The answers, once each; an error where there is none."""
+    found = row.value(field, dict).get(key)
+    if not isinstance(found, list) or not found:
+        raise RequestError(f"{row.where}: there is no answer in {field!r}; mend or leave out that row.")
+    return [str(text) for text in dict.fromkeys(found)]
+
+
+YES_NO, NO_YES = ("Yes", "No"), ("No", "Yes")
+TERRIBLE_GREAT = (" terrible", " great")
+ENTAILMENT = (" Yes", " Maybe", " No")
+
+CAUSAL = (
+    Task(
+        "sst2", Hub("stanfordnlp/sst2"),
+        {
+            "causal": Choice(lambda row: f"{row['sentence'].strip()} It was", TERRIBLE_GREAT),
+            **sentiment("sentence", TERRIBLE_GREAT),
+        },
+    ),
+    Task(
+        "rte", Hub(SUPER_GLUE, "rte"),
+        {
+            "causal": Choice(
+                lambda row: f'{row["premise"]}\nDoes this mean that "{row["hypothesis"]}" is true? Yes or No?\n', YES_NO
+            ),
+            **premise_and_hypothesis((" Yes", " No")),
+        },
+    ),
+    Task(
+        "cb", Hub(SUPER_GLUE, "cb"),
+        {
+            "causal": Choice(
+                lambda row: f'Suppose {row["premise"]} Can we infer that "{row["hypothesis"]}"? Yes, No, or Maybe?\n',
+                ("Yes", "No", "Maybe"),
+            )
+        },
+    ),
+    Task("boolq", Hub(SUPER_GLUE, "boolq"), {"causal": Choice(_boolq, NO_YES)}),
+    Task(
+        "wsc", Hub(SUPER_GLUE, "wsc.fixed"),
+        {"causal": Choice(_wsc, NO_YES)},
+    ),
+    Task(
+        "wic", Hub(SUPER_GLUE, "wic"),
+        {
+            "causal": Choice(
+                lambda row: (
+                    f'Does the word "{row["word"]}" have the same meaning in these two sentences? Yes, No?\n'
+                    f"{row['sentence1']}\n{row['sentence2']}\n"
+                ),
+                NO_YES,
+            )
+        },
+    ),
+    Task(
+        "multirc", Hub(SUPER_GLUE, "multirc"),
+        {
+            "causal": Choice(
+                lambda row: (
+                    f"{row['paragraph']}\nQuestion: {row['question']}\n"
+                    f'I found this answer "{row["answer"]}". Is that correct? Yes or No?\n'
+                ),
+                NO_YES,
+            )
+        },
+    ),
+    Task(
+        "copa", Hub(SUPER_GLUE, "copa"),
+        {"causal": OwnOptions(_copa, _copa_options, lambda row: [index_of(row, "label", 2)])},
+    ),
+    Task(
+        "record", Hub(SUPER_GLUE, "record"),
+        {"causal": OwnOptions(_record, _record_options, _record_right)},
+    ),
+    Task(
+        "squad", Hub("rajpurkar/squad"),
+        {
+            "causal": FreeText(
+                lambda row: f"Title: {row['title']}\nContext: {row['context']}\nQuestion: {row['question']}\nAnswer:",
+                _squad_references,
+            )
+        },
+        metric="f1",
+    ),
+    Task(
+        "drop", Hub("ucinlp/drop"),
+        {
+            "causal": FreeText(
+                lambda row: f"Passage: {row['passage']}\nQuestion: {row['question']}\nAnswer:", _drop_references
+            )
+        },
+        metric="f1",
+    ),
+)  # fmt: skip
+"""Of the tables for OPT and LLaMA."""
+
+MASKED = (
+    Task("sst5", Hub("SetFit/sst5"),
+         sentiment("text", (" terrible", " bad", " okay", " good", " great"))),
+    Task("snli", Hub("stanfordnlp/snli"), premise_and_hypothesis(ENTAILMENT),
+         unlabelled=-1),
+    Task("mnli", Hub(GLUE, "mnli", test="validation_matched"),
+         premise_and_hypothesis(ENTAILMENT)),
+    Task("qnli", Hub(GLUE, "qnli"),
+         {"masked": pair("question", "sentence", (" Yes", " No"))}),
+    Task(
+        "trec", Hub("CogComp/trec", test="test"),
+        {
+            "masked": Choice(lambda row: f"{MASK}: {row['text']}", (
+                " Expression", " Entity", " Description", " Human", " Location", " Number"), "coarse_label"),
+            "encoder": Choice(lambda row: row["text"], (
+                "What does the abbreviation mean?", "What thing is it?", "How is it described?", "Who is it?",
+                "Where is it?", "How many are there?"), "coarse_label"),
+        },
+    ),
+)  # fmt: skip
+"""Of the tables for RoBERTa-large, which has SST-2 and RTE too."""
+
+TASKS = {task.name: task for task in (*CAUSAL, *MASKED)}
+
+
+def task(name: str) -> Task:
+    """The task of that name.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if name not in TASKS:
+        raise RequestError(f"data.task: there is no task {name!r}. " + nearest(name, TASKS))
+    return TASKS[name]

@@ -1,0 +1,71 @@
+"""How answers are scored: by the conventions of the ZO papers, and beside them by the data sets' own."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+Score = tuple[float, float]
+"""(exact match, F1), each from 0 to 1."""
+
+
+def normalized(text: str) -> str:
+    """As SQuAD compares answers: lower case, without punctuation, articles and doubled spaces."""
+    kept = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def exact_and_f1(prediction: str, references: Sequence[str]) -> Score:
+    """The best of the references: (same after normalisation, F1 of the words in common)."""
+    scores = [(float(normalized(prediction) == normalized(r)), _word_f1(prediction, r)) for r in references]
+    return max(exact for exact, _ in scores), max(f1 for _, f1 in scores)
+
+
+def _word_f1(prediction: str, reference: str) -> float:
+    said, right = normalized(prediction).split(), normalized(reference).split()
+    common = sum((Counter(said) & Counter(right)).values())
+    if common == 0:
+        return 0.0
+    return 2 * common / (len(said) + len(right))
+
+
+def drop_exact_and_f1(prediction: str, spans: Sequence[str]) -> Score:
+    """DROP's own metric for an answer of one span, where `spans` together are the right answer.
+
+    Words are compared after normalisation, numbers by value; a span whose numbers are not met scores nothing; the
+    F1 of the span that fits best is shared among all.
+    """
+    said = _drop_words(prediction)
+    right = [_drop_words(span) for span in spans]
+    exact = float(len(right) == 1 and said == right[0])
+    return exact, round(max(_bag_f1(said, bag) for bag in right) / len(right), 2)
+
+
+def _drop_words(text: str) -> frozenset[str]:
+    """The set of a span's words: numbers as floats are written, words lower, bare of articles and punctuation."""
+    words = (_drop_word(word) for word in re.split(r"[ -]", text))
+    return frozenset(part for word in words for part in word.split())
+
+
+def _drop_word(word: str) -> str:
+    lower = word.lower()
+    bare = lower if _number(lower) is not None else "".join(c for c in lower if c not in string.punctuation)
+    value = _number(bare)
+    return str(value) if value is not None else re.sub(r"\b(a|an|the)\b", " ", bare)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _bag_f1(said: frozenset[str], right: frozenset[str]) -> float:
+    numbers = {word for word in right if _number(word) is not None}
+    if numbers and not numbers & said:
+        return 0.0
+    common = len(said & right)
+    precision = common / len(said) if said else 1.0
+    recall = common / len(right) if right else 1.0
+    return 2 * precision * recall / (precision + recall) if common or not (said or right) else 0.0
