@@ -18,7 +18,8 @@ TILE = 1 << 19
 """Entries of a cast tile: 2 MB of float32."""
 
 LEAST_ROWS = 32
-"""From so many rows of inputs on, casting the weight costs less than a product in emulated half precision."""
+"""From so many rows of inputs on the weight is cast; with fewer, casting it takes longer than the emulated product. Tried
+on one CPU; no committed result backs the number."""
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
@@ -42,8 +43,8 @@ def tiled_transposed(x_GTM: Tensor, bias_N: Tensor, tiles: Tiles) -> Tensor:
 def wide_products(model: nn.Module) -> AbstractContextManager[object]:
     """While open, linear layers in half precision on a CPU without its instructions compute in float32.
 
-    Such a CPU emulates each product; casting the weight tile by tile first is two to ten times faster from some
-    tens of rows on, and rounds once, at the end. Elsewhere this does nothing.
+    Such a CPU emulates each product; casting the weight tile by tile first is faster from some tens of rows on (see
+    docs/cost.md), and rounds once, at the end. Elsewhere this does nothing. For use where no gradient is recorded.
     """
     slow = any(is_emulated(p.dtype) for p in model.parameters() if p.device.type == "cpu")
     return _WideProducts() if slow else nullcontext()
