@@ -18,8 +18,10 @@ TILE = 1 << 19
 """Entries of a cast tile: 2 MB of float32."""
 
 LEAST_ROWS = 32
-"""From so many rows of inputs on the weight is cast; with fewer, casting it takes longer than the emulated product. Tried
-on one CPU; no committed result backs the number."""
+"""From so many rows of inputs on the weight is cast; with fewer, casting takes longer than the emulated product.
+
+Tried on one CPU; no committed result backs the number.
+"""
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
