@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tezo.random import fill_normal_
-from tezo.scratch import scratch
+from tezo.scratch import row_slices, scratch
 
 TILE = 1 << 18
 """Entries of a dense tile: the largest temporary that a dense draw or write makes."""
@@ -38,10 +38,7 @@ def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
 
     They depend on the shape alone: each tile of a dense direction is a draw of its own.
     """
-    per_row = max(1, int(torch.Size(shape[1:]).numel()))
-    step = max(1, TILE // per_row)
-    for start in range(0, shape[0], step):
-        yield slice(start, min(start + step, shape[0]))
+    yield from row_slices(shape, TILE)
 
 
 class Direction(ABC):

@@ -5,6 +5,7 @@ A new block of a megabyte comes from the system page by page, which can take lon
 
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,3 +29,10 @@ def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
     if key not in buffers or buffers[key].numel() < size:
         buffers[key] = torch.empty(size, dtype=dtype, device=device)
     return buffers[key][:size].view(shape)
+
+
+def row_slices(shape: tuple[int, ...], most: int) -> Iterator[slice]:
+    """All rows of an array of this shape, in slices of at most `most` entries each (at least one row)."""
+    step = max(1, most // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))

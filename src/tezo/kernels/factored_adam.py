@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tezo import rounding
-from tezo.scratch import scratch
+from tezo.scratch import row_slices, scratch
 
 TILE = 1 << 18
 """Entries of a tile on a CPU: two of float32 and the rounding's noise, 2.5 MB, stay in a core's cache."""
@@ -87,12 +87,9 @@ def torch_factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, dra
 
 def _tiles(weight_MN: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(rows, two buffers of their shape): the same memory for all tiles."""
-    height, width = weight_MN.shape
-    step = min(height, max(1, TILE // max(1, width)))
-    buffers = scratch("factored-adam", (2, step, width), dtype, weight_MN.device)
-    for start in range(0, height, step or 1):
-        rows = slice(start, min(start + step, height))
-        yield rows, buffers[0, : rows.stop - start], buffers[1, : rows.stop - start]
+    for rows in row_slices(weight_MN.shape, TILE):
+        buffers = scratch("factored-adam", (2, *weight_MN[rows].shape), dtype, weight_MN.device)
+        yield rows, buffers[0], buffers[1]
 
 
 def _reciprocal_root(out: Tensor, left_TR: Tensor, right_RN: Tensor, factors: AdamFactors) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tezo.scratch import scratch
+from tezo.scratch import row_slices, scratch
 
 Tiles = Iterator[tuple[slice, int, Tensor]]
 """(rows, g, the rows of the matrix that block g meets); the next may overwrite the tensor."""
@@ -95,8 +95,6 @@ def wide_addmm(bias_N: Tensor, x_TM: Tensor, weight_MN: Tensor) -> Tensor:
 
 
 def _cast_tiles(weight_MN: Tensor) -> Tiles:
-    height, width = weight_MN.shape
-    step = max(1, TILE // max(1, width))
-    for start in range(0, height, step):
-        part = weight_MN[start : start + step]
-        yield slice(start, start + step), 0, scratch("cast", part.shape, torch.float32, part.device).copy_(part)
+    for rows in row_slices(weight_MN.shape, TILE):
+        part = weight_MN[rows]
+        yield rows, 0, scratch("cast", part.shape, torch.float32, part.device).copy_(part)
