@@ -240,11 +240,11 @@ def test_the_four_ways_to_use_a_direction_agree_with_its_dense_form(kind, m, n, 
     u, v = new(m, r), new(n, r)
     coefficient = {"cp": new(r), "low-rank": u, "core": new(r, r)}[kind]
     if kind == "cp":
-        point, z = CP(coefficient=coefficient, v_NR=v, born=0, u_MR=u), torch.einsum("s,ms,ns->mn", coefficient, u, v)
+        point, z = CP(draw=lambda: coefficient, v_NR=v, born=0, u_MR=u), torch.einsum("s,ms,ns->mn", coefficient, u, v)
     elif kind == "core":
-        point, z = Core(coefficient=coefficient, v_NR=v, born=0, u_MR=u), u @ coefficient @ v.T
+        point, z = Core(draw=lambda: coefficient, v_NR=v, born=0, u_MR=u), u @ coefficient @ v.T
     else:
-        point, z = LowRank(coefficient=u, v_NR=v, born=0, previous_v_NR=None, gram=1.0), u @ v.T
+        point, z = LowRank(draw=lambda: u, v_NR=v, born=0, previous_v=None, gram=1.0), u @ v.T
     left, right = point.factors()
     x, x_transposed, ids = new(2, 3, n), new(2, 3, m), torch.randint(m, (2, 3), generator=draw)
     weight = new(m, n)

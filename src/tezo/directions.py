@@ -16,7 +16,7 @@ The scale that gives every entry of Z variance 1 is inside the fixed factors (se
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -99,24 +99,32 @@ class Dense(Direction):
 class FixedFactors(Direction):
     """A low-rank direction: at least one factor stays fixed from step `born` on.
 
+    `draw` returns the coefficient: one that is kept, or one that is drawn anew at each use, where that of all
+    matrices together would take memory.
+
     A coefficient with a leading dimension G stands for G points of one space. `add_linear_` and its kin then
     take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike. They compute in the
     dtype of the output, whatever the factors are stored in.
     """
 
-    coefficient: Tensor
+    draw: Callable[[], Tensor]
     v_NR: Tensor
     born: int
+
+    @property
+    def coefficient(self) -> Tensor:
+        """Where in the space the direction lies."""
+        return self.draw()
 
     def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
         yield slice(None), self.coefficient * factor
 
     def with_coefficient(self, coefficient: Tensor) -> Self:
         """The point with another coefficient and the same fixed factors."""
-        return replace(self, coefficient=coefficient)
+        return replace(self, draw=lambda: coefficient)
 
     def origin(self) -> Self:
-        """The zero of the space, which keeps nothing of the spaces before it."""
+        """The zero of the space."""
         return self.with_coefficient(torch.zeros_like(self.coefficient))
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
@@ -183,15 +191,12 @@ class CP(FixedFactors):
 class LowRank(FixedFactors):
     """Z = U V^T with V fixed over an interval: the coefficient is u_MR.
 
-    On the first step of an interval, `previous_v_NR` is the V of the interval before, and `gram` the
+    On the first step of an interval, `previous_v` draws the V of the interval before, and `gram` is the
     diagonal that V^T V has in expectation; together they carry a momentum over.
     """
 
-    previous_v_NR: Tensor | None
+    previous_v: Callable[[], Tensor] | None
     gram: float
-
-    def origin(self) -> Self:
-        return replace(super().origin(), previous_v_NR=None)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.coefficient, self.v_NR
@@ -208,10 +213,10 @@ class LowRank(FixedFactors):
         _add_product_(out_GTN, rows_GTR.to(out_GTN.dtype), self.v_NR.T)
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
-        if self.previous_v_NR is None:
+        if self.previous_v is None:
             return coefficient
         # M <- M V_old^T V_new / E[V^T V]
-        overlap_RR = self.previous_v_NR.T.to(coefficient.dtype) @ self.v_NR.to(coefficient.dtype)
+        overlap_RR = self.previous_v().T.to(coefficient.dtype) @ self.v_NR.to(coefficient.dtype)
         return coefficient @ overlap_RR / self.gram
 
 

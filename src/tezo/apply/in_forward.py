@@ -82,7 +82,8 @@ class InForward(MovingParameter):
         assert self.change is not None
         if not self._shifts:
             return self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
-        steps = [shift.scale * _coefficient(shift.direction) for shift in self._shifts]
+        drawn = {id(shift.direction): _coefficient(shift.direction) for shift in self._shifts}
+        steps = [shift.scale * drawn[id(shift.direction)] for shift in self._shifts]
         return self.change.with_coefficient(torch.stack(steps).add_(self.change.coefficient))
 
     def begin(self, direction: Direction, moment: Moment) -> None:

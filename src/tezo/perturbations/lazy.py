@@ -1,5 +1,7 @@
 """LOZO's perturbation: one factor fresh every step, the other kept over an interval."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -26,19 +28,23 @@ class Lazy(LowRankPerturbation):
     def matrix_direction(self, target: Target, moment: Moment) -> LowRank:
         born = moment.step - moment.step % self.interval
         refreshed = born == moment.step and born > 0
-        previous_v_NR = self.factors(target, moment.seed, born - self.interval)["v"] if refreshed else None
-        rows, columns = target.matrix_shape
-        rank = self._ranks[target.name]
-        # M x r numbers every step are too many for the CPU: like dense noise they come from the weight's device
-        u_MR = torch.empty(rows, rank, dtype=target.state_dtype, device=target.parameter.device)
-        fill_normal_(u_MR, seed=moment.seed, step=moment.step, name=target.name, role=f"u.{moment.index}")
+        columns, rank = target.matrix_shape[1], self._ranks[target.name]
         return LowRank(
-            coefficient=u_MR,
+            draw=partial(self._u, target, moment),
             v_NR=self.factors(target, moment.seed, born)["v"],
             born=born,
-            previous_v_NR=previous_v_NR,
+            previous_v=partial(self._v, target, moment.seed, born - self.interval) if refreshed else None,
             gram=columns * self._factor(rank) ** 2,
         )
+
+    def _u(self, target: Target, moment: Moment) -> Tensor:
+        # M x r numbers every step are too many for the CPU: like dense noise they come from the weight's device
+        shape = target.matrix_shape[0], self._ranks[target.name]
+        u_MR = torch.empty(shape, dtype=target.state_dtype, device=target.parameter.device)
+        return fill_normal_(u_MR, seed=moment.seed, step=moment.step, name=target.name, role=f"u.{moment.index}")
+
+    def _v(self, target: Target, seed: int, born: int) -> Tensor:
+        return self._place(self.draw_factors(target, target.name, seed, born)["v"], target)
 
     def draw_factors(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
         columns, rank = target.matrix_shape[1], self._ranks[target.name]

@@ -28,7 +28,7 @@ class Subspace(LowRankPerturbation):
         factors = self.factors(target, moment.seed, born)
         rank = self._ranks[target.name]
         core_RR = self.coefficient((rank, rank), target, moment, "core")
-        return Core(coefficient=core_RR, u_MR=factors["u"], v_NR=factors["v"], born=born)
+        return Core(draw=lambda: core_RR, u_MR=factors["u"], v_NR=factors["v"], born=born)
 
     def draw_factors(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]
