@@ -11,7 +11,7 @@ from tiny import lm_loss, tiny_opt, tokens
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tezo.directions import CP, Core, Dense, Direction, LowRank
+from tezo.directions import CP, Core, Dense, Direction, Kept, LowRank
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import select_targets
 from tezo.perturbations import Moment
@@ -240,11 +240,11 @@ def test_the_four_ways_to_use_a_direction_agree_with_its_dense_form(kind, m, n, 
     u, v = new(m, r), new(n, r)
     coefficient = {"cp": new(r), "low-rank": u, "core": new(r, r)}[kind]
     if kind == "cp":
-        point, z = CP(draw=lambda: coefficient, v_NR=v, born=0, u_MR=u), torch.einsum("s,ms,ns->mn", coefficient, u, v)
+        point, z = CP(draw=Kept(coefficient), v_NR=v, born=0, u_MR=u), torch.einsum("s,ms,ns->mn", coefficient, u, v)
     elif kind == "core":
-        point, z = Core(draw=lambda: coefficient, v_NR=v, born=0, u_MR=u), u @ coefficient @ v.T
+        point, z = Core(draw=Kept(coefficient), v_NR=v, born=0, u_MR=u), u @ coefficient @ v.T
     else:
-        point, z = LowRank(draw=lambda: u, v_NR=v, born=0, previous_v=None, gram=1.0), u @ v.T
+        point, z = LowRank(draw=Kept(u), v_NR=v, born=0, previous_v=None, gram=1.0), u @ v.T
     left, right = point.factors()
     x, x_transposed, ids = new(2, 3, n), new(2, 3, m), torch.randint(m, (2, 3), generator=draw)
     weight = new(m, n)

@@ -95,12 +95,23 @@ class Dense(Direction):
             weight_MN[rows] += z.to(weight_MN.dtype)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A coefficient that is drawn once."""
+
+    coefficient: Tensor
+
+    def __call__(self) -> Tensor:
+        """It."""
+        return self.coefficient
+
+
 @dataclass(frozen=True, kw_only=True)
 class FixedFactors(Direction):
     """A low-rank direction: at least one factor stays fixed from step `born` on.
 
-    `draw` returns the coefficient: one that is kept, or one that is drawn anew at each use, where that of all
-    matrices together would take memory.
+    `draw` returns the coefficient: one that is `Kept`, or one drawn anew at each use, where those of all matrices
+    together would take memory.
 
     A coefficient with a leading dimension G stands for G points of one space. `add_linear_` and its kin then
     take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike. They compute in the
@@ -121,7 +132,7 @@ class FixedFactors(Direction):
 
     def with_coefficient(self, coefficient: Tensor) -> Self:
         """The point with another coefficient and the same fixed factors."""
-        return replace(self, draw=lambda: coefficient)
+        return replace(self, draw=Kept(coefficient))
 
     def origin(self) -> Self:
         """The zero of the space."""

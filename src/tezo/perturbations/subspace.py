@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tezo.directions import Core
+from tezo.directions import Core, Kept
 from tezo.params import Target
 from tezo.perturbations.base import LowRankPerturbation, Moment, Scale, check_interval
 from tezo.random import normal
@@ -28,7 +28,7 @@ class Subspace(LowRankPerturbation):
         factors = self.factors(target, moment.seed, born)
         rank = self._ranks[target.name]
         core_RR = self.coefficient((rank, rank), target, moment, "core")
-        return Core(draw=lambda: core_RR, u_MR=factors["u"], v_NR=factors["v"], born=born)
+        return Core(draw=Kept(core_RR), u_MR=factors["u"], v_NR=factors["v"], born=born)
 
     def draw_factors(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tezo.directions import CP
+from tezo.directions import CP, Kept
 from tezo.params import Target
 from tezo.perturbations.base import LowRankPerturbation, Moment
 from tezo.random import normal
@@ -17,7 +17,7 @@ class Temporal(LowRankPerturbation):
     def matrix_direction(self, target: Target, moment: Moment) -> CP:
         factors = self.factors(target, moment.seed, born=0)
         tau_R = self.coefficient((self._ranks[target.name],), target, moment, "tau")
-        return CP(draw=lambda: tau_R, u_MR=factors["u"], v_NR=factors["v"], born=0)
+        return CP(draw=Kept(tau_R), u_MR=factors["u"], v_NR=factors["v"], born=0)
 
     def draw_factors(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
         rows, columns = target.matrix_shape
