@@ -3,6 +3,7 @@
 import copy
 import math
 
+import peft
 import pytest
 import torch
 from folders import (
@@ -90,6 +91,23 @@ def test_the_head_sees_only_the_needed_positions(family):
     ids = torch.full((2, 9), 7)
     logits_at(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, torch.tensor([[3, 4], [0, 1]]))
     assert seen == [(2, 2)]
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
+@pytest.mark.parametrize("family", CAUSAL)
+@torch.no_grad()
+def test_a_causal_model_keeps_no_keys_and_values(family, wrapped):
+    model = tiny_model(family, 20)
+    model.config.use_cache = True
+    base, caches = model, []
+    if wrapped:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", fan_in_fan_out=family == "gpt2"))
+    base.register_forward_hook(lambda _module, _args, output: caches.append(output.get("past_key_values")))
+    ids = torch.arange(1, 7).view(1, 6)
+    base(input_ids=ids)
+    assert caches.pop() is not None, "the model would keep them by itself"
+    logits_at(model, {"input_ids": ids}, torch.tensor([[5]]))
+    assert caches == [None]
 
 
 def plain_score(model, tokenizer, prompt: str, option: str) -> float:

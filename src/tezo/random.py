@@ -94,7 +94,8 @@ def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> 
         return out.normal_(generator=generator(out.device, seed=seed, step=step, name=name, role=role))
     bits = np.random.SFC64(_digest(seed, step, name, role, 16)).random_raw(-(-out.numel() // 4))
     k = torch.from_numpy(bits.view(np.int16)[: out.numel()]).view(out.shape)
-    return torch.add(_MIDDLE, k, alpha=2.0**-15, out=out).erfinv_().mul_(2**0.5)
+    out.copy_(k)  # by itself: torch.add of two dtypes makes a copy of k
+    return torch.add(_MIDDLE, out, alpha=2.0**-15, out=out).erfinv_().mul_(2**0.5)
 
 
 def generator(device: torch.device, *, seed: int, step: int, name: str, role: str) -> torch.Generator:

@@ -1,5 +1,6 @@
 """Only the needed logits: the head is applied at the positions that are asked for, not at all of them."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
     head = model.get_output_embeddings()
     handle = head.register_forward_pre_hook(keep) if head is not None else None
     try:
-        logits = model(**inputs).logits
+        logits = model(**inputs, **_no_cache(model)).logits
     finally:
         if handle is not None:
             handle.remove()
@@ -42,3 +43,9 @@ def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
 def _pick(values_SLD: Tensor, positions_SK: Tensor) -> Tensor:
     rows_S1 = torch.arange(values_SLD.shape[0], device=values_SLD.device).unsqueeze(1)
     return values_SLD[rows_S1, positions_SK.to(values_SLD.device)]
+
+
+def _no_cache(model: Any) -> dict[str, bool]:
+    """The keyword by which a causal model is told not to keep its keys and values, which nothing here reads again."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper hands it on
+    return {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}
