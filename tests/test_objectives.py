@@ -101,7 +101,9 @@ def test_a_causal_model_keeps_no_keys_and_values(family, wrapped):
     model.config.use_cache = True
     base, caches = model, []
     if wrapped:
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", fan_in_fan_out=family == "gpt2"))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules="all-linear", fan_in_fan_out=family == "gpt2")
+        )
     base.register_forward_hook(lambda _module, _args, output: caches.append(output.get("past_key_values")))
     ids = torch.arange(1, 7).view(1, 6)
     base(input_ids=ids)
