@@ -45,9 +45,11 @@ CAUSAL = ("opt", "llama", "qwen2", "gpt2", "gemma2")
 FAMILIES = (*CAUSAL, "roberta", "bert")
 
 
-def words_tokenizer(*, closing: bool = False, chat: bool = False) -> transformers.PreTrainedTokenizerFast:
-    """One token a word, BOS in front; `closing` adds EOS behind, as BERT and RoBERTa do."""
-    vocabulary = {word: i for i, word in enumerate([*SPECIALS.values(), *dict.fromkeys(WORDS)])}
+def words_tokenizer(
+    *, closing: bool = False, chat: bool = False, more: Sequence[str] = ()
+) -> transformers.PreTrainedTokenizerFast:
+    """One token a word, those of `more` too, BOS in front; `closing` adds EOS behind, as BERT and RoBERTa do."""
+    vocabulary = {word: i for i, word in enumerate([*SPECIALS.values(), *dict.fromkeys([*WORDS, *more])])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS["unk"]))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.post_processor = processors.TemplateProcessing(
@@ -146,8 +148,14 @@ def model_folder(root: Path, family: str, *, chat: bool = False, dtype: torch.dt
     folder = root / f"{family}{'-chat' * chat}{str(dtype).removeprefix('torch.').replace('float32', '')}"
     if not folder.exists():
         tokenizer = tokenizer_for(family, chat=chat)
-        tiny_model(family, len(tokenizer)).to(dtype).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        saved(tiny_model(family, len(tokenizer)).to(dtype), tokenizer, folder)
+    return folder
+
+
+def saved(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """A model's folder."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -150,15 +150,27 @@ def examples(count: int) -> list[Example]:
 
 def test_per_class_takes_so_many_of_each_by_the_seed():
     pool = examples(60)
-    chosen = per_class(pool, 7, ["a", "b", "c"], seed=0)
-    assert [sum(e.label == k for e in chosen) for k in range(3)] == [7, 7, 7]
-    assert len({e.where for e in chosen}) == 21
-    assert chosen == sorted(chosen, key=pool.index)
-    assert chosen == per_class(pool, 7, ["a", "b", "c"], seed=0)
-    assert chosen != per_class(pool, 7, ["a", "b", "c"], seed=1)
-    assert per_class(pool, 20, ["a", "b", "c"], seed=5) == pool
+    labels, names = [e.label for e in pool], ["a", "b", "c"]
+    train, dev = per_class(labels, [7, 5], names, seed=0)
+    assert [sum(labels[i] == k for i in train) for k in range(3)] == [7, 7, 7]
+    assert [sum(labels[i] == k for i in dev) for k in range(3)] == [5, 5, 5]
+    assert len({*train, *dev}) == 36
+    assert (train, dev) == (sorted(train), sorted(dev))
+    assert [train, dev] == per_class(labels, [7, 5], names, seed=0)
+    assert train != per_class(labels, [7, 5], names, seed=1)[0]
+    assert per_class(labels, [20], names, seed=5) == [list(range(60))]
     with pytest.raises(RequestError, match=r"data\.per_class is 21, but label 'a' has 20 rows"):
-        per_class(pool, 21, ["a", "b", "c"], seed=0)
+        per_class(labels, [21], names, seed=0)
+
+
+def test_where_a_label_has_too_few_rows_they_are_shared_out_if_asked():
+    labels = [0] * 9 + [1] * 100
+    with pytest.raises(RequestError, match=r"data\.per_class is 10 and as many dev rows, but label 'a' has 9 rows"):
+        per_class(labels, [10, 10], ["a", "b"], seed=0)
+    train, dev = per_class(labels, [10, 10], ["a", "b"], seed=0, fewer=True)
+    assert [sum(labels[i] == k for i in train) for k in range(2)] == [4, 10]
+    assert [sum(labels[i] == k for i in dev) for k in range(2)] == [4, 10]
+    assert not {*train} & {*dev}
 
 
 @pytest.mark.parametrize(("count", "share", "expected"), [(60, 0.1, 6), (60, 0.5, 30), (40, 0.01, 1), (9000, 0.2, 500)])

@@ -27,8 +27,9 @@ def test_predictions_are_in_order_and_have_the_accuracy_that_is_measured(family,
     encoded = [objective.encode(example) for example in examples]
     answers = predict(model, objective, encoded, batch_size, 1)
     with torch.no_grad():
-        assert answers == objective.scores(model, objective.collate(encoded)).argmax(1).tolist()
-    right = sum(answer == example.label for answer, example in zip(answers, examples, strict=True))
+        best = objective.scores(model, objective.collate(encoded)).argmax(1).tolist()
+    assert answers == [example.name_of(i) for example, i in zip(examples, best, strict=True)]
+    right = sum(i == example.label for example, i in zip(examples, best, strict=True))
     metrics = evaluate(model, objective, encoded, batch_size)
     assert metrics["accuracy"] == pytest.approx(right / len(encoded))
     with torch.no_grad():

@@ -204,7 +204,9 @@ def test_evaluation_and_prediction_pack_of_themselves():
     objective = CausalObjective(tokenizer, CPU, 150, SETS["unequal"])
     assert objective.packs is None
     scores = plain.scores(model, plain.collate(encoded))
-    assert predict(model, objective, encoded, 3, 1) == scores.argmax(1).tolist()
+    assert predict(model, objective, encoded, 3, 1) == [
+        e.example.name_of(i) for e, i in zip(encoded, scores.argmax(1).tolist(), strict=True)
+    ]
     assert objective.packs
     labels = torch.tensor([e.example.label for e in encoded])
     metrics = evaluate(model, objective, encoded, 3)

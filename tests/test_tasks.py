@@ -8,7 +8,7 @@ import pytest
 
 from tezo.errors import RequestError
 from tezo.tasks import Row
-from tezo.tasks.catalogue import CAUSAL, MASKED, TASKS, task
+from tezo.tasks.catalogue import CAUSAL, MASKED, TASKS, example_row, task
 from tezo.tasks.metrics import drop_exact_and_f1, exact_and_f1, normalized
 from tezo.tasks.task import TaskFormat
 
@@ -46,7 +46,7 @@ def test_the_papers_tasks_are_all_there_each_with_a_golden_prompt_for_every_kind
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_prompt_is_the_golden_one_character_by_character(name, kind):
     golden = GOLDENS[name]
-    example = format_of(name, kind).example(Row(golden["row"], "here"))
+    example = format_of(name, kind).example(example_row(name))
     assert shown(example, kind) == golden[kind]["prompt"]
     assert list(example.options) == golden[kind]["options"]
     assert example.answer == golden[kind]["answer"]
@@ -56,9 +56,11 @@ def test_a_prompt_is_the_golden_one_character_by_character(name, kind):
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_without_its_answer_a_row_has_the_same_prompt(name, kind):
-    golden, form = GOLDENS[name], format_of(name, kind)
-    known = form.example(Row(golden["row"], "here"))
-    hidden = {key: value for key, value in golden["row"].items() if key not in ("label", "coarse_label", "answers")}
+    form = format_of(name, kind)
+    known = form.example(example_row(name))
+    hidden = {
+        key: value for key, value in example_row(name).fields.items() if key not in ("label", "coarse_label", "answers")
+    }
     asked = form.example(Row(hidden, "here"), answered=False)
     assert (asked.prompt, asked.slot, asked.options) == (known.prompt, known.slot, known.options)
     assert asked.answer == "" and asked.label is None and not asked.references
@@ -67,17 +69,17 @@ def test_without_its_answer_a_row_has_the_same_prompt(name, kind):
 @pytest.mark.parametrize("name", ["copa", "record"])
 def test_options_of_a_rows_own_are_learnt_by_writing_the_right_one(name):
     golden = GOLDENS[name]
-    example = format_of(name, "causal").training_example(Row(golden["row"], "here"))
+    example = format_of(name, "causal").training_example(example_row(name))
     assert example.options == () and example.answer == golden["causal"]["answer"] and not example.ends
 
 
 def test_all_references_of_a_free_answer_are_kept():
-    example = format_of("squad", "causal").example(Row(GOLDENS["squad"]["row"], "here"))
+    example = format_of("squad", "causal").example(example_row("squad"))
     assert example.references == ("red brick", "brick")
 
 
 def test_every_right_entity_counts():
-    row = {**GOLDENS["record"]["row"], "answers": ["Tom Hale", "Bergen"]}
+    row = {**example_row("record").fields, "answers": ["Tom Hale", "Bergen"]}
     assert format_of("record", "causal").example(Row(row, "here")).right == (2, 0)
 
 
@@ -97,14 +99,14 @@ def test_every_right_entity_counts():
 def test_a_bad_row_is_named_with_its_field(name, change, fault):
     kind = "causal" if "causal" in TASKS[name].wordings else "masked"
     with pytest.raises(RequestError, match=re.escape(fault)) as error:
-        format_of(name, kind).example(Row({**GOLDENS[name]["row"], **change}, "train.jsonl, line 3"))
+        format_of(name, kind).example(Row({**example_row(name).fields, **change}, "train.jsonl, line 3"))
     assert str(error.value).startswith("train.jsonl, line 3: ")
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_row_without_a_field_is_named_with_the_field(name, kind):
-    for field in GOLDENS[name]["row"]:
-        row = {key: value for key, value in GOLDENS[name]["row"].items() if key != field}
+    for field in example_row(name).fields:
+        row = {key: value for key, value in example_row(name).fields.items() if key != field}
         with pytest.raises(RequestError, match=f"train.jsonl, line 3: there is no field '{field}'"):
             format_of(name, kind).example(Row(row, "train.jsonl, line 3"))
 

@@ -16,8 +16,7 @@ from tezo.cli.runs import open_model, run_config
 from tezo.config import Config, TrainConfig, parse_config
 from tezo.errors import NonFiniteLossError, RunError
 from tezo.evaluate import evaluate
-from tezo.job import make_format, options_of, prepare
-from tezo.objectives import objective_for
+from tezo.job import make_format, make_objective, prepare
 from tezo.runs import Listener, RunFolder, memory_for
 from tezo.tasks import read_rows
 from tezo.train import Loop, evaluation_interval, train
@@ -137,7 +136,7 @@ def tuned_loss(home: Path, run: Path, method: str) -> float:
     loaded = open_model(str(run), settings)
     rows = read_rows(str(home / "dev.jsonl"), key="data")
     form = make_format(settings, loaded, rows)
-    objective = objective_for(loaded, options_of(form))
+    objective = make_objective(settings, loaded, form)
     assert settings.method.name == method
     return evaluate(loaded.model, objective, [objective.encode(form.example(row)) for row in rows], 64)["loss"]
 

@@ -37,8 +37,12 @@ class ModelConfig:
 class DataConfig:
     """The rows."""
 
-    train: str
+    train: str | None = None
     """A JSONL, CSV, TSV or Parquet file, or a hub data set."""
+    task: str | None = None
+    """Instead of train: one of the paper's data sets, see `tezo tasks`."""
+    dir: str | None = None
+    """Folder with a task's rows, TASK/train.jsonl and TASK/validation.jsonl; None: the hub."""
     dev: str | None = None
     """Rows that choose the checkpoint, evaluated during the run: a file, or a split of the hub data set."""
     test: str | None = None
@@ -65,8 +69,18 @@ class DataConfig:
     """Of labelled rows: {field} stands for a field, {mask} for the mask of a masked model."""
     label_words: dict[str, str] | None = None
     """Label -> word, or description for an encoder; None: the labels found, as they are."""
+    num_train: int | None = None
+    """Training rows; None: all, of a task 1000."""
+    num_dev: int | None = None
+    """Dev rows; None: all that are given; of a task 500 (cb and copa 100), taken from the training rows."""
+    num_test: int | None = None
+    """Test rows, the same for every seed; None: all, of a task at most 1000."""
     per_class: int | None = None
-    """Training rows of each label (k-shot); None: all."""
+    """Training rows of each label (k-shot), and of a task as many dev rows; None: num_train in all."""
+    allow_fewer: bool = False
+    """Take what there is where there are fewer rows than num_train or per_class says."""
+    seed: int | None = None
+    """Of the choice of rows; None: train.seed."""
     max_length: int | None = None
     """Longest input in tokens; None: the model's."""
 
@@ -143,12 +157,11 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     """A configuration from nested mappings."""
     _known_keys(tree, {"model", "data", "method", "train"}, "")
     sections = {key: _long(key, value) for key, value in tree.items()}
-    for key, example in (("model", "--model"), ("data", "--data")):
-        if _SHORT[key] not in sections.get(key, {}):
-            raise RequestError(f"{key}.{_SHORT[key]} is not set; give {example} or a recipe that has it.")
+    if "name" not in sections.get("model", {}):
+        raise RequestError("model.name is not set; give --model or a recipe that has it.")
     config = Config(
         model=_build(ModelConfig, sections["model"], "model"),
-        data=_build(DataConfig, sections["data"], "data"),
+        data=_build(DataConfig, sections.get("data", {}), "data"),
         method=_method(sections.get("method", {})),
         train=_build(TrainConfig, sections.get("train", {}), "train"),
     )
@@ -244,10 +257,15 @@ def _check(config: Config) -> None:
         ("train.warmup_steps", train.warmup_steps, 0),
         ("train.eval_every", train.eval_every, 0),
         ("train.patience", train.patience, 1),
+        ("data.num_train", data.num_train, 1),
+        ("data.num_dev", data.num_dev, 1),
+        ("data.num_test", data.num_test, 1),
         ("data.per_class", data.per_class, 1),
         ("data.max_length", data.max_length, 4),
     ):
         if value is not None and value < least:
             raise RequestError(f"{key} is {value}; it must be at least {least}.")
+    if data.train is None and data.task is None:
+        raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
     if not 0 < data.hold_out < 1:
         raise RequestError(f"data.hold_out is {data.hold_out}; it must lie between 0 and 1.")

@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tezo.config import Config, DataConfig
+from tezo.config import Config
 from tezo.errors import RequestError
 from tezo.methods import method
 from tezo.models import LoadedModel, load_model
 from tezo.objectives import Batch, Encoded, Objective, objective_for
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import find_targets, never_called
-from tezo.tasks import Example, Fields, Format, LabelFormat, Row, choose_format, hold_out, per_class, read_rows
+from tezo.splits import divide, read_splits
+from tezo.tasks import Fields, Format, LabelFormat, Row, TaskFormat, choose_format, task
 
 
 @dataclass(frozen=True)
@@ -56,24 +56,25 @@ class Job:
 def prepare(config: Config) -> Job:
     """Loads, reads, encodes and plans; raises `RequestError` for whatever does not fit."""
     notices: list[str] = []
-    rows = {"train": _read(config.data, "train"), "dev": _read(config.data, "dev"), "test": _read(config.data, "test")}
+    found = read_splits(config.data)
     loaded = load(config)
-    form = make_format(config, loaded, rows["train"])
-    examples = {name: [form.example(row) for row in part] for name, part in rows.items()}
-    examples = _sample(config, form, examples, notices)
-    objective = objective_for(loaded, options_of(form), config.data.max_length)
-    encoded = {name: [objective.encode(example) for example in part] for name, part in examples.items()}
+    form = make_format(config, loaded, found.train)
+    rows = divide(found, form, config.data, config.train.seed)
+    notices += rows.notices
+    objective = make_objective(config, loaded, form)
+    train = [objective.encode(form.training_example(row)) for row in rows.train]
+    dev, test = ([objective.encode(form.example(row)) for row in part] for part in (rows.dev, rows.test))
     notices += cut_notices(objective)
-    objective.adapt(loaded.model, encoded["train"])
-    optimizer = _optimizer(config, loaded, objective, encoded["train"], notices)
+    objective.adapt(loaded.model, train)
+    optimizer = _optimizer(config, loaded, objective, train, notices)
     return Job(
         config=resolve(config, form),
         loaded=loaded,
         format=form,
         objective=objective,
-        train=encoded["train"],
-        dev=encoded["dev"],
-        test=encoded["test"] or encoded["dev"],
+        train=train,
+        dev=dev,
+        test=test or dev,
         optimizer=optimizer,
         notices=tuple(notices),
     )
@@ -87,25 +88,30 @@ def load(config: Config) -> LoadedModel:
 
 def make_format(config: Config, loaded: LoadedModel, rows: Sequence[Row]) -> Format:
     """The format of a configuration's rows."""
+    if config.data.task is not None:
+        entry = task(config.data.task)
+        return TaskFormat(entry, entry.wording(loaded.kind))
     named = {f.name: getattr(config.data, f.name) for f in fields(Fields)}
     return choose_format(rows, loaded.kind, Fields(**named), lambda messages: render_chat(loaded.tokenizer, messages))
 
 
-def options_of(form: Format) -> tuple[str, ...]:
-    """What a format's examples choose among; empty for free text."""
-    if not isinstance(form, LabelFormat):
-        return ()
-    return form.options
+def make_objective(config: Config, loaded: LoadedModel, form: Format, max_new_tokens: int | None = None) -> Objective:
+    """The objective of a model on these rows, with room for an answer of `max_new_tokens`, or of the format's own."""
+    new = form.max_new_tokens or 0 if max_new_tokens is None else max_new_tokens
+    room = loaded.max_length - new
+    if room < 1:
+        raise RequestError(f"max_new_tokens is {new}, but the model takes {loaded.max_length} tokens in all.")
+    return objective_for(loaded, form.options, min(config.data.max_length or room, room))
 
 
 def resolve(config: Config, form: Format) -> Config:
     """The configuration with the data's shape and labels filled in, so that it means the same on other rows."""
     if isinstance(form, LabelFormat):
         data = replace(config.data, shape="label", template=form.template, label_words=dict(form.words))
+    elif form.shape != "task":
+        data = replace(config.data, shape=form.shape)
     else:
-        shape = form.shape
-        assert shape != "task"
-        data = replace(config.data, shape=shape)
+        data = config.data
     return replace(config, data=data)
 
 
@@ -128,40 +134,6 @@ def cut_notices(objective: Objective) -> list[str]:
         f"{cuts.rows} prompt(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
         f"{cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the bound."
     ]
-
-
-def _read(data: DataConfig, name: str) -> list[Row]:
-    source = getattr(data, name)
-    if source is None:
-        return []
-    if name == "train":
-        return read_rows(source, key="data.train", split=data.train_split, subset=data.subset)
-    return read_part(data, source, key=f"data.{name}")
-
-
-def read_part(data: DataConfig, source: str, key: str = "data") -> list[Row]:
-    """The rows of `source`: a file, or a split of the hub data set that is trained on."""
-    if Path(source).suffix == "" and not Path(source).exists() and not Path(data.train).exists():
-        return read_rows(data.train, key=key, split=source, subset=data.subset)
-    return read_rows(source, key=key)
-
-
-def _sample(
-    config: Config, form: Format, examples: dict[str, list[Example]], notices: list[str]
-) -> dict[str, list[Example]]:
-    data, seed = config.data, config.train.seed
-    sampled = dict(examples)
-    if not examples["dev"] and not examples["test"]:
-        sampled["train"], sampled["dev"] = hold_out(examples["train"], data.hold_out, seed)
-        notices.append(
-            f"{len(sampled['dev'])} of {len(examples['train'])} training rows are held out for evaluation; "
-            "data.dev and data.test name rows of your own."
-        )
-    if data.per_class is not None:
-        if not form.labels:
-            raise RequestError("data.per_class is set, but these rows have no labels; leave it out.")
-        sampled["train"] = per_class(sampled["train"], data.per_class, form.labels, seed)
-    return sampled
 
 
 def _optimizer(

@@ -114,10 +114,15 @@ class Loop:
         size = self.settings.eval_batch_size
         longest = sorted(encoded, key=lambda row: row.length)[-size:]
         with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
-            metrics = evaluate(self.job.model, self.job.objective, encoded, size)
+            metrics = evaluate(self.job.model, self.job.objective, encoded, size, **self._asked(split))
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)
         return metrics
+
+    def _asked(self, split: str) -> dict[str, Any]:
+        # dev rows choose by the loss alone; writing answers takes a pass a token
+        form = self.job.format
+        return {"measures": form.measures, "max_new_tokens": form.max_new_tokens or 0} if split == "test" else {}
 
     def _evaluate_dev(self, step: int, known: Metrics | None) -> None:
         same = known is not None and self.job.dev is self.job.test

@@ -15,30 +15,32 @@ def register(app: typer.Typer) -> None:
 def evaluate(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, or a base model.")],
     data: Annotated[str | None, typer.Option(help="Rows to evaluate on; default: the run's test rows.")] = None,
+    task: Annotated[str | None, typer.Option(help="Its test rows, instead of --data: one of `tezo tasks`.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
     settings: list[str] = SetOption,
     json: bool = JsonOption,
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
     from tezo.config import parse_setting
-    from tezo.errors import RequestError
 
     quiet_libraries()
-    from tezo.cli.runs import is_run, open_model, run_config
+    from tezo.cli.runs import open_model, run_config
     from tezo.evaluate import evaluate as measure
-    from tezo.job import cut_notices, make_format, options_of, read_part
-    from tezo.objectives import objective_for
-    from tezo.tasks import read_rows
+    from tezo.job import cut_notices, make_format, make_objective
+    from tezo.splits import rows_to_report
 
-    config = run_config(run, [parse_setting(text) for text in settings])
-    source = data or (config.data.test or config.data.dev if is_run(run) else None)
-    if not source:
-        raise RequestError("data is not set; give --data FILE with the rows to evaluate on.")
-    rows = read_rows(source, key="data") if data or not is_run(run) else read_part(config.data, source)
+    named = [("data.task", task), ("data.dir", data_dir)]
+    given = [(key, value) for key, value in named if value is not None]
+    config = run_config(run, [*given, *(parse_setting(text) for text in settings)])
+    rows, source = rows_to_report(config.data, data)
     loaded = open_model(run, config)
     form = make_format(config, loaded, rows)
-    objective = objective_for(loaded, options_of(form), config.data.max_length)
+    objective = make_objective(config, loaded, form)
     encoded = [objective.encode(form.example(row)) for row in rows]
-    metrics = measure(loaded.model, objective, encoded, config.train.eval_batch_size)
+    metrics = measure(
+        loaded.model, objective, encoded, config.train.eval_batch_size,
+        measures=form.measures, max_new_tokens=form.max_new_tokens or 0,
+    )  # fmt: skip
     if json:
         print_json({"rows": len(rows), **metrics, "notices": cut_notices(objective)})
         return

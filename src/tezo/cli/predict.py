@@ -12,6 +12,9 @@ from tezo.cli.common import SetOption, quiet_libraries
 if TYPE_CHECKING:
     from tezo.tasks import Row
 
+MAX_NEW_TOKENS = 64
+"""Longest answer of free text, where neither the user nor the task says."""
+
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
@@ -22,7 +25,9 @@ def predict(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
     source: Annotated[str, typer.Option("--input", help="Rows to answer; an answer in them is not needed.")],
     output: Annotated[Path, typer.Option(help="JSONL file to write: each row with its `prediction`.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer of free text.")] = 64,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Longest answer of free text; default: the task's, or 64.")
+    ] = None,
     settings: list[str] = SetOption,
 ) -> None:
     """Answer new rows with a tuned model."""
@@ -32,13 +37,12 @@ def predict(
     quiet_libraries()
     from tezo.cli.runs import is_run, open_model, run_config
     from tezo.evaluate import predict as answer
-    from tezo.job import cut_notices, make_format, options_of
-    from tezo.objectives import objective_for
+    from tezo.job import cut_notices, make_format, make_objective
     from tezo.tasks import read_rows
 
     if not is_run(run):
         raise RequestError(f"{run} is not a run folder (it has no config.yaml); give one that tezo train made.")
-    if max_new_tokens < 1:
+    if max_new_tokens is not None and max_new_tokens < 1:
         raise RequestError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     if output.exists():
         raise RequestError(f"output: {output} exists; give another --output, or delete it first.")
@@ -46,17 +50,13 @@ def predict(
     rows = read_rows(source, key="input")
     loaded = open_model(run, config)
     form = make_format(config, loaded, rows)
-    room = loaded.max_length - (0 if form.labels else max_new_tokens)
-    if room < 1:
-        raise RequestError(
-            f"max_new_tokens is {max_new_tokens}, but the model takes {loaded.max_length} tokens in all."
-        )
-    objective = objective_for(loaded, options_of(form), min(config.data.max_length or room, room))
+    new = 0 if form.options else max_new_tokens or form.max_new_tokens or MAX_NEW_TOKENS
+    objective = make_objective(config, loaded, form, new)
     encoded = [objective.encode(form.example(row, answered=False)) for row in rows]
     for notice in cut_notices(objective):
         typer.echo(f"note: {notice}", err=True)
-    answers = answer(loaded.model, objective, encoded, config.train.eval_batch_size, max_new_tokens)
-    _write(output, rows, [form.labels[a] if isinstance(a, int) else a for a in answers])
+    answers = answer(loaded.model, objective, encoded, config.train.eval_batch_size, new)
+    _write(output, rows, answers)
     print(f"{len(rows)} answers: {output}")
 
 

@@ -21,7 +21,10 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
         return read_config(Path(name) / "config.yaml", settings)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise RequestError(f"{name} is neither a run folder (no config.yaml) nor a model (no config.json).")
-    return parse_config(overlay({"model": {"name": name}, "data": {"train": "-"}}, settings))
+    config = overlay({"model": {"name": name}}, settings)
+    if "task" not in config.get("data", {}):
+        config = overlay(config, [("data.train", "-")])
+    return parse_config(config)
 
 
 def open_model(name: str, config: Config) -> LoadedModel:

@@ -18,6 +18,8 @@ def train(
     recipe: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Recipe.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
     data: Annotated[str | None, typer.Option(help="JSONL, CSV, TSV or Parquet file, or hub data set.")] = None,
+    task: Annotated[str | None, typer.Option(help="Instead of --data: one of `tezo tasks`.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
     test: Annotated[str | None, typer.Option(help="Rows for the figures before and after.")] = None,
     method: Annotated[str | None, typer.Option(help="See `tezo methods`.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
@@ -26,7 +28,7 @@ def train(
     output: Annotated[Path | None, typer.Option(help="Run folder, new.")] = None,
     json: bool = JsonOption,
 ) -> None:
-    """Tune a model on your rows. Without a recipe, --model and --data say it all."""
+    """Tune a model on your rows. Without a recipe, --model and --data (or --task) say it all."""
     if output is None:
         raise RequestError("output is not set; give --output FOLDER for the run.")
     from tezo.config import parse_setting, read_config
@@ -34,6 +36,8 @@ def train(
     named: list[tuple[str, Any]] = [
         ("model.name", model),
         ("data.train", data),
+        ("data.task", task),
+        ("data.dir", data_dir),
         ("data.test", test),
         ("method.name", method),
         ("train.steps", steps),

@@ -39,7 +39,7 @@ class CausalObjective(Objective):
             whole = self._tokens(example.prompt + text, example)
             if whole[: len(prompt)] != prompt:  # the tokenizer joins them: take the answer by itself
                 whole = prompt + list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            if not example.options and self.tokenizer.eos_token_id is not None:
+            if not example.options and example.ends and self.tokenizer.eos_token_id is not None:
                 whole = [*whole, int(self.tokenizer.eos_token_id)]
             sequences.append(whole)
             answers.append(len(whole) - len(prompt))

@@ -43,6 +43,7 @@ class Example:
         where: the row it was made from.
         chat: whether the prompt was rendered by a chat template, special tokens included.
         slot: for a masked model, the place of the mask: how many characters of the prompt precede it.
+        names: what the options are called in answers; empty: as they are, without the space around them.
         right: indices of all options that are right, where there may be several; empty: `label` alone.
         references: right answers of free text, to compare with.
         ends: whether the end of the text is learnt as part of the answer.
@@ -55,6 +56,15 @@ class Example:
     where: str
     chat: bool = False
     slot: int | None = None
+    names: tuple[str, ...] = ()
     right: tuple[int, ...] = ()
     references: tuple[str, ...] = ()
     ends: bool = True
+
+    def name_of(self, option: int) -> str:
+        """What an option is called in answers."""
+        return self.names[option] if self.names else self.options[option].strip()
+
+    def is_right(self, option: int) -> bool:
+        """Whether an option is a right one."""
+        return option in (self.right or (self.label,))

@@ -1,13 +1,16 @@
 """The sixteen data sets of the paper, as MeZO, LOZO, SubZO and TeZO put them to models.
 
-To add one, add an entry, a golden prompt (`tests/golden/`), and it is tested with the others.
+To add one, add an entry here, a row to `examples.json` and its prompt to `tests/golden/`; it is tested with the others.
 """
 
+import json
 from collections.abc import Sequence
+from importlib import resources
 
 from tezo.errors import RequestError, nearest
 from tezo.tasks.base import Row
 from tezo.tasks.formats import Kind
+from tezo.tasks.metrics import drop, squad
 from tezo.tasks.task import MASK, Choice, FreeText, Hub, OwnOptions, Task, Wording, index_of
 
 SUPER_GLUE, GLUE = "aps/super_glue", "nyu-mll/glue"
@@ -129,6 +132,7 @@ CAUSAL = (
                 ("Yes", "No", "Maybe"),
             )
         },
+        num_dev=100,
     ),
     Task("boolq", Hub(SUPER_GLUE, "boolq"), {"causal": Choice(_boolq, NO_YES)}),
     Task(
@@ -162,10 +166,12 @@ CAUSAL = (
     Task(
         "copa", Hub(SUPER_GLUE, "copa"),
         {"causal": OwnOptions(_copa, _copa_options, lambda row: [index_of(row, "label", 2)])},
+        num_dev=100,
     ),
     Task(
         "record", Hub(SUPER_GLUE, "record"),
-        {"causal": OwnOptions(_record, _record_options, _record_right)},
+        {"causal": OwnOptions(_record, _record_options, _record_right, lambda row: row.value("entities", list))},
+        measures=(squad,),
     ),
     Task(
         "squad", Hub("rajpurkar/squad"),
@@ -176,6 +182,7 @@ CAUSAL = (
             )
         },
         metric="f1",
+        measures=(squad,),
     ),
     Task(
         "drop", Hub("ucinlp/drop"),
@@ -185,6 +192,7 @@ CAUSAL = (
             )
         },
         metric="f1",
+        measures=(squad, drop),
     ),
 )  # fmt: skip
 """Of the tables for OPT and LLaMA."""
@@ -223,3 +231,9 @@ def task(name: str) -> Task:
     if name not in TASKS:
         raise RequestError(f"data.task: there is no task {name!r}. " + nearest(name, TASKS))
     return TASKS[name]
+
+
+def example_row(name: str) -> Row:
+    """A row of that task, written for this project."""
+    rows = json.loads((resources.files("tezo.tasks") / "examples.json").read_text(encoding="utf-8"))
+    return Row(rows[name], "the example")

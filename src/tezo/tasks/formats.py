@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from tezo.errors import RequestError, nearest
 from tezo.tasks.base import Example, Row
+from tezo.tasks.metrics import Measure
 
 Kind = Literal["causal", "masked", "encoder"]
 """How a model answers: by continuing a text, by filling in a mask, or by the likeness of embeddings."""
@@ -26,8 +27,23 @@ class Format(ABC):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Of labelled data, in order; empty for free text."""
+        """Of labelled data, in order; empty where rows do not share their options."""
         return ()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What stands for each label in the model's answer."""
+        return ()
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """What compares an answer with the references of its example, where it has any."""
+        return ()
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """How long an answer in free text may be; None: not settled by the data."""
+        return None
 
     @abstractmethod
     def example(self, row: Row, *, answered: bool = True) -> Example:
@@ -92,7 +108,6 @@ class LabelFormat(Format):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What stands for each label in the model's answer."""
         space = "" if self.kind == "encoder" else " "
         return tuple(space + word for word in self.words.values())
 
@@ -100,7 +115,7 @@ class LabelFormat(Format):
         prompt, slot = self._fill(row)
         options = self.options
         if not answered:
-            return Example(prompt, "", options, None, row.where, slot=slot)
+            return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels)
         label = str(_value(row, self.label))
         if label not in self.words:
             raise RequestError(
@@ -108,7 +123,7 @@ class LabelFormat(Format):
                 + nearest(label, self.words)
             )
         index = self.labels.index(label)
-        return Example(prompt, options[index], options, index, row.where, slot=slot)
+        return Example(prompt, options[index], options, index, row.where, slot=slot, names=self.labels)
 
     def _fill(self, row: Row) -> tuple[str, int | None]:
         """The template with the row's fields, and where the mask goes; braces in a field are only text."""

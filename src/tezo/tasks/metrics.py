@@ -3,10 +3,25 @@
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 Score = tuple[float, float]
 """(exact match, F1), each from 0 to 1."""
+
+Measure = Callable[[str, Sequence[str]], dict[str, float]]
+"""(answer, right answers) -> figures by name, each from 0 to 1."""
+
+
+def squad(prediction: str, references: Sequence[str]) -> dict[str, float]:
+    """By the best of the references: "exact_match" and "f1"."""
+    exact, f1 = exact_and_f1(prediction, references)
+    return {"exact_match": exact, "f1": f1}
+
+
+def drop(prediction: str, references: Sequence[str]) -> dict[str, float]:
+    """DROP's official figures, the references being the spans of one answer: "drop_exact_match" and "drop_f1"."""
+    exact, f1 = drop_exact_and_f1(prediction, references)
+    return {"drop_exact_match": exact, "drop_f1": f1}
 
 
 def normalized(text: str) -> str:

@@ -2,15 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tezo.errors import RequestError
 from tezo.tasks.base import Example, Row
 from tezo.tasks.formats import Format, Kind
+from tezo.tasks.metrics import Measure
 
 Text = Callable[[Row], str]
 Metric = Literal["accuracy", "f1"]
+
+NEW_TOKENS = 50
+"""Longest answer in free text, as MeZO and the papers after it have it."""
 
 MASK = "\0"
 """Where a masked wording has its mask; no text of a row holds this character."""
@@ -29,8 +33,12 @@ class Hub:
 class Wording(ABC):
     """How rows are put to a model."""
 
+    words: tuple[str, ...] = ()
+    """The options, where all rows have the same."""
     labels: tuple[str, ...] = ()
-    """Names of the options, where all rows have the same."""
+    """Their names."""
+    writes = False
+    """Whether the model answers in words of its own."""
 
     @abstractmethod
     def example(self, row: Row, *, answered: bool) -> Example:
@@ -66,9 +74,9 @@ class Choice(Wording):
         slot = prompt.index(MASK) if MASK in prompt else None
         prompt = prompt.replace(MASK, "")
         if not answered:
-            return Example(prompt, "", self.words, None, row.where, slot=slot)
+            return Example(prompt, "", self.words, None, row.where, slot=slot, names=self.labels)
         label = index_of(row, self.label, len(self.words))
-        return Example(prompt, self.words[label], self.words, label, row.where, slot=slot)
+        return Example(prompt, self.words[label], self.words, label, row.where, slot=slot, names=self.labels)
 
 
 @dataclass(frozen=True)
@@ -79,18 +87,22 @@ class OwnOptions(Wording):
         prompt: row -> the text.
         options: row -> the options, leading space included.
         right: row -> indices of those that are right; the first is learnt.
+        names: row -> what they are called in answers; None: as they are.
     """
 
     prompt: Text
     options: Callable[[Row], Sequence[str]]
     right: Callable[[Row], Sequence[int]]
+    names: Callable[[Row], Sequence[str]] | None = None
 
     def example(self, row: Row, *, answered: bool) -> Example:
         prompt, options = self.prompt(row), tuple(self.options(row))
+        names = tuple(self.names(row)) if self.names is not None else ()
         if not answered:
-            return Example(prompt, "", options, None, row.where)
+            return Example(prompt, "", options, None, row.where, names=names)
         right = tuple(self.right(row))
-        return Example(prompt, options[right[0]], options, right[0], row.where, right=right)
+        asked = Example(prompt, options[right[0]], options, right[0], row.where, names=names, right=right)
+        return replace(asked, references=tuple(asked.name_of(i) for i in right))
 
     def training_example(self, row: Row) -> Example:
         known = self.example(row, answered=True)
@@ -108,11 +120,12 @@ class FreeText(Wording):
 
     prompt: Text
     references: Callable[[Row], Sequence[str]]
+    writes = True
 
     def example(self, row: Row, *, answered: bool) -> Example:
         prompt = self.prompt(row)
         if not answered:
-            return Example(prompt, "", (), None, row.where)
+            return Example(prompt, "", (), None, row.where, ends=False)
         references = tuple(self.references(row))
         return Example(prompt, f" {references[0]}\n", (), None, row.where, references=references, ends=False)
 
@@ -126,14 +139,18 @@ class Task:
         hub: where its rows are.
         wordings: by kind of model.
         metric: the one of the papers' tables.
+        measures: what compares answers with the references, where there are any.
         unlabelled: the label of rows without one, which are left out.
+        num_dev: rows that choose the checkpoint, as MeZO and the papers after it take them.
     """
 
     name: str
     hub: Hub
     wordings: Mapping[Kind, Wording]
     metric: Metric = "accuracy"
+    measures: tuple[Measure, ...] = ()
     unlabelled: int | None = None
+    num_dev: int = 500
 
     def wording(self, kind: Kind) -> Wording:
         """For models of this kind."""
@@ -156,6 +173,18 @@ class TaskFormat(Format):
     @property
     def labels(self) -> tuple[str, ...]:
         return self.wording.labels
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return self.wording.words
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        return self.task.measures
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return NEW_TOKENS if self.wording.writes else None
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         return self.wording.example(row, answered=answered)

@@ -1,0 +1,75 @@
+"""`tezo tasks`."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tezo.cli.common import JsonOption, print_json
+
+if TYPE_CHECKING:
+    from tezo.tasks import Example, Task
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("tasks")(tasks)
+
+
+def tasks(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one with its prompts.")] = None,
+    json: bool = JsonOption,
+) -> None:
+    """List the paper's data sets, or show how one is put to a model."""
+    from tezo.tasks import TASKS, task
+
+    chosen = [task(name)] if name else list(TASKS.values())
+    if json:
+        print_json([_described(entry) for entry in chosen])
+    elif name:
+        _print_one(_described(chosen[0]))
+    else:
+        for entry in chosen:
+            print(f"{entry.name:<8} {', '.join(entry.wordings):<24} {entry.metric:<9} {_answers(entry)}")
+
+
+def _described(entry: "Task") -> dict[str, Any]:
+    from tezo.tasks.catalogue import example_row
+
+    row = example_row(entry.name)
+    examples = {kind: wording.example(row, answered=True) for kind, wording in entry.wordings.items()}
+    return {
+        "name": entry.name,
+        "metric": entry.metric,
+        "hub": entry.hub.name if entry.hub.subset is None else f"{entry.hub.name}, {entry.hub.subset}",
+        "splits": [entry.hub.train, entry.hub.test],
+        "models": {
+            kind: {
+                "label_words": [word.strip() for word in entry.wordings[kind].words],
+                "prompt": _shown(example),
+                "answer": example.answer,
+            }
+            for kind, example in examples.items()
+        },
+    }
+
+
+def _shown(example: "Example") -> str:
+    if example.slot is None:
+        return example.prompt
+    return f"{example.prompt[: example.slot]}<mask>{example.prompt[example.slot :]}"
+
+
+def _answers(entry: "Task") -> str:
+    wording = next(iter(entry.wordings.values()))
+    if wording.words:
+        return ", ".join(word.strip() for word in wording.words)
+    return "(free text)" if wording.writes else "(options of each row)"
+
+
+def _print_one(described: dict[str, Any]) -> None:
+    print(f"{described['name']}: {described['hub']} ({', '.join(described['splits'])}); {described['metric']}")
+    for kind, model in described["models"].items():
+        words = ", ".join(model["label_words"])
+        print(f"\n{kind}" + (f": {words}" if words else ""))
+        for line in f"{model['prompt']}[{model['answer']}]".splitlines():
+            print(f"  | {line}")
