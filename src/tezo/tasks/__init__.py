@@ -13,6 +13,5 @@ from tezo.tasks.rows import read_rows as read_rows
 from tezo.tasks.sampling import hold_out as hold_out
 from tezo.tasks.sampling import parts as parts
 from tezo.tasks.sampling import per_class as per_class
-from tezo.tasks.sampling import shares as shares
 from tezo.tasks.task import Task as Task
 from tezo.tasks.task import TaskFormat as TaskFormat
