@@ -32,6 +32,7 @@ ORDER = [
     "methods",
     "coerce",
     "config",
+    "splits",
     "export",
     "job",
     "evaluate",
