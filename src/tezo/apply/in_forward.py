@@ -82,7 +82,8 @@ class InForward(MovingParameter):
         assert self.change is not None
         if not self._shifts:
             return self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
-        drawn = {id(shift.direction): _coefficient(shift.direction) for shift in self._shifts}
+        directions = {id(shift.direction): shift.direction for shift in self._shifts}
+        drawn = {key: _coefficient(direction) for key, direction in directions.items()}  # once for both signs
         steps = [shift.scale * drawn[id(shift.direction)] for shift in self._shifts]
         return self.change.with_coefficient(torch.stack(steps).add_(self.change.coefficient))
 
