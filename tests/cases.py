@@ -56,6 +56,7 @@ CASES = {
         Case("mezo"),
         Case("mezo-m"),
         Case("mezo-adam", first_step_parallel=False),
+        Case("mezo-norm"),
         Case("lozo", _LAZY),
         Case("lozo-m", _LAZY),
         Case("subzo", _LAZY),

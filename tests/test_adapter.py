@@ -17,7 +17,6 @@ from tezo.export import (
     load_adapter,
     merge_adapter,
     target_modules,
-    why_no_adapter,
 )
 from tezo.methods import METHODS
 from tezo.optimizer import ZerothOrderOptimizer
@@ -139,7 +138,7 @@ def test_last_parts_of_names_are_enough_where_they_mean_the_same_layers():
 def test_what_is_no_exact_adapter_is_refused_with_the_reason(name, options, fault, tmp_path):
     rank = {} if name == "mezo" else {"rank": 4}
     optimizer = tuned(base_model("opt"), name, lr=1e-4, **rank, **options)
-    assert fault in why_no_adapter(optimizer)
+    assert fault in optimizer.why_no_adapter()
     with pytest.raises(RequestError, match=f"{fault}.*merged"):
         export_adapter(optimizer, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
@@ -148,7 +147,7 @@ def test_what_is_no_exact_adapter_is_refused_with_the_reason(name, options, faul
 @pytest.mark.parametrize("name", RATES)
 def test_methods_that_promise_an_adapter_are_the_ones_that_have_one(name):
     assert METHODS[name].exports_adapter
-    assert why_no_adapter(tuned(base_model("opt"), name, rank=4)) is None
+    assert tuned(base_model("opt"), name, rank=4).why_no_adapter() is None
 
 
 @pytest.mark.parametrize("method", ["mezo", "lozo-m", "tezo-adam", "zo-adamu"])

@@ -31,6 +31,7 @@ REFERENCES: dict[str, tuple[Callable[..., Iterator[Weights]], dict[str, Any]]] =
     "mezo": (mezo, {"variant": "sgd"}),
     "mezo-m": (mezo, {"variant": "m"}),
     "mezo-adam": (mezo, {"variant": "adam"}),
+    "mezo-norm": (mezo, {"variant": "norm", "beta": 0.99}),
     "lozo": (lozo, {"rank": RANK, "nu": INTERVAL}),
     "lozo-m": (lozo, {"rank": RANK, "nu": INTERVAL, "momentum": True}),
     "subzo": (subzo, {"rank": RANK, "interval": INTERVAL}),
@@ -40,7 +41,7 @@ REFERENCES: dict[str, tuple[Callable[..., Iterator[Weights]], dict[str, Any]]] =
     "tezo-adam": (tezo, {"variant": "tezo-adam", **TEZO}),
     "tezo-cadam": (tezo, {"variant": "tezo-cadam", **TEZO}),
 }
-LRS = {"mezo-adam": 1e-3, "tezo-adam": 1e-3, "tezo-cadam": 1e-3, "zo-adamu": 1e-5}
+LRS = {"mezo-adam": 1e-3, "mezo-norm": 1e-3, "tezo-adam": 1e-3, "tezo-cadam": 1e-3, "zo-adamu": 1e-5}
 
 
 def batch(step: int) -> torch.Tensor:
@@ -120,7 +121,7 @@ def test_the_raw_scale_is_the_algorithm_to_the_letter(name):
     compare(CASES[name], tiny_opt, ("all-linear",), SHORT, scale="raw")
 
 
-@pytest.mark.parametrize("name", ["mezo-adam", "lozo-m", "subzo", "tezo-adam"])
+@pytest.mark.parametrize("name", ["mezo-adam", "mezo-norm", "lozo-m", "subzo", "tezo-adam"])
 def test_two_directions_a_step_are_averaged(name):
     compare(CASES[name], tiny_opt, ("all",), SHORT, num_directions=2)
 

@@ -7,14 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import bpe_tokenizer, read_jsonl, refused, saved, settings, tezo, tiny_model, words_tokenizer, write_rows
+from folders import (
+    bpe_tokenizer,
+    label_rows,
+    read_jsonl,
+    refused,
+    saved,
+    settings,
+    tezo,
+    tiny_model,
+    words_tokenizer,
+    write_rows,
+)
 
 from tezo.config import DataConfig
 from tezo.errors import RequestError
-from tezo.evaluate import evaluate, predict
+from tezo.evaluate import evaluate, option_scores, predict
 from tezo.objectives import CausalObjective
 from tezo.splits import divide, evaluation_rows, read_splits
-from tezo.tasks import TASKS, Example, TaskFormat, task
+from tezo.tasks import TASKS, Demonstrated, Example, Row, TaskFormat, task
 from tezo.tasks.catalogue import example_row
 from tezo.tasks.metrics import squad
 
@@ -270,3 +281,99 @@ def test_tasks_are_listed_and_shown():
     assert [entry["name"] for entry in everything] == list(TASKS)
     assert all(model["prompt"] for entry in everything for model in entry["models"].values())
     refused(tezo("tasks", "snil"), "data.task", "Did you mean 'snli'")
+
+
+# In-context learning, calibration, objectives that are no losses
+
+
+def test_demonstrations_come_before_the_question_solved_and_drawn_anew_for_each_row():
+    inner = form_of("rte", "causal")
+    pool = [Row({**example_row("rte").fields, "premise": f"Premise {i}.", "label": i % 2}, f"p{i}") for i in range(9)]
+    form = Demonstrated(inner, pool, 3, seed=0)
+    for row in pool:
+        *shown, asked = form.example(row).prompt.split("\n\n")
+        assert asked == inner.example(row).prompt
+        solved = {(inner.example(other).prompt + inner.example(other).answer).strip() for other in pool if other != row}
+        assert len(set(shown)) == 3 and set(shown) <= solved
+    assert len({form.example(row).prompt.rpartition("\n\n")[0] for row in pool}) > 5
+    with pytest.raises(RequestError, match=r"shots is 9, but there are 8 other rows"):
+        Demonstrated(inner, pool, 9, seed=0).example(pool[0])
+
+
+def test_calibrated_scores_are_what_the_rows_own_text_adds():
+    tokenizer = bpe_tokenizer()
+    model = tiny_model("opt", len(tokenizer))
+    objective = CausalObjective(tokenizer, torch.device("cpu"), 150, ())
+    rows = [Row(fields, "here") for fields in rows_of("copa", 3)]
+    encoded = [objective.encode(form_of("copa", "causal").example(row)) for row in rows]
+    nulls = [objective.encode(Example(" because", "", e.example.options, None, "")) for e in encoded]
+
+    def whole(e) -> list[float]:
+        return [option_log_prob(model, e.sequences[i], e.answers[i]) for i in range(len(e.sequences))]
+
+    found = option_scores(model, objective, encoded, 2, calibrate=True)
+    for scores, e, null in zip(found, encoded, nulls, strict=True):
+        expected = [a - b for a, b in zip(whole(e), whole(null), strict=True)]
+        assert scores.tolist() == pytest.approx(expected, abs=1e-4)
+    sst2 = form_of("sst2", "causal").example(example_row("sst2"))
+    assert sst2.null == " It was"
+
+
+@torch.no_grad()
+def option_log_prob(model, sequence: tuple[int, ...], answer: int) -> float:
+    log_probs = model(input_ids=torch.tensor([sequence])).logits[0].double().log_softmax(-1)
+    start = len(sequence) - answer
+    return sum(float(log_probs[place - 1, sequence[place]]) for place in range(start, len(sequence)))
+
+
+def test_shots_and_calibration_by_the_command_line(home):
+    always = ("eval", home / "causal", "--data-dir", home / "data", "--json")
+    found = {}
+    for flags in ((), ("--shots", 2), ("--calibrate",)):
+        done = tezo(*always, "--task", "sst2", *flags)
+        assert done.code == 0, done.err
+        found[flags] = json.loads(done.out)["loss"]
+    assert len(set(found.values())) == 3
+    refused(tezo(*always, "--task", "sst2", "--shots", 40), "shots is 40", "lower")
+    masked = ("eval", home / "masked", "--data-dir", home / "data", "--task", "sst2")
+    refused(tezo(*masked, "--shots", 2), "shots is 2", "masked")
+    refused(tezo(*masked, "--calibrate"), "calibrate", "causal")
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"), [("sst2", "accuracy"), ("copa", "accuracy"), ("squad", "f1"), ("drop", "drop_f1")]
+)
+def test_a_metric_is_an_objective(home, tmp_path, name, objective):
+    done = trained(home, name, "causal", tmp_path / "run", train__objective=objective, train__log_every=1)
+    assert done.code == 0, done.err
+    (line,) = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if "projected_grads" in line]
+    assert -1 <= line["loss"] <= 0
+
+
+def test_the_accuracy_of_a_separable_task_grows_by_its_own_objective(tmp_path):
+    tokenizer = words_tokenizer()
+    model = saved(tiny_model("opt", len(tokenizer)), tokenizer, tmp_path / "opt")
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(32))
+    flags = ("--model", model, "--data", rows, "--test", rows, "--method", "mezo-norm", "--json")
+    named = {"method__lr": 0.02, "method__rho": 0.05, "train__batch_size": 32, "train__objective": "accuracy",
+             "train__keep_best": False}  # fmt: skip
+    done = tezo("train", *flags, "--steps", 400, "--output", tmp_path / "run", *settings(**named))
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert summary["before"]["accuracy"] < 0.7 and summary["after"]["accuracy"] > 0.85
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "parts"),
+    [
+        ("sst2", {"train__objective": "acuracy"}, ["train.objective", "'acuracy'", "Did you mean 'accuracy'"]),
+        ("squad", {"train__objective": "accuracy"}, ["train.objective", "'accuracy'", "token_accuracy"]),
+        ("sst2", {"train__objective": "accuracy", "method__name": "adam", "method__rank": None},
+         ["train.objective", "accuracy", "no gradient"]),
+    ],
+)  # fmt: skip
+def test_objectives_that_cannot_be_had(home, tmp_path, name, values, parts):
+    values = {key: value for key, value in ({"method__rank": 4} | values).items() if value is not None}
+    flags = ("--model", home / "causal", "--task", name, "--data-dir", home / "data", "--output", tmp_path / "out")
+    refused(tezo("train", *flags, *settings(**values)), *parts)
+    assert not (tmp_path / "out").exists()

@@ -68,8 +68,8 @@ class TrainerCallbacks(Listener):
         self.control = self._handler.on_step_end(self._args, self.state, self.control)
         if step % self._settings.log_every == 0:
             record = progress.record
-            logs = {"loss": record.loss, "projected_grad": record.projected_grads[0], "learning_rate": record.lr}
-            self._log(logs)
+            kappa = {"projected_grad": record.projected_grads[0]} if record.probes else {}
+            self._log({"loss": record.loss, **kappa, "learning_rate": record.lr})
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
         del step

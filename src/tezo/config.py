@@ -31,6 +31,14 @@ class ModelConfig:
     """auto is the first GPU, else the CPU."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
+    peft: Literal["none", "lora", "prefix"] = "none"
+    """Tune an adapter of PEFT instead of the model: LoRA in PEFT's choice of layers, or a prefix."""
+    lora_rank: int = 8
+    """Rank of LoRA. MeZO: 8."""
+    lora_alpha: int = 16
+    """Scale of LoRA, times its rank. MeZO: 16."""
+    prefix_length: int = 5
+    """Virtual tokens of a prefix. MeZO: 5."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +109,8 @@ class TrainConfig:
     """Steps; one is two forward passes for each direction."""
     batch_size: int = 16
     """Rows a step. The paper: 16 for LLMs, 64 for RoBERTa."""
+    objective: str = "loss"
+    """What is minimised: the loss, or minus a metric of the evaluation such as accuracy, f1 or exact_match."""
     seed: int = 0
     """Of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -250,6 +260,9 @@ def _method(tree: Mapping[str, Any]) -> MethodConfig:
 def _check(config: Config) -> None:
     train, data = config.train, config.data
     for key, value, least in (
+        ("model.lora_rank", config.model.lora_rank, 1),
+        ("model.lora_alpha", config.model.lora_alpha, 1),
+        ("model.prefix_length", config.model.prefix_length, 1),
         ("train.steps", train.steps, 1),
         ("train.batch_size", train.batch_size, 1),
         ("train.eval_batch_size", train.eval_batch_size, 1),

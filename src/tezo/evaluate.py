@@ -1,14 +1,19 @@
 """Scoring a model on encoded examples, and answering new ones."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch import Tensor
 
+from tezo.config import Config
+from tezo.errors import RequestError
+from tezo.job import cut_notices, make_format, make_objective, with_shots
 from tezo.kernels import wide_products
+from tezo.models import LoadedModel
 from tezo.objectives import CausalObjective, Encoded, Objective
-from tezo.tasks import Measure
+from tezo.tasks import Measure, Row
 
 Metrics = dict[str, float]
 
@@ -22,6 +27,7 @@ def evaluate(
     *,
     measures: Sequence[Measure] = (),
     max_new_tokens: int = 0,
+    calibrate: bool = False,
 ) -> Metrics:
     """Metrics over all examples.
 
@@ -38,11 +44,14 @@ def evaluate(
         measures: for examples with references: what compares them with the answer, which is the best option or
             the greedy continuation; their means are metrics too.
         max_new_tokens: longest continuation.
+        calibrate: see `option_scores`.
     """
     objective.adapt(model, encoded)
     with objective.sharing(model), wide_products(model):
         if encoded[0].example.options:
-            metrics, best = _evaluate_options(model, objective, encoded, batch_size)
+            scores = option_scores(model, objective, encoded, batch_size, calibrate=calibrate)
+            best = [int(row.argmax()) for row in scores]
+            metrics = choice_metrics(scores, best, encoded, shared=bool(objective.options))
             answers = [e.example.name_of(option) for e, option in zip(encoded, best, strict=True)]
         else:
             assert isinstance(objective, CausalObjective)
@@ -51,22 +60,77 @@ def evaluate(
     return metrics | _measured(measures, answers, encoded)
 
 
-def _evaluate_options(
-    model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int
-) -> tuple[Metrics, list[int]]:
-    loss, best = 0.0, [0] * len(encoded)
+def measure(
+    config: Config, loaded: LoadedModel, rows: Sequence[Row], *, shots: int = 0, calibrate: bool = False
+) -> tuple[Metrics, list[str]]:
+    """(metrics, what the user should know) of a model on rows with answers.
+
+    Args:
+        config: how the rows are read.
+        loaded: the model.
+        rows: as they were read.
+        shots: training rows shown before each question.
+        calibrate: see `option_scores`.
+    """
+    form = with_shots(make_format(config, loaded, rows), config, loaded, shots)
+    objective = make_objective(config, loaded, form)
+    encoded = [objective.encode(form.example(row)) for row in rows]
+    size, new = config.train.eval_batch_size, form.max_new_tokens or 0
+    metrics = evaluate(
+        loaded.model, objective, encoded, size, measures=form.measures, max_new_tokens=new, calibrate=calibrate
+    )
+    return metrics, cut_notices(objective)
+
+
+def option_scores(
+    model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, *, calibrate: bool = False
+) -> list[Tensor]:
+    """The score of every option of each example, float64 on the CPU.
+
+    With `calibrate` a score is how much likelier the option is after the prompt than after the prompt without the
+    row's own text (surface form competition, Holtzman et al. 2021):
+
+        log p(option | prompt) - log p(option | null prompt).
+
+    Raises:
+        RequestError: calibrated scores are asked for where there is no null prompt.
+    """
+    scores = _plain_scores(model, objective, encoded, batch_size)
+    if not calibrate:
+        return scores
+    nulls = {(e.example.null, e.example.options): e.example for e in encoded}
+    if any(null is None for null, _ in nulls) or not isinstance(objective, CausalObjective):
+        raise RequestError("calibrate is set, but these rows have no prompt without their text; it is for tasks "
+                           "and causal models.")  # fmt: skip
+    blank = [objective.encode(replace(example, prompt=null or "")) for (null, _), example in nulls.items()]
+    found = _plain_scores(model, objective, blank, batch_size)
+    prior = {key: _sums(row, e) for key, row, e in zip(nulls, found, blank, strict=True)}
+    pairs = zip(scores, encoded, strict=True)
+    return [_sums(row, e) - prior[e.example.null, e.example.options] for row, e in pairs]
+
+
+def _sums(means: Tensor, encoded: Encoded) -> Tensor:
+    """Log-probabilities of whole options, of means over their tokens."""
+    return means * torch.tensor(encoded.answers)
+
+
+def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
     for part in by_length(encoded, batch_size):
-        batch = objective.collate([encoded[i] for i in part])
-        assert batch.labels_B is not None
-        scores = objective.scores(model, batch)
-        loss += float(functional.cross_entropy(scores, batch.labels_B, reduction="sum"))
-        for i, option in zip(part, scores.argmax(1).tolist(), strict=True):
-            best[i] = option
+        table = objective.scores(model, objective.collate([encoded[i] for i in part])).double().cpu()
+        found |= {i: row[: len(encoded[i].example.options)] for i, row in zip(part, table, strict=True)}
+    return [found[i] for i in range(len(encoded))]
+
+
+def choice_metrics(
+    scores: Sequence[Tensor], best: Sequence[int], encoded: Sequence[Encoded], *, shared: bool
+) -> Metrics:
+    """Of the options' scores and the best ones; `shared` where all examples have the same options."""
+    labels = [e.example.label for e in encoded]
+    loss = sum(-float(row.log_softmax(0)[label]) for row, label in zip(scores, labels, strict=True))
     hits = [e.example.is_right(option) for e, option in zip(encoded, best, strict=True)]
     metrics = {"loss": loss / len(encoded), "accuracy": sum(hits) / len(encoded)}
-    if objective.options:
-        metrics["macro_f1"] = macro_f1(best, [e.example.label for e in encoded])
-    return metrics, best
+    return metrics | ({"macro_f1": macro_f1(best, labels)} if shared else {})
 
 
 def _evaluate_text(model: Any, objective: CausalObjective, encoded: Sequence[Encoded], batch_size: int) -> Metrics:
@@ -98,12 +162,8 @@ def predict(
     with objective.sharing(model), wide_products(model):
         if not encoded[0].example.options:
             return _texts(model, objective, encoded, batch_size, max_new_tokens)
-        answers = [""] * len(encoded)
-        for part in by_length(encoded, batch_size):
-            best = objective.scores(model, objective.collate([encoded[i] for i in part])).argmax(1).tolist()
-            for i, option in zip(part, best, strict=True):
-                answers[i] = encoded[i].example.name_of(option)
-        return answers
+        scores = option_scores(model, objective, encoded, batch_size)
+        return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
 
 
 def _texts(

@@ -43,20 +43,9 @@ class Adapter:
     pairs: dict[str, tuple[Tensor, Tensor]]
 
 
-def why_no_adapter(optimizer: ZerothOrderOptimizer) -> str | None:
-    """None where the run is an exact adapter; else, in words, what stands in the way."""
-    for moving in optimizer.moving.values():
-        target = moving.target
-        if optimizer.writes(moving):
-            return f"{target.name} was written to"
-        if not target.is_linear or len(target.sites) > 1:
-            return f"{target.name} is not the weight of one linear layer"
-    return None
-
-
 def make_adapter(optimizer: ZerothOrderOptimizer) -> Adapter:
-    """The adapter of a run for which `why_no_adapter` is None."""
-    reason = why_no_adapter(optimizer)
+    """The adapter of a run that is exactly one."""
+    reason = optimizer.why_no_adapter()
     if reason is not None:
         raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
     moved = [m for m in optimizer.moving.values() if isinstance(m, InForward)]

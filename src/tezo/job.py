@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 
+from tezo.adapters import add_adapter
 from tezo.config import Config
 from tezo.errors import RequestError
-from tezo.methods import method
+from tezo.methods import Tuner, method
 from tezo.models import LoadedModel, load_model
 from tezo.objectives import Batch, Encoded, Objective, objective_for
-from tezo.optimizer import ZerothOrderOptimizer
-from tezo.params import find_targets, never_called
-from tezo.splits import divide, read_splits
-from tezo.tasks import Fields, Format, LabelFormat, Row, TaskFormat, choose_format, task
+from tezo.params import ALL, find_targets, never_called
+from tezo.splits import divide, read_splits, training_rows
+from tezo.tasks import Demonstrated, Fields, Format, LabelFormat, Row, TaskFormat, choose_format, task
+
+LOSS = "loss"
+"""The objective that batches have of themselves; any other is a metric."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Job:
     train: list[Encoded]
     dev: list[Encoded]
     test: list[Encoded]
-    optimizer: ZerothOrderOptimizer
+    optimizer: Tuner
     notices: tuple[str, ...] = field(default=())
 
     @property
@@ -57,12 +60,13 @@ def prepare(config: Config) -> Job:
     """Loads, reads, encodes and plans; raises `RequestError` for whatever does not fit."""
     notices: list[str] = []
     found = read_splits(config.data)
-    loaded = load(config)
+    loaded = add_adapter(load(config), config.model, config.train.seed)
     form = make_format(config, loaded, found.train)
     rows = divide(found, form, config.data, config.train.seed)
     notices += rows.notices
     objective = make_objective(config, loaded, form)
-    train = [objective.encode(form.training_example(row)) for row in rows.train]
+    learnt = form.training_example if config.train.objective == LOSS else form.example
+    train = [objective.encode(learnt(row)) for row in rows.train]
     dev, test = ([objective.encode(form.example(row)) for row in part] for part in (rows.dev, rows.test))
     notices += cut_notices(objective)
     objective.adapt(loaded.model, train)
@@ -93,6 +97,15 @@ def make_format(config: Config, loaded: LoadedModel, rows: Sequence[Row]) -> For
         return TaskFormat(entry, entry.wording(loaded.kind))
     named = {f.name: getattr(config.data, f.name) for f in fields(Fields)}
     return choose_format(rows, loaded.kind, Fields(**named), lambda messages: render_chat(loaded.tokenizer, messages))
+
+
+def with_shots(form: Format, config: Config, loaded: LoadedModel, shots: int) -> Format:
+    """The format with so many training rows shown before each question."""
+    if shots == 0:
+        return form
+    if shots < 0 or loaded.kind != "causal":
+        raise RequestError(f"shots is {shots} for a model that is {loaded.kind}; it is a count, for causal models.")
+    return Demonstrated(form, training_rows(config.data), shots, config.train.seed)
 
 
 def make_objective(config: Config, loaded: LoadedModel, form: Format, max_new_tokens: int | None = None) -> Objective:
@@ -138,8 +151,10 @@ def cut_notices(objective: Objective) -> list[str]:
 
 def _optimizer(
     config: Config, loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], notices: list[str]
-) -> ZerothOrderOptimizer:
+) -> Tuner:
     options = dict(config.method.options)
+    if config.model.peft != "none":
+        options.setdefault("targets", (ALL,))
     batch = objective.collate(train[:1])
     with torch.no_grad():
         unused = never_called(find_targets(loaded.model), lambda: objective.loss(loaded.model, batch))

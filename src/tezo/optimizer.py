@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -15,33 +14,8 @@ from tezo.errors import NonFiniteLossError, RequestError
 from tezo.kernels import wide_products
 from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.perturbations import Moment, Perturbation
-from tezo.spsa import Closure, Estimate, Probe, copies_of_a_pass, two_point
+from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, two_point
 from tezo.updates import State, Update
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What the last step measured and did.
-
-    Attributes:
-        step: its number, from 0.
-        probes: one for each direction.
-        lr: the learning rate it was taken with.
-    """
-
-    step: int
-    probes: tuple[Probe, ...]
-    lr: float
-
-    @property
-    def loss(self) -> float:
-        """Mean of all evaluations: the loss at W_t, up to terms in rho squared."""
-        return sum(p.loss_plus + p.loss_minus for p in self.probes) / (2 * len(self.probes))
-
-    @property
-    def projected_grads(self) -> tuple[float, ...]:
-        """Kappa of each direction."""
-        return tuple(probe.projected_grad for probe in self.probes)
 
 
 class ZerothOrderOptimizer(torch.optim.Optimizer):
@@ -151,7 +125,8 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             drawn[name] = [self.perturbation.direction(moving.target, moment, state) for moment in moments]
             moving.begin(drawn[name][0], moments[0])
         probes = self._probes(closure, drawn)
-        record = StepRecord(self.num_steps, probes, float(self.param_groups[0]["lr"]))
+        loss = sum(p.loss_plus + p.loss_minus for p in probes) / (2 * len(probes))
+        record = StepRecord(self.num_steps, loss, float(self.param_groups[0]["lr"]), probes)
         estimates = {name: Estimate(drawn[name], record.projected_grads, self.num_steps) for name in drawn}
         return estimates, record
 
@@ -187,6 +162,15 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         self.update.step(moving, estimate, self._update_state[name], lr)
 
     @property
+    def factor_bytes(self) -> int:
+        """Bytes of what is kept for drawing directions."""
+        return self.perturbation.factor_bytes
+
+    def manner(self, name: str) -> tuple[int | None, str]:
+        """(rank of a parameter's directions or None, how it is moved, in words)."""
+        return self.perturbation.rank_of(name), self.moving[name].manner
+
+    @property
     def num_forward_passes(self) -> int:
         """Evaluations of the closure so far."""
         return 2 * self.num_directions * self.num_steps
@@ -209,6 +193,16 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
     def writes(self, moving: MovingParameter) -> bool:
         """Whether this method ever changes the stored tensor of a parameter."""
         return moving.writes_weight or self.update.writes_weight or self.perturbation.refreshes
+
+    def why_no_adapter(self) -> str | None:
+        """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
+        for moving in self.moving.values():
+            target = moving.target
+            if self.writes(moving):
+                return f"{target.name} was written to"
+            if not target.is_linear or len(target.sites) > 1:
+                return f"{target.name} is not the weight of one linear layer"
+        return None
 
     def tuned_state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that training changes: coefficients, and weights where they are written."""

@@ -98,6 +98,11 @@ def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> 
     return torch.add(_MIDDLE, out, alpha=2.0**-15, out=out).erfinv_().mul_(2**0.5)
 
 
+def seed_of(seed: int, step: int, name: str) -> int:
+    """A seed for torch's global generator, of the 32 bits its CPU form keeps: for what torch draws, such as dropout."""
+    return _digest(seed, step, name, "seed", 4)
+
+
 def generator(device: torch.device, *, seed: int, step: int, name: str, role: str) -> torch.Generator:
     """A torch generator on `device`; its stream depends on the device's type."""
     made = torch.Generator(device)

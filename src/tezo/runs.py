@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from tezo.apply import FromCopy, InPlace
 from tezo.config import dump_config
 from tezo.errors import RequestError, RunError
 from tezo.evaluate import Metrics
 from tezo.job import Job
+from tezo.methods import Tuner
 from tezo.objectives import Encoded
-from tezo.optimizer import StepRecord, ZerothOrderOptimizer
+from tezo.spsa import StepRecord
 
 
 @dataclass(frozen=True)
@@ -116,22 +116,15 @@ class RunFolder(Listener):
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def plan(model: Any, optimizer: ZerothOrderOptimizer) -> list[dict[str, Any]]:
+def plan(model: Any, optimizer: Tuner) -> list[dict[str, Any]]:
     """What happens to every parameter of the model: shape, kind, rank, trained or not, and how it is moved."""
     targets = {target.name: target for target in optimizer.targets}
     rows: list[dict[str, Any]] = []
     for name, parameter in model.named_parameters():
         row: dict[str, Any] = {"name": name, "shape": list(parameter.shape), "trained": name in targets}
         if name in targets:
-            moving = optimizer.moving[name]
-            how = (
-                "in place"
-                if isinstance(moving, InPlace)
-                else "from copy"
-                if isinstance(moving, FromCopy)
-                else "in forward"
-            )
-            row |= {"kind": targets[name].kind, "rank": optimizer.perturbation.rank_of(name), "moved": how}
+            rank, manner = optimizer.manner(name)
+            row |= {"kind": targets[name].kind, "rank": rank, "moved": manner}
             row["also"] = [site.name for site in targets[name].sites[1:]]
         rows.append(row)
     return rows

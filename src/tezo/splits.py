@@ -32,13 +32,17 @@ class Splits:
 
 def read_splits(data: DataConfig) -> Splits:
     """All rows that are named, before any is chosen."""
+    return Splits(training_rows(data), read_part(data, "dev"), evaluation_rows(data))
+
+
+def training_rows(data: DataConfig) -> list[Row]:
+    """All rows of data.train, or of a task's training split."""
     if data.task is None:
         assert data.train is not None
-        train = read_rows(data.train, key="data.train", split=data.train_split, subset=data.subset)
-        return Splits(train, read_part(data, "dev"), read_part(data, "test"))
+        return read_rows(data.train, key="data.train", split=data.train_split, subset=data.subset)
     if data.train is not None:
         raise RequestError(f"data.train is {data.train!r} and data.task is {data.task!r}; leave one of them out.")
-    return Splits(_task_rows(data, data.train_split, "data.train_split"), read_part(data, "dev"), evaluation_rows(data))
+    return _task_rows(data, data.train_split, "data.train_split")
 
 
 def read_part(data: DataConfig, name: str) -> list[Row]:

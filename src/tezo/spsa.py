@@ -50,6 +50,28 @@ class Probe:
         return math.isfinite(self.loss_plus) and math.isfinite(self.loss_minus)
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """What the last step measured and did.
+
+    Attributes:
+        step: its number, from 0.
+        loss: mean of all evaluations: the loss at W_t, for two-point estimates up to terms in rho squared.
+        lr: the learning rate it was taken with.
+        probes: one for each direction; none where a gradient was taken.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    probes: tuple[Probe, ...] = ()
+
+    @property
+    def projected_grads(self) -> tuple[float, ...]:
+        """Kappa of each direction."""
+        return tuple(probe.projected_grad for probe in self.probes)
+
+
 def evaluate(closure: Closure, copies: int) -> list[float]:
     """The losses of the `copies` models that are shown."""
     if copies == 1:

@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from tezo.config import Config, TrainConfig
+from tezo.errors import RequestError, nearest
 from tezo.evaluate import Metrics, evaluate
-from tezo.export import make_adapter, save_adapter, save_model, why_no_adapter
-from tezo.job import Job, prepare
+from tezo.export import make_adapter, save_adapter, save_model
+from tezo.job import LOSS, Job, prepare
+from tezo.objectives import Encoded
+from tezo.optimizer import ZerothOrderOptimizer
 from tezo.random import permutation
 from tezo.runs import Listener, Progress, RunFolder, hardware, memory_for, peak_memory, plan, versions
+from tezo.spsa import Closure
 
 
 def train(config: Config, output: Path, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
@@ -76,6 +80,7 @@ class Loop:
 
     def _run(self) -> dict[str, Any]:
         job, settings = self.job, self.settings
+        self._check_objective()
         for listener in self.listeners:
             listener.started(job)
         before = self._evaluate("test", 0)
@@ -100,8 +105,7 @@ class Loop:
             listener.stepping(step)
         started = time.perf_counter()
         with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
-            batches = self.job.batches(indices)
-            self.job.optimizer.step(self.job.objective.closure(self.job.model, batches))
+            self.job.optimizer.step(self._closure(indices))
         self.scheduler.step()
         self.step_seconds += time.perf_counter() - started
         record = self.job.optimizer.last_step
@@ -109,20 +113,42 @@ class Loop:
         for listener in self.listeners:
             listener.stepped(Progress(record, self.step_seconds, peak_memory()))
 
+    def _closure(self, indices: Sequence[int]) -> Closure:
+        """What a step minimises on these rows."""
+        job, name = self.job, self.settings.objective
+        if name == LOSS:
+            return job.objective.closure(job.model, job.batches(indices))
+        rows = [job.train[i] for i in indices]
+        return lambda: -self._metrics(rows, written=True)[name]
+
+    def _check_objective(self) -> None:
+        """An error where the objective is not a metric of these rows, or has no gradient and needs one."""
+        name, optimizer = self.settings.objective, self.job.optimizer
+        if name == LOSS:
+            return
+        if not isinstance(optimizer, ZerothOrderOptimizer):
+            raise RequestError(f"train.objective is {name}, which has no gradient; use a zeroth-order method.")
+        known = self._metrics(self.job.train[:1], written=True)
+        if name not in known or name == LOSS:
+            raise RequestError(f"train.objective: there is no metric {name!r} of these rows. " + nearest(name, known))
+
+    def _metrics(self, encoded: Sequence[Encoded], *, written: bool) -> Metrics:
+        # written answers take a pass a token: dev rows, which choose by the loss alone, go without
+        job, form = self.job, self.job.format
+        measures = form.measures if written else ()
+        new = form.max_new_tokens or 0
+        size = self.settings.eval_batch_size
+        return evaluate(job.model, job.objective, encoded, size, measures=measures, max_new_tokens=new)
+
     def _evaluate(self, split: str, step: int) -> Metrics:
         encoded = self.job.test if split == "test" else self.job.dev
         size = self.settings.eval_batch_size
         longest = sorted(encoded, key=lambda row: row.length)[-size:]
         with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
-            metrics = evaluate(self.job.model, self.job.objective, encoded, size, **self._asked(split))
+            metrics = self._metrics(encoded, written=split == "test")
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)
         return metrics
-
-    def _asked(self, split: str) -> dict[str, Any]:
-        # dev rows choose by the loss alone; writing answers takes a pass a token
-        form = self.job.format
-        return {"measures": form.measures, "max_new_tokens": form.max_new_tokens or 0} if split == "test" else {}
 
     def _evaluate_dev(self, step: int, known: Metrics | None) -> None:
         same = known is not None and self.job.dev is self.job.test
@@ -155,6 +181,7 @@ class Loop:
             "rows": {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)},
             "steps": steps,
             "kept_step": kept,
+            "dev_loss": self.best.loss if self.best is not None else None,
             "num_forward_passes": job.optimizer.num_forward_passes,
             "seconds_stepping": round(self.step_seconds, 3),
             "peak_memory": peak_memory(),
@@ -171,8 +198,12 @@ class Loop:
         return summary
 
     def _save(self) -> dict[str, Any]:
-        job, reason = self.job, why_no_adapter(self.job.optimizer)
-        if reason is None:
+        job, reason = self.job, self.job.optimizer.why_no_adapter()
+        if job.config.model.peft != "none":
+            job.optimizer.merge()  # into the adapter's own tensors
+            job.model.save_pretrained(self.folder.path / "adapter")
+            return {"kind": "peft", "folder": "adapter", "adapter": job.config.model.peft}
+        if isinstance(job.optimizer, ZerothOrderOptimizer) and reason is None:
             adapter = make_adapter(job.optimizer)
             base = job.config.model.name
             save_adapter(adapter, self.folder.path / "adapter", model=job.model, base=base)

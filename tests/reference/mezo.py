@@ -30,6 +30,8 @@ def mezo(
     m = {name: torch.zeros_like(weight) for name, weight in W.items()}
     v = {name: torch.zeros_like(weight) for name, weight in W.items()}
 
+    kappa_sq = 0.0
+
     def perturb(scale: float, t: int, i: int) -> None:  # Algorithm 1, PerturbParameters
         for name in W:  # for theta_i in theta
             z = dense(W[name], seed, t, name, f"z.{i}")  # z ~ N(0, 1), from the reset seed
@@ -44,6 +46,8 @@ def mezo(
             loss_minus = loss(W, t)  # l- <- L(theta; B)
             perturb(rho, t, i)  # reset parameters
             kappa.append((loss_plus - loss_minus) / (2 * rho))  # projected_grad <- (l+ - l-) / (2 eps)
+        kappa_sq = beta * kappa_sq + (1 - beta) * sum(k**2 for k in kappa) / num_directions
+        rms = (kappa_sq / (1 - beta ** (t + 1))) ** 0.5
         for name in W:  # reset the generator with seed s; for theta_i in theta
             z = [dense(W[name], seed, t, name, f"z.{i}") for i in range(num_directions)]  # z ~ N(0, 1)
             g = sum(k * z_i for k, z_i in zip(kappa, z, strict=True)) / num_directions
@@ -51,6 +55,8 @@ def mezo(
                 W[name] = (1 - lr * weight_decay) * W[name]
             if variant == "sgd":
                 W[name] = W[name] - lr * g  # theta_i <- theta_i - eta_t projected_grad z
+            if variant == "norm":  # Adam with the second moment of kappa in the place of kappa z's
+                W[name] = W[name] - lr * g / (rms + eps)
             if variant == "m":
                 m[name] = beta * m[name] + (1 - beta) * g
                 W[name] = W[name] - lr * m[name]

@@ -32,6 +32,8 @@ class MovingParameter(ABC):
     nothing, then the update rule's `add_` or `write_`. Between steps the model computes with W_t.
     """
 
+    manner = "in forward"
+    """How it is moved, in words."""
     writes_weight = True
     """Whether showing or stepping the parameter changes the stored tensor."""
 

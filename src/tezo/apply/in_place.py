@@ -17,6 +17,8 @@ class InPlace(MovingParameter):
     half precision.
     """
 
+    manner = "in place"
+
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         require_writable(target, "this perturbation")
@@ -43,6 +45,8 @@ class InPlace(MovingParameter):
 
 class FromCopy(MovingParameter):
     """A vector that no hook can perturb, moved in place and put back from a copy, exactly."""
+
+    manner = "from copy"
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)

@@ -10,7 +10,9 @@ from torch import Tensor
 from tezo.bench.published import PUBLISHED
 from tezo.bench.settings import PREFIX
 from tezo.bench.work import Work
+from tezo.errors import RequestError
 from tezo.methods import method
+from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import select_targets
 
 
@@ -60,7 +62,10 @@ class Ours(Contestant):
 
     def __init__(self, label: str, work: Work) -> None:
         self._model = work.twin()
-        self._optimizer = method(label).build(self._model, **work.settings.options(label))
+        optimizer = method(label).build(self._model, **work.settings.options(label))
+        if not isinstance(optimizer, ZerothOrderOptimizer):
+            raise RequestError(f"methods: {label} takes gradients; bench measures zeroth-order methods.")
+        self._optimizer = optimizer
         perturbation: Any = self._optimizer.perturbation
         interval = int(perturbation.interval) if perturbation.refreshes else None
         trained = sum(target.parameter.numel() for target in self._optimizer.targets)

@@ -17,6 +17,9 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="Rows to evaluate on; default: the run's test rows.")] = None,
     task: Annotated[str | None, typer.Option(help="Its test rows, instead of --data: one of `tezo tasks`.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
+    shots: Annotated[int, typer.Option(help="Training rows shown, solved, before each question.")] = 0,
+    calibrate: Annotated[bool, typer.Option(help="Score options against a prompt without the row's text.")] = False,
+    probe: Annotated[bool, typer.Option(help="Fit a linear probe to the training rows, and measure that.")] = False,
     settings: list[str] = SetOption,
     json: bool = JsonOption,
 ) -> None:
@@ -25,27 +28,33 @@ def evaluate(
 
     quiet_libraries()
     from tezo.cli.runs import open_model, run_config
-    from tezo.evaluate import evaluate as measure
-    from tezo.job import cut_notices, make_format, make_objective
+    from tezo.evaluate import measure
+    from tezo.probe import probe as fit_probe
     from tezo.splits import rows_to_report
 
     named = [("data.task", task), ("data.dir", data_dir)]
     given = [(key, value) for key, value in named if value is not None]
     config = run_config(run, [*given, *(parse_setting(text) for text in settings)])
-    rows, source = rows_to_report(config.data, data)
-    loaded = open_model(run, config)
-    form = make_format(config, loaded, rows)
-    objective = make_objective(config, loaded, form)
-    encoded = [objective.encode(form.example(row)) for row in rows]
-    metrics = measure(
-        loaded.model, objective, encoded, config.train.eval_batch_size,
-        measures=form.measures, max_new_tokens=form.max_new_tokens or 0,
-    )  # fmt: skip
-    if json:
-        print_json({"rows": len(rows), **metrics, "notices": cut_notices(objective)})
+    if probe:
+        _print_probe(fit_probe(config, open_model(run, config)), json)
         return
-    for notice in cut_notices(objective):
+    rows, source = rows_to_report(config.data, data)
+    metrics, notices = measure(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
+    if json:
+        print_json({"rows": len(rows), **metrics, "notices": notices})
+        return
+    for notice in notices:
         typer.echo(f"note: {notice}", err=True)
     print(f"{len(rows)} rows of {source}")
+    for name, value in metrics.items():
+        print(f"  {name:<15} {readable(name, value)}")
+
+
+def _print_probe(found: tuple[dict[str, float], dict[str, int]], json: bool) -> None:
+    metrics, rows = found
+    if json:
+        print_json({"rows": rows, **metrics})
+        return
+    print(f"a linear probe on {rows['train']} training rows, {rows['test']} test rows")
     for name, value in metrics.items():
         print(f"  {name:<15} {readable(name, value)}")

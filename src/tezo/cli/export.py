@@ -1,11 +1,14 @@
 """`tezo export`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tezo.cli.common import quiet_libraries
+
+if TYPE_CHECKING:
+    from tezo.models import LoadedModel
 
 
 def register(app: typer.Typer) -> None:
@@ -42,6 +45,9 @@ def export(
         save_model(loaded.model, loaded.tokenizer, output)
     else:
         loaded = load(config)
+        if config.model.peft != "none":
+            _export_peft(loaded, folder / "adapter", output, form)
+            return
         adapter = load_adapter(folder / "adapter")
         if form == "lora":
             save_adapter(adapter, output, model=loaded.model, base=config.model.name)
@@ -49,4 +55,19 @@ def export(
         else:
             merge_adapter(loaded.model, adapter)
             save_model(loaded.model, loaded.tokenizer, output)
+    print(f"{form}: {output}")
+
+
+def _export_peft(loaded: "LoadedModel", adapter: Path, output: Path, form: str) -> None:
+    from tezo.adapters import open_adapter
+    from tezo.errors import RequestError
+    from tezo.export import save_model
+
+    opened = open_adapter(loaded, adapter)
+    if form == "lora":
+        opened.model.save_pretrained(output)
+    elif hasattr(opened.model, "merge_and_unload"):
+        save_model(opened.model.merge_and_unload(), opened.tokenizer, output)
+    else:
+        raise RequestError("format is merged, but a prefix has no weights to merge into; use --format lora.")
     print(f"{form}: {output}")

@@ -1,6 +1,6 @@
 """`tezo methods`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,9 +19,10 @@ def methods(
     """List the methods, or explain one."""
     import inspect
 
-    from tezo.methods import METHODS, method
+    from tezo.methods import BASELINES, METHODS, Method, method
 
-    chosen = [method(name)] if name else list(METHODS.values())
+    every: list[Method[Any]] = [*METHODS.values(), *BASELINES.values()]
+    chosen = [method(name)] if name else every
     if json:
         print_json(
             [

@@ -32,10 +32,12 @@ class Screen(Listener):
 
     def stepped(self, progress: StepProgress) -> None:
         record = progress.record
-        kappa = sum(abs(k) for k in record.projected_grads) / len(record.projected_grads)
         rate = (record.step + 1) / max(progress.seconds, 1e-9)
-        figures = f"loss {record.loss:.4f}  |kappa| {kappa:.3g}  {rate:.2f} steps/s  {progress.memory / 2**20:.0f} MiB"
-        self.bar.update(self.task, completed=record.step + 1, figures=figures)
+        figures = [f"loss {record.loss:.4f}", f"{rate:.2f} steps/s", f"{progress.memory / 2**20:.0f} MiB"]
+        if record.probes:
+            kappa = sum(abs(k) for k in record.projected_grads) / len(record.probes)
+            figures.insert(1, f"|kappa| {kappa:.3g}")
+        self.bar.update(self.task, completed=record.step + 1, figures="  ".join(figures))
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
         figures = "  ".join(f"{name} {readable(name, value)}" for name, value in metrics.items())
@@ -54,8 +56,8 @@ def _opening(job: Job) -> list[str]:
     model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
     lines = [
         f"{job.config.method.name} on {model}",
-        f"{len(trained)} of {len(rows)} parameters are trained{span}, moved {' and '.join(moved)}; "
-        f"fixed factors take {job.optimizer.perturbation.factor_bytes / 2**20:.1f} MiB",
+        f"{len(trained)} of {len(rows)} parameters are trained{span}, moved {' and '.join(moved)}"
+        + (f"; fixed factors take {job.optimizer.factor_bytes / 2**20:.1f} MiB" if ranks else ""),
         f"{len(job.train)} training rows, {len(job.dev)} dev, {len(job.test)} test",
     ]
     return lines + [f"note: {notice}" for notice in job.notices]

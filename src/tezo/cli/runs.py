@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from tezo.adapters import open_adapter
 from tezo.config import Config, overlay, parse_config, read_config
 from tezo.errors import RequestError
 from tezo.export import attach_adapter, load_adapter
@@ -22,7 +23,7 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise RequestError(f"{name} is neither a run folder (no config.yaml) nor a model (no config.json).")
     config = overlay({"model": {"name": name}}, settings)
-    if "task" not in config.get("data", {}):
+    if not {"task", "train"} & set(config.get("data", {})):
         config = overlay(config, [("data.train", "-")])
     return parse_config(config)
 
@@ -34,6 +35,8 @@ def open_model(name: str, config: Config) -> LoadedModel:
         return load(config)
     if (folder / "adapter").is_dir():
         loaded = load(config)
+        if config.model.peft != "none":
+            return open_adapter(loaded, folder / "adapter")
         attach_adapter(loaded.model, load_adapter(folder / "adapter"))
         return loaded
     if (folder / "model").is_dir():

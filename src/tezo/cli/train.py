@@ -76,6 +76,9 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
     if summary["result"]["kind"] == "adapter":
         print(f"LoRA adapter of rank {summary['result']['rank']}: {result}")
         print(f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})")
+    elif summary["result"]["kind"] == "peft":
+        print(f"{summary['result']['adapter']} adapter: {result}")
+        print(f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})")
     else:
         print(f"model: {result}  (no adapter: {summary['result']['why_no_adapter']})")
     print(f"  new rows:  tezo predict {output} --input ROWS.jsonl --output ANSWERS.jsonl")

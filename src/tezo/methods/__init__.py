@@ -16,13 +16,16 @@ Shared deviations from the published forms, argued in docs/theory.md and docs/ho
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tezo.errors import RequestError, nearest
+from tezo.first_order import FirstOrderOptimizer
 from tezo.methods.common import Common
+from tezo.methods.first_order import adam as adam
 from tezo.methods.gaussian import mezo as mezo
 from tezo.methods.gaussian import mezo_adam as mezo_adam
 from tezo.methods.gaussian import mezo_m as mezo_m
+from tezo.methods.gaussian import mezo_norm as mezo_norm
 from tezo.methods.lazy import lozo as lozo
 from tezo.methods.lazy import lozo_m as lozo_m
 from tezo.methods.momentum import zo_adamu as zo_adamu
@@ -33,9 +36,12 @@ from tezo.methods.temporal import tezo_cadam as tezo_cadam
 from tezo.methods.temporal import tezo_m as tezo_m
 from tezo.optimizer import ZerothOrderOptimizer
 
+Tuner = ZerothOrderOptimizer | FirstOrderOptimizer
+T = TypeVar("T", bound=Tuner, covariant=True)
+
 
 @dataclass(frozen=True)
-class Method:
+class Method(Generic[T]):
     """A named method.
 
     Attributes:
@@ -46,7 +52,7 @@ class Method:
     """
 
     name: str
-    build: Callable[..., ZerothOrderOptimizer]
+    build: Callable[..., T]
     in_paper: bool = True
     exports_adapter: bool = False
 
@@ -57,12 +63,11 @@ class Method:
 
     def options(self) -> dict[str, Any]:
         """Option -> annotated type, of those that a recipe may set."""
-        own = {
-            name: parameter.annotation
-            for name, parameter in inspect.signature(self.build).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
-        return own | {name: kind for name, kind in Common.__annotations__.items() if name != "seed"}
+        parameters = inspect.signature(self.build).parameters.values()
+        kinds = {p.name: p.annotation for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            kinds |= Common.__annotations__
+        return {name: kind for name, kind in kinds.items() if name != "seed"}
 
     def defaults(self) -> dict[str, Any]:
         """Option -> default, in the order of `options`."""
@@ -71,12 +76,13 @@ class Method:
         return {name: (own if name in own else shared)[name].default for name in self.options()}
 
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
     method.name: method
     for method in (
         Method("mezo", mezo),
         Method("mezo-m", mezo_m),
         Method("mezo-adam", mezo_adam),
+        Method("mezo-norm", mezo_norm, in_paper=False),
         Method("lozo", lozo),
         Method("lozo-m", lozo_m),
         Method("subzo", subzo),
@@ -89,8 +95,13 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method(name: str) -> Method:
-    """The method of that name; an error with the nearest one where there is none."""
-    if name not in METHODS:
-        raise RequestError(f"method.name: there is no method {name!r}. " + nearest(name, METHODS))
-    return METHODS[name]
+BASELINES: dict[str, Method[FirstOrderOptimizer]] = {"adam": Method("adam", adam)}
+"""First-order methods, which need gradients."""
+
+
+def method(name: str) -> Method[Tuner]:
+    """The method of that name, first-order ones too; an error with the nearest one where there is none."""
+    known: dict[str, Method[Tuner]] = {**METHODS, **BASELINES}
+    if name not in known:
+        raise RequestError(f"method.name: there is no method {name!r}. " + nearest(name, known))
+    return known[name]

@@ -1,4 +1,4 @@
-"""MeZO: dense Gaussian noise, with plain, momentum and Adam steps."""
+"""MeZO: dense Gaussian noise, with plain, normalised, momentum and Adam steps."""
 
 from typing import Unpack
 
@@ -7,7 +7,7 @@ from torch import nn
 from tezo.methods.common import Common
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.perturbations import Gaussian
-from tezo.updates import SGD, Adam, Momentum
+from tezo.updates import SGD, Adam, Momentum, NormalizedSGD
 
 
 def mezo(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> ZerothOrderOptimizer:
@@ -21,6 +21,21 @@ def mezo(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> Zer
     not drift; weight decay, when set, applies to matrices only.
     """
     return ZerothOrderOptimizer(model, Gaussian(), SGD(), lr=lr, **common)
+
+
+def mezo_norm(
+    model: nn.Module, *, lr: float = 1e-5, beta: float = 0.99, eps: float = 1e-8, **common: Unpack[Common]
+) -> ZerothOrderOptimizer:
+    """MeZO-norm: MeZO with steps over a running root mean square of kappa. Ours, not the paper's.
+
+        v <- beta v + (1 - beta) kappa^2,   W <- W - lr (kappa / (sqrt(v / (1 - beta^t)) + eps)) z.
+
+    What is left of Adam when z^2 is replaced by its mean, 1: the comparison that an adaptive method has to stand.
+    State: one number a run. `lr`, `beta`: as the paper's Adam methods have theirs.
+
+    Deviations: as `mezo`.
+    """
+    return ZerothOrderOptimizer(model, Gaussian(), NormalizedSGD(beta, eps), lr=lr, **common)
 
 
 def mezo_m(model: nn.Module, *, lr: float = 1e-6, beta: float = 0.9, **common: Unpack[Common]) -> ZerothOrderOptimizer:

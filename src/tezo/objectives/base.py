@@ -91,6 +91,10 @@ class Objective(ABC):
         Every forward pass has `copies` times the rows of one, block after block, and so has the result.
         """
 
+    @abstractmethod
+    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
+        """(B, D): what a linear probe reads of each example, its answer not included."""
+
     def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
         """(sums of the losses (copies,), how many): over examples with options, over answer tokens elsewhere."""
         assert batch.labels_B is not None

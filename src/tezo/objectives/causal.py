@@ -10,9 +10,9 @@ from torch import Tensor
 from tezo.errors import RequestError
 from tezo.objectives.base import Encoded, Objective
 from tezo.objectives.batch import Batch
-from tezo.objectives.logits import logits_at
+from tezo.objectives.logits import hidden_at, logits_at
 from tezo.objectives.packed import longest_packed, takes_packed
-from tezo.objectives.rows import Row, packed_row
+from tezo.objectives.rows import Row, packed_row, padded
 from tezo.tasks import Example
 
 
@@ -100,6 +100,13 @@ class CausalObjective(Objective):
         table = chosen.new_full(batch.shape_BO, float("-inf"))
         table[batch.example_S, batch.option_S] = chosen.sum(1) / batch.valid_SK.sum(1)
         return table
+
+    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
+        prompts = [e.sequences[0][: len(e.sequences[0]) - e.answers[0]] for e in encoded]
+        ids_BL = padded(prompts, int(self.tokenizer.pad_token_id)).to(self.device)
+        last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=self.device)
+        mask_BL = (torch.arange(ids_BL.shape[1], device=self.device) <= last_B1).long()
+        return hidden_at(model, {"input_ids": ids_BL, "attention_mask": mask_BL}, last_B1)[:, 0]
 
     def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
         if batch.labels_B is not None:

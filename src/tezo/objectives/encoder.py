@@ -65,6 +65,9 @@ class EncoderObjective(Objective):
         scores_CBO: Tensor = SCALE * texts_CBD @ functional.normalize(labels_COD, dim=-1).mT
         return scores_CBO.flatten(0, 1)
 
+    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
+        return mean_pooled(model, **self.collate(encoded).inputs(model.dtype))
+
     def _described(self, model: Any, copies: int) -> Tensor:
         """(copies, O, D): the descriptions, encoded by each copy."""
         repeated = {name: value.repeat(copies, 1) for name, value in self.descriptions.items()}

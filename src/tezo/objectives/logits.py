@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tezo.errors import RequestError
+
 
 def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Tensor:
     """The logits (S, K, vocabulary) at `positions_SK` of each row, float32 or wider.
@@ -38,6 +40,25 @@ def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
         logits = _pick(logits, positions_SK)
     wide: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide
+
+
+def hidden_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Tensor:
+    """The hidden states (S, K, D) that the model's head sees at `positions_SK` of each row.
+
+    Raises:
+        RequestError: its head is not a module that is called.
+    """
+    seen: list[Tensor] = []
+    head = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0])) if head is not None else None
+    try:
+        logits_at(model, inputs, positions_SK)
+    finally:
+        if handle is not None:
+            handle.remove()
+    if not seen:
+        raise RequestError("probe is set, but this model's output head is no module whose input can be read.")
+    return _pick(seen[-1], positions_SK)
 
 
 def _pick(values_SLD: Tensor, positions_SK: Tensor) -> Tensor:

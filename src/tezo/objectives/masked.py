@@ -9,7 +9,7 @@ from torch import Tensor
 from tezo.errors import RequestError
 from tezo.objectives.base import Encoded, Objective
 from tezo.objectives.batch import Batch
-from tezo.objectives.logits import logits_at
+from tezo.objectives.logits import hidden_at, logits_at
 from tezo.tasks import Example
 
 
@@ -60,3 +60,7 @@ class MaskedObjective(Objective):
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
         batch = batch.repeated(copies)
         return logits_at(model, batch.inputs(model.dtype), batch.reads_RU)[:, 0, self.words_O]
+
+    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
+        batch = self.collate(encoded)
+        return hidden_at(model, batch.inputs(model.dtype), batch.reads_RU)[:, 0]

@@ -4,6 +4,7 @@ from tezo.tasks.base import Example as Example
 from tezo.tasks.base import Row as Row
 from tezo.tasks.catalogue import TASKS as TASKS
 from tezo.tasks.catalogue import task as task
+from tezo.tasks.demonstrations import Demonstrated as Demonstrated
 from tezo.tasks.formats import Fields as Fields
 from tezo.tasks.formats import Format as Format
 from tezo.tasks.formats import LabelFormat as LabelFormat

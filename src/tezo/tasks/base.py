@@ -31,6 +31,12 @@ class Row:
         return value
 
 
+def blank(row: Row, kept: tuple[str, ...] = ()) -> Row:
+    """The row with its texts emptied, but for the fields named in `kept`."""
+    emptied = {k: "" if isinstance(v, str) and k not in kept else v for k, v in row.fields.items()}
+    return Row(emptied, row.where)
+
+
 @dataclass(frozen=True)
 class Example:
     """A question with its answer.
@@ -44,6 +50,7 @@ class Example:
         chat: whether the prompt was rendered by a chat template, special tokens included.
         slot: for a masked model, the place of the mask: how many characters of the prompt precede it.
         names: what the options are called in answers; empty: as they are, without the space around them.
+        null: the prompt without the row's own text, for calibrated scores; None where there is no such thing.
         right: indices of all options that are right, where there may be several; empty: `label` alone.
         references: right answers of free text, to compare with.
         ends: whether the end of the text is learnt as part of the answer.
@@ -57,6 +64,7 @@ class Example:
     chat: bool = False
     slot: int | None = None
     names: tuple[str, ...] = ()
+    null: str | None = None
     right: tuple[int, ...] = ()
     references: tuple[str, ...] = ()
     ends: bool = True

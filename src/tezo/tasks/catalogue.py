@@ -165,7 +165,7 @@ CAUSAL = (
     ),
     Task(
         "copa", Hub(SUPER_GLUE, "copa"),
-        {"causal": OwnOptions(_copa, _copa_options, lambda row: [index_of(row, "label", 2)])},
+        {"causal": OwnOptions(_copa, _copa_options, lambda row: [index_of(row, "label", 2)], kept=("question",))},
         num_dev=100,
     ),
     Task(

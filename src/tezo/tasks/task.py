@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tezo.errors import RequestError
-from tezo.tasks.base import Example, Row
+from tezo.tasks.base import Example, Row, blank
 from tezo.tasks.formats import Format, Kind
 from tezo.tasks.metrics import Measure
 
@@ -72,11 +72,14 @@ class Choice(Wording):
         if prompt.count(MASK) > 1:
             raise RequestError(f"{row.where}: the text has a NUL character in it; remove it.")
         slot = prompt.index(MASK) if MASK in prompt else None
-        prompt = prompt.replace(MASK, "")
+        null = self.prompt(blank(row)) if slot is None else None
+        asked = Example(
+            prompt.replace(MASK, ""), "", self.words, None, row.where, slot=slot, names=self.labels, null=null
+        )
         if not answered:
-            return Example(prompt, "", self.words, None, row.where, slot=slot, names=self.labels)
+            return asked
         label = index_of(row, self.label, len(self.words))
-        return Example(prompt, self.words[label], self.words, label, row.where, slot=slot, names=self.labels)
+        return replace(asked, answer=self.words[label], label=label)
 
 
 @dataclass(frozen=True)
@@ -88,21 +91,25 @@ class OwnOptions(Wording):
         options: row -> the options, leading space included.
         right: row -> indices of those that are right; the first is learnt.
         names: row -> what they are called in answers; None: as they are.
+        kept: fields that shape the prompt but are not in it.
     """
 
     prompt: Text
     options: Callable[[Row], Sequence[str]]
     right: Callable[[Row], Sequence[int]]
     names: Callable[[Row], Sequence[str]] | None = None
+    kept: tuple[str, ...] = ()
 
     def example(self, row: Row, *, answered: bool) -> Example:
-        prompt, options = self.prompt(row), tuple(self.options(row))
+        options = tuple(self.options(row))
         names = tuple(self.names(row)) if self.names is not None else ()
+        null = self.prompt(blank(row, self.kept))
+        asked = Example(self.prompt(row), "", options, None, row.where, names=names, null=null)
         if not answered:
-            return Example(prompt, "", options, None, row.where, names=names)
+            return asked
         right = tuple(self.right(row))
-        asked = Example(prompt, options[right[0]], options, right[0], row.where, names=names, right=right)
-        return replace(asked, references=tuple(asked.name_of(i) for i in right))
+        references = tuple(asked.name_of(i) for i in right)
+        return replace(asked, answer=options[right[0]], label=right[0], right=right, references=references)
 
     def training_example(self, row: Row) -> Example:
         known = self.example(row, answered=True)

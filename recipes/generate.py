@@ -1,0 +1,51 @@
+"""Writes `recipes/tables/`: a recipe for every row of the paper's accuracy tables.
+
+    python recipes/generate.py
+
+Each is the first cell of its row, with the learning rate that the paper recommends; other columns are other values
+of data.task and data.per_class. `tezo reproduce` runs them all.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tezo.reproduce import TABLES, make_grid
+from tezo.reproduce.cells import Cell
+
+FOLDER = Path(__file__).parent / "tables"
+
+
+def recipes() -> dict[Path, str]:
+    """Path -> text, of every recipe."""
+    found = {}
+    for name, table in TABLES.items():
+        cells = make_grid(table, model=None, small=False, data_dir=None).cells()
+        for cell in cells:
+            wanted = cell.column == table.columns[0] and cell.seed == table.seeds[0]
+            if wanted and cell.rate is not None and cell.rate == cell.line.recommended:
+                others = ", ".join(column.key for column in table.columns[1:])
+                head = f"# {cell.line.label} of {table.title}.\n# Other columns: {others}.\n"
+                found[FOLDER / name / f"{cell.line.key}.yaml"] = head + text_of(cell)
+    return found
+
+
+def text_of(cell: Cell) -> str:
+    """A cell's configuration as YAML, without what is not set."""
+    tree: dict[str, Any] = {
+        section: {key: value for key, value in values.items() if value is not None or key == "rank"}
+        for section, values in cell.tree.items()
+    }
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def main() -> None:
+    """Writes them."""
+    for path, text in recipes().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

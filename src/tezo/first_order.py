@@ -1,0 +1,134 @@
+"""Adam on gradients, with the face of the zeroth-order optimizer: the baseline in the same loop."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tezo.errors import NonFiniteLossError, RequestError
+from tezo.params import ALL, select_targets
+from tezo.random import seed_of
+from tezo.spsa import Closure, StepRecord
+
+
+class FirstOrderOptimizer(torch.optim.AdamW):
+    """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (dropout included).
+
+    Args:
+        model: to be tuned; parameters that are not chosen are frozen, and need no gradient's memory.
+        lr: learning rate.
+        betas: (beta1, beta2).
+        eps: smoothing term.
+        weight_decay: decoupled.
+        targets: patterns that choose the parameters, see `tezo.params.select_targets`.
+        seed: of dropout, together with the step.
+
+    Raises:
+        RequestError: a setting is out of range, or a chosen parameter has no gradient (quantised weights).
+        NonFiniteLossError: from `step`; the parameters are as before the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        targets: Sequence[str] = (ALL,),
+        seed: int = 0,
+    ) -> None:
+        if not lr >= 0:
+            raise RequestError(f"method.lr is {lr}; it must not be negative.")
+        self.model = model
+        self.seed = seed
+        self.num_steps = 0
+        self.last_step: StepRecord | None = None
+        self.targets = select_targets(model, targets)
+        for target in self.targets:
+            if not target.parameter.is_floating_point():
+                raise RequestError(
+                    f"method.name: {target.name} is {target.parameter.dtype} and has no gradient; "
+                    "use a zeroth-order method, or a model in a float dtype."
+                )
+        chosen = {id(target.parameter) for target in self.targets}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+        super().__init__([t.parameter for t in self.targets], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+        """One step; returns the loss before it.
+
+        Args:
+            closure: evaluates the objective on this step's batch, differentiably.
+        """
+        if closure is None:
+            raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
+        self.zero_grad()
+        with torch.enable_grad(), _training(self.model, self.seed, self.num_steps):
+            loss = closure()
+            if not isinstance(loss, Tensor) or not loss.requires_grad:
+                raise RequestError("method.name is adam, but the objective has no gradient; use a zeroth-order method.")
+            loss.backward()  # type: ignore[no-untyped-call]
+        value, lr = float(loss.detach()), float(self.param_groups[0]["lr"])
+        if not math.isfinite(value):
+            last = self.last_step.loss if self.last_step is not None else None
+            raise NonFiniteLossError(self.num_steps, value, last)
+        super().step()
+        self.zero_grad()
+        self.last_step = StepRecord(self.num_steps, value, lr)
+        self.num_steps += 1
+        return value
+
+    @property
+    def num_forward_passes(self) -> int:
+        """Evaluations of the closure so far; each was followed by a backward pass."""
+        return self.num_steps
+
+    @property
+    def factor_bytes(self) -> int:
+        """Nothing is drawn."""
+        return 0
+
+    def manner(self, name: str) -> tuple[int | None, str]:
+        """(None, how a parameter is changed, in words)."""
+        del name
+        return None, "by its gradient"
+
+    def why_no_adapter(self) -> str | None:
+        """In words, what stands in the way of an exact adapter."""
+        return "gradients change whole weights"
+
+    def merge(self) -> nn.Module:
+        """The model; nothing is kept beside it."""
+        return self.model
+
+    def tuned_state(self) -> dict[str, Tensor]:
+        """Copies, on the CPU, of all that training changes."""
+        return {f"{t.name}/weight": t.parameter.detach().cpu().clone() for t in self.targets}
+
+    @torch.no_grad()
+    def load_tuned_state(self, tuned: dict[str, Tensor], num_steps: int) -> None:
+        """Puts a `tuned_state` back."""
+        del num_steps
+        for target in self.targets:
+            target.parameter.copy_(tuned[f"{target.name}/weight"])
+
+
+@contextmanager
+def _training(model: nn.Module, seed: int, step: int) -> Iterator[None]:
+    """The model in training mode, with dropout a function of (seed, step); afterwards all is as before."""
+    modes: dict[nn.Module, Any] = {module: module.training for module in model.modules()}
+    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed_of(seed, step, "dropout"))
+        model.train()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode

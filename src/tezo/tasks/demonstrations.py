@@ -1,0 +1,53 @@
+"""In-context learning: solved rows before the question."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tezo.errors import RequestError
+from tezo.random import permutation
+from tezo.tasks.base import Example, Row
+from tezo.tasks.formats import Format
+from tezo.tasks.metrics import Measure
+
+JOINT = "\n\n"
+"""Between demonstrations, as MeZO and the papers after it have it."""
+
+
+@dataclass(frozen=True)
+class Demonstrated(Format):
+    """A format whose prompts begin with `count` rows of `pool` and their answers, drawn anew for every row.
+
+    A row that is in the pool itself is not shown to itself.
+    """
+
+    shape = "task"
+    inner: Format
+    pool: Sequence[Row]
+    count: int
+    seed: int
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.inner.labels
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return self.inner.options
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        return self.inner.measures
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.inner.max_new_tokens
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        asked = self.inner.example(row, answered=answered)
+        others = [i for i in permutation(len(self.pool), seed=self.seed, step=0, name=f"shots.{row.where}")
+                  if self.pool[i].fields != row.fields][: self.count]  # fmt: skip
+        if len(others) < self.count:
+            raise RequestError(f"shots is {self.count}, but there are {len(others)} other rows to show; lower it.")
+        shown = [self.inner.example(self.pool[i]) for i in others]
+        solved = [(example.prompt + example.answer).strip() for example in shown]
+        return replace(asked, prompt=JOINT.join([*solved, asked.prompt]))

@@ -1,0 +1,144 @@
+"""First-order fine-tuning against torch's own loop, and adapters of PEFT by any method, through the command line."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from folders import label_rows, model_folder, read_jsonl, refused, settings, tezo, train, write_rows
+from peft import PeftModel
+from tiny import lm_loss, tiny_opt, tokens
+
+from tezo.errors import NonFiniteLossError, RequestError
+from tezo.methods import adam
+
+
+def test_its_steps_are_those_of_torchs_adamw():
+    model, options = tiny_opt(), {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    twin = copy.deepcopy(model)
+    optimizer = adam(model, **options)
+    literal = torch.optim.AdamW(twin.parameters(), **options)
+    for step in range(5):
+        batch = tokens(seed=step)
+        expected = lm_loss(twin, batch)()
+        assert optimizer.step(lm_loss(model, batch)) == pytest.approx(float(expected.detach()), rel=1e-12)
+        literal.zero_grad()
+        expected.backward()
+        literal.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert not any(parameter.grad is not None for parameter in model.parameters()), "gradients take no memory between"
+
+
+def test_dropout_is_on_in_a_step_and_a_function_of_seed_and_step():
+    def losses(seed: int) -> list[float]:
+        model = tiny_opt(dropout=0.5)
+        optimizer = adam(model, lr=0.0, seed=seed)
+        found = [optimizer.step(lm_loss(model, tokens(seed=1))) for _ in range(2)]
+        assert not model.training
+        return found
+
+    before = torch.get_rng_state()
+    first = losses(0)
+    assert torch.equal(before, torch.get_rng_state())
+    assert first[0] != first[1] and first == losses(0) and first != losses(1)
+
+
+def test_only_what_is_chosen_is_trained():
+    model = tiny_opt()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    adam(model, lr=1e-2, targets=["q_proj"]).step(lm_loss(model, tokens(seed=1)))
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert changed and all("q_proj" in name for name in changed)
+
+
+def test_what_it_refuses():
+    model = tiny_opt()
+    optimizer = adam(model, lr=1e-2)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(NonFiniteLossError):
+        optimizer.step(lambda: lm_loss(model, tokens(seed=1))() * float("nan"))
+    with pytest.raises(RequestError, match="no gradient"):
+        optimizer.step(lambda: torch.tensor(1.0))
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    with pytest.raises(RequestError, match=r"method\.lr is -1"):
+        adam(model, lr=-1)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("home")
+    for family in ("opt", "llama", "roberta", "bert"):
+        model_folder(root, family)
+    write_rows(root / "rows.jsonl", label_rows(24))
+    return root
+
+
+@pytest.mark.parametrize("family", ["opt", "roberta", "bert"])
+def test_it_learns_rows_by_heart_in_the_loop_of_the_other_methods(home, tmp_path, family):
+    flags = ("--model", home / family, "--data", home / "rows.jsonl", "--test", home / "rows.jsonl")
+    named = settings(method__lr=1e-2, train__batch_size=8, train__keep_best=False)
+    done = tezo("train", *flags, "--method", "adam", "--steps", 150, "--output", tmp_path / "run", "--json", *named)
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert summary["after"]["loss"] < 0.3 * summary["before"]["loss"]
+    assert summary["result"]["kind"] == "model"
+    assert json.loads(tezo("eval", tmp_path / "run", "--json").out)["loss"] == pytest.approx(
+        summary["after"]["loss"], abs=1e-5
+    )
+    kappas = [line.get("projected_grads") for line in read_jsonl(tmp_path / "run/metrics.jsonl")]
+    assert [] in kappas and not any(kappas)
+
+
+ADAPTERS = [
+    (family, adapter, method)
+    for family, adapter in (("opt", "lora"), ("llama", "lora"), ("roberta", "lora"), ("bert", "lora"),
+                            ("opt", "prefix"), ("llama", "prefix"))
+    for method in ("adam", "mezo", "tezo")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "adapter", "method"), ADAPTERS, ids=["-".join(entry) for entry in ADAPTERS])
+def test_any_method_tunes_an_adapter_that_peft_loads(home, tmp_path, family, adapter, method):
+    rank = 2 if method == "tezo" else None
+    more = ("--method", method, "--json", "--test", home / "rows.jsonl")
+    named = {"model__peft": adapter, "model__lora_rank": 4, "method__rank": rank, "method__lr": 0.05}
+    done = train(home / family, home / "rows.jsonl", tmp_path / "run", *more, **named)
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert summary["before"] != summary["after"]
+    part = {"lora": "lora_", "prefix": "prompt_encoder"}[adapter]
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    assert all(part in row["name"] for row in plan if row["trained"])
+    assert {row["moved"] for row in plan if row["trained"]} == {"by its gradient" if method == "adam" else "in forward"}
+    found = json.loads(tezo("eval", tmp_path / "run", "--json", "--data", home / "rows.jsonl").out)
+    assert found["loss"] == pytest.approx(summary["after"]["loss"], abs=1e-5)
+    kind = {"opt": "OPTForCausalLM", "llama": "LlamaForCausalLM", "roberta": "RobertaForMaskedLM", "bert": "BertModel"}
+    base = getattr(transformers, kind[family]).from_pretrained(home / family)
+    assert PeftModel.from_pretrained(base, str(tmp_path / "run/adapter"))
+
+
+def test_a_lora_run_is_exported_and_a_prefix_only_as_it_is(home, tmp_path):
+    for adapter in ("lora", "prefix"):
+        more = ("--method", "mezo", "--json", "--test", home / "rows.jsonl")
+        named = {"model__peft": adapter, "method__rank": None, "method__lr": 0.01}
+        assert train(home / "opt", home / "rows.jsonl", tmp_path / adapter, *more, **named).code == 0
+        assert tezo("export", tmp_path / adapter, "--output", tmp_path / f"{adapter}-out").code == 0
+    assert tezo("export", tmp_path / "lora", "--format", "merged", "--output", tmp_path / "merged").code == 0
+    loss = [
+        json.loads(tezo("eval", name, "--json", "--data", home / "rows.jsonl").out)["loss"]
+        for name in (tmp_path / "lora", tmp_path / "merged")
+    ]
+    assert loss[0] == pytest.approx(loss[1], rel=1e-4)
+    refused(tezo("export", tmp_path / "prefix", "--format", "merged", "--output", tmp_path / "x"), "merged", "prefix")
+
+
+def test_adapters_that_cannot_be_had(home, tmp_path):
+    for family, values, parts in (
+        ("bert", {"model__peft": "prefix"}, ["model.peft", "prefix", "encoder"]),
+        ("opt", {"model__peft": "lora", "model__lora_rank": 0}, ["model.lora_rank", "0"]),
+        ("opt", {"model__peft": "ia9"}, ["model.peft", "'ia9'"]),
+    ):
+        refused(train(home / family, home / "rows.jsonl", tmp_path / "out", **values), *parts)
+    assert not (tmp_path / "out").exists()

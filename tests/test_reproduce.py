@@ -1,0 +1,140 @@
+"""The paper's tables as grids of runs: what is planned, a whole small table, what a second start does."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from folders import refused, tezo
+from test_task_runs import write_task
+
+from tezo.config import parse_config
+from tezo.reproduce import TABLES, make_grid, paper_table, write_tables
+from tezo.reproduce.results import entries
+from tezo.tasks import TASKS
+
+
+def grid_of(name: str, **options):
+    return make_grid(paper_table(name), **({"model": None, "small": False, "data_dir": None} | options))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_cell_is_a_configuration_with_the_papers_settings(name):
+    table, cells = TABLES[name], list(grid_of(name).cells())
+    assert len({cell.folder for cell in cells}) == len(cells)
+    for cell in cells:
+        config = parse_config(cell.tree)
+        assert config.data.task == cell.column.task and config.model.name == table.model
+        if cell.line.method in (None, "adam"):
+            continue
+        assert (config.train.steps, config.train.batch_size) == (table.steps, table.batch_size)
+        assert config.method.name == cell.line.method and config.method.options["targets"][0] == "all"
+    searched = [cell for cell in cells if cell.line.label == "MeZO" and cell.column == table.columns[0]]
+    assert {cell.rate for cell in searched} == {1e-4, 1e-5, 1e-6, 1e-7}
+    assert {cell.seed for cell in searched} == set(table.seeds)
+
+
+def test_the_papers_averages_follow_from_its_numbers():
+    printed = {"MeZO": -5.4, "SubZO": -4.8, "TeZO": -5.2, "TeZO-m": -4.8, "MeZO-Adam": -3.2, "TeZO-Adam": -2.5}
+    lines = {line.label: line.published for line in paper_table("opt-13b").lines}
+    for label, average in printed.items():
+        gaps = [a - b for a, b in zip(lines[label], lines["FT"], strict=True)]
+        assert sum(gaps) / len(gaps) == pytest.approx(average, abs=0.1)
+
+
+def test_only_some_cells_can_be_chosen():
+    grid = grid_of("opt-13b", only=["mezo", "TeZO-Adam", "rte"])
+    assert {cell.line.label for cell in grid.cells()} == {"MeZO", "TeZO-Adam"}
+    assert [line.published for line in grid.table.lines] == [(60.3,), (71.8,)]
+    done = tezo("reproduce", "opt-13b", "--output", "unused", "--only", "mezzo")
+    refused(done, "only", "'mezzo'", "Did you mean 'mezo'")
+    refused(tezo("reproduce", "opt-31b", "--output", "unused"), "table", "Did you mean 'opt-13b'")
+
+
+def test_a_plan_is_shown_and_nothing_run(tmp_path):
+    done = tezo("reproduce", "llama-7b", "--output", tmp_path / "out", "--only", "mezo,rte", "--plan")
+    assert done.out.splitlines()[-1] == f"8 runs, {8 * 15_000} steps"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    for name in TASKS:
+        write_task(root, name, 60, 14)
+    return root
+
+
+def small(name: str, output: Path, data: Path, *more: str):
+    return tezo("reproduce", name, "--scale", "small", "--data-dir", data, "--output", output, *more)
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks"), [("llama-7b", "rte,wic"), ("roberta-large", "trec"), ("opt-13b", "squad,copa")]
+)
+def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, name, tasks):
+    output = tmp_path / "out"
+    methods = "ft,zero-shot,mezo,tezo"
+    done = small(name, output, data, "--only", f"{methods},{tasks}")
+    assert done.code == 0, done.err
+    text = (output / "table.md").read_text()
+    assert "SMALL SCALE" in text.splitlines()[0] and "no accuracy" in text.splitlines()[0]
+    body = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [line.split("|")[1].strip() for line in body] == ["FT", "ZERO-SHOT", "MeZO", "TeZO"]
+    assert all(re.search(r"\d+\.\d \(\d+\.\d\)", line) for line in body), text
+    assert not any("failed" in line for line in body) and "+0.0" in body[0]
+    rows = list(csv.DictReader((output / "table.csv").read_text().splitlines()))
+    assert len(rows) == 4 * len(paper_columns(name, tasks)) and {row["missing"] for row in rows} == {"0"}
+    assert r"\begin{tabular}" in (output / "table.tex").read_text()
+
+
+def paper_columns(name: str, tasks: str) -> list:
+    return [column for column in paper_table(name).columns if column.task in tasks.split(",")]
+
+
+def test_a_second_start_runs_what_is_missing_alone(tmp_path, data):
+    output = tmp_path / "out"
+    assert small("llama-7b", output, data, "--only", "mezo,tezo,rte").code == 0
+    whole = (output / "table.md").read_text()
+    finished, unfinished = output / "mezo/rte", output / "tezo/rte"
+    (kept,) = finished.rglob("summary.json")
+    stamp = kept.stat().st_mtime_ns
+    (lost,) = unfinished.rglob("summary.json")
+    lost.unlink()  # as a killed run leaves its folder
+    assert "2 runs, 1 of them finished" in (again := small("llama-7b", output, data, "--only", "mezo,tezo,rte")).out
+    assert again.code == 0, again.err
+    assert kept.stat().st_mtime_ns == stamp and lost.is_file()
+    assert (output / "table.md").read_text() == whole, "a run is a function of its configuration"
+    refused(small("opt-13b", output, data), "output", "llama-7b", "opt-13b")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").write_text("mine")
+    refused(small("llama-7b", tmp_path / "used", data), "output", "in use")
+
+
+def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, data):
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / "rte").symlink_to(data / "rte")
+    done = small("llama-7b", tmp_path / "out", root, "--only", "mezo,rte,wic")
+    assert done.code == 0, done.err
+    assert "wic" in done.out and "failed: data.dir" in done.out
+    line = next(line for line in (tmp_path / "out/table.md").read_text().splitlines() if line.startswith("| MeZO"))
+    assert "failed (60.5)" in line and "(69.0)" in line
+
+
+def test_the_learning_rate_is_chosen_by_the_dev_loss_and_seeds_are_averaged(tmp_path):
+    grid = grid_of("llama-7b", only=["mezo", "rte"])
+    for cell in grid.cells():
+        folder = tmp_path / cell.folder
+        folder.mkdir(parents=True)
+        if cell.rate == 1e-4 and cell.seed == 1:
+            (folder / "failed.txt").write_text("the loss is nan\n")
+            continue
+        dev = {1e-4: 0.0, 1e-5: 0.5, 1e-6: 0.4, 1e-7: 0.6}[cell.rate]
+        found = {"after": {"accuracy": 0.5 + cell.seed / 10 + dev}, "dev_loss": dev}
+        (folder / "summary.json").write_text(json.dumps(found))
+    ((entry,),) = entries(grid, tmp_path)
+    assert entry.rate == 1e-6 and entry.values == pytest.approx((90.0, 100.0)) and entry.failed == 1
+    assert entry.shown == "95.0 ± 7.1*"
+    assert len(write_tables(grid, tmp_path)) == 3
