@@ -1,9 +1,9 @@
-"""Writes `recipes/tables/`: a recipe for every row of the paper's accuracy tables.
+"""Writes `recipes/tables/`: a recipe for every row of the tables that `tezo reproduce` knows.
 
     python recipes/generate.py
 
-Each is the first cell of its row, with the learning rate that the paper recommends; other columns are other values
-of data.task and data.per_class. `tezo reproduce` runs them all.
+Each is the first cell of its row, with the learning rate that the paper recommends (of our own table: the middle
+one); other columns are other values of data.task and data.per_class. `tezo reproduce` runs them all.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ def recipes() -> dict[Path, str]:
     """Path -> text, of every recipe."""
     found = {}
     for name, table in TABLES.items():
-        cells = make_grid(table, model=None, small=False, data_dir=None).cells()
+        cells = make_grid(table, model=None, small=False, data_dir=None).search()
         for cell in cells:
             wanted = cell.column == table.columns[0] and cell.seed == table.seeds[0]
             if wanted and cell.rate is not None and cell.rate == cell.line.recommended:

@@ -10,23 +10,27 @@ from folders import refused, tezo
 from test_task_runs import write_task
 
 from tezo.config import parse_config
-from tezo.reproduce import TABLES, make_grid, paper_table, write_tables
-from tezo.reproduce.results import entries
+from tezo.reproduce import TABLES, Cell, find_table, make_grid, write_tables
+from tezo.reproduce.layout import tied_with_the_best
+from tezo.reproduce.results import Entry, all_cells, entries
 from tezo.tasks import TASKS
 
 
 def grid_of(name: str, **options):
-    return make_grid(paper_table(name), **({"model": None, "small": False, "data_dir": None} | options))
+    return make_grid(find_table(name), **({"model": None, "small": False, "data_dir": None} | options))
 
 
-@pytest.mark.parametrize("name", TABLES)
+PAPERS = [name for name in TABLES if name != "encoder"]
+
+
+@pytest.mark.parametrize("name", PAPERS)
 def test_every_cell_is_a_configuration_with_the_papers_settings(name):
-    table, cells = TABLES[name], list(grid_of(name).cells())
+    table, cells = TABLES[name], list(grid_of(name).search())
     assert len({cell.folder for cell in cells}) == len(cells)
     for cell in cells:
         config = parse_config(cell.tree)
         assert config.data.task == cell.column.task and config.model.name == table.model
-        if cell.line.method in (None, "adam"):
+        if not cell.line.is_zeroth_order:
             continue
         assert (config.train.steps, config.train.batch_size) == (table.steps, table.batch_size)
         assert config.method.name == cell.line.method and config.method.options["targets"][0] == "all"
@@ -37,7 +41,7 @@ def test_every_cell_is_a_configuration_with_the_papers_settings(name):
 
 def test_the_papers_averages_follow_from_its_numbers():
     printed = {"MeZO": -5.4, "SubZO": -4.8, "TeZO": -5.2, "TeZO-m": -4.8, "MeZO-Adam": -3.2, "TeZO-Adam": -2.5}
-    lines = {line.label: line.published for line in paper_table("opt-13b").lines}
+    lines = {line.label: line.published for line in find_table("opt-13b").lines}
     for label, average in printed.items():
         gaps = [a - b for a, b in zip(lines[label], lines["FT"], strict=True)]
         assert sum(gaps) / len(gaps) == pytest.approx(average, abs=0.1)
@@ -45,7 +49,7 @@ def test_the_papers_averages_follow_from_its_numbers():
 
 def test_only_some_cells_can_be_chosen():
     grid = grid_of("opt-13b", only=["mezo", "TeZO-Adam", "rte"])
-    assert {cell.line.label for cell in grid.cells()} == {"MeZO", "TeZO-Adam"}
+    assert {cell.line.label for cell in grid.search()} == {"MeZO", "TeZO-Adam"}
     assert [line.published for line in grid.table.lines] == [(60.3,), (71.8,)]
     done = tezo("reproduce", "opt-13b", "--output", "unused", "--only", "mezzo")
     refused(done, "only", "'mezzo'", "Did you mean 'mezo'")
@@ -71,7 +75,8 @@ def small(name: str, output: Path, data: Path, *more: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "tasks"), [("llama-7b", "rte,wic"), ("roberta-large", "trec"), ("opt-13b", "squad,copa")]
+    ("name", "tasks"),
+    [("llama-7b", "rte,wic"), ("roberta-large", "trec"), ("opt-13b", "squad,copa"), ("encoder", "sst2")],
 )
 def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, name, tasks):
     output = tmp_path / "out"
@@ -81,22 +86,28 @@ def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, n
     text = (output / "table.md").read_text()
     assert "SMALL SCALE" in text.splitlines()[0] and "no accuracy" in text.splitlines()[0]
     body = [line for line in text.splitlines() if line.startswith("| ")][1:]
-    assert [line.split("|")[1].strip() for line in body] == ["FT", "ZERO-SHOT", "MeZO", "TeZO"]
-    assert all(re.search(r"\d+\.\d \(\d+\.\d\)", line) for line in body), text
-    assert not any("failed" in line for line in body) and "+0.0" in body[0]
+    lines = {line.split("|")[1].strip(): line for line in body}
+    assert set(lines) == {"FT", "ZERO-SHOT", "MeZO", "TeZO"}
+    number = r"\d+\.\d" if name == "encoder" else r"\d+\.\d \(\d+\.\d\)"
+    assert all(re.search(rf"\| {number} \|", line) for line in body), text
+    assert not any("failed" in line for line in body) and "+0.0" in lines["FT"]
     rows = list(csv.DictReader((output / "table.csv").read_text().splitlines()))
     assert len(rows) == 4 * len(paper_columns(name, tasks)) and {row["missing"] for row in rows} == {"0"}
     assert r"\begin{tabular}" in (output / "table.tex").read_text()
 
 
 def paper_columns(name: str, tasks: str) -> list:
-    return [column for column in paper_table(name).columns if column.task in tasks.split(",")]
+    return [column for column in find_table(name).columns if column.task in tasks.split(",")]
+
+
+def body_of(output: Path) -> list[str]:
+    return [line for line in (output / "table.md").read_text().splitlines() if line.startswith("|")]
 
 
 def test_a_second_start_runs_what_is_missing_alone(tmp_path, data):
     output = tmp_path / "out"
     assert small("llama-7b", output, data, "--only", "mezo,tezo,rte").code == 0
-    whole = (output / "table.md").read_text()
+    whole = body_of(output)
     finished, unfinished = output / "mezo/rte", output / "tezo/rte"
     (kept,) = finished.rglob("summary.json")
     stamp = kept.stat().st_mtime_ns
@@ -105,7 +116,7 @@ def test_a_second_start_runs_what_is_missing_alone(tmp_path, data):
     assert "2 runs, 1 of them finished" in (again := small("llama-7b", output, data, "--only", "mezo,tezo,rte")).out
     assert again.code == 0, again.err
     assert kept.stat().st_mtime_ns == stamp and lost.is_file()
-    assert (output / "table.md").read_text() == whole, "a run is a function of its configuration"
+    assert body_of(output) == whole, "a run is a function of its configuration"
     refused(small("opt-13b", output, data), "output", "llama-7b", "opt-13b")
     (tmp_path / "used").mkdir()
     (tmp_path / "used/file").write_text("mine")
@@ -125,16 +136,54 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, data):
 
 def test_the_learning_rate_is_chosen_by_the_dev_loss_and_seeds_are_averaged(tmp_path):
     grid = grid_of("llama-7b", only=["mezo", "rte"])
-    for cell in grid.cells():
+    for cell in grid.search():
         folder = tmp_path / cell.folder
         folder.mkdir(parents=True)
         if cell.rate == 1e-4 and cell.seed == 1:
             (folder / "failed.txt").write_text("the loss is nan\n")
             continue
         dev = {1e-4: 0.0, 1e-5: 0.5, 1e-6: 0.4, 1e-7: 0.6}[cell.rate]
-        found = {"after": {"accuracy": 0.5 + cell.seed / 10 + dev}, "dev_loss": dev}
-        (folder / "summary.json").write_text(json.dumps(found))
+        end(tmp_path, cell, dev, 0.5 + cell.seed / 10 + dev)
     ((entry,),) = entries(grid, tmp_path)
     assert entry.rate == 1e-6 and entry.values == pytest.approx((90.0, 100.0)) and entry.failed == 1
     assert entry.shown == "95.0 ± 7.1*"
-    assert len(write_tables(grid, tmp_path)) == 3
+    assert len(write_tables(grid, tmp_path)) == 4
+
+
+def test_seeds_beyond_the_search_run_at_the_rate_that_it_chose(tmp_path):
+    grid = grid_of("encoder", only=["mezo", "ft", "zero-shot", "probe", "trec-16"])
+    first, *others = grid.table.seeds
+    searched = [cell for cell in grid.search() if cell.line.how == "train"]
+    assert len(searched) == 2 * 3 and {cell.seed for cell in searched} == {first}
+    probed = [(cell.line.how, cell.seed) for cell in grid.search() if cell.line.how != "train"]
+    assert sorted(probed) == [("probe", first), *(("probe", seed) for seed in others), ("zero-shot", first)]
+    assert list(all_cells(grid, tmp_path)) == list(grid.search()), "nothing is chosen before a run has ended"
+    for cell in searched:
+        if cell.line.label == "MeZO":
+            end(tmp_path, cell, {3e-5: 0.5, 1e-4: 0.3, 3e-4: 0.4}[cell.rate], 0.5)
+    follow = list(all_cells(grid, tmp_path))[len(list(grid.search())) :]
+    assert [(cell.line.label, cell.rate, cell.seed) for cell in follow] == [("MeZO", 1e-4, seed) for seed in others]
+    for cell, figure in zip(follow, (0.6, 0.7), strict=True):
+        end(tmp_path, cell, 0.0, figure)
+    entry = next(entry for (entry,) in entries(grid, tmp_path) if entry.line.label == "MeZO")
+    assert entry.values == pytest.approx((50.0, 60.0, 70.0)) and not entry.missing and not entry.at_an_end
+
+
+def end(output: Path, cell: Cell, dev_loss: float, accuracy: float) -> None:
+    folder = output / cell.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps({"after": {"accuracy": accuracy}, "dev_loss": dev_loss}))
+
+
+def test_means_that_the_spread_does_not_tell_apart_are_marked():
+    table = find_table("encoder")
+    line = {line.label: line for line in table.lines}
+
+    def entry(label: str, *values: float) -> Entry:
+        return Entry(line[label], table.columns[0], None, values, 1e-4, 0, 0)
+
+    best, near = entry("TeZO", 80.0, 82.0, 84.0), entry("MeZO", 79.0, 80.0, 81.0)
+    far, wide, first_order = entry("LOZO", 79.0, 79.5, 80.0), entry("SubZO", 70.0, 76.0, 82.0), entry("FT", 99.0, 99.5)
+    column = [best, near, far, wide, first_order]
+    marked = [each.line.label for each in column if tied_with_the_best(each, column)]
+    assert marked == ["TeZO", "MeZO", "SubZO"], "first-order fine-tuning is not among the rivals"

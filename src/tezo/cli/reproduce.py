@@ -1,9 +1,12 @@
 """`tezo reproduce`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from tezo.reproduce import Grid
 
 
 def register(app: typer.Typer) -> None:
@@ -12,28 +15,25 @@ def register(app: typer.Typer) -> None:
 
 
 def reproduce(
-    table: Annotated[str, typer.Argument(help="roberta-large, opt-13b or llama-7b.")],
+    table: Annotated[str, typer.Argument(help="roberta-large, opt-13b or llama-7b, the paper's; or encoder, ours.")],
     output: Annotated[Path, typer.Option(help="Folder of all runs; the same one goes on where it stopped.")],
     only: Annotated[str, typer.Option(help="Methods and tasks to run, by commas; default: all.")] = "",
     model: Annotated[str | None, typer.Option(help="Instead of the paper's.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the tasks' rows; default: the hub.")] = None,
     scale: Annotated[Literal["full", "small"], typer.Option(help="small cuts all, to see that it runs.")] = "full",
-    devices: Annotated[str, typer.Option(help="By commas: one run at a time on each.")] = "auto",
+    devices: Annotated[str, typer.Option(help="By commas: one run at a time on each, such as cpu,cpu.")] = "auto",
     plan: Annotated[bool, typer.Option("--plan", help="Say what would be run, and run nothing.")] = False,
 ) -> None:
-    """Run an accuracy table of the paper cell by cell, and write it beside the published numbers."""
-    from tezo.reproduce import make_grid, paper_table, prepare_output, run_grid, write_tables
+    """Run a table of accuracies cell by cell, and write it beside the published numbers."""
+    from tezo.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo.reproduce.small import small_model
 
-    chosen, small = paper_table(table), scale == "small"
+    chosen, small = find_table(table), scale == "small"
     names = [name.strip() for name in only.split(",") if name.strip()]
     own = str(output / "model") if small and model is None else model
     grid = make_grid(chosen, model=own, small=small, data_dir=data_dir, only=names)
-    cells = list(grid.cells())
     if plan:
-        for cell in cells:
-            print(cell.folder)
-        print(f"{len(cells)} runs, {sum(cell.steps for cell in cells)} steps")
+        _show(grid)
         return
     prepare_output(grid, output)
     if own is not None and small and not Path(own).exists():
@@ -41,3 +41,14 @@ def reproduce(
     run_grid(grid, output, devices.split(","), print)
     for path in write_tables(grid, output):
         print(f"written: {path}")
+
+
+def _show(grid: "Grid") -> None:
+    cells = list(grid.search())
+    for cell in cells:
+        print(cell.folder)
+    others = list(grid.rest(lambda line, _: line.recommended))
+    print(f"{len(cells)} runs, {sum(cell.steps for cell in cells)} steps")
+    if others:
+        steps = sum(cell.steps for cell in others)
+        print(f"then {len(others)} runs at the learning rates that these choose, {steps} steps")

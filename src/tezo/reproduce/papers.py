@@ -1,86 +1,14 @@
 """The accuracy tables of the TeZO paper: rows, columns, published numbers, hyper-parameters (its appendix)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from tezo.errors import RequestError, nearest
+from tezo.reproduce.table import Column, Line, Table
 
 SGD_RATES = (1e-4, 1e-5, 1e-6, 1e-7)
 ADAM_RATES = (1e-4, 3e-5, 1e-5, 3e-6)
 FT_RATES = (1e-5, 3e-5, 5e-5)
-"""MeZO's; the paper names none."""
-FT_EPOCHS, FT_BATCH = 5, 8
-"""The paper's epochs; MeZO's batch."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A task, and how many rows of each class it is learnt from (None: 1000 in all)."""
-
-    task: str
-    per_class: int | None = None
-
-    @property
-    def key(self) -> str:
-        """For file names."""
-        return self.task if self.per_class is None else f"{self.task}-{self.per_class}"
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of a table.
-
-    Attributes:
-        label: as the paper prints it.
-        method: of this library; None: the model as it is.
-        published: percent, a column each.
-        rates: learning rates to search.
-        recommended: the one that the paper's appendix recommends; for FT the first of MeZO's.
-        options: of the method.
-    """
-
-    label: str
-    method: str | None
-    published: tuple[float, ...]
-    rates: tuple[float, ...] = ()
-    recommended: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        """For file names."""
-        return self.label.lower()
-
-
-@dataclass(frozen=True)
-class PaperTable:
-    """A table of the paper.
-
-    Attributes:
-        name: on the command line.
-        title: what it shows.
-        model: on the hub.
-        kind: of the model.
-        columns: in the paper's order.
-        lines: likewise.
-        seeds: one run each; the papers' five for few shots.
-        steps: of zeroth-order methods.
-        batch_size: likewise.
-        notes: differences in convention.
-    """
-
-    name: str
-    title: str
-    model: str
-    kind: Literal["causal", "masked"]
-    columns: tuple[Column, ...]
-    lines: tuple[Line, ...]
-    seeds: tuple[int, ...]
-    steps: int
-    batch_size: int
-    notes: tuple[str, ...] = ()
-
+"""MeZO's, and its batch of 8; the paper names neither, and five epochs."""
 
 _LOZO = {"rank": 8, "lazy_update_interval": 100}
 _SUBZO = {"rank": 64, "lazy_update_interval": 500}
@@ -98,11 +26,11 @@ def _lines(sgd: float, adam: float, published: Mapping[str, tuple[float, ...]]) 
 
     def line(label: str, numbers: tuple[float, ...]) -> Line:
         if label == "ZERO-SHOT":
-            return Line(label, None, numbers)
+            return Line(label, "zero-shot", published=numbers)
         if label == "FT":
-            return Line(label, "adam", numbers, FT_RATES, FT_RATES[0])
+            return Line(label, "train", "adam", FT_RATES, FT_RATES[0], published=numbers)
         rates, rate = (ADAM_RATES, adam) if label in _ADAPTIVE else (SGD_RATES, sgd)
-        return Line(label, label.lower(), numbers, rates, rate, _OPTIONS.get(label, {}))
+        return Line(label, "train", label.lower(), rates, rate, _OPTIONS.get(label, {}), numbers)
 
     return tuple(line(label, numbers) for label, numbers in published.items())
 
@@ -117,7 +45,7 @@ _CAUSAL = (
     "The paper does not name ZO-AdaMU's learning rates; those of the other adaptive methods are searched.",
 )
 
-ROBERTA = PaperTable(
+ROBERTA = Table(
     name="roberta-large",
     title="RoBERTa-large, k = 16 and 512 a class (the paper's Table 3)",
     model="FacebookAI/roberta-large",
@@ -139,6 +67,8 @@ ROBERTA = PaperTable(
         },
     ),
     seeds=(13, 21, 42, 87, 100),
+    search_seeds=5,
+    targets=("all", "!token_type_embeddings"),  # one token type: a matrix of one row, which has no rank of 8 or 64
     steps=80_000,
     batch_size=64,
     notes=(
@@ -147,7 +77,7 @@ ROBERTA = PaperTable(
     ),
 )
 
-OPT = PaperTable(
+OPT = Table(
     name="opt-13b",
     title="OPT-13B (the paper's Table 4)",
     model="facebook/opt-13b",
@@ -175,12 +105,13 @@ OPT = PaperTable(
         },
     ),
     seeds=(0, 1),
+    search_seeds=2,
     steps=15_000,
     batch_size=16,
     notes=(*_OURS, *_CAUSAL),
 )
 
-LLAMA = PaperTable(
+LLAMA = Table(
     name="llama-7b",
     title="LLaMA-7B (the paper's Table 5)",
     model="huggyllama/llama-7b",
@@ -201,16 +132,8 @@ LLAMA = PaperTable(
         },
     ),
     seeds=(0, 1),
+    search_seeds=2,
     steps=15_000,
     batch_size=16,
     notes=(*_OURS, _CAUSAL[1]),
 )
-
-TABLES = {table.name: table for table in (ROBERTA, OPT, LLAMA)}
-
-
-def paper_table(name: str) -> PaperTable:
-    """The table of that name; an error with the nearest one where there is none."""
-    if name not in TABLES:
-        raise RequestError(f"table: there is no table {name!r}. " + nearest(name, TABLES))
-    return TABLES[name]

@@ -2,51 +2,57 @@
 
 import json
 import multiprocessing
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import logging
 
 from tezo.config import Config, overlay, parse_config
 from tezo.errors import RequestError, RunError, TezoError
-from tezo.evaluate import measure
+from tezo.evaluate import Metrics, measure
 from tezo.job import load
-from tezo.reproduce.cells import Grid
+from tezo.probe import probe
+from tezo.reproduce.cells import Cell, Grid
+from tezo.reproduce.results import FAILED, SUMMARY, chooser, is_finished
 from tezo.splits import evaluation_rows
 from tezo.train import train
 
-FAILED = "failed.txt"
-"""In the folder of a run that could not be finished: why. Delete it to try again."""
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether a run is over, well or not."""
-    return (folder / "summary.json").is_file() or (folder / FAILED).is_file()
-
 
 def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> None:
-    """Runs what is missing; what was begun and not finished starts again.
+    """Runs what is missing: the search, then the other seeds; what was begun and not finished starts again.
 
     Args:
         grid: what to run.
         output: of all runs, see `prepare_output`.
-        devices: one run at a time on each, in a process of its own.
+        devices: one run at a time on each, in a process of its own; those on the CPU share its cores.
         tell: is told of every run that ends.
 
     Raises:
         RunError: a process died; run the command again.
     """
-    cells = list(grid.cells())
-    missing = [cell for cell in cells if not is_finished(output / cell.folder)]
-    tell(f"{len(cells)} runs, {len(cells) - len(missing)} of them finished")
-    context = multiprocessing.get_context("spawn")
-    pools = [ProcessPoolExecutor(1, mp_context=context) for _ in devices]
+    _run(grid.search(), output, devices, tell)
+    _run(grid.rest(chooser(grid, output)), output, devices, tell)
+
+
+def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> None:
+    planned = list(cells)
+    missing = [cell for cell in planned if not is_finished(output / cell.folder)]
+    if planned:
+        tell(f"{len(planned)} runs, {len(planned) - len(missing)} of them finished")
+    if not missing:
+        return
+    context, cpus = multiprocessing.get_context("spawn"), sum(not device.startswith("cuda") for device in devices)
+    pools = [
+        ProcessPoolExecutor(1, mp_context=context, initializer=_share_cores, initargs=(cpus,)) for _ in devices
+    ]  # fmt: skip
     try:
         jobs = {
-            pools[i % len(pools)].submit(run_cell, cell.tree, str(output / cell.folder), devices[i % len(pools)]): cell
+            pools[i % len(pools)].submit(run_cell, cell, str(output / cell.folder), devices[i % len(pools)]): cell
             for i, cell in enumerate(missing)
         }
         for number, job in enumerate(as_completed(jobs), start=1):
@@ -57,6 +63,11 @@ def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[s
     finally:
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _share_cores(processes: int) -> None:
+    if processes > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
 
 
 def prepare_output(grid: Grid, output: Path) -> None:
@@ -78,18 +89,18 @@ def prepare_output(grid: Grid, output: Path) -> None:
     note.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
 
 
-def run_cell(tree: dict[str, Any], folder: str, device: str) -> str | None:
+def run_cell(cell: Cell, folder: str, device: str) -> str | None:
     """One run, in this process; None, or why it failed, which is also written into its folder."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     path = Path(folder)
     shutil.rmtree(path, ignore_errors=True)  # begun and not finished
     try:
-        config = parse_config(overlay(tree, [("model.device", device)]))
-        if "method" in tree:
+        config = parse_config(overlay(cell.tree, [("model.device", device)]))
+        if cell.line.how == "train":
             train(config, path)
         else:
-            _measure(config, path)
+            _write_summary(path, *(_probed(config) if cell.line.how == "probe" else _as_it_is(config)))
     except TezoError as error:
         path.mkdir(parents=True, exist_ok=True)
         (path / FAILED).write_text(f"{error}\n", encoding="utf-8")
@@ -97,10 +108,18 @@ def run_cell(tree: dict[str, Any], folder: str, device: str) -> str | None:
     return None
 
 
-def _measure(config: Config, folder: Path) -> None:
-    """The model as it is, on the rows that runs are reported on."""
+def _as_it_is(config: Config) -> tuple[Metrics, dict[str, int]]:
+    """The model's metrics on the rows that runs are reported on."""
     rows = evaluation_rows(config.data)
     metrics, _ = measure(config, load(config), rows)
+    return metrics, {"test": len(rows)}
+
+
+def _probed(config: Config) -> tuple[Metrics, dict[str, int]]:
+    return probe(config, load(config))
+
+
+def _write_summary(folder: Path, metrics: Metrics, rows: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
-    summary = {"after": metrics, "dev_loss": None, "rows": {"test": len(rows)}}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    summary = {"after": metrics, "dev_loss": None, "rows": rows}
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

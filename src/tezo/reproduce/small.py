@@ -1,20 +1,20 @@
 """A model with random weights that takes every task, for `--scale small`."""
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tezo.tasks import TASKS
+from tezo.tasks.formats import Kind
 
 SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 POSITIONS = 1100
 
 
-def small_model(kind: Literal["causal", "masked"], folder: Path) -> Path:
-    """Writes a tiny OPT or RoBERTa with random weights and a tokenizer of bytes; returns the folder."""
+def small_model(kind: Kind, folder: Path) -> Path:
+    """Writes a tiny OPT, or RoBERTa with or without its head, with random weights and a tokenizer of bytes."""
     tokenizer = _tokenizer(kind)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"max_position_embeddings": POSITIONS, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
@@ -24,7 +24,8 @@ def small_model(kind: Literal["causal", "masked"], folder: Path) -> Path:
             config = transformers.OPTConfig(**sizes, ffn_dim=24, word_embed_proj_dim=16)
             model = transformers.OPTForCausalLM(config)
         else:
-            model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**sizes, intermediate_size=24))
+            roberta = transformers.RobertaForMaskedLM if kind == "masked" else transformers.RobertaModel
+            model = roberta(transformers.RobertaConfig(**sizes, intermediate_size=24))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -37,7 +38,7 @@ def _tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>" if kind == "masked" else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 2)]
+        single="<s> $A" if kind == "causal" else "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=POSITIONS - 50, **SPECIAL)
     if kind == "masked":  # whose label words are one token each
