@@ -17,8 +17,8 @@ import torch
 
 from tezo.bench.shapes import build_model
 from tezo.evaluate import evaluate
+from tezo.machine import hardware, versions
 from tezo.objectives import CausalObjective, Encoded
-from tezo.runs import hardware, versions
 from tezo.tasks import Example
 
 OPTIONS = 4

@@ -18,7 +18,7 @@ from tezo import config
 from tezo.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-DRAWN = [ROOT / "README.md", ROOT / "docs/cost.md"]
+DRAWN = [ROOT / name for name in ("README.md", "docs/cost.md", "docs/experiments.md", "docs/reliability.md")]
 
 
 def main() -> int:

@@ -93,6 +93,22 @@ def evaluation() -> str:
     )
 
 
+def kills() -> str:
+    """What a run went through, by method."""
+    results = read("kills")
+    keys = ("kills", "in_save", "runs", "steps_of_a_run")
+    rows = [[f"`{r['method']}`", *(f"{r[key]}" for key in keys)] for r in results]
+    table = grid(["method", "kills", "inside a save", "runs, all as the undisturbed one", "steps a run"], rows)
+    names = " ".join(r["method"] for r in results)
+    return table + f"\n`python tests/kills.py --kills 100 --methods {names}`; {machine(results[0])}.\n"
+
+
+def encoder() -> str:
+    """The accuracies of all methods on the embedded encoder, as `tezo reproduce` wrote them."""
+    text = (RESULTS / "encoder/table.md").read_text(encoding="utf-8")
+    return text.partition("\n\n")[2]
+
+
 def head(settings: dict[str, Any]) -> str:
     """A setting, for the head of a column."""
     return f"{SHORT[settings['dtype']]} {settings['batch']} x {settings['length']}"
@@ -123,4 +139,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-sizes": step_sizes,
     "memory": memory,
     "evaluation": evaluation,
+    "kills": kills,
+    "encoder": encoder,
 }

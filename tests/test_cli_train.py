@@ -264,4 +264,6 @@ def test_the_bar_is_taken_down_when_a_run_fails(home, tmp_path):
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", method__lr=1e30)
     assert done.code == 2
     drawing = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("rich.")]
-    assert not drawing, "the thread that draws the bar runs on"
+    for thread in drawing:
+        thread.join(30)  # rich tells it to end, and does not wait
+    assert not any(thread.is_alive() for thread in drawing), "the thread that draws the bar runs on"

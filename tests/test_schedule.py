@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tezo.config import TrainConfig
-from tezo.train import batch_indices, lr_factor
+from tezo.schedule import batch_indices, lr_factor
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(14, 4), (5, 16), (16, 16), (1, 3), (7, 7)])

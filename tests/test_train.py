@@ -16,10 +16,13 @@ from tezo.cli.runs import open_model, run_config
 from tezo.config import Config, TrainConfig, parse_config
 from tezo.errors import NonFiniteLossError, RunError
 from tezo.evaluate import evaluate
+from tezo.interruption import Interruption
 from tezo.job import make_format, make_objective, prepare
-from tezo.runs import Listener, RunFolder, memory_for
+from tezo.machine import memory_for
+from tezo.runs import Listener, RunFolder
+from tezo.schedule import interval
 from tezo.tasks import read_rows
-from tezo.train import Loop, evaluation_interval, train
+from tezo.train import Loop, train
 
 DENSE = ("mezo", "mezo-adam", "lozo", "subzo", "zo-adamu", "tezo-adam")
 FACTORED = ("tezo", "tezo-m", "tezo-cadam")
@@ -167,7 +170,7 @@ def test_patience_ends_a_run_that_gets_no_better(home, tmp_path):
 def test_evaluations_fall_on_every_so_many_steps_and_on_the_last(home, tmp_path, steps, every, expected):
     train(config(home, steps=steps, eval_every=every), tmp_path / "run")
     assert list(dev_losses(tmp_path / "run")) == expected
-    assert evaluation_interval(TrainConfig(steps=4)) == 1
+    assert interval(None, TrainConfig(steps=4)) == 1
 
 
 # What a run leaves behind
@@ -244,7 +247,7 @@ def test_after_a_loss_that_is_no_number_the_weights_are_as_before_that_step(home
         train(config(home, method), tmp_path / "run", [poisoner])
     assert failed.value.step == 4
     assert math.isfinite(failed.value.last_loss)
-    assert not list((tmp_path / "run").glob("*/*.safetensors"))
+    assert not list((tmp_path / "run").glob("model/*.safetensors")), "there is no result"
     now = poisoner.job.optimizer.tuned_state()
     assert now.keys() == poisoner.state.keys()
     for name, value in now.items():  # in place: to the rounding of an add
@@ -285,7 +288,7 @@ def test_out_of_memory_at_the_first_step_says_what_to_lower(home, tmp_path):
     counter.remove()
     job.model.register_forward_pre_hook(allocate)
     with pytest.raises(RunError) as caught:
-        Loop(job, RunFolder(tmp_path / "run"), []).run()
+        Loop(job, RunFolder(tmp_path / "run"), [], Interruption()).run()
     assert str(caught.value).startswith("out of memory at step 0, with 4 rows of up to ")
     assert "Lower train.batch_size or data.max_length, or set model.dtype=bfloat16." in str(caught.value)
     assert caught.value.exit_code == 1

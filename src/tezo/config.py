@@ -127,6 +127,12 @@ class TrainConfig:
     """Stop after so many evaluations without a lower dev loss; None: never."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
+    sync_every: int = 10
+    """Steps between forced writes of steps.log to disk: a power cut loses at most so many; 0: the system decides."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; None: ten a run; 0: none."""
+    keep_checkpoints: int = 2
+    """The newest so many are kept until the run has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +276,9 @@ def _check(config: Config) -> None:
         ("train.warmup_steps", train.warmup_steps, 0),
         ("train.eval_every", train.eval_every, 0),
         ("train.patience", train.patience, 1),
+        ("train.sync_every", train.sync_every, 0),
+        ("train.checkpoint_every", train.checkpoint_every, 0),
+        ("train.keep_checkpoints", train.keep_checkpoints, 1),
         ("data.num_train", data.num_train, 1),
         ("data.num_dev", data.num_dev, 1),
         ("data.num_test", data.num_test, 1),

@@ -31,6 +31,9 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         NonFiniteLossError: from `step`; the parameters are as before the step.
     """
 
+    num_directions = 0
+    """That are drawn in a step."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -89,6 +92,10 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         """Evaluations of the closure so far; each was followed by a backward pass."""
         return self.num_steps
 
+    def drawn_on_the_device(self) -> str | None:
+        """A parameter whose steps depend on the type of its device: all do."""
+        return self.targets[0].name
+
     @property
     def factor_bytes(self) -> int:
         """Nothing is drawn."""
@@ -109,14 +116,38 @@ class FirstOrderOptimizer(torch.optim.AdamW):
 
     def tuned_state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that training changes."""
-        return {f"{t.name}/weight": t.parameter.detach().cpu().clone() for t in self.targets}
+        return {key: weight.detach().cpu().clone() for key, weight in self._weights().items()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {f"weight/{target.name}": target.parameter.data for target in self.targets}
 
     @torch.no_grad()
     def load_tuned_state(self, tuned: dict[str, Tensor], num_steps: int) -> None:
         """Puts a `tuned_state` back."""
         del num_steps
         for target in self.targets:
-            target.parameter.copy_(tuned[f"{target.name}/weight"])
+            target.parameter.copy_(tuned[f"weight/{target.name}"])
+
+    def resumable_state(self) -> dict[str, Tensor]:
+        """Weights, and Adam's moments and counts as "update/NAME/KEY"; the tensors themselves, not copies."""
+        moments = {
+            f"update/{target.name}/{key}": value
+            for target in self.targets
+            for key, value in self.state[target.parameter].items()
+        }
+        return self._weights() | moments
+
+    def load_resumable_state(self, state: dict[str, Tensor], num_steps: int) -> None:
+        """Puts a `resumable_state` taken after `num_steps` steps back; the next step is the one that followed it."""
+        self.load_tuned_state(state, num_steps)
+        for target in self.targets:
+            start = f"update/{target.name}/"
+            own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+            place = target.parameter.device
+            self.state[target.parameter] = {
+                k: v.clone() if k == "step" else v.to(place).clone() for k, v in own.items()
+            }
+        self.num_steps = num_steps
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class Job:
         dev: rows that choose the checkpoint; may be empty.
         test: rows for the figures before and after.
         optimizer: on the model.
+        untrained: parameters that the loss does not depend on.
         notices: what the user should know before the start: cuts, parameters left out, held-out rows.
     """
 
@@ -44,6 +45,7 @@ class Job:
     dev: list[Encoded]
     test: list[Encoded]
     optimizer: Tuner
+    untrained: tuple[str, ...] = ()
     notices: tuple[str, ...] = field(default=())
 
     @property
@@ -70,7 +72,7 @@ def prepare(config: Config) -> Job:
     dev, test = ([objective.encode(form.example(row)) for row in part] for part in (rows.dev, rows.test))
     notices += cut_notices(objective)
     objective.adapt(loaded.model, train)
-    optimizer = _optimizer(config, loaded, objective, train, notices)
+    untrained = _untrained(loaded, objective, train, notices)
     return Job(
         config=resolve(config, form),
         loaded=loaded,
@@ -79,7 +81,8 @@ def prepare(config: Config) -> Job:
         train=train,
         dev=dev,
         test=test or dev,
-        optimizer=optimizer,
+        optimizer=make_optimizer(config, loaded, untrained),
+        untrained=tuple(untrained),
         notices=tuple(notices),
     )
 
@@ -149,19 +152,24 @@ def cut_notices(objective: Objective) -> list[str]:
     ]
 
 
-def _optimizer(
-    config: Config, loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], notices: list[str]
-) -> Tuner:
-    options = dict(config.method.options)
-    if config.model.peft != "none":
-        options.setdefault("targets", (ALL,))
+def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], notices: list[str]) -> list[str]:
+    """Parameters that the loss does not depend on."""
     batch = objective.collate(train[:1])
     with torch.no_grad():
         unused = never_called(find_targets(loaded.model), lambda: objective.loss(loaded.model, batch))
-    for target in unused:
-        target.parameter.requires_grad_(False)
     if unused:
         names = ", ".join(target.name for target in unused[:3])
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         notices.append(f"left untrained, since the loss does not depend on them: {names}{more}.")
+    return [target.name for target in unused]
+
+
+def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> Tuner:
+    """The method of a configuration on a model; `untrained` parameters are left alone."""
+    options = dict(config.method.options)
+    if config.model.peft != "none":
+        options.setdefault("targets", (ALL,))
+    for target in find_targets(loaded.model):
+        if target.name in untrained:
+            target.parameter.requires_grad_(False)
     return method(config.method.name).build(loaded.model, seed=config.train.seed, **options)

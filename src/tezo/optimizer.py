@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tezo.apply import Blocks, InForward, MovingParameter, NotInBlocksError, Shift, moving_parameter, require_writable
 from tezo.directions import Direction
@@ -14,11 +14,12 @@ from tezo.errors import NonFiniteLossError, RequestError
 from tezo.kernels import wide_products
 from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.perturbations import Moment, Perturbation
+from tezo.saved_state import SavedState
 from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, two_point
 from tezo.updates import State, Update
 
 
-class ZerothOrderOptimizer(torch.optim.Optimizer):
+class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
     """A perturbation and an update rule, put together over the parameters of a model.
 
     `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z
@@ -109,26 +110,43 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
+        drawn = self._draw()
         with evaluation_mode(self.model), wide_products(self.model):
-            estimates, record = self._estimate(closure)
-        for name, moving in self.moving.items():
-            self._apply(moving, estimates[name], record.lr)
-        self.last_step = record
-        self.num_steps += 1
-        return record.loss
+            probes = self._probes(closure, drawn)
+        loss = sum(p.loss_plus + p.loss_minus for p in probes) / (2 * len(probes))
+        self._take(drawn, StepRecord(self.num_steps, loss, float(self.param_groups[0]["lr"]), probes))
+        return loss
 
-    def _estimate(self, closure: Closure) -> tuple[dict[str, Estimate], StepRecord]:
+    @torch.no_grad()
+    def replay(self, record: StepRecord) -> None:
+        """Takes a finished step again from what was recorded of it, without an evaluation.
+
+        Args:
+            record: of step `num_steps` of a run with the same seed and settings.
+        """
+        if record.step != self.num_steps or len(record.probes) != self.num_directions:
+            raise RequestError(
+                f"record is of step {record.step} with {len(record.probes)} directions; the next step is "
+                f"{self.num_steps}, with {self.num_directions}."
+            )
+        self._take(self._draw(), record)
+
+    def _draw(self) -> dict[str, list[Direction]]:
+        """The step's directions, by parameter; what is trained in the forward pass moves over to their factors."""
         moments = [Moment(self.seed, self.num_steps, index) for index in range(self.num_directions)]
         drawn: dict[str, list[Direction]] = {}
         for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
             state = self._update_state.get(name, {})
             drawn[name] = [self.perturbation.direction(moving.target, moment, state) for moment in moments]
             moving.begin(drawn[name][0], moments[0])
-        probes = self._probes(closure, drawn)
-        loss = sum(p.loss_plus + p.loss_minus for p in probes) / (2 * len(probes))
-        record = StepRecord(self.num_steps, loss, float(self.param_groups[0]["lr"]), probes)
-        estimates = {name: Estimate(drawn[name], record.projected_grads, self.num_steps) for name in drawn}
-        return estimates, record
+        return drawn
+
+    def _take(self, drawn: dict[str, list[Direction]], record: StepRecord) -> None:
+        for name, moving in self.moving.items():
+            estimate = Estimate(drawn[name], record.projected_grads, record.step)
+            self._apply(moving, estimate, record.lr)
+        self.last_step = record
+        self.num_steps += 1
 
     def _probes(self, closure: Closure, drawn: dict[str, list[Direction]]) -> tuple[Probe, ...]:
         def show(points: Sequence[tuple[int, float]]) -> None:
@@ -190,10 +208,6 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             moving.close()
         self._blocks.close()
 
-    def writes(self, moving: MovingParameter) -> bool:
-        """Whether this method ever changes the stored tensor of a parameter."""
-        return moving.writes_weight or self.update.writes_weight or self.perturbation.refreshes
-
     def why_no_adapter(self) -> str | None:
         """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
         for moving in self.moving.values():
@@ -203,28 +217,6 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             if not target.is_linear or len(target.sites) > 1:
                 return f"{target.name} is not the weight of one linear layer"
         return None
-
-    def tuned_state(self) -> dict[str, Tensor]:
-        """Copies, on the CPU, of all that training changes: coefficients, and weights where they are written."""
-        tuned: dict[str, Tensor] = {}
-        for name, moving in self.moving.items():
-            if self.writes(moving):
-                tuned[f"{name}/weight"] = moving.weight.detach().cpu().clone()
-            for key, value in moving.state().items():
-                tuned[f"{name}/{key}"] = value.detach().cpu().clone()
-        return tuned
-
-    @torch.no_grad()
-    def load_tuned_state(self, tuned: dict[str, Tensor], num_steps: int) -> None:
-        """Puts a `tuned_state` taken after `num_steps` steps back."""
-        changes: dict[str, State] = {name: {} for name in self.moving}
-        for key, value in tuned.items():
-            name, _, role = key.rpartition("/")
-            if role == "weight":
-                self.moving[name].weight.copy_(value)
-            else:
-                changes[name][role] = value
-        self._load_changes(changes, num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """param_groups as torch has them; everything else by parameter name, in its own dtype.
@@ -250,18 +242,8 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.num_steps, self.seed = state_dict["num_steps"], state_dict["seed"]
-        self._update_state = {
-            name: {key: value.to(self.moving[name].target.parameter.device).clone() for key, value in saved.items()}
-            for name, saved in state_dict["update"].items()
-        }
+        self._load_moments(state_dict["update"])
         self._load_changes(state_dict["change"], self.num_steps)
-
-    def _load_changes(self, changes: dict[str, State], num_steps: int) -> None:
-        # The factors that a change belongs to are those of the last step taken.
-        moment = Moment(self.seed, max(0, num_steps - 1))
-        for name, moving in self.moving.items():
-            direction = self.perturbation.direction(moving.target, moment, self._update_state.get(name, {}))
-            moving.load_state(direction, changes[name])
 
 
 @contextmanager

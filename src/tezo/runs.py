@@ -1,33 +1,35 @@
 """A run folder, and the listeners that follow a run.
 
-config.yaml     resolved: `tezo train config.yaml` is the same run
-plan.json       every parameter: shape, kind, rank, trained or not, and how
-metrics.jsonl   a line every `log_every` steps, and one for each evaluation
-adapter/        or model/: the result
-summary.json    before, after, time, memory, versions
+config.yaml          resolved: `tezo train config.yaml` is the same run
+plan.json            every parameter: shape, kind, rank, trained or not, and how
+steps.log            every finished step, see `tezo.steplog`
+metrics.jsonl        a line every `log_every` steps, and one for each evaluation
+checkpoint-<step>/   until the run has ended, see `tezo.checkpoint`
+adapter/             or model/: the result
+summary.json         before, after, time, memory, versions
 """
 
 import json
-import math
-import platform
-import resource
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import torch
-
+from tezo.checkpoint import Checkpoint, newest, remove_checkpoints, save_checkpoint
 from tezo.config import dump_config
-from tezo.errors import RequestError, RunError
+from tezo.durable import new_folder, write_file
+from tezo.errors import RequestError
 from tezo.evaluate import Metrics
+from tezo.fingerprint import check_same, log_header
 from tezo.job import Job
 from tezo.methods import Tuner
-from tezo.objectives import Encoded
+from tezo.metricslog import MetricsLog
 from tezo.spsa import StepRecord
+from tezo.steplog import LoggedStep, StepLog
+
+CONFIG, LOG, METRICS, SUMMARY = "config.yaml", "steps.log", "metrics.jsonl", "summary.json"
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,95 @@ class Listener:
         return False
 
 
-@dataclass
-class RunFolder(Listener):
-    """Writes a run's files. The folder is made when the run starts, not before."""
+@dataclass(frozen=True)
+class Past:
+    """What a run folder knows of a run that goes on.
 
-    path: Path
-    _log_every: int = field(default=1, init=False)
+    Attributes:
+        checkpoint: the newest that is whole; None: start from the base.
+        steps: all that were finished, from 0 on.
+        evaluations: (split, step) -> metrics, of those that were made.
+        seconds: spent on steps so far.
+        notices: what the user should know.
+    """
+
+    checkpoint: Checkpoint | None = None
+    steps: Sequence[LoggedStep] = ()
+    evaluations: Mapping[tuple[str, int], Metrics] = field(default_factory=lambda: MappingProxyType({}))
+    seconds: float = 0.0
+    notices: tuple[str, ...] = ()
+
+
+class RunFolder(Listener):
+    """The files of one run, which this process alone writes.
+
+    Args:
+        path: the folder; it is made when the run starts, not before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._job: Job
+        self._steps: StepLog | None = None
+        self._metrics: MetricsLog
 
     def check_free(self) -> None:
         """An error where the folder exists and is not empty."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise RequestError(f"output: {self.path} is in use; give another --output, or delete it first.")
+            ways = "give another --output, go on with --resume, or delete it first"
+            raise RequestError(f"output: {self.path} is in use; {ways}.")
 
-    def started(self, job: Job) -> None:
-        self._log_every = job.config.train.log_every
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run to go on with."""
+        return (self.path / LOG).is_file()
+
+    def summary(self) -> dict[str, Any] | None:
+        """Of the run, if it has ended; what it needed until then is removed."""
+        path = self.path / SUMMARY
+        if not path.is_file():
+            return None
+        remove_checkpoints(self.path)
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def begin(self, job: Job) -> Past:
+        """Makes the folder, or takes up the run that is in it.
+
+        Raises:
+            RequestError: it cannot be written, another process writes it, or the run in it is another one.
+        """
+        self._job, own = job, log_header(job)
+        resumed = self.has_begun
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "config.yaml").write_text(dump_config(job.config), encoding="utf-8")
+            probe = self.path / ".writable"
+            probe.touch()
+            probe.unlink()
         except OSError as error:
             raise RequestError(f"output: {self.path} cannot be written ({error.strerror}); give another.") from None
+        self._steps = StepLog(self.path / LOG, own, job.config.train.sync_every)
+        contents = self._steps.contents
+        notices = check_same(contents.header, own, job.optimizer) if resumed else []
+        write_file(self.path / CONFIG, dump_config(job.config).encode())
+        self._metrics = MetricsLog(self.path / METRICS)
         self.write_json("plan.json", plan(job.model, job.optimizer))
+        if contents.size > contents.valid:
+            notices.append(f"an unfinished record of {contents.size - contents.valid} bytes was cut from {LOG}.")
+        checkpoint, skipped = newest(self.path, len(contents.steps))
+        if resumed:
+            at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
+            notices.append(f"going on after step {len(contents.steps)}, from {at} and {LOG}.")
+        return Past(checkpoint, contents.steps, self._metrics.evaluations, self._metrics.seconds,
+                    (*skipped, *notices))  # fmt: skip
 
     def stepped(self, progress: Progress) -> None:
-        record = progress.record
-        if (record.step + 1) % self._log_every == 0:
-            self._append(
-                step=record.step + 1,
+        record, settings = progress.record, self._job.config.train
+        assert self._steps is not None
+        if record.step >= self._steps.count:
+            self._steps.append(LoggedStep(record, settings.seed, (record.step + 1) * settings.batch_size))
+        if (record.step + 1) % settings.log_every == 0:
+            self._metrics.step(
+                record.step + 1,
                 loss=record.loss,
                 projected_grads=list(record.projected_grads),
                 lr=record.lr,
@@ -100,20 +165,33 @@ class RunFolder(Listener):
             )
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
-        self._append(step=step, split=split, **metrics)
+        self._metrics.evaluation(split, step, metrics)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Writes a checkpoint; the log is on disk before it."""
+        assert self._steps is not None
+        self._steps.sync()
+        save_checkpoint(self.path, checkpoint, self._job.config.train.keep_checkpoints)
+
+    @contextmanager
+    def result(self, name: str) -> Iterator[Path]:
+        """A folder for the result, which appears when it is whole."""
+        with new_folder(self.path / name) as folder:
+            yield folder
 
     def finished(self, summary: dict[str, Any]) -> None:
-        self.write_json("summary.json", summary)
+        assert self._steps is not None
+        self._steps.sync()
+        self.write_json(SUMMARY, summary)
+        remove_checkpoints(self.path)
+
+    def closed(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
 
     def write_json(self, name: str, value: Any) -> None:
         """Writes one JSON file of the folder."""
-        (self.path / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    def _append(self, **line: Any) -> None:
-        # JSON has no NaN: what could not be measured is null
-        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        write_file(self.path / name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def plan(model: Any, optimizer: Tuner) -> list[dict[str, Any]]:
@@ -128,51 +206,3 @@ def plan(model: Any, optimizer: Tuner) -> list[dict[str, Any]]:
             row["also"] = [site.name for site in targets[name].sites[1:]]
         rows.append(row)
     return rows
-
-
-def peak_memory() -> int:
-    """Bytes: the most reserved on the GPU, or on a CPU the peak resident set of the process."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_reserved())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-@contextmanager
-def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
-    """Turns an allocation that fails inside into an error that says what to lower.
-
-    Args:
-        what: is being done, in words.
-        rows: it is done with.
-        key: the setting that decides how many at once.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        refused = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        if not refused:
-            raise
-        longest = max((encoded.length for encoded in rows), default=0)
-        raise RunError(
-            f"out of memory at {what}, with {len(rows)} rows of up to {longest} tokens. "
-            f"Lower {key} or data.max_length, or set model.dtype=bfloat16."
-        ) from error
-
-
-def versions(packages: Sequence[str] = ("tezo", "torch", "transformers", "peft", "numpy")) -> dict[str, str]:
-    """Versions of what a result depends on."""
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def hardware() -> str:
-    """The processor or GPU, in words."""
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -1,44 +1,51 @@
 """The loop: evaluate, step, evaluate, save."""
 
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
-from tezo.config import Config, TrainConfig
-from tezo.errors import RequestError, nearest
+from tezo.checkpoint import Checkpoint
+from tezo.config import Config
+from tezo.errors import RequestError, RunError, nearest
 from tezo.evaluate import Metrics, evaluate
-from tezo.export import make_adapter, save_adapter, save_model
+from tezo.interruption import Interruption
 from tezo.job import LOSS, Job, prepare
+from tezo.machine import hardware, memory_for, peak_memory, versions
 from tezo.objectives import Encoded
 from tezo.optimizer import ZerothOrderOptimizer
-from tezo.random import permutation
-from tezo.runs import Listener, Progress, RunFolder, hardware, memory_for, peak_memory, plan, versions
+from tezo.result import save_result
+from tezo.runs import Listener, Past, Progress, RunFolder, plan
+from tezo.schedule import batch_indices, interval, lr_factor
 from tezo.spsa import Closure
 
 
-def train(config: Config, output: Path, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+def train(config: Config, output: Path, listeners: Sequence[Listener] = (), *, resume: bool = False) -> dict[str, Any]:
     """Runs a configuration from start to end; returns the summary that is also in `output`/summary.json.
 
     Args:
         config: what to do.
-        output: run folder; must not exist, or be empty.
+        output: run folder; must not exist, or be empty, unless a run is resumed.
         listeners: told of every step and evaluation; see `tezo.callbacks` for transformers' callbacks.
+        resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
 
     Raises:
         RequestError: the request is wrong; nothing has been written.
         NonFiniteLossError: a loss was NaN or infinite; the folder has what was logged until then.
+        RunError: the run was interrupted, or something could not be written; it can be resumed.
     """
     folder = RunFolder(output)
-    folder.check_free()
+    if not (resume and folder.has_begun):
+        folder.check_free()
+    elif (summary := folder.summary()) is not None:
+        return summary
     job = prepare(config)
-    return Loop(job, folder, [folder, *listeners]).run()
+    with Interruption() as interruption:
+        return Loop(job, folder, [folder, *listeners], interruption).run()
 
 
 @dataclass
@@ -59,14 +66,18 @@ class Loop:
         job: what `prepare` returned.
         folder: where the result goes.
         listeners: told of everything, in order.
+        interruption: whether the process was asked to end.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, listeners: Sequence[Listener]) -> None:
+    def __init__(self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption) -> None:
         self.job = job
         self.settings = job.config.train
         self.folder = folder
         self.listeners = listeners
-        self.scheduler = LambdaLR(job.optimizer, lr_factor(self.settings))
+        self.interruption = interruption
+        self.lr = float(job.optimizer.param_groups[0]["lr"])
+        self.lr_factor = lr_factor(self.settings)
+        self.past = Past()
         self.best: Best | None = None
         self.step_seconds = 0.0
 
@@ -79,39 +90,87 @@ class Loop:
                 listener.closed()
 
     def _run(self) -> dict[str, Any]:
-        job, settings = self.job, self.settings
         self._check_objective()
+        self.past = self.folder.begin(self.job)
+        self.job = replace(self.job, notices=(*self.job.notices, *self.past.notices))
+        start = self._take_up(self.past)
         for listener in self.listeners:
-            listener.started(job)
+            listener.started(self.job)
         before = self._evaluate("test", 0)
-        every = evaluation_interval(settings) if job.dev else 0
-        if every:
+        steps = self._steps(start, before)
+        self._restore_best(steps)
+        after = self._evaluate("test", steps)
+        return self._finish(steps, before, after)
+
+    def _take_up(self, past: Past) -> int:
+        """Puts the newest checkpoint back; the steps that it had."""
+        self.step_seconds = past.seconds
+        if past.checkpoint is None:
+            return 0
+        step, tensors, best = past.checkpoint.step, past.checkpoint.tensors, past.checkpoint.state["best"]
+        parts: dict[str, dict[str, Tensor]] = {"run": {}, "best": {}}
+        for key, value in tensors.items():
+            part, _, name = key.partition("/")
+            parts[part][name] = value
+        self.job.optimizer.load_resumable_state(parts["run"], step)
+        self.job.optimizer.last_step = past.steps[step - 1].record
+        if best is not None:
+            # with the state of the base, which has no tensors, told from none
+            self.best = Best(best["step"], best["loss"], parts["best"] if best["kept"] else None, best["since"])
+        return step
+
+    def _steps(self, start: int, before: Metrics) -> int:
+        """All steps from `start` on, with their evaluations and checkpoints; how many the run has then."""
+        settings = self.settings
+        every = interval(settings.eval_every, settings) if self.job.dev else 0
+        keep_every = interval(settings.checkpoint_every, settings)
+        if every and start == 0:
             self._evaluate_dev(0, before)
-        steps = 0
-        for steps in range(1, settings.steps + 1):
+        for steps in range(start + 1, settings.steps + 1):
             self._step(steps - 1)
             last = steps == settings.steps or self._asked_to_stop()
             if every and (steps % every == 0 or last):
                 self._evaluate_dev(steps, None)
             if last or self._asked_to_stop() or self._is_tired():
-                break
-        self._restore_best(steps)
-        after = self._evaluate("test", steps)
-        return self._finish(steps, before, after)
+                return steps
+            if self.interruption.signal is not None or (keep_every and steps % keep_every == 0):
+                self._keep(steps)
+            if self.interruption.signal is not None:
+                raise RunError(f"stopped by {self.interruption.signal} after step {steps}; go on with --resume.")
+        return start
+
+    def _keep(self, steps: int) -> None:
+        if steps <= len(self.past.steps):
+            return  # a step that is taken again
+        tensors = {f"run/{key}": value for key, value in self.job.optimizer.resumable_state().items()}
+        state: dict[str, Any] = {"best": None}
+        if self.best is not None:
+            tensors |= {f"best/{key}": value for key, value in (self.best.state or {}).items()}
+            figures = {"step": self.best.step, "loss": self.best.loss, "since": self.best.since}
+            state["best"] = {**figures, "kept": self.best.state is not None}
+        self.folder.save(Checkpoint(steps, tensors, state))
 
     def _step(self, step: int) -> None:
-        indices = batch_indices(len(self.job.train), self.settings.batch_size, step, self.settings.seed)
         for listener in self.listeners:
             listener.stepping(step)
-        started = time.perf_counter()
-        with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
-            self.job.optimizer.step(self._closure(indices))
-        self.scheduler.step()
-        self.step_seconds += time.perf_counter() - started
-        record = self.job.optimizer.last_step
+        optimizer = self.job.optimizer
+        if step < len(self.past.steps) and isinstance(optimizer, ZerothOrderOptimizer):
+            optimizer.replay(self.past.steps[step].record)
+        else:
+            self._measured_step(step)
+        record = optimizer.last_step
         assert record is not None
         for listener in self.listeners:
             listener.stepped(Progress(record, self.step_seconds, peak_memory()))
+
+    def _measured_step(self, step: int) -> None:
+        indices = batch_indices(len(self.job.train), self.settings.batch_size, step, self.settings.seed)
+        for group in self.job.optimizer.param_groups:
+            group["lr"] = self.lr * self.lr_factor(step)
+        started = time.perf_counter()
+        with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
+            self.job.optimizer.step(self._closure(indices))
+        self.step_seconds += time.perf_counter() - started
 
     def _closure(self, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""
@@ -144,8 +203,10 @@ class Loop:
         encoded = self.job.test if split == "test" else self.job.dev
         size = self.settings.eval_batch_size
         longest = sorted(encoded, key=lambda row: row.length)[-size:]
-        with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
-            metrics = self._metrics(encoded, written=split == "test")
+        metrics = self.past.evaluations.get((split, step))
+        if metrics is None:
+            with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
+                metrics = self._metrics(encoded, written=split == "test")
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)
         return metrics
@@ -186,7 +247,7 @@ class Loop:
             "seconds_stepping": round(self.step_seconds, 3),
             "peak_memory": peak_memory(),
             "parameters": _count(plan(job.model, job.optimizer)),
-            "result": self._save(),
+            "result": save_result(job.config, job.loaded, job.optimizer, self.folder.result),
             "prompt_shared_by_options": job.objective.packs,
             "notices": list(job.notices),
             "seed": self.settings.seed,
@@ -196,47 +257,6 @@ class Loop:
         for listener in self.listeners:
             listener.finished(summary)
         return summary
-
-    def _save(self) -> dict[str, Any]:
-        job, reason = self.job, self.job.optimizer.why_no_adapter()
-        if job.config.model.peft != "none":
-            job.optimizer.merge()  # into the adapter's own tensors
-            job.model.save_pretrained(self.folder.path / "adapter")
-            return {"kind": "peft", "folder": "adapter", "adapter": job.config.model.peft}
-        if isinstance(job.optimizer, ZerothOrderOptimizer) and reason is None:
-            adapter = make_adapter(job.optimizer)
-            base = job.config.model.name
-            save_adapter(adapter, self.folder.path / "adapter", model=job.model, base=base)
-            return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank}
-        job.optimizer.merge()
-        save_model(job.model, job.loaded.tokenizer, self.folder.path / "model")
-        return {"kind": "model", "folder": "model", "why_no_adapter": reason}
-
-
-def batch_indices(rows: int, batch_size: int, step: int, seed: int) -> list[int]:
-    """Rows of a step's batch: epoch after epoch, each in its own order, as a function of (seed, step) alone."""
-    positions = range(step * batch_size, (step + 1) * batch_size)
-    orders = {epoch: permutation(rows, seed=seed, step=epoch, name="epoch") for epoch in {p // rows for p in positions}}
-    return [orders[p // rows][p % rows] for p in positions]
-
-
-def lr_factor(settings: TrainConfig) -> Any:
-    """The schedule: step -> factor of the learning rate."""
-
-    def factor(step: int) -> float:
-        if step < settings.warmup_steps:
-            return (step + 1) / settings.warmup_steps
-        left = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
-        if settings.schedule == "linear":
-            return 1.0 - left
-        return (1 + math.cos(math.pi * left)) / 2 if settings.schedule == "cosine" else 1.0
-
-    return factor
-
-
-def evaluation_interval(settings: TrainConfig) -> int:
-    """Steps between evaluations; 0 is never."""
-    return max(1, settings.steps // 10) if settings.eval_every is None else settings.eval_every
 
 
 def _count(rows: list[dict[str, Any]]) -> dict[str, int]:

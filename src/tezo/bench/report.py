@@ -13,7 +13,7 @@ import torch
 
 from tezo.bench.settings import Settings
 from tezo.errors import RequestError
-from tezo.runs import hardware, versions
+from tezo.machine import hardware, versions
 
 if TYPE_CHECKING:
     from tezo.bench.work import Work

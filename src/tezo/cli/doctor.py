@@ -22,8 +22,8 @@ def doctor(
 
     import torch
 
+    from tezo.machine import hardware, versions
     from tezo.models import EMBEDDED
-    from tezo.runs import hardware, versions
 
     report: dict[str, Any] = {
         "versions": versions(("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy")),

@@ -26,6 +26,7 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Of directions, data order and sampling.")] = None,
     settings: list[str] = SetOption,
     output: Annotated[Path | None, typer.Option(help="Run folder, new.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, if there is one.")] = False,
     json: bool = JsonOption,
 ) -> None:
     """Tune a model on your rows. Without a recipe, --model and --data (or --task) say it all."""
@@ -44,12 +45,15 @@ def train(
         ("train.seed", seed),
     ]
     given = [(key, value) for key, value in named if value is not None]
-    config = read_config(recipe, [*given, *(parse_setting(text) for text in settings)])
+    given += [parse_setting(text) for text in settings]
+    if resume and recipe is None and (output / "config.yaml").is_file():
+        recipe = output / "config.yaml"
+    config = read_config(recipe, given)
     quiet_libraries()
     from tezo.cli.progress import Screen
     from tezo.train import train as run
 
-    summary = run(config, output, [] if json else [Screen()])
+    summary = run(config, output, [] if json else [Screen()], resume=resume)
     if json:
         print_json(summary)
     else:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -19,12 +20,13 @@ from tezo.job import load
 from tezo.probe import probe
 from tezo.reproduce.cells import Cell, Grid
 from tezo.reproduce.results import FAILED, SUMMARY, chooser, is_finished
+from tezo.runs import LOG
 from tezo.splits import evaluation_rows
 from tezo.train import train
 
 
 def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> None:
-    """Runs what is missing: the search, then the other seeds; what was begun and not finished starts again.
+    """Runs what is missing: the search, then the other seeds; what was begun and not finished goes on.
 
     Args:
         grid: what to run.
@@ -48,7 +50,7 @@ def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Call
         return
     context, cpus = multiprocessing.get_context("spawn"), sum(not device.startswith("cuda") for device in devices)
     pools = [
-        ProcessPoolExecutor(1, mp_context=context, initializer=_share_cores, initargs=(cpus,)) for _ in devices
+        ProcessPoolExecutor(1, mp_context=context, initializer=_begin_process, initargs=(cpus,)) for _ in devices
     ]  # fmt: skip
     try:
         jobs = {
@@ -65,9 +67,18 @@ def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Call
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _share_cores(processes: int) -> None:
+def _begin_process(processes: int) -> None:
+    """Takes its share of the cores, and ends when the process that started it has, killed or not."""
     if processes > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def prepare_output(grid: Grid, output: Path) -> None:
@@ -94,11 +105,12 @@ def run_cell(cell: Cell, folder: str, device: str) -> str | None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     path = Path(folder)
-    shutil.rmtree(path, ignore_errors=True)  # begun and not finished
+    if not (path / LOG).is_file():
+        shutil.rmtree(path, ignore_errors=True)  # begun, without a finished step
     try:
         config = parse_config(overlay(cell.tree, [("model.device", device)]))
         if cell.line.how == "train":
-            train(config, path)
+            train(config, path, resume=True)
         else:
             _write_summary(path, *(_probed(config) if cell.line.how == "probe" else _as_it_is(config)))
     except TezoError as error:

@@ -1,0 +1,122 @@
+"""Files that survive: written whole or not at all, and forced to disk before anything is said to be saved.
+
+A file is written beside its place and renamed; a folder of files is written beside its place, each file and the
+folder forced to disk, and renamed. A process that is killed leaves the old one, or the new one, or a name that
+starts with a dot.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from tezo.errors import RunError
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turns what an operating system says of a write into an error that names the file and the way out."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is whole.") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return "the disk is full; make room, then go on with --resume"
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return "its folder is gone; put it back, then go on with --resume"
+        return f"{error.strerror or error}"
+    return " ".join(str(error).split())[:200]
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Puts `data` at `path`, whole or not at all.
+
+    Raises:
+        RunError: it cannot be written; what was there is as before.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    with storing(path):
+        try:
+            _write(beside, data)
+            os.replace(beside, path)  # noqa: PTH105
+            sync(path.parent)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_all(handle, data)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Writes all of `data`; a disk that fills up takes a part, and says why at the next try."""
+    written = os.write(handle, data)
+    while written < len(data):
+        written += os.write(handle, data[written:])
+
+
+def append(path: Path, data: bytes) -> None:
+    """Adds `data` to a file with one write, and leaves it to the operating system when it goes to disk.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    with storing(path):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            write_all(handle, data)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `path` when the block ends well; else nothing changes.
+
+    Raises:
+        RunError: something cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    with storing(path):
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        try:
+            yield beside
+            for inside in sorted(beside.rglob("*")):
+                sync(inside)
+            sync(beside)
+            _exchange(beside, path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _exchange(beside: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.replace(path, old)  # noqa: PTH105
+    os.replace(beside, path)  # noqa: PTH105
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or a folder's list of names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

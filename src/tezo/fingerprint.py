@@ -1,0 +1,117 @@
+"""What a run is of: enough of model, rows and settings to refuse to go on with others."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tezo.config import to_tree
+from tezo.errors import RequestError
+from tezo.job import Job
+from tezo.machine import versions
+from tezo.methods import Tuner
+
+SAMPLE = 4096
+"""Entries of each tensor that are hashed, evenly spread."""
+
+FREE = frozenset({"train.sync_every", "train.checkpoint_every", "train.keep_checkpoints", "model.device"})
+"""Settings that may change while a run is under way: they don't change what it computes on one device."""
+
+
+def log_header(job: Job) -> dict[str, Any]:
+    """JSON for the head of a step log: with the base model, all that its steps are taken again from."""
+    return {
+        "directions": job.optimizer.num_directions,
+        "config": json.loads(json.dumps(to_tree(job.config))),  # as it reads back: lists, not tuples
+        "untrained": list(job.untrained),
+        "model": model_hash(job.model),
+        "rows": _hash([row.sequences for row in job.train]),
+        "device": str(job.model.device.type),
+        "versions": versions(("tezo", "torch")),
+    }
+
+
+_KEYS = {
+    "directions": int,
+    "config": dict,
+    "untrained": list,
+    "model": str,
+    "rows": str,
+    "device": str,
+    "versions": dict,
+}
+
+
+def check_complete(header: Mapping[str, Any]) -> None:
+    """An error where a log's header has not all that `log_header` writes."""
+    if not all(isinstance(header.get(key), kind) for key, kind in _KEYS.items()):
+        raise RequestError("steps.log: its header is not that of a run; give the folder of a run.")
+
+
+def model_hash(model: nn.Module) -> str:
+    """SHA-256 of names, shapes, dtypes and `SAMPLE` entries of every parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1) if parameter.device.type != "meta" else torch.empty(0)
+        sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        digest.update(sample.view(torch.uint8).numpy().data if sample.numel() else b"")
+    return digest.hexdigest()
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tuner) -> list[str]:
+    """What the user should know before a run goes on; an error where it would be another run.
+
+    Args:
+        found: header of the run's log.
+        own: header of what is to go on.
+        optimizer: of what is to go on.
+    """
+    check_complete(found)
+    before, now = (_flat(header["config"]) for header in (found, own))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            raise RequestError(
+                f"{key} is {now.get(key)!r}, and the run began with {before.get(key)!r}; give what it began with, "
+                "or another --output."
+            )
+    if found["rows"] != own["rows"]:
+        raise RequestError("data: the training rows are not those that the run began with; put them back.")
+    check_model(found, own["model"])
+    return check_place(found, own, optimizer)
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {f"{section}.{key}": value for section, values in tree.items() for key, value in dict(values).items()}
+    return {key: value for key, value in flat.items() if key not in FREE}
+
+
+def check_model(found: Mapping[str, Any], own: str) -> None:
+    """An error where the weights are not those that the run began with."""
+    if found["model"] != own:
+        raise RequestError("model.name: its weights are not those that the run began with; put them back.")
+
+
+def check_place(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tuner) -> list[str]:
+    """The same for device and versions: an error where steps cannot be taken again on this device."""
+    notices = []
+    if found["device"] != own["device"]:
+        name = optimizer.drawn_on_the_device()
+        if name is not None:
+            raise RequestError(
+                f"model.device is {own['device']}, and the run drew noise for {name} on {found['device']}, which no "
+                f"other device draws; set model.device={found['device']}."
+            )
+        notices.append(f"the run began on {found['device']}: on {own['device']} steps may differ in rounding.")
+    for package, version in own["versions"].items():
+        if found["versions"].get(package) != version:
+            then = found["versions"].get(package)
+            notices.append(f"the run began with {package} {then}: with {version} steps may differ in rounding.")
+    return notices

@@ -1,0 +1,57 @@
+"""From the base model and the step log alone to the tuned model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tezo.config import overlay, parse_config
+from tezo.durable import new_folder
+from tezo.errors import RequestError
+from tezo.fingerprint import check_complete, check_model, check_place, model_hash
+from tezo.job import load, make_optimizer
+from tezo.machine import versions
+from tezo.optimizer import ZerothOrderOptimizer
+from tezo.result import save_result
+from tezo.runs import LOG, SUMMARY
+from tezo.steplog import LogContents, read_log
+
+
+def replay(run: Path, output: Path, *, step: int | None = None, device: str = "auto") -> dict[str, Any]:
+    """Takes the steps of a run again, without an evaluation, and saves what they lead to.
+
+    Args:
+        run: folder with a steps.log; a run that was cut short will do.
+        output: folder for the result, new.
+        step: how many steps; None: those whose parameters the run kept, or all where it did not end.
+        device: to do it on. Another than the run's will do for methods that draw nothing on the device.
+
+    Raises:
+        RequestError: the base model is another one, or the log does not say enough for this method and device.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
+    contents = read_log(run / LOG)
+    check_complete(contents.header)
+    config = parse_config(overlay(contents.header["config"], [("model.device", device)]))
+    loaded = load(config)
+    check_model(contents.header, model_hash(loaded.model))
+    optimizer = make_optimizer(config, loaded, contents.header["untrained"])
+    if not isinstance(optimizer, ZerothOrderOptimizer):
+        raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
+    own = {"device": loaded.model.device.type, "versions": versions(("tezo", "torch"))}
+    notices = check_place(contents.header, own, optimizer)
+    wanted = _wanted(run, contents, step)
+    for logged in contents.steps[:wanted]:
+        optimizer.replay(logged.record)
+    result = save_result(config, loaded, optimizer, lambda name: new_folder(output / name))
+    return {"steps": wanted, "result": result, "notices": notices}
+
+
+def _wanted(run: Path, contents: LogContents, step: int | None) -> int:
+    if step is None and (run / SUMMARY).is_file():
+        step = int(json.loads((run / SUMMARY).read_text(encoding="utf-8"))["kept_step"])
+    if step is None:
+        return len(contents.steps)
+    if not 0 <= step <= len(contents.steps):
+        raise RequestError(f"step is {step}, and the log has {len(contents.steps)}; give one up to that.")
+    return step

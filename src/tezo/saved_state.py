@@ -1,0 +1,93 @@
+"""What a zeroth-order optimizer has trained, as named tensors and back."""
+
+import torch
+from torch import Tensor
+
+from tezo.apply import MovingParameter
+from tezo.directions import Dense, LowRank
+from tezo.perturbations import Moment, Perturbation
+from tezo.updates import State, Update
+
+
+class SavedState:
+    """The part of `ZerothOrderOptimizer` that takes its state out and puts it in.
+
+    Tensors are named "change/NAME/KEY" (coefficients), "weight/NAME" (where the method writes weights) and
+    "update/NAME/KEY" (moments), NAME being the parameter's.
+    """
+
+    moving: dict[str, MovingParameter]
+    perturbation: Perturbation
+    update: Update
+    seed: int
+    num_steps: int
+    _update_state: dict[str, State]
+
+    def writes(self, moving: MovingParameter) -> bool:
+        """Whether this method ever changes the stored tensor of a parameter."""
+        return moving.writes_weight or self.update.writes_weight or self.perturbation.refreshes
+
+    def tuned_state(self) -> dict[str, Tensor]:
+        """Copies, on the CPU, of all that training changes: coefficients, and weights where they are written."""
+        return {key: value.detach().cpu().clone() for key, value in self._tuned().items()}
+
+    def _tuned(self) -> dict[str, Tensor]:
+        tuned: dict[str, Tensor] = {}
+        for name, moving in self.moving.items():
+            if self.writes(moving):
+                tuned[f"weight/{name}"] = moving.weight
+            tuned |= {f"change/{name}/{key}": value for key, value in moving.state().items()}
+        return tuned
+
+    @torch.no_grad()
+    def load_tuned_state(self, tuned: dict[str, Tensor], num_steps: int) -> None:
+        """Puts a `tuned_state` taken after `num_steps` steps back."""
+        changes: dict[str, State] = {name: {} for name in self.moving}
+        for key, value in tuned.items():
+            if key.startswith("weight/"):
+                self.moving[key.removeprefix("weight/")].weight.copy_(value)
+            else:
+                name, _, role = key.removeprefix("change/").rpartition("/")
+                changes[name][role] = value
+        self._load_changes(changes, num_steps)
+
+    def resumable_state(self) -> dict[str, Tensor]:
+        """All that the next step depends on beside the number of steps; the tensors themselves, not copies."""
+        moments = {
+            f"update/{name}/{key}": value for name, state in self._update_state.items() for key, value in state.items()
+        }
+        return self._tuned() | moments
+
+    def load_resumable_state(self, state: dict[str, Tensor], num_steps: int) -> None:
+        """Puts a `resumable_state` taken after `num_steps` steps back; the next step is the one that followed it."""
+        moments: dict[str, State] = {}
+        for key, value in state.items():
+            if key.startswith("update/"):
+                name, _, role = key.removeprefix("update/").rpartition("/")
+                moments.setdefault(name, {})[role] = value
+        self._load_moments(moments)
+        self.num_steps = num_steps
+        self.load_tuned_state({k: v for k, v in state.items() if not k.startswith("update/")}, num_steps)
+
+    def _load_moments(self, moments: dict[str, State]) -> None:
+        self._update_state = {
+            name: {key: value.to(self.moving[name].target.parameter.device).clone() for key, value in saved.items()}
+            for name, saved in moments.items()
+        }
+
+    def _load_changes(self, changes: dict[str, State], num_steps: int) -> None:
+        # The factors that a change belongs to are those of the last step taken.
+        moment = Moment(self.seed, max(0, num_steps - 1))
+        for name, moving in self.moving.items():
+            direction = self.perturbation.direction(moving.target, moment, self._update_state.get(name, {}))
+            moving.load_state(direction, changes[name])
+
+    def drawn_on_the_device(self) -> str | None:
+        """A parameter whose steps depend on the type of its device, by noise or by rounding; None: there is none."""
+        for name, moving in self.moving.items():
+            target = moving.target
+            direction = self.perturbation.direction(target, Moment(self.seed, 0), {})
+            rounded = self.writes(moving) and target.parameter.dtype in (torch.bfloat16, torch.float16)
+            if isinstance(direction, (Dense, LowRank)) or rounded:
+                return name
+        return None

@@ -1,0 +1,168 @@
+"""The step log: what is written is read, torn tails are cut, damage is found, one process writes."""
+
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tezo.errors import RequestError
+from tezo.spsa import Probe, StepRecord
+from tezo.steplog import MAGIC, LoggedStep, StepLog, read_log
+
+HEADER = {"directions": 2, "note": "of a test"}
+floats = st.floats(allow_nan=True)
+
+
+def steps(count: int, directions: int = 2) -> list[LoggedStep]:
+    def probe(step: int, index: int) -> Probe:
+        return Probe(0.5 + step, 0.25 + index, 125.0 + step / 3)
+
+    probes = [tuple(probe(step, index) for index in range(directions)) for step in range(count)]
+    return [LoggedStep(StepRecord(i, 0.1 * i, 1e-4, probes[i]), 7, 16 * (i + 1)) for i in range(count)]
+
+
+def written(path: Path, logged: list[LoggedStep], header: dict = HEADER) -> Path:
+    log = StepLog(path, header, 3)
+    for step in logged:
+        log.append(step)
+    log.close()
+    return path
+
+
+def bits(logged: list[LoggedStep]) -> list[bytes]:
+    """Every number to the bit; a NaN is not equal to itself."""
+
+    def of(step: LoggedStep) -> bytes:
+        record = step.record
+        values = [record.loss, record.lr, *(x for p in record.probes for x in (p.loss_plus, p.loss_minus,
+                                                                                 p.projected_grad))]  # fmt: skip
+        return struct.pack(f"<QQQ{len(values)}d", record.step, step.seed, step.position, *values)
+
+    return [of(step) for step in logged]
+
+
+@given(
+    st.integers(0, 4).flatmap(
+        lambda q: st.tuples(st.just(q), st.lists(st.tuples(floats, floats, st.lists(st.tuples(floats, floats, floats),
+                                                 min_size=q, max_size=q)), max_size=6))),
+    st.integers(0, 2**63),
+    st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8), max_size=3),
+)  # fmt: skip
+def test_what_is_written_is_read_to_the_bit(tmp_path_factory, drawn, seed, header):
+    directions, rows = drawn
+    logged = [
+        LoggedStep(StepRecord(i, loss, lr, tuple(Probe(*values) for values in probes)), seed, i)
+        for i, (loss, lr, probes) in enumerate(rows)
+    ]
+    header = header | {"directions": directions}
+    path = written(tmp_path_factory.mktemp("log") / "steps.log", logged, header)
+    found = read_log(path)
+    assert (found.header, bits(found.steps)) == (header, bits(logged))
+    assert found.valid == found.size == path.stat().st_size
+
+
+def test_a_log_that_was_closed_goes_on_where_it_ended(tmp_path):
+    logged = steps(5)
+    path = written(tmp_path / "steps.log", logged[:3])
+    written(path, logged[3:])
+    assert read_log(path).steps == logged
+
+
+def test_a_tail_torn_at_any_byte_is_cut_and_the_log_goes_on(tmp_path):
+    logged, path = steps(3), tmp_path / "steps.log"
+    head = written(path, []).stat().st_size
+    whole = written(path, logged).read_bytes()
+    size = (len(whole) - head) // 3
+    for end in range(len(whole)):
+        path.write_bytes(whole[:end])
+        kept = max(0, end - head) // size
+        log = StepLog(path, HEADER, 0)  # which begins again where its own header was not finished
+        assert len(log.contents.steps) == log.count == kept
+        assert path.stat().st_size == head + kept * size
+        for step in logged[kept:]:
+            log.append(step)
+        log.close()
+        assert path.read_bytes() == whole, end
+
+
+def test_zeros_at_the_end_are_a_tail_as_a_power_cut_leaves_it(tmp_path):
+    path = written(tmp_path / "steps.log", steps(3))
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(200))
+    found = read_log(path)
+    assert found.steps == steps(3) and (found.valid, found.size) == (len(whole), len(whole) + 200)
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    count, path = 6, tmp_path / "steps.log"
+    head = written(path, []).stat().st_size
+    whole = written(path, steps(count)).read_bytes()
+    size = (len(whole) - head) // count
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        number, in_crc = (place - head) // size, (place - head) % size >= size - 4
+        if place < head:
+            with pytest.raises(RequestError, match="header is damaged"):
+                read_log(path)
+        elif number < count - 1 - in_crc:  # a stored CRC speaks for the next record too
+            with pytest.raises(RequestError, match=f"damaged at record {number}, with sound records after it"):
+                read_log(path)
+        else:  # nothing sound after it: a tail, which is cut, and whose steps are taken again
+            found = read_log(path)
+            assert found.steps == steps(number) and found.valid == head + number * size
+
+
+def test_records_in_another_order_are_damage(tmp_path):
+    path = tmp_path / "steps.log"
+    head = written(path, []).stat().st_size
+    whole = written(path, steps(5)).read_bytes()
+    size = (len(whole) - head) // 5
+    parts = [whole[head + i * size : head + (i + 1) * size] for i in range(5)]
+    path.write_bytes(whole[:head] + b"".join([parts[0], parts[2], parts[1], *parts[3:]]))
+    with pytest.raises(RequestError, match="damaged at record 1"):
+        read_log(path)
+
+
+@pytest.mark.parametrize("text", [b'{"directions": -1}', b'{"directions": 99999}', b'{"directions": "2"}', b"[]", b"{}",
+                                  b"\xff\xff", b"[" * 5000])  # fmt: skip
+def test_a_forged_header_is_refused(tmp_path, text):
+    head = MAGIC + struct.pack("<I", len(text)) + text
+    path = tmp_path / "steps.log"
+    path.write_bytes(head + struct.pack("<I", zlib.crc32(head)))
+    with pytest.raises(RequestError, match="not a step log"):
+        read_log(path)
+
+
+def test_a_header_that_claims_gigabytes_is_refused_before_they_are_read(tmp_path):
+    path = tmp_path / "steps.log"
+    path.write_bytes(MAGIC + struct.pack("<I", 0xFFFFFFF0) + b"{}")
+    with pytest.raises(RequestError, match="not a step log"):
+        read_log(path)
+
+
+@given(st.binary(max_size=400), st.booleans())
+def test_any_bytes_are_read_or_refused(tmp_path_factory, data, begins_well):
+    path = tmp_path_factory.mktemp("log") / "steps.log"
+    path.write_bytes((MAGIC if begins_well else b"") + data)
+    with pytest.raises(RequestError):
+        read_log(path)
+
+
+def test_a_second_writer_is_refused_and_takes_over_when_the_first_is_gone(tmp_path):
+    path = tmp_path / "run" / "steps.log"
+    path.parent.mkdir()
+    code = (
+        "import sys, time; from pathlib import Path; from tezo.steplog import StepLog\n"
+        "log = StepLog(Path(sys.argv[1]), {'directions': 2}, 1); print('open', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(RequestError, match=r"another process is writing .*run"):
+            StepLog(path, HEADER, 1)
+        other.kill()
+    StepLog(path, HEADER, 1).close()
