@@ -111,7 +111,7 @@ def test_an_objective_need_not_be_differentiable(case):
 def test_any_scalar_is_a_loss_and_kappa_is_a_double(make):
     losses = iter([2.5, 1.25])
     scales = []
-    (probe,) = two_point(lambda: make(next(losses)), scales.append, 1e-3, directions=1, copies=1)
+    (probe,) = two_point(lambda: make(next(losses)), scales.append, 1e-3, directions=[0], copies=1)
     assert (probe.loss_plus, probe.loss_minus) == (2.5, 1.25)
     assert probe.projected_grad == 1.25 / 2e-3
     assert scales == [[(0, 1e-3)], [(0, -1e-3)], []]

@@ -19,6 +19,7 @@ from tezo.evaluate import evaluate
 from tezo.interruption import Interruption
 from tezo.job import make_format, make_objective, prepare
 from tezo.machine import memory_for
+from tezo.ranks import Ranks
 from tezo.runs import Listener, RunFolder
 from tezo.schedule import interval
 from tezo.tasks import read_rows
@@ -288,7 +289,7 @@ def test_out_of_memory_at_the_first_step_says_what_to_lower(home, tmp_path):
     counter.remove()
     job.model.register_forward_pre_hook(allocate)
     with pytest.raises(RunError) as caught:
-        Loop(job, RunFolder(tmp_path / "run"), [], Interruption()).run()
+        Loop(job, RunFolder(tmp_path / "run"), [], Interruption(), Ranks()).run()
     assert str(caught.value).startswith("out of memory at step 0, with 4 rows of up to ")
     assert "Lower train.batch_size or data.max_length, or set model.dtype=bfloat16." in str(caught.value)
     assert caught.value.exit_code == 1

@@ -133,6 +133,10 @@ class TrainConfig:
     """Steps between checkpoints; None: ten a run; 0: none."""
     keep_checkpoints: int = 2
     """The newest so many are kept until the run has ended."""
+    parallel: Literal["rows", "directions"] = "rows"
+    """What the processes that torchrun starts share out: the rows of each batch, or the directions of each step."""
+    compare_every: int = 100
+    """Steps between comparisons of the processes' parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +283,7 @@ def _check(config: Config) -> None:
         ("train.sync_every", train.sync_every, 0),
         ("train.checkpoint_every", train.checkpoint_every, 0),
         ("train.keep_checkpoints", train.keep_checkpoints, 1),
+        ("train.compare_every", train.compare_every, 1),
         ("data.num_train", data.num_train, 1),
         ("data.num_dev", data.num_dev, 1),
         ("data.num_test", data.num_test, 1),

@@ -17,7 +17,9 @@ from tezo.methods import Tuner
 SAMPLE = 4096
 """Entries of each tensor that are hashed, evenly spread."""
 
-FREE = frozenset({"train.sync_every", "train.checkpoint_every", "train.keep_checkpoints", "model.device"})
+FREE = frozenset(
+    {"train.compare_every", "train.sync_every", "train.checkpoint_every", "train.keep_checkpoints", "model.device"}
+)
 """Settings that may change while a run is under way: they don't change what it computes on one device."""
 
 

@@ -14,6 +14,7 @@ from tezo.errors import NonFiniteLossError, RequestError
 from tezo.kernels import wide_products
 from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.perturbations import Moment, Perturbation
+from tezo.ranks import Ranks
 from tezo.saved_state import SavedState
 from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, two_point
 from tezo.updates import State, Update
@@ -72,6 +73,7 @@ class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
         self.last_step: StepRecord | None = None
         self.targets = select_targets(model, targets)
         self._update_state: dict[str, State] = {}
+        self._ranks = Ranks()
         perturbation.prepare(self.targets)
         self._blocks = Blocks(model)
         self.moving: dict[str, MovingParameter] = {}
@@ -153,11 +155,13 @@ class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
             for name, moving in self.moving.items():
                 moving.show([Shift(drawn[name][index], scale) for index, scale in points])
 
+        own = range(self._ranks.rank, self.num_directions, self._ranks.size)
         try:
-            probes = two_point(closure, show, self.rho, self.num_directions, self._copies(closure))
+            probes = two_point(closure, show, self.rho, own, self._copies(closure))
         except NotInBlocksError:  # found out once, by the first step
             self._in_blocks = False
-            probes = two_point(closure, show, self.rho, self.num_directions, 1)
+            probes = two_point(closure, show, self.rho, own, 1)
+        probes = self._of_all_ranks(probes)
         for probe in probes:
             if not probe.is_finite:
                 last = self.last_step.loss if self.last_step is not None else None
@@ -165,9 +169,30 @@ class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
                 raise NonFiniteLossError(self.num_steps, bad, last)
         return probes
 
+    def share_directions(self, ranks: Ranks) -> None:
+        """From now on each rank evaluates directions of its own, and all step along all of them.
+
+        Raises:
+            RequestError: the directions cannot be shared out evenly.
+        """
+        if self.num_directions % ranks.size:
+            raise RequestError(
+                f"method.num_directions is {self.num_directions}, which {ranks.size} ranks cannot share evenly; "
+                "give a multiple, or set train.parallel=rows."
+            )
+        self._ranks = ranks
+
+    def _of_all_ranks(self, probes: tuple[Probe, ...]) -> tuple[Probe, ...]:
+        if self._ranks.size == 1:
+            return probes
+        found = self._ranks.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
+        of_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in found]
+        return tuple(of_rank[i % self._ranks.size][i // self._ranks.size] for i in range(self.num_directions))
+
     def _copies(self, closure: Closure) -> int:
         dense = any(moving.draws_for_all_blocks for moving in self.moving.values())
-        return copies_of_a_pass(closure, self.num_directions, dense=dense) if self._in_blocks else 1
+        own = self.num_directions // self._ranks.size
+        return copies_of_a_pass(closure, own, dense=dense) if self._in_blocks else 1
 
     def _apply(self, moving: MovingParameter, estimate: Estimate, lr: float) -> None:
         name = moving.target.name

@@ -10,6 +10,7 @@ summary.json         before, after, time, memory, versions
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -206,3 +207,9 @@ def plan(model: Any, optimizer: Tuner) -> list[dict[str, Any]]:
             row["also"] = [site.name for site in targets[name].sites[1:]]
         rows.append(row)
     return rows
+
+
+def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Numbers in all, and of those that are trained, of a `plan`."""
+    sizes = [(math.prod(row["shape"]), row["trained"]) for row in rows]
+    return {"total": sum(size for size, _ in sizes), "trained": sum(size for size, trained in sizes if trained)}

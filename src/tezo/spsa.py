@@ -81,7 +81,11 @@ def evaluate(closure: Closure, copies: int) -> list[float]:
 
 
 def two_point(
-    closure: Closure, show: Callable[[Sequence[tuple[int, float]]], None], rho: float, directions: int, copies: int
+    closure: Closure,
+    show: Callable[[Sequence[tuple[int, float]]], None],
+    rho: float,
+    directions: Sequence[int],
+    copies: int,
 ) -> tuple[Probe, ...]:
     """Evaluates `closure` at +rho and -rho along each direction; leaves the parameters where they were.
 
@@ -89,10 +93,10 @@ def two_point(
         closure: returns the objective as a scalar; it need not be differentiable.
         show: lets the model compute with W + scale * Z_i, for each (i, scale) it is given one block; with none, W.
         rho: perturbation scale.
-        directions: how many there are.
+        directions: the indices of those to be evaluated.
         copies: how many models share a forward pass; above 1, `closure` must be a `BlockClosure`.
     """
-    points = [(index, sign * rho) for index in range(directions) for sign in (1, -1)]
+    points = [(index, sign * rho) for index in directions for sign in (1, -1)]
     losses: list[float] = []
     try:
         for start in range(0, len(points), copies):

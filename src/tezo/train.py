@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tezo.checkpoint import Checkpoint
@@ -18,9 +17,11 @@ from tezo.job import LOSS, Job, prepare
 from tezo.machine import hardware, memory_for, peak_memory, versions
 from tezo.objectives import Encoded
 from tezo.optimizer import ZerothOrderOptimizer
+from tezo.ranks import Ranks, join
 from tezo.result import save_result
-from tezo.runs import Listener, Past, Progress, RunFolder, plan
+from tezo.runs import Listener, Past, Progress, RunFolder, parameter_counts, plan
 from tezo.schedule import batch_indices, interval, lr_factor
+from tezo.sharing import Onlooker, check_shareable, shared_rows
 from tezo.spsa import Closure
 
 
@@ -38,14 +39,20 @@ def train(config: Config, output: Path, listeners: Sequence[Listener] = (), *, r
         NonFiniteLossError: a loss was NaN or infinite; the folder has what was logged until then.
         RunError: the run was interrupted, or something could not be written; it can be resumed.
     """
-    folder = RunFolder(output)
+    ranks = join()
+    folder = RunFolder(output) if ranks.is_first else Onlooker(output)
     if not (resume and folder.has_begun):
         folder.check_free()
-    elif (summary := folder.summary()) is not None:
-        return summary
-    job = prepare(config)
-    with Interruption() as interruption:
-        return Loop(job, folder, [folder, *listeners], interruption).run()
+    ranks.wait()
+    try:
+        if resume and (summary := folder.summary()) is not None:
+            return summary
+        job = prepare(config)
+        check_shareable(job, ranks)
+        with Interruption() as interruption:
+            return Loop(job, folder, [folder, *listeners], interruption, ranks).run()
+    finally:
+        ranks.close()
 
 
 @dataclass
@@ -67,14 +74,23 @@ class Loop:
         folder: where the result goes.
         listeners: told of everything, in order.
         interruption: whether the process was asked to end.
+        ranks: that share the run.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        listeners: Sequence[Listener],
+        interruption: Interruption,
+        ranks: Ranks,
+    ) -> None:
         self.job = job
         self.settings = job.config.train
         self.folder = folder
         self.listeners = listeners
         self.interruption = interruption
+        self.ranks = ranks
         self.lr = float(job.optimizer.param_groups[0]["lr"])
         self.lr_factor = lr_factor(self.settings)
         self.past = Past()
@@ -91,7 +107,7 @@ class Loop:
 
     def _run(self) -> dict[str, Any]:
         self._check_objective()
-        self.past = self.folder.begin(self.job)
+        self.past = self._begin()
         self.job = replace(self.job, notices=(*self.job.notices, *self.past.notices))
         start = self._take_up(self.past)
         for listener in self.listeners:
@@ -101,6 +117,14 @@ class Loop:
         self._restore_best(steps)
         after = self._evaluate("test", steps)
         return self._finish(steps, before, after)
+
+    def _begin(self) -> Past:
+        """What the folder knows; the first rank puts it in order before the others read it."""
+        past = self.folder.begin(self.job) if self.ranks.is_first else None
+        self.ranks.wait()
+        past = past or self.folder.begin(self.job)
+        self.ranks.wait()  # before the first rank writes again
+        return past
 
     def _take_up(self, past: Past) -> int:
         """Puts the newest checkpoint back; the steps that it had."""
@@ -128,16 +152,22 @@ class Loop:
             self._evaluate_dev(0, before)
         for steps in range(start + 1, settings.steps + 1):
             self._step(steps - 1)
-            last = steps == settings.steps or self._asked_to_stop()
+            last = steps == settings.steps or self._any(self._asked_to_stop())
             if every and (steps % every == 0 or last):
                 self._evaluate_dev(steps, None)
-            if last or self._asked_to_stop() or self._is_tired():
+            if last or self._any(self._asked_to_stop()) or self._is_tired():
                 return steps
-            if self.interruption.signal is not None or (keep_every and steps % keep_every == 0):
+            interrupted = self._any(self.interruption.signal is not None)
+            if interrupted or (keep_every and steps % keep_every == 0):
                 self._keep(steps)
-            if self.interruption.signal is not None:
-                raise RunError(f"stopped by {self.interruption.signal} after step {steps}; go on with --resume.")
+            if interrupted:
+                by = self.interruption.signal or "a signal to another rank"
+                raise RunError(f"stopped by {by} after step {steps}; go on with --resume.")
         return start
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return self.ranks.max([float(flag)])[0] > 0
 
     def _keep(self, steps: int) -> None:
         if steps <= len(self.past.steps):
@@ -171,10 +201,14 @@ class Loop:
         with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
             self.job.optimizer.step(self._closure(indices))
         self.step_seconds += time.perf_counter() - started
+        if (step + 1) % self.settings.compare_every == 0:
+            self.ranks.check_equal(self.job.optimizer.resumable_state(), step + 1)
 
     def _closure(self, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""
         job, name = self.job, self.settings.objective
+        if self.ranks.size > 1 and self.settings.parallel == "rows":
+            return shared_rows(job, indices, self.ranks)
         if name == LOSS:
             return job.objective.closure(job.model, job.batches(indices))
         rows = [job.train[i] for i in indices]
@@ -214,6 +248,7 @@ class Loop:
     def _evaluate_dev(self, step: int, known: Metrics | None) -> None:
         same = known is not None and self.job.dev is self.job.test
         loss = known["loss"] if same and known is not None else self._evaluate("dev", step)["loss"]
+        (loss,) = self.ranks.first([loss])
         if self.best is None or loss < self.best.loss:
             state = self.job.optimizer.tuned_state() if self.settings.keep_best else None
             self.best = Best(step, loss, state)
@@ -246,19 +281,17 @@ class Loop:
             "num_forward_passes": job.optimizer.num_forward_passes,
             "seconds_stepping": round(self.step_seconds, 3),
             "peak_memory": peak_memory(),
-            "parameters": _count(plan(job.model, job.optimizer)),
+            "parameters": parameter_counts(plan(job.model, job.optimizer)),
             "result": save_result(job.config, job.loaded, job.optimizer, self.folder.result),
             "prompt_shared_by_options": job.objective.packs,
             "notices": list(job.notices),
             "seed": self.settings.seed,
+            "ranks": self.ranks.size,
+            "bytes_sent": self.ranks.bytes_sent,
+            "exchanges": self.ranks.exchanges,
             "hardware": hardware(),
             "versions": versions(),
         }
         for listener in self.listeners:
             listener.finished(summary)
         return summary
-
-
-def _count(rows: list[dict[str, Any]]) -> dict[str, int]:
-    sizes = [(int(torch.Size(row["shape"]).numel()), row["trained"]) for row in rows]
-    return {"total": sum(size for size, _ in sizes), "trained": sum(size for size, trained in sizes if trained)}

@@ -107,9 +107,14 @@ class Objective(ABC):
 
         Hooks may give each copy a model of its own: rows come block after block along the leading dimension.
         """
+        sums, count = self.totals(model, batches, copies)
+        return sums / count
+
+    def totals(self, model: Any, batches: Sequence[Batch], copies: int) -> tuple[Tensor, int]:
+        """What `losses` divides: (sums (copies,), how many)."""
         with whole_rows(model) if copies > 1 else nullcontext(), self.sharing(model, copies):
             totals = [self.total(model, batch, copies) for batch in batches]
-        return torch.stack([sums for sums, _ in totals]).sum(0) / sum(count for _, count in totals)
+        return torch.stack([sums for sums, _ in totals]).sum(0), sum(count for _, count in totals)
 
     def loss(self, model: Any, *batches: Batch) -> Tensor:
         """The mean loss over batches that are parts of one: scalar, float32 or wider."""
@@ -186,7 +191,15 @@ class BatchClosure:
         """(copies,): the loss of each copy, from passes with `copies` blocks of rows; see `Objective.losses`."""
         return self.objective.losses(self.model, self.batches, copies)
 
+    def totals(self, copies: int) -> tuple[list[float], int]:
+        """(sum of the losses of each copy, how many); of no rows, zeros."""
+        if not self.batches:
+            return [0.0] * copies, 0
+        sums, count = self.objective.totals(self.model, self.batches, copies)
+        return [float(x) for x in sums.tolist()], count
+
     @property
     def tokens(self) -> int:
         """The most tokens, padding included, that one copy has in a forward pass."""
-        return max(self.objective.shared_tokens, *(batch.input_ids_RL.numel() for batch in self.batches))
+        sizes = [batch.input_ids_RL.numel() for batch in self.batches]
+        return max([self.objective.shared_tokens, *sizes])

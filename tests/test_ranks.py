@@ -1,0 +1,135 @@
+"""Several processes train as one: the same steps, few bytes, and an error in bounded time where one is lost."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import label_rows, model_folder, refused, tezo, write_rows
+from test_resume import result
+
+from tezo.config import dump_config, parse_config
+from tezo.runs import LOG
+from tezo.steplog import read_log
+from tezo.train import train
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("home")
+    model_folder(root, "opt")
+    for number, name in enumerate(("train", "dev", "test")):
+        write_rows(root / f"{name}.jsonl", label_rows(10, seed=number))
+    return root
+
+
+def recipe(home: Path, folder: Path, method: str = "tezo-m", directions: int = 1, **settings: Any) -> Path:
+    made = parse_config(
+        {
+            "model": {"name": str(home / "opt"), "device": "cpu"},
+            "data": {name: str(home / f"{name}.jsonl") for name in ("train", "dev", "test")},
+            "method": {"name": method, "lr": 1e-3, "num_directions": directions}
+            | ({"rank": 4} if method.startswith("tezo") else {}),
+            "train": {"steps": STEPS, "batch_size": 5, "eval_every": 2, "log_every": 1, "checkpoint_every": 2,
+                      "compare_every": 1, "keep_best": False} | settings,
+        }
+    )  # fmt: skip
+    path = folder / f"{method}.yaml"
+    path.write_text(dump_config(made))
+    return path
+
+
+def ranks(count: int, recipe: Path, run: Path, *flags: Any) -> subprocess.CompletedProcess:
+    """Under torchrun, as a user starts it, but with a fault."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    script = Path(__file__).parent / "ranked.py"
+    command = [*launch, str(script), str(recipe), str(run), *map(str, flags)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def records(run: Path) -> list[Any]:
+    return [step.record for step in read_log(run / LOG).steps]
+
+
+def assert_same_trajectory(run: Path, alone: Path) -> None:
+    for one, other in zip(records(run), records(alone), strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        # a difference of losses, which are float32, over 2 rho = 2e-3
+        assert one.projected_grads == pytest.approx(other.projected_grads, abs=2e-3)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("method", "count"), [("tezo-m", 2), ("lozo", 2), ("mezo-adam", 2), ("tezo-cadam", 4)])
+def test_ranks_that_share_rows_take_the_steps_of_one_process(home, tmp_path, method, count):
+    made = recipe(home, tmp_path, method)
+    done = ranks(count, made, tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    train(parse_config(yaml_of(made)), tmp_path / "alone")
+    assert_same_trajectory(tmp_path / "run", tmp_path / "alone")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["ranks"] == count
+    # a step: sums and count (or one point at a time), the largest batch, three flags, a digest of each rank
+    assert 0 < summary["bytes_sent"] < STEPS * (200 + 16 * count)
+
+
+def yaml_of(path: Path) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.timeout(600)
+def test_ranks_that_share_directions_step_along_all_of_them(home, tmp_path):
+    made = recipe(home, tmp_path, "tezo", directions=4, parallel="directions")
+    done = ranks(2, made, tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    train(parse_config(yaml_of(made)), tmp_path / "alone")
+    assert_same_trajectory(tmp_path / "run", tmp_path / "alone")
+    assert all(len(record.probes) == 4 for record in records(tmp_path / "run"))
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(home, tmp_path):
+    made, run = recipe(home, tmp_path), tmp_path / "run"
+    started = time.monotonic()
+    done = ranks(2, made, run, "--die", 1, 3)
+    assert done.returncode != 0 and time.monotonic() - started < 120
+    assert "rank 0 of 2 lost another rank" in done.stderr and "go on with --resume" in done.stderr
+    assert len(records(run)) == 3, "what was finished is logged"
+    assert ranks(3, made, run, "--resume").returncode == 0
+    train(parse_config(yaml_of(made)), tmp_path / "alone")
+    assert_same_trajectory(run, tmp_path / "alone")
+    tuned, whole = result(run), result(tmp_path / "alone")
+    assert all(tuned[name].allclose(whole[name], atol=1e-4) for name in whole)
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_drifts_is_named(home, tmp_path):
+    done = ranks(2, recipe(home, tmp_path, "mezo"), tmp_path / "run", "--drift", 1, 3)
+    assert done.returncode == 1
+    assert "rank 1 has other parameters than rank 0 after step 4" in done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(home, tmp_path):
+    made, run = recipe(home, tmp_path), tmp_path / "run"
+    done = ranks(2, made, run, "--term", 1, 2)
+    assert done.returncode != 0
+    assert "rank 0: stopped by a signal to another rank after step 3" in done.stderr
+    assert len(records(run)) == 3 and (run / "checkpoint-3").is_dir()
+
+
+@pytest.mark.timeout(600)
+def test_what_cannot_be_shared_is_refused(home, tmp_path):
+    done = ranks(2, recipe(home, tmp_path, "tezo", directions=3, parallel="directions"), tmp_path / "run")
+    assert "method.num_directions is 3, which 2 ranks cannot share evenly" in done.stderr
+    done = ranks(2, recipe(home, tmp_path, "mezo", objective="accuracy"), tmp_path / "run")
+    assert "train.objective is accuracy, whose rows cannot be shared out" in done.stderr
+    assert not (tmp_path / "run").exists()
+    refused(tezo("train", recipe(home, tmp_path), "--output", tmp_path / "run", "--set", "train.parallel=both"),
+            "train.parallel", "both")  # fmt: skip
