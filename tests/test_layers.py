@@ -14,6 +14,7 @@ SOURCE = Path(tezo.__file__).parent
 # A room is a module or a folder of `tezo`. It may import itself and the rooms before it.
 ORDER = [
     "errors",
+    "untrusted",
     "ranks",
     "random",
     "scratch",

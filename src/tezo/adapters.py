@@ -9,6 +9,7 @@ import torch
 from tezo.config import ModelConfig
 from tezo.errors import RequestError
 from tezo.models import LoadedModel
+from tezo.untrusted import plain_file
 
 _TASK_TYPES = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
 
@@ -49,6 +50,7 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
 def open_adapter(loaded: LoadedModel, folder: Path) -> LoadedModel:
     """The model with a tuned adapter that `save_pretrained` wrote."""
     try:
+        plain_file(folder / "adapter_model.safetensors")  # PEFT would read a pickle in its place
         return replace(loaded, model=_peft().PeftModel.from_pretrained(loaded.model, str(folder)).eval())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]

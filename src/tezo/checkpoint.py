@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tezo.durable import new_folder
+from tezo.untrusted import UntrustedError, plain_file, read_object
 
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
-MOST_JSON = 1 << 24
-"""Bytes of a JSON file, at most."""
 _PREFIX = "checkpoint-"
 
 
@@ -97,34 +96,27 @@ def newest(run: Path, most_steps: int) -> tuple[Checkpoint | None, list[str]]:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Reads and verifies a checkpoint; `DamagedError` says what is wrong."""
-    manifest = _json(path / MANIFEST)
+    try:
+        return _verified(path)
+    except UntrustedError as error:
+        raise DamagedError(str(error)) from None
+    except (OSError, ValueError, KeyError, SafetensorError):
+        raise DamagedError(f"{TENSORS} cannot be read") from None
+
+
+def _verified(path: Path) -> Checkpoint:
+    manifest = read_object(plain_file(path / MANIFEST))
     if set(manifest) != {TENSORS, STATE}:
         raise DamagedError("its manifest names other files than a checkpoint has")
     for name, described in manifest.items():
-        file = path / name
-        if file.is_symlink() or not file.is_file() or _described(file) != described:
+        if _described(plain_file(path / name)) != described:
             raise DamagedError(f"{name} is not the file that was saved")
-    state = _json(path / STATE)
+    state = read_object(plain_file(path / STATE))
     if state.pop("step", None) != _step_of(path):
         raise DamagedError("it is of another step")
-    try:
-        return Checkpoint(_step_of(path), load_file(path / TENSORS), state)
-    except (OSError, ValueError, KeyError, SafetensorError):
-        raise DamagedError(f"{TENSORS} cannot be read") from None
+    return Checkpoint(_step_of(path), load_file(path / TENSORS), state)
 
 
 def _described(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        if path.is_symlink() or path.stat().st_size > MOST_JSON:
-            raise DamagedError(f"{path.name} is no file of a checkpoint")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        raise DamagedError(f"{path.name} cannot be read") from None
-    if not isinstance(value, dict):
-        raise DamagedError(f"{path.name} is no file of a checkpoint")
-    return value

@@ -25,6 +25,7 @@ from tezo.models import kind_of
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import layout_of
 from tezo.tasks.formats import Kind
+from tezo.untrusted import plain_file, read_object
 
 _PREFIX = "base_model.model."
 _TASK_TYPES: dict[Kind, str | None] = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
@@ -114,17 +115,26 @@ def load_adapter(folder: Path) -> Adapter:
         RequestError: a file is missing or damaged, or is another kind of adapter.
     """
     try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "adapter_model.safetensors")
+        config = read_object(plain_file(folder / "adapter_config.json"))
+        tensors = load_file(plain_file(folder / "adapter_model.safetensors"))
         if config["peft_type"] != "LORA" or config["r"] != config["lora_alpha"]:
             raise RequestError(
                 f"{folder} is not an adapter of this library (LoRA with lora_alpha = r); use peft to load it."
             )
-        names = [key.removeprefix(_PREFIX).removesuffix(".lora_A.weight") for key in tensors if ".lora_A." in key]
-        pairs = {n: (tensors[f"{_PREFIX}{n}.lora_A.weight"], tensors[f"{_PREFIX}{n}.lora_B.weight"]) for n in names}
-        return Adapter(int(config["r"]), pairs)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        return Adapter(int(config["r"]), _pairs(tensors, int(config["r"])))
+    except RequestError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
         raise RequestError(f"{folder} is not an adapter that can be read ({error}); export the run again.") from None
+
+
+def _pairs(tensors: dict[str, Tensor], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    names = [key.removeprefix(_PREFIX).removesuffix(".lora_A.weight") for key in tensors if ".lora_A." in key]
+    pairs = {n: (tensors[f"{_PREFIX}{n}.lora_A.weight"], tensors[f"{_PREFIX}{n}.lora_B.weight"]) for n in names}
+    for name, (a_RI, b_OR) in pairs.items():
+        if a_RI.ndim != 2 or b_OR.ndim != 2 or a_RI.shape[0] != rank or b_OR.shape[1] != rank:
+            raise ValueError(f"{name} has not the shapes of rank {rank}")
+    return pairs
 
 
 def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
@@ -138,6 +148,12 @@ def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
                 f"the adapter has a layer {name}, which this model lacks; give the base it was made on."
             ) from None
         weight = module.get_parameter("weight")
+        shape = (b_OR.shape[0], a_RI.shape[1]) if layout_of(module) != "transposed" else (a_RI.shape[1], b_OR.shape[0])
+        if weight.is_floating_point() and tuple(weight.shape) != shape:
+            raise RequestError(
+                f"the adapter's {name} is for a weight of {shape}, and this model's has {tuple(weight.shape)}; "
+                "give the base it was made on."
+            )
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         a_RI, b_OR = a_RI.to(weight.device, dtype), b_OR.to(weight.device, dtype)
         handles.append(module.register_forward_hook(_adding(a_RI, b_OR)))

@@ -45,7 +45,7 @@ class MetricsLog:
                 self.evaluations[str(line["split"]), step] = metrics
             else:
                 self.seconds, self._last_step = float(line["seconds"]), max(self._last_step, step)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return  # an evaluation with a null, which is made again; or what somebody else wrote
 
     def step(self, step: int, **line: Any) -> None:

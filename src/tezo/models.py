@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from tezo.errors import RequestError
 from tezo.tasks.formats import Kind
+from tezo.untrusted import read_object
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -165,7 +165,7 @@ def _check_folder(folder: Path) -> None:
 
 def _check_index(index: Path) -> None:
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = set(read_object(index)["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError):
         raise RequestError(f"model.name: {index} is not a shard index; download the model again.") from None
     for shard in shards:

@@ -1,6 +1,5 @@
 """From the base model and the step log alone to the tuned model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tezo.optimizer import ZerothOrderOptimizer
 from tezo.result import save_result
 from tezo.runs import LOG, SUMMARY
 from tezo.steplog import LogContents, read_log
+from tezo.untrusted import own_object
 
 
 def replay(run: Path, output: Path, *, step: int | None = None, device: str = "auto") -> dict[str, Any]:
@@ -49,7 +49,10 @@ def replay(run: Path, output: Path, *, step: int | None = None, device: str = "a
 
 def _wanted(run: Path, contents: LogContents, step: int | None) -> int:
     if step is None and (run / SUMMARY).is_file():
-        step = int(json.loads((run / SUMMARY).read_text(encoding="utf-8"))["kept_step"])
+        found = own_object(run / SUMMARY, "give --step").get("kept_step")
+        if not isinstance(found, int):
+            raise RequestError(f"{run / SUMMARY} does not say which step was kept; give --step.")
+        step = found
     if step is None:
         return len(contents.steps)
     if not 0 <= step <= len(contents.steps):

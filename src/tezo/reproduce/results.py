@@ -1,6 +1,5 @@
 """What a grid's runs showed: the learning rate that the search chose, and the figures at it."""
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 from tezo.reproduce.cells import Cell, Grid
 from tezo.reproduce.table import Column, Line
 from tezo.tasks import task
+from tezo.untrusted import own_object
 
 SUMMARY, FAILED = "summary.json", "failed.txt"
 """In the folder of a run that is over: what it showed, or why it could not be finished. Delete the latter to try again.
@@ -70,7 +70,7 @@ def is_finished(folder: Path) -> bool:
 def summary_of(folder: Path) -> dict[str, Any] | None:
     """What a run showed; None where it has not ended well."""
     path = folder / SUMMARY
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return own_object(path, "delete the folder to run it again") if path.is_file() else None
 
 
 def figure_of(cell: Cell, summary: dict[str, Any]) -> float:

@@ -23,6 +23,7 @@ from tezo.reproduce.results import FAILED, SUMMARY, chooser, is_finished
 from tezo.runs import LOG
 from tezo.splits import evaluation_rows
 from tezo.train import train
+from tezo.untrusted import own_object
 
 
 def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> None:
@@ -90,7 +91,7 @@ def prepare_output(grid: Grid, output: Path) -> None:
     note = output / "grid.json"
     own = {"table": grid.table.name, "model": grid.model, "small": grid.small}
     if note.is_file():
-        found = json.loads(note.read_text(encoding="utf-8"))
+        found = own_object(note, "give another --output")
         if found != own:
             raise RequestError(f"output: {output} has runs of {found}, not of {own}; give another --output.")
         return

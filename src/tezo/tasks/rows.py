@@ -55,8 +55,9 @@ def _jsonl(path: Path, key: str) -> list[Row]:
             continue
         try:
             fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RequestError(f"{key}: {path}, line {number}, is not JSON ({error.msg}); mend that line.") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            fault = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            raise RequestError(f"{key}: {path}, line {number}, is not JSON ({fault}); mend that line.") from None
         if not isinstance(fields, dict):
             raise RequestError(f'{key}: {path}, line {number}, is not an object; write {{"field": value}} a line.')
         rows.append(Row(fields, f"{path.name}, line {number}"))
