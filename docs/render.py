@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tables import TABLES
 
-from tezo import config
+from tezo import recipe
 from tezo.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def settings() -> str:
         "",
         "Keys of a recipe, and of `--set KEY=VALUE`. Made from the code by `docs/render.py`.",
     ]
-    sections = {"model": config.ModelConfig, "data": config.DataConfig, "train": config.TrainConfig}
+    sections = {"model": recipe.ModelConfig, "data": recipe.DataConfig, "train": recipe.TrainConfig}
     for name, section in sections.items():
         parts += ["", f"## {name}", "", "| key | default | meaning |", "|---|---|---|"]
         meanings = field_docs(section)

@@ -20,9 +20,10 @@ from typing import Any
 from folders import label_rows, model_folder, write_rows
 
 from tezo import checkpoint, durable, runs, steplog
-from tezo.config import Config, parse_config
+from tezo.config import parse_config
 from tezo.machine import hardware, versions
 from tezo.methods import method
+from tezo.recipe import Config
 from tezo.train import train
 
 OPERATIONS = ("open", "write", "fsync", "replace")

@@ -1,8 +1,9 @@
 """What a rank of tests/test_ranks.py does: `train`, with a fault on one rank where one is asked for.
 
-torchrun ... tests/ranked.py RECIPE RUN [--resume] [--die RANK STEP | --drift RANK STEP | --term RANK STEP]
+torchrun ... tests/ranked.py RECIPE RUN [--set KEY=VALUE] [--resume] [--die | --drift | --term RANK STEP]
 """
 
+import argparse
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tezo.config import read_config
+from tezo.config import parse_setting, read_config
 from tezo.errors import TezoError
 from tezo.runs import Listener
 from tezo.train import train
@@ -28,20 +29,27 @@ class Fault(Listener):
     def stepping(self, step: int) -> None:
         if not self.mine or step != self.step:
             return
-        if self.kind == "--drift":
+        if self.kind == "drift":
             next(iter(self.job.optimizer.resumable_state().values())).view(-1)[0] += 1e-3
         else:
-            os.kill(os.getpid(), signal.SIGKILL if self.kind == "--die" else signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "die" else signal.SIGTERM)
 
 
 def main() -> int:
-    recipe, run, *flags = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--resume", action="store_true")
+    for kind in ("--die", "--drift", "--term"):
+        parser.add_argument(kind, type=int, nargs=2)
+    asked = parser.parse_args()
     torch.set_num_threads(1)
-    resume = "--resume" in flags
-    faults = [flag for flag in flags if flag != "--resume"]
-    listeners = [Fault(faults[0], int(faults[1]), int(faults[2]))] if faults else []
+    found = {kind: getattr(asked, kind) for kind in ("die", "drift", "term") if getattr(asked, kind)}
+    listeners = [Fault(kind, rank, step) for kind, (rank, step) in found.items()]
     try:
-        train(read_config(Path(recipe), []), Path(run), listeners, resume=resume)
+        config = read_config(asked.recipe, [parse_setting(text) for text in asked.set])
+        train(config, asked.run, listeners, resume=asked.resume)
     except TezoError as error:
         print(f"rank {os.environ.get('RANK')}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

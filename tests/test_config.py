@@ -6,18 +6,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from tezo.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    TrainConfig,
-    dump_config,
-    parse_config,
-    parse_setting,
-    read_config,
-)
+from tezo.config import dump_config, parse_config, parse_setting, read_config
 from tezo.errors import RequestError
 from tezo.methods import METHODS
+from tezo.recipe import Config, DataConfig, ModelConfig, TrainConfig
 
 LEAST = {"model": {"name": "m"}, "data": {"train": "d"}}
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}

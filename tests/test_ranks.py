@@ -84,6 +84,28 @@ def yaml_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("method", "share"), [("tezo-cadam", "rows"), ("tezo", "directions"), ("lozo", "rows")])
+def test_a_model_in_shards_takes_the_steps_of_a_whole_one(home, tmp_path, method, share):
+    # within an interval of lozo: sharded weights cannot be written
+    made = recipe(home, tmp_path, method, directions=2 if share == "directions" else 1, parallel=share)
+    done = ranks(2, made, tmp_path / "run", "--set", "model.placement=shards")
+    assert done.returncode == 0, done.stderr[-3000:]
+    train(parse_config(yaml_of(made)), tmp_path / "alone")
+    assert_same_trajectory(tmp_path / "run", tmp_path / "alone")
+    assert (tmp_path / "run/adapter").is_dir()
+    if method != "lozo":  # which merges into a whole model
+        tuned, whole = result(tmp_path / "run"), result(tmp_path / "alone")
+        assert all(tuned[name].allclose(whole[name], atol=1e-4) for name in whole)
+
+
+@pytest.mark.timeout(600)
+def test_a_model_in_shards_refuses_what_writes_weights(home, tmp_path):
+    done = ranks(2, recipe(home, tmp_path, "mezo"), tmp_path / "run", "--set", "model.placement=shards")
+    assert "DTensor" in done.stderr and "use tezo, tezo-m or tezo-cadam" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(600)
 def test_ranks_that_share_directions_step_along_all_of_them(home, tmp_path):
     made = recipe(home, tmp_path, "tezo", directions=4, parallel="directions")
     done = ranks(2, made, tmp_path / "run")

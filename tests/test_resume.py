@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 
 from tezo import checkpoint, durable, export, steplog
 from tezo.checkpoint import DamagedError, checkpoints, load_checkpoint, newest
-from tezo.config import Config, dump_config, parse_config, to_tree
+from tezo.config import dump_config, parse_config, to_tree
 from tezo.errors import NonFiniteLossError, RequestError, RunError, TezoError
 from tezo.methods import METHODS
+from tezo.recipe import Config
 from tezo.replay import replay
 from tezo.runs import LOG, Listener
 from tezo.steplog import LoggedStep, StepLog, read_log

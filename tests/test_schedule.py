@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tezo.config import TrainConfig
+from tezo.recipe import TrainConfig
 from tezo.schedule import batch_indices, lr_factor
 
 

@@ -20,10 +20,10 @@ from folders import (
     write_rows,
 )
 
-from tezo.config import DataConfig
 from tezo.errors import RequestError
 from tezo.evaluate import evaluate, option_scores, predict
 from tezo.objectives import CausalObjective
+from tezo.recipe import DataConfig
 from tezo.splits import divide, evaluation_rows, read_splits
 from tezo.tasks import TASKS, Demonstrated, Example, Row, TaskFormat, task
 from tezo.tasks.catalogue import example_row

@@ -13,13 +13,14 @@ from folders import completion_rows, label_rows, model_folder, read_jsonl, write
 from safetensors.torch import load_file
 
 from tezo.cli.runs import open_model, run_config
-from tezo.config import Config, TrainConfig, parse_config
+from tezo.config import parse_config
 from tezo.errors import NonFiniteLossError, RunError
 from tezo.evaluate import evaluate
 from tezo.interruption import Interruption
 from tezo.job import make_format, make_objective, prepare
 from tezo.machine import memory_for
 from tezo.ranks import Ranks
+from tezo.recipe import Config, TrainConfig
 from tezo.runs import Listener, RunFolder
 from tezo.schedule import interval
 from tezo.tasks import read_rows

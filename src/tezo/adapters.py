@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tezo.config import ModelConfig
 from tezo.errors import RequestError
 from tezo.models import LoadedModel
+from tezo.recipe import ModelConfig
 from tezo.untrusted import plain_file
 
 _TASK_TYPES = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.config import Config
 from tezo.errors import RequestError
 from tezo.job import cut_notices, make_format, make_objective, with_shots
 from tezo.kernels import wide_products
 from tezo.models import LoadedModel
 from tezo.objectives import CausalObjective, Encoded, Objective
+from tezo.recipe import Config
 from tezo.tasks import Measure, Row
 
 Metrics = dict[str, float]

@@ -23,7 +23,7 @@ from tezo.apply import InForward
 from tezo.errors import RequestError
 from tezo.models import kind_of
 from tezo.optimizer import ZerothOrderOptimizer
-from tezo.params import layout_of
+from tezo.params import layout_of, place_of
 from tezo.tasks.formats import Kind
 from tezo.untrusted import plain_file, read_object
 
@@ -155,7 +155,8 @@ def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
                 "give the base it was made on."
             )
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
-        a_RI, b_OR = a_RI.to(weight.device, dtype), b_OR.to(weight.device, dtype)
+        place = place_of(module, weight)
+        a_RI, b_OR = a_RI.to(place, dtype), b_OR.to(place, dtype)
         handles.append(module.register_forward_hook(_adding(a_RI, b_OR)))
     return handles
 

@@ -5,20 +5,21 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
-
 from tezo.config import to_tree
 from tezo.errors import RequestError
 from tezo.job import Job
 from tezo.machine import versions
 from tezo.methods import Tuner
 
-SAMPLE = 4096
-"""Entries of each tensor that are hashed, evenly spread."""
-
 FREE = frozenset(
-    {"train.compare_every", "train.sync_every", "train.checkpoint_every", "train.keep_checkpoints", "model.device"}
+    {
+        "train.compare_every",
+        "train.sync_every",
+        "train.checkpoint_every",
+        "train.keep_checkpoints",
+        "model.device",
+        "model.placement",
+    }
 )
 """Settings that may change while a run is under way: they don't change what it computes on one device."""
 
@@ -29,9 +30,9 @@ def log_header(job: Job) -> dict[str, Any]:
         "directions": job.optimizer.num_directions,
         "config": json.loads(json.dumps(to_tree(job.config))),  # as it reads back: lists, not tuples
         "untrained": list(job.untrained),
-        "model": model_hash(job.model),
+        "model": job.loaded.fingerprint,
         "rows": _hash([row.sequences for row in job.train]),
-        "device": str(job.model.device.type),
+        "device": job.loaded.device.type,
         "versions": versions(("tezo", "torch")),
     }
 
@@ -51,17 +52,6 @@ def check_complete(header: Mapping[str, Any]) -> None:
     """An error where a log's header has not all that `log_header` writes."""
     if not all(isinstance(header.get(key), kind) for key, kind in _KEYS.items()):
         raise RequestError("steps.log: its header is not that of a run; give the folder of a run.")
-
-
-def model_hash(model: nn.Module) -> str:
-    """SHA-256 of names, shapes, dtypes and `SAMPLE` entries of every parameter."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1) if parameter.device.type != "meta" else torch.empty(0)
-        sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(sample.view(torch.uint8).numpy().data if sample.numel() else b"")
-    return digest.hexdigest()
 
 
 def _hash(value: Any) -> str:

@@ -53,10 +53,10 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         self.last_step: StepRecord | None = None
         self.targets = select_targets(model, targets)
         for target in self.targets:
-            if not target.parameter.is_floating_point():
+            if not target.is_writable:
                 raise RequestError(
-                    f"method.name: {target.name} is {target.parameter.dtype} and has no gradient; "
-                    "use a zeroth-order method, or a model in a float dtype."
+                    f"method.name is adam, and {target.name} ({type(target.parameter).__name__}, "
+                    f"{target.parameter.dtype}) cannot be written in place; use tezo, tezo-m or tezo-cadam."
                 )
         chosen = {id(target.parameter) for target in self.targets}
         for parameter in model.parameters():

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from tezo.adapters import add_adapter
-from tezo.config import Config
 from tezo.errors import RequestError
 from tezo.methods import Tuner, method
 from tezo.models import LoadedModel, load_model
 from tezo.objectives import Batch, Encoded, Objective, objective_for
+from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import ALL, find_targets, never_called
+from tezo.recipe import Config
 from tezo.splits import divide, read_splits, training_rows
 from tezo.tasks import Demonstrated, Fields, Format, LabelFormat, Row, TaskFormat, choose_format, task
 
@@ -62,7 +63,8 @@ def prepare(config: Config) -> Job:
     """Loads, reads, encodes and plans; raises `RequestError` for whatever does not fit."""
     notices: list[str] = []
     found = read_splits(config.data)
-    loaded = add_adapter(load(config), config.model, config.train.seed)
+    loaded = load_for_tuning(config)
+    notices += loaded.notices
     form = make_format(config, loaded, found.train)
     rows = divide(found, form, config.data, config.train.seed)
     notices += rows.notices
@@ -90,7 +92,20 @@ def prepare(config: Config) -> Job:
 def load(config: Config) -> LoadedModel:
     """The base model of a configuration."""
     m = config.model
-    return load_model(m.name, kind=m.kind, dtype=m.dtype, device=m.device, trust_remote_code=m.trust_remote_code)
+    return load_model(
+        m.name,
+        kind=m.kind,
+        dtype=m.dtype,
+        device=m.device,
+        quantization=m.quantization,
+        placement=m.placement,
+        trust_remote_code=m.trust_remote_code,
+    )
+
+
+def load_for_tuning(config: Config) -> LoadedModel:
+    """The base with a new adapter of PEFT where the configuration asks for one."""
+    return add_adapter(load(config), config.model, config.train.seed)
 
 
 def make_format(config: Config, loaded: LoadedModel, rows: Sequence[Row]) -> Format:
@@ -169,7 +184,14 @@ def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[st
     options = dict(config.method.options)
     if config.model.peft != "none":
         options.setdefault("targets", (ALL,))
-    for target in find_targets(loaded.model):
-        if target.name in untrained:
-            target.parameter.requires_grad_(False)
-    return method(config.method.name).build(loaded.model, seed=config.train.seed, **options)
+    wanted = method(config.method.name)
+    targets = options.pop("targets", wanted.defaults()["targets"])
+    targets = (*targets, *(f"!{name}" for name in untrained))
+    optimizer = wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)
+    most = optimizer.most_steps if isinstance(optimizer, ZerothOrderOptimizer) else None
+    if most is not None and config.train.steps > most:
+        raise RequestError(
+            f"train.steps is {config.train.steps}, but {wanted.name} writes to the weights after {most} steps, and "
+            "these cannot be written; set method.lazy_update_interval to the steps, or use tezo, tezo-m or tezo-cadam."
+        )
+    return optimizer

@@ -12,7 +12,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+from tezo.digest import digest
 from tezo.errors import RequestError
+from tezo.params import device_of
+from tezo.placement import PLACEMENTS, Placement
+from tezo.quantization import check_unpacks, quantizer
 from tezo.tasks.formats import Kind
 from tezo.untrusted import read_object
 
@@ -45,6 +49,15 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     kind: Kind
+    fingerprint: str = ""
+    """Digest of the weights as they were loaded."""
+    notices: tuple[str, ...] = ()
+    """What the user should know."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return device_of(self.model)
 
     @property
     def max_length(self) -> int:
@@ -57,7 +70,14 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, *, kind: str = "auto", dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+    name: str,
+    *,
+    kind: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str = "none",
+    placement: str = "device",
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads a model and its tokenizer.
 
@@ -66,16 +86,24 @@ def load_model(
         kind: causal, masked or encoder; "auto" goes by the architecture that the configuration names.
         dtype: of the weights; "auto" is the stored one.
         device: "auto" is the first GPU, else the CPU.
+        quantization: "none", or a key of `tezo.quantization.QUANTIZERS`.
+        placement: a key of `tezo.placement.PLACEMENTS`.
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
-        RequestError: there is no such model, it has no safetensors, or its index points outside its folder.
+        RequestError: there is no such model, it has no safetensors, its index points outside its folder, or it cannot
+            be quantised or placed so.
     """
-    source = _resolve(name)
-    options = {"trust_remote_code": trust_remote_code}
+    source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **options)
         found = kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
+        if quantization != "none":
+            width = config.dtype if dtype == "auto" else DTYPES[_one_of("model.dtype", dtype, tuple(DTYPES))]
+            options["quantization_config"] = quantizer(quantization).config(width or torch.float32)
+        if quantization != "none" or place.spread:
+            options["device_map"] = "auto" if place.spread else {"": where}
         model, report = _CLASSES[found].from_pretrained(
             source, config=config, dtype=_dtype(dtype), use_safetensors=True, output_loading_info=True, **options
         )
@@ -88,11 +116,24 @@ def load_model(
             f"model.name: {name} cannot be loaded ({reason}); give a folder that save_pretrained wrote, or a hub name."
         ) from error
     _check_complete(name, report["missing_keys"])
+    if quantization != "none":
+        check_unpacks(quantization, model, where)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
         raise RequestError(f"model.name: the tokenizer of {name} has no token to pad with; set one in its files.")
-    return LoadedModel(model.to(choose_device(device)).eval(), tokenizer, found)
+    model = (model if "device_map" in options else model.to(where)).eval()
+    fingerprint = digest(dict(model.named_parameters()))
+    return LoadedModel(model, tokenizer, found, fingerprint, tuple(place.settle(model, where)))
+
+
+def _placement(name: str, quantization: str) -> Placement:
+    place = PLACEMENTS[_one_of("model.placement", name, tuple(PLACEMENTS))]
+    if quantization != "none" and not place.packed:
+        raise RequestError(
+            f"model.placement is {name}, which does not take model.quantization {quantization}; leave one of them out."
+        )
+    return place
 
 
 def _check_complete(name: str, missing: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, tw
 from tezo.updates import State, Update
 
 
-class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
+class ZerothOrderOptimizer(SavedState):
     """A perturbation and an update rule, put together over the parameters of a model.
 
     `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z
@@ -95,7 +95,7 @@ class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
                 f"{type(self.perturbation).__name__} draws {type(direction).__name__} for {target.name}."
             )
         if self.update.writes_weight:
-            require_writable(target, type(self.update).__name__)
+            require_writable(target, "this method")
         return moving_parameter(target, direction, self._blocks, in_forward=in_forward)
 
     @overload
@@ -114,10 +114,17 @@ class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
         drawn = self._draw()
         with evaluation_mode(self.model), wide_products(self.model):
-            probes = self._probes(closure, drawn)
+            probes = self._probes(closure, drawn, self.rho)
         loss = sum(p.loss_plus + p.loss_minus for p in probes) / (2 * len(probes))
         self._take(drawn, StepRecord(self.num_steps, loss, float(self.param_groups[0]["lr"]), probes))
         return loss
+
+    @torch.no_grad()
+    def measure(self, closure: Closure, rho: float) -> tuple[Probe, ...]:
+        """What the next step would measure at another perturbation scale; no step is taken."""
+        drawn = self._draw()
+        with evaluation_mode(self.model), wide_products(self.model):
+            return self._probes(closure, drawn, rho)
 
     @torch.no_grad()
     def replay(self, record: StepRecord) -> None:
@@ -150,17 +157,17 @@ class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
         self.last_step = record
         self.num_steps += 1
 
-    def _probes(self, closure: Closure, drawn: dict[str, list[Direction]]) -> tuple[Probe, ...]:
+    def _probes(self, closure: Closure, drawn: dict[str, list[Direction]], rho: float) -> tuple[Probe, ...]:
         def show(points: Sequence[tuple[int, float]]) -> None:
             for name, moving in self.moving.items():
                 moving.show([Shift(drawn[name][index], scale) for index, scale in points])
 
         own = range(self._ranks.rank, self.num_directions, self._ranks.size)
         try:
-            probes = two_point(closure, show, self.rho, own, self._copies(closure))
+            probes = two_point(closure, show, rho, own, self._copies(closure))
         except NotInBlocksError:  # found out once, by the first step
             self._in_blocks = False
-            probes = two_point(closure, show, self.rho, own, 1)
+            probes = two_point(closure, show, rho, own, 1)
         probes = self._of_all_ranks(probes)
         for probe in probes:
             if not probe.is_finite:
@@ -233,6 +240,12 @@ class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
             moving.close()
         self._blocks.close()
 
+    @property
+    def most_steps(self) -> int | None:
+        """How many steps can be taken: until factors are folded, where that cannot be written; None: any number."""
+        folds = all(moving.target.is_writable for moving in self.moving.values() if isinstance(moving, InForward))
+        return None if folds else self.perturbation.interval
+
     def why_no_adapter(self) -> str | None:
         """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
         for moving in self.moving.values():
@@ -242,33 +255,6 @@ class ZerothOrderOptimizer(SavedState, torch.optim.Optimizer):
             if not target.is_linear or len(target.sites) > 1:
                 return f"{target.name} is not the weight of one linear layer"
         return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """param_groups as torch has them; everything else by parameter name, in its own dtype.
-
-        The weights themselves are the model's, except where the method keeps its change beside them.
-        """
-        change = {name: dict(moving.state()) for name, moving in self.moving.items()}
-        return {
-            "param_groups": super().state_dict()["param_groups"],
-            "num_steps": self.num_steps,
-            "seed": self.seed,
-            "change": change,
-            "update": {name: dict(state) for name, state in self._update_state.items()},
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts a `state_dict` back; torch's own would cast float32 state to a bf16 parameter's dtype."""
-        names = set(state_dict["change"])
-        if names != set(self.moving):
-            odd = sorted(names ^ set(self.moving))[0]
-            raise RequestError(f"state_dict: it tunes other parameters than this optimizer, {odd} for one.")
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        self.num_steps, self.seed = state_dict["num_steps"], state_dict["seed"]
-        self._load_moments(state_dict["update"])
-        self._load_changes(state_dict["change"], self.num_steps)
 
 
 @contextmanager

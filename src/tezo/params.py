@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from tezo.errors import RequestError, nearest
@@ -47,25 +48,44 @@ class Target:
     sites: tuple[Site, ...]
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the values; a packed tensor has them in another."""
+        for site in self.sites:
+            if is_packed(self.parameter) and isinstance(site.module, nn.Linear):
+                return torch.Size((site.module.out_features, site.module.in_features))
+        return self.parameter.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where its modules compute: an offloaded tensor is there during their forward only."""
+        module = self.sites[0].module if self.sites else None
+        return self.parameter.device if module is None else place_of(module, self.parameter)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether it is a plain float tensor; quantised, offloaded and sharded ones refuse or lose an add in place."""
+        data = self.parameter.data
+        return type(data) is Tensor and data.dtype in _FLOATS and data.device.type != "meta"
+
+    @property
     def is_matrix(self) -> bool:
         """Whether it has two dimensions or more: the low-rank methods move it by factors."""
-        return self.parameter.ndim >= 2
+        return len(self.shape) >= 2
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """(M, N); leading dimensions of a 3-D (expert) parameter are flattened into M."""
-        shape = self.parameter.shape
-        return int(shape[:-1].numel()), int(shape[-1])
+        return int(self.shape[:-1].numel()), int(self.shape[-1])
 
     @property
     def stored_shape(self) -> torch.Size:
         """(M, N) of a matrix, (M,) of a vector, (1,) of a scalar: the shape that dense tiles cut up."""
-        return torch.Size(self.matrix_shape if self.is_matrix else (self.parameter.numel(),))
+        return torch.Size(self.matrix_shape if self.is_matrix else (self.shape.numel(),))
 
     @property
     def in_forward(self) -> bool:
         """Whether every use of it is in a module call whose output is known as a function of it."""
-        return self.parameter.ndim in (1, 2) and all(site.layout is not None for site in self.sites)
+        return len(self.shape) in (1, 2) and all(site.layout is not None for site in self.sites)
 
     @property
     def is_linear(self) -> bool:
@@ -80,7 +100,7 @@ class Target:
     @property
     def kind(self) -> str:
         """For people: linear, embedding, vector, or other."""
-        if self.parameter.ndim < 2:
+        if not self.is_matrix:
             return "vector"
         if not self.in_forward:
             return "other"
@@ -91,15 +111,19 @@ def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
     """How a module uses one of its parameters; None where it is not of a kind we know.
 
     A subclass may compute something else, so a module counts only when its forward is the very function that we
-    know. Of an Embedding the lookup itself is perturbed, wherever it happens inside (OPT's positions add an offset
-    before it, Gemma's embeddings a factor after it).
+    know; a Linear whose weight is packed has a forward of its own for that alone. Of an Embedding the lookup itself
+    is perturbed, wherever it happens inside (OPT's positions add an offset before it, Gemma's embeddings a factor
+    after it).
     """
     parameter = module.get_parameter(attribute)
+    packed = isinstance(module, nn.Linear) and is_packed(module.weight)
+    if attribute == "weight" and packed:
+        return "linear"
     if attribute == "weight" and parameter.ndim == 2:
         if isinstance(module, nn.Embedding):
             return "embedding"
         return "linear" if _is(module, nn.Linear) else "transposed" if _is(module, Conv1D) else None
-    if attribute == "bias" and parameter.ndim == 1 and _is(module, nn.Linear, Conv1D, nn.LayerNorm):
+    if attribute == "bias" and parameter.ndim == 1 and (packed or _is(module, nn.Linear, Conv1D, nn.LayerNorm)):
         return "bias"
     if attribute == "weight" and parameter.ndim == 1:
         if _is(module, nn.LayerNorm):
@@ -113,8 +137,20 @@ def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Whether a quantiser keeps the values in a form of its own, which takes no gradient."""
+    return not parameter.is_floating_point() or type(parameter.data).__module__.startswith("torchao.")
+
+
 def find_targets(model: nn.Module) -> list[Target]:
-    """Every parameter of `model` that is not frozen (`requires_grad=False`), tied ones once."""
+    """Every parameter of `model` that is not frozen, tied ones once.
+
+    Frozen is what has `requires_grad=False`, and a packed tensor, which cannot have it, under an adapter of PEFT.
+    """
+    adapted = hasattr(model, "peft_config")
     sites: dict[int, list[Site]] = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
@@ -122,7 +158,7 @@ def find_targets(model: nn.Module) -> list[Target]:
     return [
         Target(name, parameter, tuple(sites[id(parameter)]))
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        if parameter.requires_grad or (is_packed(parameter) and not adapted)
     ]
 
 
@@ -178,6 +214,34 @@ def _output_head(model: nn.Module) -> Tensor | None:
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     return getattr(head, "weight", None)
+
+
+def place_of(module: nn.Module, parameter: Tensor) -> torch.device:
+    """Where a module computes with one of its parameters, which may lie elsewhere meanwhile."""
+    hook = getattr(module, "_hf_hook", None)  # accelerate's
+    offloaded = parameter.device.type == "meta" and getattr(hook, "execution_device", None) is not None
+    return torch.device(hook.execution_device) if hook is not None and offloaded else parameter.device
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the first of the model's weights computes."""
+    return next(place_of(module, p) for module in model.modules() for p in module.parameters(recurse=False))
+
+
+@torch.no_grad()
+def matrix_of(target: Target) -> Tensor:
+    """The values of a matrix (M, N): what is stored where that can be read, else what its module makes of I."""
+    data = target.parameter.data
+    if target.is_writable:
+        return data.flatten(0, -2)
+    if isinstance(data, DTensor):
+        return data.full_tensor().flatten(0, -2)
+    site = target.sites[0]
+    side = target.matrix_shape[0 if site.layout == "transposed" else 1]
+    dtype = data.dtype if data.is_floating_point() else torch.float32
+    eye = torch.eye(side, device=target.device, dtype=dtype)
+    found: Tensor = site.module(eye) - site.module(torch.zeros_like(eye[:1]))
+    return found if site.layout == "transposed" else found.T
 
 
 def never_called(targets: Sequence[Target], run: Callable[[], object]) -> list[Target]:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.config import Config
 from tezo.errors import RequestError
 from tezo.evaluate import Metrics, by_length, choice_metrics
 from tezo.job import make_format, make_objective
 from tezo.kernels import wide_products
 from tezo.models import LoadedModel
 from tezo.objectives import Encoded, Objective
+from tezo.recipe import Config
 from tezo.splits import divide, read_splits
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tezo.errors import RequestError
-from tezo.params import Target
+from tezo.params import Target, matrix_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +76,14 @@ class LayerwiseRank:
         return {name: blocks[block_of(name)] for name in counts}
 
     def _count(self, target: Target, store: "CountStore | None") -> int:
-        weight = target.parameter.detach()
-        if not weight.is_floating_point():
+        if not target.is_writable and not (target.sites and target.is_linear):
             raise RequestError(
-                f"method.rank: {target.name} is stored as {weight.dtype}, so its singular values cannot be counted; "
-                "give a fixed method.rank."
+                f"method.rank: {target.name} is stored as {target.parameter.dtype}, so its singular values cannot be "
+                "counted; give a fixed method.rank."
             )
-        if not torch.isfinite(weight).all():
+        matrix = matrix_of(target)
+        if not torch.isfinite(matrix).all():
             raise RequestError(f"model.name: {target.name} holds NaN or infinite values; download the model again.")
-        matrix = weight.flatten(0, -2)
         if store is None:
             return significant_rank(matrix, self.threshold)
         key = f"{content_hash(matrix)}:{self.threshold!r}"

@@ -4,7 +4,6 @@ Started by torchrun or `accelerate launch`, which say in the environment how man
 so that sums are the same on every rank, whichever way they go.
 """
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -14,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tezo.digest import digest
 from tezo.errors import RunError
 
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others; one that has died is noticed at once."""
-SAMPLE = 4096
-"""Entries of each tensor that a digest reads, evenly spread."""
 
 
 class Ranks:
@@ -71,9 +69,8 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.size == 1:
             return tensor
-        place = tensor.cuda() if dist.get_backend() == "nccl" else tensor
         try:
-            dist.all_reduce(place, op=operation)
+            dist.all_reduce(tensor, op=operation)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:120]
             raise RunError(
@@ -82,7 +79,7 @@ class Ranks:
             ) from None
         self.bytes_sent += tensor.nbytes
         self.exchanges += 1
-        return place.cpu()
+        return tensor
 
     def check_equal(self, state: Mapping[str, Tensor], step: int) -> None:
         """An error where a rank's state is not the first's.
@@ -93,7 +90,7 @@ class Ranks:
         if self.size == 1:
             return
         own = digest(state)
-        found = self.gather([float(own >> 32), float(own & 0xFFFFFFFF)])
+        found = self.gather([float(int(own[i : i + 8], 16)) for i in (0, 8)])
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise RunError(
@@ -115,16 +112,6 @@ def join() -> Ranks:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+        # the numbers go from CPU to CPU; shards of a model, where it has any, between GPUs
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
     return Ranks(dist.get_rank(), dist.get_world_size())
-
-
-def digest(state: Mapping[str, Tensor]) -> int:
-    """64 bits of names, shapes and `SAMPLE` entries of every tensor."""
-    made = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(state.items()):
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().cpu()
-        made.update(f"{name}{tuple(tensor.shape)}".encode())
-        made.update(sample.view(torch.uint8).numpy().data if sample.numel() else b"")
-    return int.from_bytes(made.digest(), "little")

@@ -6,8 +6,8 @@ from typing import Any
 from tezo.config import overlay, parse_config
 from tezo.durable import new_folder
 from tezo.errors import RequestError
-from tezo.fingerprint import check_complete, check_model, check_place, model_hash
-from tezo.job import load, make_optimizer
+from tezo.fingerprint import check_complete, check_model, check_place
+from tezo.job import load_for_tuning, make_optimizer
 from tezo.machine import versions
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.result import save_result
@@ -33,12 +33,12 @@ def replay(run: Path, output: Path, *, step: int | None = None, device: str = "a
     contents = read_log(run / LOG)
     check_complete(contents.header)
     config = parse_config(overlay(contents.header["config"], [("model.device", device)]))
-    loaded = load(config)
-    check_model(contents.header, model_hash(loaded.model))
+    loaded = load_for_tuning(config)
+    check_model(contents.header, loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, contents.header["untrained"])
     if not isinstance(optimizer, ZerothOrderOptimizer):
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
-    own = {"device": loaded.model.device.type, "versions": versions(("tezo", "torch"))}
+    own = {"device": loaded.device.type, "versions": versions(("tezo", "torch"))}
     notices = check_place(contents.header, own, optimizer)
     wanted = _wanted(run, contents, step)
     for logged in contents.steps[:wanted]:

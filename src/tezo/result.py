@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from tezo.config import Config
 from tezo.export import make_adapter, save_adapter, save_model
 from tezo.methods import Tuner
 from tezo.models import LoadedModel
 from tezo.optimizer import ZerothOrderOptimizer
+from tezo.recipe import Config
 
 
 def save_result(

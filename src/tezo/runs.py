@@ -201,7 +201,8 @@ def plan(model: Any, optimizer: Tuner) -> list[dict[str, Any]]:
     targets = {target.name: target for target in optimizer.targets}
     rows: list[dict[str, Any]] = []
     for name, parameter in model.named_parameters():
-        row: dict[str, Any] = {"name": name, "shape": list(parameter.shape), "trained": name in targets}
+        shape = targets[name].shape if name in targets else parameter.shape
+        row: dict[str, Any] = {"name": name, "shape": list(shape), "trained": name in targets}
         if name in targets:
             rank, manner = optimizer.manner(name)
             row |= {"kind": targets[name].kind, "rank": rank, "moved": manner}

@@ -1,15 +1,18 @@
 """What a zeroth-order optimizer has trained, as named tensors and back."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tezo.apply import MovingParameter
 from tezo.directions import Dense, LowRank
+from tezo.errors import RequestError
 from tezo.perturbations import Moment, Perturbation
 from tezo.updates import State, Update
 
 
-class SavedState:
+class SavedState(torch.optim.Optimizer):
     """The part of `ZerothOrderOptimizer` that takes its state out and puts it in.
 
     Tensors are named "change/NAME/KEY" (coefficients), "weight/NAME" (where the method writes weights) and
@@ -25,7 +28,35 @@ class SavedState:
 
     def writes(self, moving: MovingParameter) -> bool:
         """Whether this method ever changes the stored tensor of a parameter."""
-        return moving.writes_weight or self.update.writes_weight or self.perturbation.refreshes
+        folds = self.perturbation.interval is not None and moving.target.is_writable
+        return moving.writes_weight or self.update.writes_weight or folds
+
+    def state_dict(self) -> dict[str, Any]:
+        """param_groups as torch has them; everything else by parameter name, in its own dtype.
+
+        The weights themselves are the model's, except where the method keeps its change beside them.
+        """
+        change = {name: dict(moving.state()) for name, moving in self.moving.items()}
+        return {
+            "param_groups": super().state_dict()["param_groups"],
+            "num_steps": self.num_steps,
+            "seed": self.seed,
+            "change": change,
+            "update": {name: dict(state) for name, state in self._update_state.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Puts a `state_dict` back; torch's own would cast float32 state to a bf16 parameter's dtype."""
+        names = set(state_dict["change"])
+        if names != set(self.moving):
+            odd = sorted(names ^ set(self.moving))[0]
+            raise RequestError(f"state_dict: it tunes other parameters than this optimizer, {odd} for one.")
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        self.num_steps, self.seed = state_dict["num_steps"], state_dict["seed"]
+        self._load_moments(state_dict["update"])
+        self._load_changes(state_dict["change"], self.num_steps)
 
     def tuned_state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that training changes: coefficients, and weights where they are written."""
@@ -71,7 +102,7 @@ class SavedState:
 
     def _load_moments(self, moments: dict[str, State]) -> None:
         self._update_state = {
-            name: {key: value.to(self.moving[name].target.parameter.device).clone() for key, value in saved.items()}
+            name: {key: value.to(self.moving[name].target.device).clone() for key, value in saved.items()}
             for name, saved in moments.items()
         }
 

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from tezo.config import TrainConfig
 from tezo.random import permutation
+from tezo.recipe import TrainConfig
 
 
 def batch_indices(rows: int, batch_size: int, step: int, seed: int) -> list[int]:

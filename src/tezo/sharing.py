@@ -49,7 +49,12 @@ class SharedRows:
 
 def shared_rows(job: Job, indices: Sequence[int], ranks: Ranks) -> SharedRows:
     """The loss on these rows, of which this rank has every `size`-th."""
-    own = job.objective.closure(job.model, job.batches(indices[ranks.rank :: ranks.size]))
+    mine = indices[ranks.rank :: ranks.size]
+    if job.config.model.placement == "shards":  # a pass gathers weights from all ranks: each must make as many
+        batches = [job.objective.collate([job.train[i] for i in mine])]
+    else:
+        batches = job.batches(mine)
+    own = job.objective.closure(job.model, batches)
     (tokens,) = ranks.max([float(own.tokens)])
     return SharedRows(own, ranks, int(tokens))
 
@@ -61,12 +66,17 @@ def check_shareable(job: Job, ranks: Ranks) -> None:
     if not isinstance(job.optimizer, ZerothOrderOptimizer):
         raise RequestError(f"method.name is {job.config.method.name}, which runs in one process; start it without "
                            "torchrun.")  # fmt: skip
-    if job.config.train.parallel == "directions":
-        job.optimizer.share_directions(ranks)
-    elif job.config.train.objective != LOSS:
+    train = job.config.train
+    if job.config.model.placement == "shards" and train.batch_size < ranks.size and train.parallel == "rows":
         raise RequestError(
-            f"train.objective is {job.config.train.objective}, whose rows cannot be shared out; "
-            "set train.parallel=directions."
+            f"train.batch_size is {train.batch_size}, and with model.placement=shards each of {ranks.size} ranks needs "
+            "a row; raise it."
+        )
+    if train.parallel == "directions":
+        job.optimizer.share_directions(ranks)
+    elif train.objective != LOSS:
+        raise RequestError(
+            f"train.objective is {train.objective}, whose rows cannot be shared out; set train.parallel=directions."
         )
 
 

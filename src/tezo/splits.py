@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tezo.config import DataConfig
 from tezo.errors import RequestError
+from tezo.recipe import DataConfig
 from tezo.tasks import Format, Row, Task, hold_out, parts, per_class, read_rows, task
 
 NUM_TRAIN, NUM_TEST = 1000, 1000

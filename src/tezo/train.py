@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from tezo.checkpoint import Checkpoint
-from tezo.config import Config
 from tezo.errors import RequestError, RunError, nearest
 from tezo.evaluate import Metrics, evaluate
 from tezo.interruption import Interruption
@@ -18,6 +17,7 @@ from tezo.machine import hardware, memory_for, peak_memory, versions
 from tezo.objectives import Encoded
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.ranks import Ranks, join
+from tezo.recipe import Config
 from tezo.result import save_result
 from tezo.runs import Listener, Past, Progress, RunFolder, parameter_counts, plan
 from tezo.schedule import batch_indices, interval, lr_factor

@@ -112,9 +112,6 @@ class MovingParameter(ABC):
         return self._rounding
 
 
-_WRITABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
 def require_writable(target: Target, reason: str) -> None:
     """An error where an in-place add to the stored tensor would be refused or lost in silence.
 
@@ -122,7 +119,7 @@ def require_writable(target: Target, reason: str) -> None:
     tensor and then tries: add to one entry, compare, restore.
     """
     data = target.parameter.data
-    plain = type(data) is torch.Tensor and data.dtype in _WRITABLE and data.device.type != "meta"
+    plain = target.is_writable
     if plain and data.numel() > 0:
         entry = data.view(-1)[:1] if data.is_contiguous() else data[(slice(0, 1),) * data.ndim]
         before = entry.clone()
@@ -130,7 +127,8 @@ def require_writable(target: Target, reason: str) -> None:
         plain = not torch.equal(entry, before)
         entry.copy_(before)
     if not plain:
+        found = f"{type(target.parameter).__name__}, {data.dtype}, {data.device}"
         raise RequestError(
-            f"{reason} writes to weights, and {target.name} ({type(data).__name__}, {data.dtype}, {data.device}) "
-            "cannot be written in place; use tezo, tezo-m or tezo-cadam on linear layers, or a plain float base."
+            f"{reason} writes to weights, and {target.name} ({found}) cannot be written in place; "
+            "use tezo, tezo-m or tezo-cadam on linear layers, or a plain float base."
         )

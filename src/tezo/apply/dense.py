@@ -49,8 +49,7 @@ class DenseInForward(MovingParameter):
             "embedding": {EMBEDDING: self._lookup},
         }
         self._handles += [
-            Interception(site.module, target.parameter, replacements[site.layout], lambda: bool(self._shifts))
-            for site in target.sites
+            Interception(site.module, replacements[site.layout], lambda: bool(self._shifts)) for site in target.sites
         ]
 
     def show(self, shifts: Sequence[Shift]) -> None:

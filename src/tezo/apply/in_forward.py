@@ -37,13 +37,13 @@ class InForward(MovingParameter):
         self._shifts: tuple[Shift, ...] = ()
         self._changed = False
         # CPUs without half-precision instructions multiply float32 faster, by much where the matrices are thin
-        self._dtype = target.state_dtype if target.parameter.device.type == "cpu" else None
+        self._dtype = target.state_dtype if target.device.type == "cpu" else None
         self._handles += [self._hook(site) for site in target.sites]
 
     def _hook(self, site: Site) -> RemovableHandle | Interception:
         if site.layout == "embedding":
             table = {EMBEDDING: self._lookup}
-            return Interception(site.module, self.target.parameter, table, lambda: self._moved)
+            return Interception(site.module, table, lambda: self._moved)
         assert site.layout is not None
         add_ = _ADD[site.layout]
 
@@ -53,7 +53,7 @@ class InForward(MovingParameter):
                 return output
             out, points = self._sum(output), self._points()
             count, split = len(points.coefficient), self._blocks.split
-            add_(points, split(out, count, 1), split(args[0].to(out.dtype), count, 1))
+            add_(points, split(out, count, 1), split(args[0].to(out.device, out.dtype), count, 1))
             return out.to(output.dtype)
 
         return site.module.register_forward_hook(add_term)

@@ -1,4 +1,4 @@
-"""Standing in for one torch function, where a module's own forward calls it on a parameter of the module.
+"""Standing in for one torch function, where a module's own forward calls it on the module's weight.
 
 A hook on a module's output cannot save the work that the forward did, nor reach into it. This can: while the
 module runs, and only then, a call such as `linear(x, weight, bias)` goes to a replacement.
@@ -16,11 +16,10 @@ Replacement = Callable[..., Tensor]
 
 
 class Interception:
-    """Replaces torch functions in the forward of `module` when they are called on `parameter`.
+    """Replaces torch functions in the forward of `module` when they are called on its weight.
 
     Args:
-        module: in whose forward.
-        parameter: one of the module's.
+        module: in whose forward; its weight may be another tensor there than outside, loaded or gathered for it.
         replacements: torch function -> what is called in its stead.
         active: asked before each forward; while False nothing is replaced.
     """
@@ -28,11 +27,9 @@ class Interception:
     def __init__(
         self,
         module: nn.Module,
-        parameter: nn.Parameter,
         replacements: Mapping[Any, Replacement],
         active: Callable[[], bool],
     ) -> None:
-        self._parameter = parameter
         self._replacements = replacements
         self._active = active
         self._open: list[_Mode | None] = []
@@ -42,8 +39,8 @@ class Interception:
         ]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        del module, args
-        mode = _Mode(self._parameter, self._replacements) if self._active() else None
+        del args
+        mode = _Mode(module, self._replacements) if self._active() else None
         self._open.append(mode)
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]
@@ -60,9 +57,9 @@ class Interception:
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, parameter: nn.Parameter, replacements: Mapping[Any, Replacement]) -> None:
+    def __init__(self, module: nn.Module, replacements: Mapping[Any, Replacement]) -> None:
         super().__init__()
-        self._parameter = parameter
+        self._module = module
         self._replacements = replacements
 
     def __torch_function__(
@@ -70,7 +67,7 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         del types
         replacement = self._replacements.get(func)
-        if replacement is not None and any(arg is self._parameter for arg in args):
+        if replacement is not None and any(arg is self._module.weight for arg in args):
             return replacement(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
+from logging import ERROR, getLogger
 from typing import Any
 
 import typer
@@ -26,6 +27,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging
 
+    getLogger("bitsandbytes").setLevel(ERROR)  # says of every product that it rounds
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

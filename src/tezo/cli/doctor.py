@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, print_json, quiet_libraries
+from tezo.cli.common import JsonOption, SetOption, print_json, quiet_libraries
 
 
 def register(app: typer.Typer) -> None:
@@ -14,6 +14,8 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     model: Annotated[str | None, typer.Option(help="Say also what this model can be tuned with.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Of its linear layers: nf4, int8 or int8wo.")] = None,
+    settings: list[str] = SetOption,
     json: bool = JsonOption,
 ) -> None:
     """Say what is installed, what this machine has, and what a model can take."""
@@ -22,11 +24,13 @@ def doctor(
 
     import torch
 
+    from tezo.config import parse_setting
     from tezo.machine import hardware, versions
     from tezo.models import EMBEDDED
 
+    packages = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
     report: dict[str, Any] = {
-        "versions": versions(("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy")),
+        "versions": versions(packages),
         "hardware": hardware(),
         "cores": os.cpu_count(),
         "memory": _memory(),
@@ -34,10 +38,16 @@ def doctor(
         "embedded": {name: _embedded_state(name) for name in EMBEDDED},
     }
     if model:
-        report["model"] = _model_report(model)
+        given: list[tuple[str, Any]] = [parse_setting(text) for text in settings]
+        report["model"] = _model_report(model, given + [("model.quantization", quantization)] * bool(quantization))
     if json:
         print_json(report)
-        return
+    else:
+        _print(report)
+
+
+def _print(report: dict[str, Any]) -> None:
+    of_model = report.pop("model", None)
     for key, value in report.items():
         if isinstance(value, dict):
             print(key)
@@ -45,6 +55,38 @@ def doctor(
                 print(f"  {name:<26} {inner}")
         elif value is not None:
             print(f"{key:<28} {value / 2**30:.1f} GiB" if "memory" in key else f"{key:<28} {value}")
+    if of_model is not None:
+        _print_model(of_model)
+
+
+def _print_model(report: dict[str, Any]) -> None:
+    print("model")
+    for key in ("name", "kind", "dtype", "quantization", "parameters", "all-linear"):
+        print(f"  {key:<26} {report[key]}")
+    print(f"  {'bytes':<26} {_mebibytes(report['bytes'])}")
+    print("\nmethods, on the linear layers; beside the model, without a pass's activations:")
+    refused: dict[str, list[str]] = {}
+    for row in report["methods"]:
+        if row["refusal"]:
+            refused.setdefault(row["refusal"], []).append(row["method"])
+            continue
+        notes = [f"rank {row['rank']}"] * (row["rank"] is not None) + ["exact LoRA adapter"] * row["adapter"]
+        notes += [f"at most {row['most_steps']} steps"] * (row["most_steps"] is not None)
+        print(f"  {row['method']:<11} trains {row['trained']:,}, keeps {_mebibytes(row['kept'])}  {'; '.join(notes)}")
+    for reason, names in refused.items():
+        print(f"  not {', '.join(names)}: {reason}")
+    print("\nprojected gradient at close scales: scatter, and shift to the next smaller, as shares of its size")
+    if isinstance(report["noise"], str):
+        print(f"  not measured: {report['noise']}")
+        return
+    print("  rho       scatter  shift")
+    for row in report["noise"]:
+        mark = "  <- method.rho" if row["rho"] == report["recommended_rho"] else ""
+        print(f"  {row['rho']:<8g}  {row['scatter']:<7.3f}  {row['shift']:.3f}{mark}")
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
 
 
 def _memory() -> int:
@@ -64,23 +106,32 @@ def _embedded_state(name: str) -> str:
     return "installed, weights verified"
 
 
-def _model_report(name: str) -> dict[str, Any]:
-    from tezo.models import load_model
-    from tezo.params import find_targets, select_targets
+def _model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
+    from dataclasses import asdict
 
-    loaded = load_model(name)
-    targets = find_targets(loaded.model)
-    linear = {target.name for target in select_targets(loaded.model)}
-    total = sum(t.parameter.numel() for t in targets)
-    in_linear = sum(t.parameter.numel() for t in targets if t.name in linear)
-    report = {
+    from tezo.cli.runs import run_config
+    from tezo.errors import RequestError
+    from tezo.forecast import forecasts
+    from tezo.job import load
+    from tezo.noise import noise_of, recommended
+    from tezo.params import find_targets, select_targets
+    from tezo.quantization import stored_bytes
+
+    config = run_config(name, settings)
+    loaded = load(config)
+    linear = select_targets(loaded.model)
+    report: dict[str, Any] = {
+        "name": name,
         "kind": loaded.kind,
         "dtype": str(loaded.model.dtype),
-        "bytes": sum(t.parameter.numel() * t.parameter.element_size() for t in targets),
-        "parameters": total,
-        "all-linear": f"{len(linear)} matrices, {in_linear} parameters",
+        "quantization": config.model.quantization,
+        "bytes": stored_bytes(loaded.model),
+        "parameters": sum(target.shape.numel() for target in find_targets(loaded.model)),
+        "all-linear": f"{len(linear)} matrices, {sum(target.shape.numel() for target in linear)} parameters",
+        "methods": [asdict(forecast) for forecast in forecasts(loaded.model)],
     }
-    for kind in ("linear", "embedding", "vector", "other"):
-        mine = [t for t in targets if t.kind == kind]
-        report[kind] = f"{len(mine)} tensors, {sum(t.parameter.numel() for t in mine)} parameters"
-    return report
+    try:
+        noise = noise_of(config, loaded)
+    except RequestError as error:
+        return report | {"noise": str(error), "recommended_rho": None}
+    return report | {"noise": [asdict(at) for at in noise], "recommended_rho": recommended(noise).rho}

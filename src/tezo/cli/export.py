@@ -37,7 +37,12 @@ def export(
     if form not in ("lora", "merged"):
         raise RequestError(f"format is {form!r}; it must be lora or merged.")
     folder = Path(run)
-    config = run_config(run, [])
+    config = run_config(run, [("model.placement", "device")])
+    if form == "merged" and config.model.quantization != "none":
+        raise RequestError(
+            f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "
+            "use --format lora."
+        )
     if not (folder / "adapter").is_dir():
         if form == "lora":
             raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")

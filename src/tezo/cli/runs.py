@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from tezo.adapters import open_adapter
-from tezo.config import Config, overlay, parse_config, read_config
+from tezo.config import overlay, parse_config, read_config
 from tezo.errors import RequestError
 from tezo.export import attach_adapter, load_adapter
 from tezo.job import load
 from tezo.models import LoadedModel
+from tezo.recipe import Config
 
 
 def is_run(name: str) -> bool:

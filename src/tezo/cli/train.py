@@ -23,6 +23,7 @@ def train(
     test: Annotated[str | None, typer.Option(help="Rows for the figures before and after.")] = None,
     method: Annotated[str | None, typer.Option(help="See `tezo methods`.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Of the base's linear layers: nf4, int8, int8wo.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of directions, data order and sampling.")] = None,
     settings: list[str] = SetOption,
     output: Annotated[Path | None, typer.Option(help="Run folder, new.")] = None,
@@ -41,6 +42,7 @@ def train(
         ("data.dir", data_dir),
         ("data.test", test),
         ("method.name", method),
+        ("model.quantization", quantization),
         ("train.steps", steps),
         ("train.seed", seed),
     ]

@@ -22,4 +22,4 @@ _OBJECTIVES: dict[Kind, type[Objective]] = {
 def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int | None = None) -> Objective:
     """The objective of a model's kind, for labelled data with `options` or, with none, for free text."""
     length = min(max_length or loaded.max_length, loaded.max_length)
-    return _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.model.device, length, options)
+    return _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tezo.objectives.logits import logits_at
 from tezo.objectives.rows import packed_row, padded, tree_mask
+from tezo.params import device_of
 
 LEAST_TOKENS = 8
 MOST_OPTION_TOKENS = 16
@@ -74,7 +75,8 @@ def _agrees(model: Any, sequence: list[int]) -> bool:
 
 def _log_probs(model: Any, inputs: dict[str, Tensor], reads_RU: Tensor, expected: list[int]) -> Tensor:
     """(R, U) log-probabilities of the `expected` tokens."""
-    placed = {name: value.to(model.device) for name, value in inputs.items()}
-    log_probs = logits_at(model, placed, reads_RU.to(model.device)).log_softmax(-1)
+    device = device_of(model)
+    placed = {name: value.to(device) for name, value in inputs.items()}
+    log_probs = logits_at(model, placed, reads_RU.to(device)).log_softmax(-1)
     targets_RU1 = torch.tensor(expected, device=log_probs.device).expand(len(reads_RU), -1).unsqueeze(-1)
     return log_probs.gather(-1, targets_RU1).squeeze(-1)

@@ -36,8 +36,8 @@ class Perturbation(ABC):
     single_direction = False
     """Whether only one direction a step is defined."""
 
-    refreshes = False
-    """Whether fixed factors are replaced during a run, and the change folded into the weights."""
+    interval: int | None = None
+    """Steps between two sets of fixed factors, when the change is folded into the weights; None: they stay."""
 
     def prepare(self, targets: Sequence[Target]) -> None:
         """Called once, with what will be tuned."""
@@ -62,7 +62,7 @@ def dense(target: Target, moment: Moment) -> Dense:
     """Standard normal noise for `target`."""
     return Dense(
         shape=target.stored_shape,
-        device=target.parameter.device,
+        device=target.device,
         dtype=target.state_dtype,
         seed=moment.seed,
         step=moment.step,
@@ -121,7 +121,7 @@ class LowRankPerturbation(Perturbation):
         if self.share_factors:
             rows, columns = target.matrix_shape
             owner = f"{rows} x {columns}, rank {self._ranks[target.name]}"
-            place = f" {target.parameter.dtype} {target.parameter.device}"
+            place = f" {target.parameter.dtype} {target.device}"
         kept = self._factors.get(owner + place)
         if kept is None or kept[0] != (seed, born):
             drawn = self.draw_factors(target, owner, seed, born)
@@ -137,12 +137,12 @@ class LowRankPerturbation(Perturbation):
     def coefficient(self, shape: tuple[int, ...], target: Target, moment: Moment, role: str) -> Tensor:
         """A fresh standard normal coefficient in the target's state dtype, on its device."""
         drawn = normal(shape, seed=moment.seed, step=moment.step, name=target.name, role=f"{role}.{moment.index}")
-        return drawn.to(target.parameter.device, target.state_dtype)
+        return drawn.to(target.device, target.state_dtype)
 
     @staticmethod
     def _place(factor: Tensor, target: Target) -> Tensor:
         stored = target.parameter.dtype
-        return factor.to(target.parameter.device, stored if stored.is_floating_point else torch.float32)
+        return factor.to(target.device, stored if stored.is_floating_point else torch.float32)
 
 
 def check_interval(lazy_update_interval: int) -> None:

@@ -18,12 +18,10 @@ class Lazy(LowRankPerturbation):
     Unit scale: V carries r^(-1/2).
     """
 
-    refreshes = True
-
     def __init__(self, rank: RankRule, scale: Scale, lazy_update_interval: int) -> None:
         super().__init__(rank, scale)
         check_interval(lazy_update_interval)
-        self.interval = lazy_update_interval
+        self.interval: int = lazy_update_interval
 
     def matrix_direction(self, target: Target, moment: Moment) -> LowRank:
         born = moment.step - moment.step % self.interval
@@ -40,7 +38,7 @@ class Lazy(LowRankPerturbation):
     def _u(self, target: Target, moment: Moment) -> Tensor:
         # M x r numbers every step are too many for the CPU: like dense noise they come from the weight's device
         shape = target.matrix_shape[0], self._ranks[target.name]
-        u_MR = torch.empty(shape, dtype=target.state_dtype, device=target.parameter.device)
+        u_MR = torch.empty(shape, dtype=target.state_dtype, device=target.device)
         return fill_normal_(u_MR, seed=moment.seed, step=moment.step, name=target.name, role=f"u.{moment.index}")
 
     def _v(self, target: Target, seed: int, born: int) -> Tensor:

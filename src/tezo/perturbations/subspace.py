@@ -16,12 +16,10 @@ class Subspace(LowRankPerturbation):
     Unit scale: U carries (m/r)^(1/2) and V (n/r)^(1/2), together the published sqrt(m n)/r.
     """
 
-    refreshes = True
-
     def __init__(self, rank: RankRule, scale: Scale, lazy_update_interval: int) -> None:
         super().__init__(rank, scale)
         check_interval(lazy_update_interval)
-        self.interval = lazy_update_interval
+        self.interval: int = lazy_update_interval
 
     def matrix_direction(self, target: Target, moment: Moment) -> Core:
         born = moment.step - moment.step % self.interval

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from tezo.config import Config, overlay, parse_config
+from tezo.config import overlay, parse_config
 from tezo.errors import RequestError, RunError, TezoError
 from tezo.evaluate import Metrics, measure
 from tezo.job import load
 from tezo.probe import probe
+from tezo.recipe import Config
 from tezo.reproduce.cells import Cell, Grid
 from tezo.reproduce.results import FAILED, SUMMARY, chooser, is_finished
 from tezo.runs import LOG

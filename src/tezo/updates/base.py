@@ -37,4 +37,4 @@ def zeros_like_coefficient(estimate: Estimate, moving: MovingParameter) -> Tenso
     direction, target = estimate.direction, moving.target
     if isinstance(direction, FixedFactors):
         return torch.zeros_like(direction.coefficient)
-    return torch.zeros(target.stored_shape, dtype=target.state_dtype, device=target.parameter.device)
+    return torch.zeros(target.stored_shape, dtype=target.state_dtype, device=target.device)

@@ -27,7 +27,7 @@ class NormalizedSGD(Update):
     def init(self, estimate: Estimate, moving: MovingParameter) -> State:
         del estimate
         target = moving.target
-        return {"kappa_sq": torch.zeros((), dtype=target.state_dtype, device=target.parameter.device)}
+        return {"kappa_sq": torch.zeros((), dtype=target.state_dtype, device=target.device)}
 
     def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
         mean = sum(kappa**2 for kappa in estimate.projected_grads) / len(estimate.projected_grads)

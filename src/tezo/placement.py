@@ -1,0 +1,99 @@
+"""Where a model's weights lie: on one device, or, where it is too large for that, in one of several other ways."""
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tezo.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A way to place a model.
+
+    Attributes:
+        settle: (model on the device, device) -> what the user should know; moves the weights to where they stay.
+        spread: whether accelerate places the layers as they are loaded, on all devices there are.
+        packed: whether quantised weights can be placed so.
+    """
+
+    settle: Callable[[Any, torch.device], list[str]]
+    spread: bool = False
+    packed: bool = True
+
+
+def _stay(model: Any, device: torch.device) -> list[str]:
+    del model, device
+    return []
+
+
+def _offload_to_memory(model: Any, device: torch.device) -> list[str]:
+    accelerate = _accelerate()
+    notices = _freeze_tied(model)
+    accelerate.cpu_offload(model, execution_device=device, offload_buffers=False)
+    return notices
+
+
+def _offload_to_disk(model: Any, device: torch.device) -> list[str]:
+    accelerate = _accelerate()
+    notices = _freeze_tied(model)
+    folder = tempfile.mkdtemp(prefix="tezo-offload-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    accelerate.disk_offload(model, folder, execution_device=device, offload_buffers=False)
+    return notices
+
+
+def _shard(model: Any, device: torch.device) -> list[str]:
+    """FSDP2: each rank holds a part of every tensor, and a block is gathered while it computes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        raise RequestError(
+            "model.placement is shards, which needs several processes; start it with torchrun, or set "
+            "model.placement=device."
+        )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    for part in (*blocks, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    return []
+
+
+def _freeze_tied(model: Any) -> list[str]:
+    # an offloaded tensor is made anew for each forward, and a tied one then twice
+    from accelerate.utils import find_tied_parameters
+
+    names = {name for group in find_tied_parameters(model) for name in group}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in names:
+            parameter.requires_grad_(False)
+    if not names:
+        return []
+    return [f"left untrained, since tied weights cannot be trained offloaded: {', '.join(sorted(names))}."]
+
+
+def _accelerate() -> Any:
+    try:
+        import accelerate
+    except ImportError as error:
+        raise RequestError(f"model.placement needs accelerate ({error}); pip install accelerate.") from None
+    return accelerate
+
+
+PLACEMENTS = {
+    "device": Placement(_stay),
+    "spread": Placement(_stay, spread=True),
+    "cpu": Placement(_offload_to_memory, packed=False),
+    "disk": Placement(_offload_to_disk, packed=False),
+    "shards": Placement(_shard, packed=False),
+}
+"""device: all on one; spread: layers over all devices (accelerate's device_map); cpu, disk: each layer is brought to
+the device for its forward alone; shards: a part of each tensor on every rank that torchrun starts (FSDP2)."""

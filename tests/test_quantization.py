@@ -1,0 +1,233 @@
+"""Packed bases, by the real libraries: tuned beside them, read and never written, saved as adapters."""
+
+import json
+
+import pytest
+import torch
+from folders import (
+    label_rows,
+    model_folder,
+    read_jsonl,
+    refused,
+    saved,
+    tezo,
+    tiny_model,
+    tokenizer_for,
+    train,
+    write_rows,
+)  # fmt: skip
+from torch import nn
+
+from tezo.apply import Shift
+from tezo.config import parse_config
+from tezo.digest import digest
+from tezo.errors import RequestError
+from tezo.job import load, make_optimizer
+from tezo.methods import METHODS, mezo, tezo_cadam
+from tezo.models import load_model
+from tezo.optimizer import ZerothOrderOptimizer
+from tezo.params import is_packed, matrix_of, select_targets
+from tezo.perturbations import Moment
+from tezo.quantization import QUANTIZERS, stored_bytes
+from tezo.rank import significant_rank
+
+BESIDE = ("tezo", "tezo-m", "tezo-cadam")
+FOLDED = ("lozo", "lozo-m", "subzo")
+FORMS = list(QUANTIZERS)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("home")
+    tokenizer = tokenizer_for("opt")
+    saved(
+        tiny_model("opt", len(tokenizer), hidden_size=64, word_embed_proj_dim=64, ffn_dim=128), tokenizer, root / "opt"
+    )
+    model_folder(root, "bert")
+    write_rows(root / "rows.jsonl", label_rows(24))
+    return root
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_linear_layers_are_packed_and_found_with_the_shapes_of_their_values(home, form):
+    plain, packed = load_model(str(home / "opt")).model, load_model(str(home / "opt"), quantization=form).model
+    expected, found = select_targets(plain), select_targets(packed)
+    assert [(t.name, t.shape, t.kind) for t in found] == [(t.name, t.shape, t.kind) for t in expected]
+    assert all(is_packed(target.parameter) and not target.is_writable for target in found)
+    for target, original in zip(found, expected, strict=True):
+        error = (matrix_of(target) - original.parameter).abs().max() / original.parameter.abs().max()
+        assert 0 < error < (0.153 if form == "nf4" else 0.02), "rounded to its grid, and to no other values"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_a_direction_adds_x_times_its_transpose_to_a_packed_layer(home, form):
+    model = load_model(str(home / "opt"), quantization=form).model
+    optimizer = tezo_cadam(model, rank=4, seed=3)
+    for name, moving in optimizer.moving.items():
+        direction = optimizer.perturbation.direction(moving.target, Moment(3, 0), {})
+        left_MR, right_NR = direction.factors()
+        module: nn.Module = moving.target.sites[0].module
+        x = torch.randn(5, moving.target.shape[1])
+        before = module(x)
+        moving.begin(direction, Moment(3, 0))
+        moving.show([Shift(direction, 0.1)])
+        added = module(x) - before
+        moving.show([])
+        assert torch.allclose(added, 0.1 * x @ right_NR @ left_MR.T, atol=1e-5), name
+        assert torch.equal(module(x), before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("method", BESIDE)
+def test_a_run_ends_as_an_adapter_that_gives_its_figures_again(home, tmp_path, form, method):
+    run, rows = tmp_path / "run", home / "rows.jsonl"
+    flags = ("--test", rows, "--quantization", form, "--method", method, "--json")
+    done = train(home / "opt", rows, run, *flags, steps=4, train__keep_best=False)
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert summary["result"]["kind"] == "adapter"
+    assert summary["before"]["loss"] != summary["after"]["loss"]
+    found = tezo("eval", run, "--data", rows, "--json")
+    assert found.code == 0, found.err
+    # int8 rounds the inputs of a layer, so a last bit there may move a whole step of its grid
+    again = json.loads(found.out)["loss"]
+    assert again == pytest.approx(summary["after"]["loss"], rel=1e-2 if form == "int8" else 1e-5)
+    plan = json.loads((run / "plan.json").read_text())
+    shapes = {tuple(row["shape"]) for row in plan if row["trained"]}
+    assert shapes == {(64, 64), (128, 64), (64, 128)}, "a plan speaks of values, not of how they are packed"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_base_keeps_its_bits(home, form):
+    model = load_model(str(home / "opt"), quantization=form).model
+    before = digest(dict(model.named_parameters()))
+    optimizer = tezo_cadam(model, rank=4, lr=0.1)
+    ids = torch.arange(5, 15).unsqueeze(0)
+    losses = [optimizer.step(lambda: model(input_ids=ids, labels=ids).loss) for _ in range(5)]
+    assert digest(dict(model.named_parameters())) == before
+    assert len(set(losses)) == 5
+    assert any(moving.change.coefficient.abs().max() > 0 for moving in optimizer.moving.values())
+
+
+@pytest.mark.parametrize("method", [*sorted(set(METHODS) - set(BESIDE) - set(FOLDED)), "adam"])
+def test_methods_that_write_weights_refuse_in_a_sentence(home, tmp_path, method):
+    more = {"method__rank": 4 if method.startswith("tezo") else None, "method__lr": None}
+    done = train(
+        home / "opt", home / "rows.jsonl", tmp_path / "run", "--quantization", "nf4", "--method", method, **more
+    )
+    refused(done, "cannot be written in place", "use tezo, tezo-m or tezo-cadam")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", FOLDED)
+def test_lazy_methods_run_within_an_interval_and_end_as_an_adapter(home, tmp_path, method):
+    run, rows = tmp_path / "run", home / "rows.jsonl"
+    more = {"method__lazy_update_interval": 4}
+    flags = ("--quantization", "int8wo", "--method", method, "--json")
+    done = train(home / "opt", rows, run, *flags, steps=4, **more)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["result"]["kind"] == "adapter"
+    found = tezo("eval", run, "--data", rows, "--json")
+    assert found.code == 0, found.err
+    again = train(
+        home / "opt", rows, tmp_path / "over", "--quantization", "int8wo", "--method", method, steps=5, **more
+    )
+    refused(again, "train.steps is 5", "writes to the weights after 4 steps", "method.lazy_update_interval")
+    assert not (tmp_path / "over").exists()
+
+
+def test_ranks_are_counted_on_the_values_of_packed_layers(home):
+    model = load_model(str(home / "opt"), quantization="nf4").model
+    optimizer = METHODS["tezo"].build(model, rank=None, rank_threshold=0.3, max_rank=12)
+    for name, moving in optimizer.moving.items():
+        linear = moving.target.sites[0].module
+        eye = torch.eye(linear.in_features)
+        values = (linear(eye) - linear.bias).T if linear.bias is not None else linear(eye).T
+        assert optimizer.perturbation.rank_of(name) <= significant_rank(values, 0.3)
+
+
+def test_replay_and_resume_on_a_packed_base(home, tmp_path):
+    rows = home / "rows.jsonl"
+    assert train(home / "opt", rows, tmp_path / "run", "--quantization", "nf4", steps=4).code == 0
+    again = tezo("replay", tmp_path / "run", "--output", tmp_path / "again")
+    assert again.code == 0, again.err
+    adapters = [tmp_path / name / "adapter/adapter_model.safetensors" for name in ("run", "again")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    (tmp_path / "run/summary.json").unlink()
+    resumed = tezo("train", "--output", tmp_path / "run", "--resume", "--set", "model.quantization=int8")
+    refused(resumed, "model.quantization is 'int8'", "began with 'nf4'")
+    assert tezo("train", "--output", tmp_path / "run", "--resume").code == 0
+
+
+def test_lora_over_a_packed_base_trains_the_adapter_alone(home):
+    tree = {"name": str(home / "opt"), "quantization": "nf4", "peft": "lora", "lora_rank": 2}
+    config = parse_config({"model": tree, "data": "-", "method": {"name": "mezo"}})
+    from tezo.job import load_for_tuning
+
+    loaded = load_for_tuning(config)
+    optimizer = make_optimizer(config, loaded, ())
+    assert isinstance(optimizer, ZerothOrderOptimizer)
+    assert optimizer.targets and all("lora_" in target.name for target in optimizer.targets)
+
+
+def test_norms_and_biases_of_a_packed_model_can_be_trained_with_it(home):
+    model = load_model(str(home / "opt"), quantization="nf4").model
+    optimizer = tezo_cadam(model, rank=4, targets=("all",), lr=0.1)
+    kinds = {moving.target.kind for moving in optimizer.moving.values()}
+    assert kinds == {"linear", "embedding", "vector"}
+    ids = torch.arange(5, 15).unsqueeze(0)
+    before = model.model.decoder.layers[0].fc1.bias.clone()
+    optimizer.step(lambda: model(input_ids=ids, labels=ids).loss)
+    assert not torch.equal(model.model.decoder.layers[0].fc1.bias, before)
+
+
+def test_an_encoder_can_be_packed(home, tmp_path):
+    done = train(home / "bert", home / "rows.jsonl", tmp_path / "run", "--quantization", "int8wo")
+    assert done.code == 0, done.err
+    answered = tezo("predict", tmp_path / "run", "--input", home / "rows.jsonl", "--output", tmp_path / "answers.jsonl")
+    assert answered.code == 0, answered.err
+    assert len(read_jsonl(tmp_path / "answers.jsonl")) == 24
+
+
+def test_a_packed_base_takes_less_memory():
+    plain = load_model("embedded:all-minilm-l6-v2").model
+    packed = {form: load_model("embedded:all-minilm-l6-v2", quantization=form).model for form in FORMS}
+    linear = sum(target.shape.numel() for target in select_targets(plain))
+    rest = stored_bytes(plain) - 4 * linear
+    for form, model in packed.items():
+        # bits of the weights, and the scales: one float32 for 64 weights of nf4, one a row of the others
+        share = (stored_bytes(model) - rest) / linear
+        assert QUANTIZERS[form].bits / 8 <= share <= QUANTIZERS[form].bits / 8 + 4 / 64 + 0.02, form
+
+
+def test_what_cannot_be_is_refused(home, tmp_path):
+    rows = home / "rows.jsonl"
+    refused(train(home / "opt", rows, tmp_path / "run", "--quantization", "nf5"), "model.quantization", "nf5")
+    refused(train(home / "opt", rows, tmp_path / "run", "--quantization", "nf4", model__placement="disk"),
+            "model.placement is disk", "nf4")  # fmt: skip
+    assert train(home / "opt", rows, tmp_path / "run", "--quantization", "nf4").code == 0
+    refused(tezo("export", tmp_path / "run", "--format", "merged", "--output", tmp_path / "merged"), "nf4")
+
+
+def test_layers_that_a_cpu_unpacks_wrongly_are_refused(home, tmp_path):
+    done = train(home / "bert", home / "rows.jsonl", tmp_path / "run", "--quantization", "nf4", model__device="cpu")
+    refused(done, "no multiple of 64", "use int8wo")
+    import bitsandbytes
+
+    values = torch.randn(64, 48)
+    given = bitsandbytes.functional.dequantize_4bit(*bitsandbytes.functional.quantize_4bit(values, quant_type="nf4"))
+    assert (given - values).abs().max() > 0.16 * values.abs().max(), "mended: take inputs_on_cpu away"
+
+
+def test_a_quantiser_that_is_not_installed_is_named(home, monkeypatch):
+    monkeypatch.setattr("tezo.quantization.find_spec", lambda _: None)
+    with pytest.raises(RequestError, match="needs bitsandbytes; pip install bitsandbytes"):
+        load(parse_config({"model": {"name": str(home / "opt"), "quantization": "nf4"}, "data": "-"}))
+
+
+def test_dense_methods_refuse_before_a_hook_is_left(home):
+    model = load_model(str(home / "opt"), quantization="nf4").model
+    with pytest.raises(RequestError, match="cannot be written in place"):
+        mezo(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
