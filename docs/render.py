@@ -18,7 +18,8 @@ from tezo import recipe
 from tezo.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-DRAWN = [ROOT / name for name in ("README.md", "docs/cost.md", "docs/experiments.md", "docs/reliability.md")]
+DOCUMENTS = ("cost", "experiments", "reliability", "large-models", "many-devices")
+DRAWN = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in DOCUMENTS)]
 
 
 def main() -> int:

@@ -103,6 +103,36 @@ def kills() -> str:
     return table + f"\n`python tests/kills.py --kills 100 --methods {names}`; {machine(results[0])}.\n"
 
 
+def packed() -> str:
+    """A base in several forms."""
+    results, rows = read("packed"), []
+    for r in results:
+        noise = {at["rho"]: at for at in r["noise"]}
+        scatter = noise[1e-3]["scatter"]
+        each = 8 * r["linear_bytes"] / r["linear_parameters"]
+        accuracy = [f"{100 * r[when]['accuracy']:.1f} %" for when in ("before", "after")]
+        row = [f"{r['bytes'] / 2**20:.1f}", f"{each:.1f}", f"{100 * scatter:.1f} %", f"{r['recommended_rho']:g}"]
+        rows.append([f"`{r['form']}`", *row, *accuracy])
+    heads = ["base", "MiB", "bits a linear weight", "scatter at rho 1e-3", "recommended rho", "before", "after"]
+    first = results[0]
+    return grid(heads, rows) + (
+        f"\n{first['model']}, whose embeddings are half of it and stay as they are; {first['method']}, "
+        f"{first['steps']} steps of the routing example at the recommended rho, {first['rows']['test']} test rows, one "
+        "seed: the accuracies show that each learns, not which is best. `python benchmarks/packed.py`; "
+        f"{machine(first)}.\n"
+    )
+
+
+def exchange() -> str:
+    """Adding up a step's numbers."""
+    result = read("exchange")
+    rows = [[count, f"{1e6 * seconds:.0f}"] for count, seconds in result["seconds"].items()]
+    return grid(["processes", "microseconds an exchange"], rows) + (
+        f"\nMedians over a thousand exchanges of {result['numbers']} numbers, gloo, all on one machine of two cores. "
+        f"`python benchmarks/exchange.py`; {machine(result)}.\n"
+    )
+
+
 def encoder() -> str:
     """The accuracies of all methods on the embedded encoder, as `tezo reproduce` wrote them."""
     text = (RESULTS / "encoder/table.md").read_text(encoding="utf-8")
@@ -140,5 +170,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "evaluation": evaluation,
     "kills": kills,
+    "packed": packed,
+    "exchange": exchange,
     "encoder": encoder,
 }

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import subprocess
@@ -21,6 +22,24 @@ BLOCKS = [
     for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.S))
 ]
+
+
+COMMANDS = [
+    pytest.param(commands, id=path.stem)
+    for path in sorted(ROOT.glob("docs/*.md"))
+    for commands in re.findall(r"```sh\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.S)
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("commands", COMMANDS)
+def test_the_commands_of_a_document_run_on_the_model_that_is_here(commands, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-c", commands], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture

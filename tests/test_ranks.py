@@ -99,6 +99,19 @@ def test_a_model_in_shards_takes_the_steps_of_a_whole_one(home, tmp_path, method
 
 
 @pytest.mark.timeout(600)
+def test_accelerate_starts_ranks_too(home, tmp_path):
+    made = recipe(home, tmp_path)
+    plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", *plain]
+    command = [*launch, str(Path(__file__).parent / "ranked.py"), str(made), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    train(parse_config(yaml_of(made)), tmp_path / "alone")
+    assert_same_trajectory(tmp_path / "run", tmp_path / "alone")
+    assert json.loads((tmp_path / "run/summary.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.timeout(600)
 def test_a_model_in_shards_refuses_what_writes_weights(home, tmp_path):
     done = ranks(2, recipe(home, tmp_path, "mezo"), tmp_path / "run", "--set", "model.placement=shards")
     assert "DTensor" in done.stderr and "use tezo, tezo-m or tezo-cadam" in done.stderr

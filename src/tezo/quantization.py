@@ -82,13 +82,14 @@ def check_unpacks(name: str, model: nn.Module, device: torch.device) -> None:
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, with the scales that packed ones come with."""
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    return sum(_bytes(tensor) for tensor in tensors)
+    return sum(bytes_of(tensor) for tensor in tensors)
 
 
-def _bytes(tensor: Any) -> int:
+def bytes_of(tensor: Any) -> int:
+    """Bytes of a tensor, with the scales that it comes with when it is packed."""
     parts = getattr(tensor, "__tensor_flatten__", None)  # torchao's
     if parts is not None:
-        return sum(_bytes(getattr(tensor, name)) for name in parts()[0])
+        return sum(bytes_of(getattr(tensor, name)) for name in parts()[0])
     state = getattr(tensor, "quant_state", None)  # bitsandbytes'
     scales = state.as_dict(packed=True).values() if state is not None else [getattr(tensor, "SCB", None)]
     return int(tensor.nbytes) + sum(int(part.nbytes) for part in scales if isinstance(part, Tensor))

@@ -23,11 +23,12 @@ JsonOption = typer.Option(False, "--json", help="Print JSON, for programs.")
 
 
 def quiet_libraries() -> None:
-    """Keeps transformers' and datasets' own bars and advice off the screen; errors still come through."""
+    """Keeps the libraries' own bars and advice off the screen; errors still come through."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging
 
-    getLogger("bitsandbytes").setLevel(ERROR)  # says of every product that it rounds
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # of every product that it rounds; at import
+        getLogger(name).setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

@@ -61,9 +61,9 @@ def _print(report: dict[str, Any]) -> None:
 
 def _print_model(report: dict[str, Any]) -> None:
     print("model")
-    for key in ("name", "kind", "dtype", "quantization", "parameters", "all-linear"):
+    for key in ("name", "kind", "dtype", "quantization", "parameters", "linear_parameters"):
         print(f"  {key:<26} {report[key]}")
-    print(f"  {'bytes':<26} {_mebibytes(report['bytes'])}")
+    print(f"  {'bytes':<26} {_mebibytes(report['bytes'])}, of linear layers {_mebibytes(report['linear_bytes'])}")
     print("\nmethods, on the linear layers; beside the model, without a pass's activations:")
     refused: dict[str, list[str]] = {}
     for row in report["methods"]:
@@ -115,7 +115,7 @@ def _model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
     from tezo.job import load
     from tezo.noise import noise_of, recommended
     from tezo.params import find_targets, select_targets
-    from tezo.quantization import stored_bytes
+    from tezo.quantization import bytes_of, stored_bytes
 
     config = run_config(name, settings)
     loaded = load(config)
@@ -127,7 +127,8 @@ def _model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
         "quantization": config.model.quantization,
         "bytes": stored_bytes(loaded.model),
         "parameters": sum(target.shape.numel() for target in find_targets(loaded.model)),
-        "all-linear": f"{len(linear)} matrices, {sum(target.shape.numel() for target in linear)} parameters",
+        "linear_parameters": sum(target.shape.numel() for target in linear),
+        "linear_bytes": sum(bytes_of(target.parameter) for target in linear),
         "methods": [asdict(forecast) for forecast in forecasts(loaded.model)],
     }
     try:

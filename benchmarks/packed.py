@@ -1,0 +1,60 @@
+"""A model's base in several forms: bytes, noise of the projected gradient, and what tuning reaches on each.
+
+    python benchmarks/packed.py [--recipe examples/routing/recipe.yaml] [--json FILE]
+
+Every form is looked at by `tezo doctor` and tuned by `tezo train`, each in a process of its own. A quarter of an hour
+on two cores.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+FORMS = {
+    "float32": {"model.dtype": "float32"},
+    "float16": {"model.dtype": "float16"},
+    "int8wo": {"model.dtype": "float32", "model.quantization": "int8wo"},
+    "int8": {"model.dtype": "float32", "model.quantization": "int8"},
+    "nf4": {"model.dtype": "float32", "model.quantization": "nf4"},
+}
+
+
+def main() -> None:
+    """Measures all forms, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=Path("examples/routing/recipe.yaml"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results = [measure(arguments.recipe, name) for name in FORMS]
+    text = json.dumps(results, indent=2)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+
+
+def measure(recipe: Path, name: str) -> dict[str, Any]:
+    """The row of one form."""
+    settings = [part for key, value in FORMS[name].items() for part in ("--set", f"{key}={value}")]
+    report = tezo("doctor", "--model", "embedded:all-minilm-l6-v2", *settings)["model"]
+    rho = report["recommended_rho"]
+    with TemporaryDirectory() as folder:
+        run = tezo("train", str(recipe), *settings, "--set", f"method.rho={rho}", "--output", f"{folder}/run")
+    of_model = ("bytes", "linear_bytes", "parameters", "linear_parameters", "noise", "recommended_rho")
+    of_run = ("model", "method", "seed", "steps", "rows", "before", "after", "result", "hardware", "versions")
+    return {"form": name, **{key: report[key] for key in of_model}, **{key: run[key] for key in of_run}}
+
+
+def tezo(*arguments: str) -> Any:
+    """What a command answers."""
+    done = subprocess.run([sys.executable, "-m", "tezo", *arguments, "--json"], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout)
+
+
+if __name__ == "__main__":
+    main()
