@@ -99,6 +99,15 @@ def test_a_run_ends_as_an_adapter_that_gives_its_figures_again(home, tmp_path, f
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_the_fingerprint_of_a_run_is_of_what_is_packed(home, form):
+    loaded = load_model(str(home / "opt"), quantization=form)
+    assert load_model(str(home / "opt"), quantization=form).fingerprint == loaded.fingerprint
+    packed = select_targets(loaded.model)[0].parameter.data
+    getattr(packed, "qdata", packed).view(-1)[0] += 1
+    assert digest(dict(loaded.model.named_parameters())) != loaded.fingerprint
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_the_base_keeps_its_bits(home, form):
     model = load_model(str(home / "opt"), quantization=form).model
     before = digest(dict(model.named_parameters()))
