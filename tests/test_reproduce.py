@@ -160,9 +160,9 @@ def test_seeds_beyond_the_search_run_at_the_rate_that_it_chose(tmp_path):
     assert list(all_cells(grid, tmp_path)) == list(grid.search()), "nothing is chosen before a run has ended"
     for cell in searched:
         if cell.line.label == "MeZO":
-            end(tmp_path, cell, {3e-5: 0.5, 1e-4: 0.3, 3e-4: 0.4}[cell.rate], 0.5)
+            end(tmp_path, cell, {1e-5: 0.5, 3e-5: 0.3, 1e-4: 0.4}[cell.rate], 0.5)
     follow = list(all_cells(grid, tmp_path))[len(list(grid.search())) :]
-    assert [(cell.line.label, cell.rate, cell.seed) for cell in follow] == [("MeZO", 1e-4, seed) for seed in others]
+    assert [(cell.line.label, cell.rate, cell.seed) for cell in follow] == [("MeZO", 3e-5, seed) for seed in others]
     for cell, figure in zip(follow, (0.6, 0.7), strict=True):
         end(tmp_path, cell, 0.0, figure)
     entry = next(entry for (entry,) in entries(grid, tmp_path) if entry.line.label == "MeZO")

@@ -66,8 +66,7 @@ class Ours(Contestant):
         if not isinstance(optimizer, ZerothOrderOptimizer):
             raise RequestError(f"methods: {label} takes gradients; bench measures zeroth-order methods.")
         self._optimizer = optimizer
-        perturbation: Any = self._optimizer.perturbation
-        interval = int(perturbation.interval) if perturbation.refreshes else None
+        interval = optimizer.perturbation.interval
         trained = sum(target.parameter.numel() for target in self._optimizer.targets)
         super().__init__(label, interval=interval, trained=trained)
         self._closure = work.closure(self._model)
