@@ -62,6 +62,7 @@ ORDER = [
     "callbacks",
     "train",
     "replay",
+    "analysis",
     "bench",
     "reproduce",
     "cli",

@@ -17,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, evaluate, predict, export, methods, tasks, doctor, bench, reproduce, replay):
+for command in (train, evaluate, predict, export, methods, tasks, doctor, bench, analyze, reproduce, replay):
     command.register(app)
 
 

@@ -1,0 +1,16 @@
+"""The paper's figures and proofs, drawn from the reader's own model: a row of `ANALYSES` each."""
+
+from tezo.analysis.base import Analysis as Analysis
+from tezo.analysis.base import Given as Given
+from tezo.analysis.base import drawn as drawn
+from tezo.analysis.base import save as save
+from tezo.errors import RequestError, nearest
+
+ANALYSES: dict[str, Analysis] = {}
+
+
+def analysis(name: str) -> Analysis:
+    """The analysis of that name; an error with the nearest one where there is none."""
+    if name not in ANALYSES:
+        raise RequestError(f"there is no analysis {name!r}. " + nearest(name, ANALYSES))
+    return ANALYSES[name]
