@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tezo.cli import bench, doctor, evaluate, export, methods, predict, replay, reproduce, tasks, train
+from tezo.cli import analyze, bench, doctor, evaluate, export, methods, predict, replay, reproduce, tasks, train
 from tezo.cli.common import options
 from tezo.errors import TezoError
 
