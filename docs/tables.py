@@ -107,19 +107,17 @@ def packed() -> str:
     """A base in several forms."""
     results, rows = read("packed"), []
     for r in results:
-        noise = {at["rho"]: at for at in r["noise"]}
-        scatter = noise[1e-3]["scatter"]
+        scatter = next(at["scatter"] for at in r["noise"] if at["rho"] == 1e-3)
         each = 8 * r["linear_bytes"] / r["linear_parameters"]
-        accuracy = [f"{100 * r[when]['accuracy']:.1f} %" for when in ("before", "after")]
+        accuracy = [f"{100 * r['run'][when]['accuracy']:.1f} %" if r["run"] else "-" for when in ("before", "after")]
         row = [f"{r['bytes'] / 2**20:.1f}", f"{each:.1f}", f"{100 * scatter:.1f} %", f"{r['recommended_rho']:g}"]
         rows.append([f"`{r['form']}`", *row, *accuracy])
     heads = ["base", "MiB", "bits a linear weight", "scatter at rho 1e-3", "recommended rho", "before", "after"]
-    first = results[0]
+    run = results[0]["run"]
     return grid(heads, rows) + (
-        f"\n{first['model']}, whose embeddings are half of it and stay as they are; {first['method']}, "
-        f"{first['steps']} steps of the routing example at the recommended rho, {first['rows']['test']} test rows, one "
-        "seed: the accuracies show that each learns, not which is best. `python benchmarks/packed.py`; "
-        f"{machine(first)}.\n"
+        f"\n{results[0]['name']}, whose embeddings stay in float32 under a packed form; {run['method']}, "
+        f"{run['steps']} steps of the routing example at the recommended rho, {run['rows']['test']} test rows, one seed: "
+        f"the accuracies show that each learns, not which is best. `python benchmarks/packed.py`; {machine(run)}.\n"
     )
 
 

@@ -14,16 +14,21 @@ class UntrustedError(ValueError):
     """A file that cannot be used, and why, in a few words."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size; `UntrustedError` for anything else."""
+def read_json(path: Path) -> Any:
+    """What a JSON file of bounded size says; `UntrustedError` where it cannot be read."""
     try:
         if path.stat().st_size > MOST_JSON:
             raise UntrustedError(f"{path.name} has more than {MOST_JSON} bytes")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except UntrustedError:
         raise
     except (OSError, ValueError, RecursionError):
         raise UntrustedError(f"{path.name} cannot be read") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size; `UntrustedError` for anything else."""
+    value = read_json(path)
     if not isinstance(value, dict):
         raise UntrustedError(f"{path.name} is no JSON object")
     return value

@@ -4,9 +4,13 @@ from tezo.analysis.base import Analysis as Analysis
 from tezo.analysis.base import Given as Given
 from tezo.analysis.base import drawn as drawn
 from tezo.analysis.base import save as save
+from tezo.analysis.costs import MEMORY, STEP_TIME
+from tezo.analysis.gradient_spectrum import SPECTRUM
+from tezo.analysis.gradient_subspace import SUBSPACE
+from tezo.analysis.weight_rank import WEIGHT_RANK
 from tezo.errors import RequestError, nearest
 
-ANALYSES: dict[str, Analysis] = {}
+ANALYSES: dict[str, Analysis] = {entry.name: entry for entry in (SPECTRUM, SUBSPACE, WEIGHT_RANK, MEMORY, STEP_TIME)}
 
 
 def analysis(name: str) -> Analysis:
