@@ -116,8 +116,9 @@ def packed() -> str:
     run = results[0]["run"]
     return grid(heads, rows) + (
         f"\n{results[0]['name']}, whose embeddings stay in float32 under a packed form; {run['method']}, "
-        f"{run['steps']} steps of the routing example at the recommended rho, {run['rows']['test']} test rows, one seed: "
-        f"the accuracies show that each learns, not which is best. `python benchmarks/packed.py`; {machine(run)}.\n"
+        f"{run['steps']} steps of the routing example at the recommended rho, {run['rows']['test']} test rows, one "
+        f"seed: the accuracies show that each learns, not which is best. `python benchmarks/packed.py`; "
+        f"{machine(run)}.\n"
     )
 
 

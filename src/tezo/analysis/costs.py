@@ -128,9 +128,9 @@ def draw_costs(numbers: Numbers, figure: Any) -> None:
     left.axvline(1, color="black", linewidth=0.8)
     left.set(xlabel=numbers["unit"], title="ours")
     left.invert_yaxis()
-    left.legend(fontsize=6, loc="best")
+    figure.legend(fontsize=6, loc="outside lower left", ncols=2)
     papers = numbers["paper"]
-    right.barh(list(papers), list(papers.values()), color=COLOURS[-2], height=0.6)
+    right.barh(list(papers), list(papers.values()), color="0.45", height=0.6)
     right.axvline(1, color="black", linewidth=0.8)
     right.set(
         xlabel="over MeZO" if "step" in numbers["unit"] else "over zero-shot",

@@ -68,7 +68,7 @@ def draw_spectrum(numbers: Numbers, figure: Any) -> None:
     for place, (name, layer) in zip(axes.flat, layers.items(), strict=False):
         values_TK = torch.tensor(layer["singular_values"])
         shares = (values_TK / values_TK[:, :1].clamp(min=1e-30)).clamp(min=1e-4).log10()
-        image = place.imshow(shares.T, aspect="auto", vmin=-4, vmax=0, interpolation="nearest")
+        image = place.imshow(shares.T.numpy(), aspect="auto", vmin=-4, vmax=0, interpolation="nearest")
         place.plot(range(len(values_TK)), [count - 0.5 for count in layer["above_line"]], color="white", linewidth=1.2)
         place.set(xlabel="step", ylabel="singular value", title=f"{short(name)}  {'x'.join(map(str, layer['shape']))}")
         place.title.set_fontsize(8)
