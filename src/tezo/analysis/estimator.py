@@ -38,12 +38,15 @@ class EstimatorOptions:
     """Rows, and columns, of the matrices."""
     ranks: Sequence[int] = (1, 4, 16)
     """Of the low-rank methods' directions."""
-    draws: int = 1500
+    draws: int = 800
     """Of each method's direction, factors and all, at each size and rank."""
     fixed_draws: int = 20
     """Of factors, for the mean that they leave."""
     seed: int = 0
     """Of every draw."""
+
+
+_MARKERS = "os^Dv<>p*"
 
 
 def tezo_second_moment(m: int, n: int, r: int) -> float:
@@ -99,8 +102,8 @@ def measure_estimator(options: EstimatorOptions, given: Given) -> Numbers:
     """Mean and variance of each method's one-direction estimate, drawn and in closed form; Theorem 1 is one.
 
     Rows of `over_all_draws`: `mean` is <E[kappa Z], G> / |G|^2, 1 where there is no bias, and `variance` is
-    E|kappa Z - G|^2 / |G|^2, both with a standard error; `mean_error` is |mean of kappa Z - G| / |G|, and
-    `mean_error_closed` the root of the variance over the number of draws. Rows of `given_factors`: the
+    E|kappa Z - G|^2 / |G|^2, both with a standard error (`_se`); `distance` is |mean of kappa Z - G| / |G|, and
+    `distance_closed` the root of the variance over the number of draws. Rows of `given_factors`: the
     `cosine` of E[kappa Z | fixed factors] to G, rms over draws of the factors, and its closed form.
 
     Raises:
@@ -128,7 +131,7 @@ def optimizer_for(name: str, size: int, rank: int) -> ZerothOrderOptimizer:
 
 
 def estimates(optimizer: ZerothOrderOptimizer, grad_MN: Tensor, seeds: range) -> Iterator[Tensor]:
-    """kappa Z of the first step of each seed, (M, N); factors are drawn anew for each."""
+    """The estimate kappa Z of the first step of each seed, (M, N); factors are drawn anew for each."""
     (target,) = optimizer.targets
     for seed in seeds:
         z_MN = torch.zeros_like(grad_MN)
@@ -152,8 +155,8 @@ def _over_all_draws(name: str, size: int, rank: int, options: EstimatorOptions) 
         "rank": rank or None,
         **_mean_of("mean", along, 1.0),
         **_mean_of("variance", errors, variance),
-        "mean_error": float((total_MN / options.draws - grad_MN).norm()),
-        "mean_error_closed": (variance / options.draws) ** 0.5,
+        "distance": float((total_MN / options.draws - grad_MN).norm()),
+        "distance_closed": (variance / options.draws) ** 0.5,
     }
 
 
@@ -161,7 +164,7 @@ def _mean_of(key: str, samples: Sequence[Tensor], closed: float) -> dict[str, fl
     """Mean, its standard error, and what it should be."""
     values = torch.stack(list(samples))
     error = float(values.std()) / len(values) ** 0.5
-    return {key: float(values.mean()), f"{key}_error": error, f"{key}_closed": closed}
+    return {key: float(values.mean()), f"{key}_se": error, f"{key}_closed": closed}
 
 
 def _given_factors(name: str, size: int, rank: int, options: EstimatorOptions) -> Numbers:
@@ -197,16 +200,16 @@ def mean_given_factors(direction: FixedFactors, grad_MN: Tensor) -> Tensor:
 def _mean_of_cp(direction: Any, grad_MN: Tensor) -> Tensor:
     u_MR, v_NR = direction.u_MR, direction.v_NR
     c_R = ((grad_MN @ v_NR) * u_MR).sum(dim=0)
-    return (u_MR * c_R) @ v_NR.T
+    return torch.mm(u_MR * c_R, v_NR.T)
 
 
 def _mean_of_low_rank(direction: Any, grad_MN: Tensor) -> Tensor:
-    return grad_MN @ direction.v_NR @ direction.v_NR.T
+    return torch.mm(grad_MN @ direction.v_NR, direction.v_NR.T)
 
 
 def _mean_of_core(direction: Any, grad_MN: Tensor) -> Tensor:
     u_MR, v_NR = direction.u_MR, direction.v_NR
-    return u_MR @ (u_MR.T @ grad_MN @ v_NR) @ v_NR.T
+    return torch.mm(u_MR @ (u_MR.T @ grad_MN @ v_NR), v_NR.T)
 
 
 _MEANS: dict[type[FixedFactors], Callable[[Any, Tensor], Tensor]] = {
@@ -217,47 +220,38 @@ _MEANS: dict[type[FixedFactors], Callable[[Any, Tensor], Tensor]] = {
 
 
 def draw_estimator(numbers: Numbers, figure: Any) -> None:
-    """Left, the variance over M N against the rank; right, cosines given the factors; lines are closed forms."""
-    figure.set_size_inches(8.4, 4.0)
+    """Left, the variance over M N against the rank, lines being closed forms; right, cosines given the factors."""
+    figure.set_size_inches(9.0, 4.2)
     variances, cosines = figure.subplots(1, 2)
     rows = numbers["over_all_draws"]
     ranks = sorted({row["rank"] for row in rows if row["rank"]})
     sizes = sorted({row["size"] for row in rows})
-    for colour, name in zip(COLOURS, SECOND_MOMENTS, strict=False):
-        for size, marker in zip(sizes, "os^Dv<>p*" * len(sizes), strict=False):
+    for i, name in enumerate(SECOND_MOMENTS):
+        for j, size in enumerate(sizes):
+            look = {"fmt": _MARKERS[j % len(_MARKERS)], "color": COLOURS[i], "markersize": 4, "elinewidth": 0.8}
             own = [row for row in rows if row["method"] == name and row["size"] == size]
             x = [row["rank"] or ranks[-1] * 2 for row in own]
-            cells = size * size
-            closed = [row["variance_closed"] / cells for row in own]
-            variances.plot(x, closed, color=colour, linewidth=0.8)
-            variances.errorbar(
-                x,
-                [row["variance"] / cells for row in own],
-                [2 * row["variance_error"] / cells for row in own],
-                fmt=marker, markersize=4, color=colour, capsize=2,
-            )  # fmt: skip
+            apart = 1.04 ** (len(sizes) * (i - 1.5) + j - (len(sizes) - 1) / 2)  # or the points would hide each other
+            y, bars, closed = (
+                [scale * row[key] / size**2 for row in own]
+                for scale, key in ((1, "variance"), (2, "variance_se"), (1, "variance_closed"))
+            )
+            variances.plot(x, closed, color=COLOURS[i], linewidth=0.8)
+            variances.errorbar([value * apart for value in x], y, bars, **look)
             own = [row for row in numbers["given_factors"] if row["method"] == name and row["size"] == size]
-            x = [row["cosine_closed"] for row in own]
-            cosines.errorbar(
-                x, [row["cosine"] for row in own], [row["cosine_spread"] for row in own],
-                fmt=marker, markersize=4, color=colour, capsize=2, linewidth=0.8,
-            )  # fmt: skip
-        variances.plot([], [], color=colour, label=name)
-    _finish(variances, cosines, ranks, sizes)
-
-
-def _finish(variances: Any, cosines: Any, ranks: Sequence[int], sizes: Sequence[int]) -> None:
-    for size, marker in zip(sizes, "os^Dv<>p*" * len(sizes), strict=False):
-        variances.plot([], [], marker, color="grey", markersize=4, label=f"{size} x {size}")
-    variances.set(xscale="log", yscale="log", xlabel="rank", ylabel="E|$\\kappa Z$ - G|$^2$ / (M N |G|$^2$)")
+            x, y, bars = ([row[key] for row in own] for key in ("cosine_closed", "cosine", "cosine_spread"))
+            cosines.errorbar(x, y, bars, **look)
+        variances.plot([], [], color=COLOURS[i], label=name)
+    for j, size in enumerate(sizes):
+        variances.plot([], [], _MARKERS[j % len(_MARKERS)], color="grey", markersize=4, label=f"{size} x {size}")
+    variances.set(xscale="log", xlabel="rank", ylabel="E|$\\kappa Z$ - G|$^2$ / (M N |G|$^2$)", ylim=(0, None))
     variances.set_xticks([*ranks, ranks[-1] * 2], [*map(str, ranks), "dense"])
     variances.minorticks_off()
-    variances.set_title("variance of one estimate")
-    variances.legend(fontsize=7)
-    low, high = cosines.get_xlim()
     cosines.axline((1, 1), slope=1, color="grey", linewidth=0.8, label="equal")
     cosines.set(xscale="log", yscale="log", xlabel="closed form", ylabel="cosine to G, rms and spread over factors")
-    cosines.set_title("mean given the fixed factors")
+    variances.set_title("variance of one estimate")
+    cosines.set_title("mean given the fixed factors (colours as left)")
+    variances.legend(fontsize=7, ncols=2)
     cosines.legend(fontsize=7)
 
 
@@ -266,7 +260,7 @@ def caption_estimator(numbers: Numbers) -> str:
     rows = numbers["over_all_draws"]
     sizes = ", ".join(map(str, sorted({row["size"] for row in rows})))
     ranks = ", ".join(map(str, sorted({row["rank"] for row in rows if row["rank"]})))
-    worst = max(abs(row["variance"] - row["variance_closed"]) / row["variance_error"] for row in rows)
+    worst = max(abs(row["variance"] - row["variance_closed"]) / row["variance_se"] for row in rows)
     last = [row for row in numbers["given_factors"] if row["method"] == "tezo"][-1]
     return (
         f"kappa Z for a linear loss with a Gaussian gradient, M = N = {sizes}, rank {ranks}, unit scale: points are "
