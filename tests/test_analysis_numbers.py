@@ -63,7 +63,8 @@ def test_a_comparison_worked_by_hand():
     assert math.isclose(found["entries_of_root"], (1 / 2) ** 0.5)
     assert math.isclose(found["mean_ratio"], 2 / 5)
     assert math.isclose(found["paper"], 3 / 2)
-    assert second.comparison(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[3.0, 7.0, 5.0]]))["correlation"] == 1
+    straight = second.comparison(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[3.0, 7.0, 5.0]]))
+    assert math.isclose(straight["correlation"], 1)
 
 
 def test_the_average_is_that_of_every_step():
@@ -80,8 +81,8 @@ def test_the_average_is_that_of_every_step():
 
 
 def test_errors_over_steps_are_those_of_independent_signs():
-    # An entry's cross terms have the variance 2 (S^2 - sum_s a_s^2) W, a_s being the terms of S and W the sum of squared
-    # weights; sum_s a_s^2 is at most a few times S^2 / r. So the relative error is below sqrt(2 W), and not far below.
+    # An entry's cross terms have the variance 2 (S^2 - sum_s a_s^2) W, a_s being the terms of S and W the sum of the
+    # squared weights; sum_s a_s^2 is a few times S^2 / r. So the relative error is not far below sqrt(2 W).
     options = second.SecondMomentOptions(sizes=(96,), rank=48, steps=100)
     (row,) = analysis("second-moment").run(options, Given())["sizes"]
     weights = [0.01 * 0.99**k / (1 - 0.99**100) for k in range(100)]
@@ -246,7 +247,7 @@ def test_rates_fall_as_the_root_of_the_horizon_and_the_best_is_taken(monkeypatch
         return {"loss": abs(lr - 0.5), "full": 1 / steps, "last": 0.0}
 
     monkeypatch.setattr(conv, "run", run)
-    monkeypatch.setitem(conv.UNITS, "mezo", lambda size: 0.5)
+    monkeypatch.setitem(conv.UNITS, "mezo", lambda _: 0.5)
     found = conv._of_method("mezo", options_of("convergence", horizons=[10, 40], rates=[0.5, 1.0, 2.0]))
     assert found["rate"] == 0.5 and found["rate_in_units"] == 1.0 and found["slope"] == pytest.approx(-1)
     assert seen == [(10, 0.25), (10, 0.5), (10, 1.0), (40, 0.25)]
@@ -354,6 +355,8 @@ def test_the_command_writes_figure_and_numbers(name, tmp_path):
     ("name", "setting", "words"),
     [
         ("second-moment", {"sizse": 3}, ("sizse", "'sizes'")),
+        ("second-moment", {"sizes": 8}, ("sizes is 8", "a list of whole numbers")),
+        ("convergence", {"rates": 2}, ("rates is 2", "a list of numbers")),
         ("second-moment", {"sizes": [0]}, ("sizes is 0", "at least 1")),
         ("second-moment", {"sizes": []}, ("sizes is empty", "at least one")),
         ("second-moment", {"rank": 13}, ("rank: 13 is above 8", "lower it")),
