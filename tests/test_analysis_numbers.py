@@ -39,7 +39,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_the_separable_term_and_the_square_are_those_of_the_definition():
-    u, v, tau = gaussian(4, 3, seed=1), gaussian(5, 3, seed=2), gaussian(3, seed=3)
+    u, v, tau = gaussian(4, 3, seed=1), gaussian(5, 3, seed=2), torch.tensor([1.0, -2.0, 0.5])
     full, kept = second.squares(u, v, tau)
     for i in range(4):
         for j in range(5):
@@ -381,4 +381,5 @@ def test_what_does_not_fit_is_refused_in_words(name, setting, words, tmp_path):
 def test_the_list_of_analyses_says_what_each_is():
     listed = tezo("analyze").out
     for name in SMALL:
+        assert len(ANALYSES[name].summary) > 20
         assert name in listed and ANALYSES[name].summary in listed and ANALYSES[name].paper in listed
