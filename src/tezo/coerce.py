@@ -54,11 +54,14 @@ def _scalar(text: str) -> Any:
         return text
 
 
+_LISTS = {int: "a list of whole numbers, such as [8, 16]", float: "a list of numbers, such as [0.5, 1]"}
+
+
 def _spoken(kind: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is tuple:
         return f"a list of {len(arguments)} values, such as [0.9, 0.99]"
     if origin is Sequence:
-        return "a list of strings"
+        return _LISTS.get(arguments[0], "a list of strings")
     return words.get(kind, "a section of key: value lines")

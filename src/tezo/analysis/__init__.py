@@ -4,13 +4,20 @@ from tezo.analysis.base import Analysis as Analysis
 from tezo.analysis.base import Given as Given
 from tezo.analysis.base import drawn as drawn
 from tezo.analysis.base import save as save
+from tezo.analysis.convergence import CONVERGENCE
 from tezo.analysis.costs import MEMORY, STEP_TIME
+from tezo.analysis.estimator import ESTIMATOR
 from tezo.analysis.gradient_spectrum import SPECTRUM
 from tezo.analysis.gradient_subspace import SUBSPACE
+from tezo.analysis.loss import LOSS_CURVES
+from tezo.analysis.second_moment import SECOND_MOMENT
 from tezo.analysis.weight_rank import WEIGHT_RANK
 from tezo.errors import RequestError, nearest
 
-ANALYSES: dict[str, Analysis] = {entry.name: entry for entry in (SPECTRUM, SUBSPACE, WEIGHT_RANK, MEMORY, STEP_TIME)}
+_ROWS = (
+    SPECTRUM, SUBSPACE, WEIGHT_RANK, SECOND_MOMENT, ESTIMATOR, CONVERGENCE, MEMORY, STEP_TIME, LOSS_CURVES,
+)  # fmt: skip
+ANALYSES: dict[str, Analysis] = {entry.name: entry for entry in _ROWS}
 
 
 def analysis(name: str) -> Analysis:
