@@ -65,6 +65,7 @@ ORDER = [
     "analysis",
     "bench",
     "reproduce",
+    "report",
     "cli",
     "__main__",
 ]
