@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tezo.report.numbers import Points, half_life, histogram, kappa_statistics, kappas, seconds_at, smooth, thinned
 from tezo.report.read import Run
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 240, 54, 12, 26, 40
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 250, 58, 12, 26, 44
 _LARGEST = 1e150
 """Beyond it the span of an axis could overflow."""
 
@@ -236,6 +236,7 @@ def _loss_window(series: Sequence[Series]) -> tuple[float, float] | None:
 def metric_charts(runs: Sequence[Run]) -> list[Chart]:
     """One for every metric of the evaluations but the loss, where there are at least two."""
     names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e.metrics if name != "loss")
+    caption = "Round marks: dev rows. Square marks: test rows, at the end with the parameters that were kept."
     charts = []
     for name in names:
         series = []
@@ -247,7 +248,7 @@ def metric_charts(runs: Sequence[Run]) -> list[Chart]:
         series = [one for one in series if one.points]
         if any(len(one.points) > 1 for one in series):
             title = f"{name} at evaluations"
-            charts.append(draw(title, "steps", name, series, "Round marks: dev rows. Square marks: test rows."))
+            charts.append(draw(title, "steps", name, series, caption))
     return charts
 
 
