@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tezo.report.numbers import Points, half_life, histogram, kappa_statistics, kappas, seconds_at, smooth, thinned
 from tezo.report.read import Run
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 250, 58, 12, 26, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 250, 58, 14, 28, 44
 _LARGEST = 1e150
 """Beyond it the span of an axis could overflow."""
 
