@@ -8,7 +8,9 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/python examples/routing/demo.py
 
+# The page of `tezo report` is tested in a browser, where there is one or one can be installed.
 test: $(READY)
+	@command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 || true
 	$(BIN)/python -m pytest -n 2
 
 check: $(READY)

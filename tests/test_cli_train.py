@@ -25,7 +25,7 @@ from folders import (
 from safetensors.torch import load_file, save_file
 
 PROGRAM = Path(sys.executable).parent / "tezo"
-COMMANDS = ("train", "eval", "predict", "export", "methods", "doctor")
+COMMANDS = ("train", "eval", "predict", "export", "methods", "doctor", "report")
 # Runs each command line in turn, in a fresh interpreter, and says what it imported.
 HELP = """
 import sys

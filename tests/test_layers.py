@@ -62,6 +62,7 @@ ORDER = [
     "callbacks",
     "train",
     "replay",
+    "report",
     "analysis",
     "bench",
     "reproduce",

@@ -14,15 +14,24 @@ class UntrustedError(ValueError):
     """A file that cannot be used, and why, in a few words."""
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file of bounded size says; `UntrustedError` where it cannot be read."""
+def read_bytes(path: Path, most: int) -> bytes:
+    """A file's bytes; `UntrustedError` where it is no plain file, or has more than `most`."""
     try:
-        if path.stat().st_size > MOST_JSON:
-            raise UntrustedError(f"{path.name} has more than {MOST_JSON} bytes")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except UntrustedError:
-        raise
-    except (OSError, ValueError, RecursionError):
+        if not path.is_file():
+            raise UntrustedError(f"{path.name} is missing")
+        if path.stat().st_size > most:
+            raise UntrustedError(f"{path.name} has more than {most} bytes")
+        return path.read_bytes()
+    except OSError:
+        raise UntrustedError(f"{path.name} cannot be read") from None
+
+
+def read_json(path: Path) -> Any:
+    """JSON from a file of bounded size; `UntrustedError` for anything else."""
+    data = read_bytes(path, MOST_JSON)
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError):
         raise UntrustedError(f"{path.name} cannot be read") from None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tezo.cli import analyze, bench, doctor, evaluate, export, methods, predict, replay, reproduce, tasks, train
+from tezo.cli import analyze, bench, doctor, evaluate, export, methods, predict, replay, report, reproduce, tasks, train
 from tezo.cli.common import options
 from tezo.errors import TezoError
 
@@ -17,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, evaluate, predict, export, methods, tasks, doctor, bench, analyze, reproduce, replay):
+for command in (train, evaluate, predict, export, methods, tasks, doctor, bench, analyze, report, reproduce, replay):
     command.register(app)
 
 

@@ -1,0 +1,90 @@
+"""Run folders for reports: real ones, ones by hand, a stranger's; and a reader of pages."""
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from folders import label_rows, model_folder, train, write_rows
+
+from tezo.spsa import Probe, StepRecord
+from tezo.steplog import LoggedStep, StepLog
+
+HOSTILE = "<script>alert(1)<\\script> $\\frac{$ & \"x\" '{{ 7*7 }}'"
+
+
+def two_runs(root: Path) -> Path:
+    """`root` with two real runs: "one" with one direction a step, "two" with two."""
+    data, test = write_rows(root / "rows.jsonl", label_rows(16)), write_rows(root / "test.jsonl", label_rows(8, seed=1))
+    dev = write_rows(root / "dev.jsonl", label_rows(8, seed=2))
+    model = model_folder(root, "opt")
+    named = {"data__dev": dev, "train__log_every": 2, "train__eval_every": 4}
+    assert train(model, data, root / "one", "--test", test, steps=12, **named).code == 0
+    more = {"method__num_directions": 2, "train__seed": 5, "train__keep_best": False}
+    assert train(model, data, root / "two", "--test", test, steps=8, **named, **more).code == 0
+    return root
+
+
+def made(
+    folder: Path, losses: list[float], kappas: list[list[float]] | None = None, summary: dict[str, Any] | None = None
+) -> Path:
+    """A run folder by hand."""
+    folder.mkdir(parents=True)
+    kappas = kappas or [[(-1.0) ** i] for i in range(len(losses))]
+    (folder / "config.yaml").write_text(f"model: m\ndata: d.jsonl\ntrain: {{steps: {len(losses)}}}\n")
+    log = StepLog(folder / "steps.log", {"directions": len(kappas[0]), "versions": {"torch": "2"}, "device": "cpu"}, 0)
+    for i, (loss, values) in enumerate(zip(losses, kappas, strict=True)):
+        log.append(LoggedStep(StepRecord(i, loss, 0.1, tuple(Probe(loss, loss, k) for k in values)), 0, i))
+    log.close()
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def hostile(home: Path, root: Path) -> Path:
+    """A copy of a run with markup wherever a stranger could put it."""
+    folder = Path(shutil.copytree(home / "one", root / HOSTILE))
+    mark = "<img src=x onerror=alert(1)>"
+    summary = json.loads((folder / "summary.json").read_text())
+    summary |= {"notices": [mark], "hardware": mark, "versions": {mark: mark}}
+    for key in ("before", "after"):
+        summary[key][mark] = 0.5
+    (folder / "summary.json").write_text(json.dumps(summary))
+    plan = json.loads((folder / "plan.json").read_text())
+    plan[0]["name"] = plan[-1]["moved"] = mark
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": s, "split": f"{mark}{s}", mark: 0.5, "loss": 1}) + "\n" for s in (13, 14))
+        file.write(json.dumps({"step": 15, "split": f"{mark}13", mark: 0.25, "loss": 1}) + "\n")
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page has: tags, the texts of elements, and the rows of its tables."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words, self.rows, self.attributes = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "data" and self.rows:
+            self.rows[-1][-1] = float(dict(attrs)["value"])
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if self.rows and self.rows[-1] and self.rows[-1][-1] == "":
+            self.rows[-1][-1] = data
+
+    def row(self, name):
+        return next(row[1:] for row in self.rows if row and row[0] == name)
+
+    def of(self, tag, **wanted):
+        return [a for t, a in self.attributes if t == tag and all(a.get(k) == v for k, v in wanted.items())]

@@ -1,0 +1,310 @@
+"""The page about runs: its numbers are those of the files, whatever they hold is text, and a browser shows it."""
+
+import json
+import math
+import random
+import shutil
+import struct
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+from folders import refused, tezo
+from reports import HOSTILE, Page, hostile, made, two_runs
+
+from tezo.report import charts, numbers, page
+from tezo.report.read import PlanRow, read_run
+from tezo.steplog import MAGIC, read_log
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return two_runs(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture
+def run(home, tmp_path):
+    """A copy of a run that a test may damage."""
+    return Path(shutil.copytree(home / "one", tmp_path / "run"))
+
+
+def reported(tmp_path, *runs):
+    output = tmp_path / "report.html"
+    done = tezo("report", *runs, "--output", output)
+    assert (done.code, done.out.strip()) == (0, str(output)), done.err
+    return Page(output.read_text(encoding="utf-8"))
+
+
+def test_the_smoothed_curve_is_the_weighted_mean_of_what_came_before():
+    values = [random.Random(0).gauss(0, 1) for _ in range(50)]
+    for half in (1, 7):
+        weights = [0.5 ** (i / half) for i in range(50)]
+        for i, mean in enumerate(numbers.smooth(values, half)):
+            past = values[i::-1]
+            assert mean == pytest.approx(
+                sum(w * v for w, v in zip(weights, past, strict=False)) / sum(weights[: i + 1])
+            )
+    assert numbers.smooth([3.0, 3.0, 3.0], 5) == pytest.approx([3.0] * 3)
+
+
+def test_statistics_of_kappa_are_their_closed_forms():
+    values = [1.0] * 98 + [-20.0, 20.0]
+    found = numbers.kappa_statistics(values)
+    assert (found.count, found.largest, found.beyond) == (100, 20.0, 0.02)
+    assert found.mean == pytest.approx(0.98)
+    assert found.rms == pytest.approx(math.sqrt(8.98))
+    assert numbers.kappa_statistics([]) is None
+    assert math.isfinite(numbers.kappa_statistics([1e300, -1e300]).rms)
+
+
+def test_the_histogram_has_every_value_once_and_the_far_ones_in_the_outer_bins():
+    bins = dict(numbers.histogram([-9.0, -3.9, 0.1, 0.2, 3.9, 4.0, 1e300], 4.0, 16))
+    assert sum(bins.values()) == pytest.approx(1)
+    assert (bins[-4.0], bins[0.0], bins[3.5]) == pytest.approx((2 / 7, 2 / 7, 3 / 7))
+
+
+def test_parameters_are_grouped_by_what_differs_but_the_layer():
+    rows = [PlanRow(f"h.{i}.fc.weight", (4, 3), True, 2 + (i == 2), "in forward") for i in range(5)]
+    rows += [PlanRow(f"h.{i}.norm", (4,), False, None, "") for i in range(5)]
+    first, other, idle = numbers.groups(rows)
+    assert (first.name, first.layers, first.tensors, first.rank, first.numbers) == (
+        "h.*.fc.weight",
+        "0-1, 3-4",
+        4,
+        2,
+        48,
+    )
+    assert (other.layers, other.rank) == ("2", 3)
+    assert (idle.moved, idle.numbers) == ("", 20)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-3.7, 12.2), (1e-9, 3e-9), (0, 23456), (5e6, 5.0001e6), (-1e140, 1e140)]
+)
+def test_ticks_are_round_inside_and_a_few(low, high):
+    found = charts.ticks(low, high, 5)
+    assert 3 <= len(found) <= 9
+    slack = 1e-9 * (high - low)
+    assert all(low - slack <= tick <= high + slack for tick in found)
+    assert len({charts.readable(tick) for tick in found}) == len(found) or high - low < 1e-4 * high
+
+
+def test_time_between_the_lines_of_metrics_is_interpolated_and_ends_with_the_summary(tmp_path):
+    folder = made(tmp_path / "r", [1.0] * 6, summary={"seconds_stepping": 12.0})
+    lines = [{"step": s, "seconds": t, "memory": 1} for s, t in ((2, 4.0), (4, 6.0))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "sec')
+    assert numbers.seconds_at(read_run(folder)) == pytest.approx({1: 2, 2: 4, 3: 5, 4: 6, 5: 9, 6: 12})
+
+
+def test_every_figure_of_the_page_is_that_of_the_files(home, tmp_path):
+    shown = reported(tmp_path, home / "one")
+    summary = json.loads((home / "one" / "summary.json").read_text())
+    for name, before in summary["before"].items():
+        after = summary["after"][name]
+        assert shown.row(name) == pytest.approx([before, after, after - before])
+    values = {attributes["value"] for attributes in shown.of("data")}
+    for key in ("num_forward_passes", "peak_memory", "seconds_stepping", "kept_step"):
+        assert str(summary[key]) in values, key
+    kappas = [p.projected_grad for step in read_log(home / "one" / "steps.log").steps for p in step.record.probes]
+    rms = math.sqrt(sum(k * k for k in kappas) / len(kappas))
+    assert shown.row("rms") == pytest.approx([rms])
+    assert shown.row("mean") == pytest.approx([sum(kappas) / len(kappas)])
+    assert shown.row("method.rank") == ["4"]
+    plan = json.loads((home / "one" / "plan.json").read_text())
+    trained = [row for row in plan if row["trained"]]
+    table = [row for row in shown.rows if len(row) == 7 and row[-1] in {row["moved"] for row in trained}]
+    assert sum(row[2] for row in table) == len(trained)
+    assert sum(row[5] for row in table) == summary["parameters"]["trained"]
+    assert {row[4] for row in table} == {4}
+    words = "".join(shown.words)
+    assert all(text in words for text in (*summary["versions"].values(), summary["hardware"], *summary["notices"]))
+    assert f"tezo train {home / 'one' / 'config.yaml'} --output {home / 'one-again'}" in words
+    assert "half-life 1 steps" in words
+
+
+def test_the_curves_pass_through_the_files_numbers(home):
+    steps, passes, seconds = charts.loss_charts([read_run(home / "two")])
+    read = [step.record.loss for step in read_log(home / "two" / "steps.log").steps]
+    for chart, last in ((steps, 8), (passes, 8 * 4)):
+        assert chart.x_ticks[-1][1] == str(last) or float(chart.x_ticks[-1][1]) <= last
+        assert f"at {last}." in chart.label
+    half = 0.5 ** (1 / numbers.half_life(8))
+    weights = [half**i for i in range(8)]
+    end = sum(w * loss for w, loss in zip(weights, reversed(read), strict=True)) / sum(weights)
+    assert f"smoothed: {read[0]:.4g} at 1, {end:.4g} at 8." in steps.label
+    dots = next(mark for mark in steps.marks if mark.kind == "dots")
+    dev = next(mark for mark in steps.marks if mark.kind == "dev")
+    assert dots.marks.count("M") == 8 and dev.marks.count("M") == 3
+    assert "seconds spent on steps" in seconds.x
+
+
+def test_two_runs_lie_over_each_other_and_are_compared(home, tmp_path):
+    shown = reported(tmp_path, home / "one", home / "two")
+    first, second = (json.loads((home / name / "summary.json").read_text()) for name in ("one", "two"))
+    assert shown.row("loss after") == [first["after"]["loss"], second["after"]["loss"]]
+    assert shown.row("forward passes") == [24, 32]
+    assert shown.row("method.num_directions") == ["1", "2"]
+    assert shown.row("train.seed") == ["0", "5"]
+    for kind in ("line", "dots", "dev", "bars"):
+        counts = [len(shown.of("path", **{"class": f"{kind} c{i}"})) for i in (0, 1)]
+        assert counts[0] == counts[1] > 0, kind
+    charted = shown.of("svg", role="img")
+    assert len(charted) == 3 + 2 + 1 + 2  # loss, accuracy and macro F1, histogram, a kappa chart each
+    assert all(svg["aria-label"] and svg["viewbox"].startswith("0 0 ") for svg in charted)
+
+
+def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
+    (run / "summary.json").unlink()
+    with (run / "steps.log").open("ab") as file:
+        file.write(b"torn")
+    shown = reported(tmp_path, run)
+    words = " ".join("".join(shown.words).split())
+    assert "run is unfinished: it has 12 of 12 steps" in words
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    dev = [line for line in lines if line.get("split") == "dev"]
+    assert shown.row("dev loss")[:2] == [dev[0]["loss"], dev[-1]["loss"]]
+    for name in ("metrics.jsonl", "plan.json"):
+        (run / name).unlink()
+    titles = [svg["aria-label"].partition(":")[0] for svg in reported(tmp_path, run).of("svg", role="img")]
+    assert titles[:2] == ["Loss over steps", "Loss over forward passes"]  # no time is known
+    assert len(titles) == 4  # nor an evaluation
+
+
+def test_a_run_by_gradient_has_no_kappas(home, tmp_path):
+    made(tmp_path / "adam", [2.0, 1.0, 1.5], [[], [], []])
+    shown = reported(tmp_path, tmp_path / "adam")
+    assert "by gradient" in "".join(shown.words)
+    assert not [a for a in shown.of("path") if "bars" in a["class"]]
+
+
+def test_losses_without_scale_do_not_break_a_chart(tmp_path):
+    for i, losses in enumerate(([0.0] * 3, [1e308, -1e308, 1.0, 2.0], [1e-320, 0.0], [math.nan, 1.0, 2.0, math.inf])):
+        kappas = [[0.0], [1e308], *[[math.nan]] * (len(losses) - 2)]
+        shown = reported(tmp_path, made(tmp_path / str(i), losses, kappas))
+        drawn = [a["d"] for a in shown.of("path")]
+        assert not any("nan" in d or "inf" in d for d in drawn), losses
+
+
+def test_names_and_notices_with_markup_stay_text(home, tmp_path):
+    shown = reported(tmp_path, hostile(home, tmp_path))
+    assert not {"script", "img"} & set(shown.tags)
+    assert not any(name.startswith("on") for _, attributes in shown.attributes for name in attributes)
+    assert HOSTILE in "".join(shown.words)
+    assert any(HOSTILE in svg["aria-label"] for svg in shown.of("svg", role="img"))
+    (policy,) = shown.of("meta", **{"http-equiv": "Content-Security-Policy"})
+    assert policy["content"] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(home, tmp_path):
+    other = shutil.copytree(home / "two", tmp_path / "one")
+    shown = reported(tmp_path, home / "one", other)
+    assert [str(home / "one"), str(other)] == shown.rows[0][1:]
+
+
+def cut(path, bytes_from_end):
+    data = bytearray(path.read_bytes())
+    data[-bytes_from_end] ^= 255
+    path.write_bytes(data)
+
+
+def header_only(path, directions):
+    text = json.dumps({"directions": directions}).encode()
+    head = MAGIC + struct.pack("<I", len(text)) + text
+    path.write_bytes(head + struct.pack("<I", zlib.crc32(head)))
+
+
+DAMAGE = {
+    "no config": (lambda run: (run / "config.yaml").unlink(), ["is no run folder", "config.yaml"]),
+    "bad config": (lambda run: (run / "config.yaml").write_text("model: [1]"), ["config.yaml", "model"]),
+    "deep config": (lambda run: (run / "config.yaml").write_text("[" * 5000), ["config.yaml"]),
+    "long config": (lambda run: (run / "config.yaml").write_text("#" * (2 << 20)), ["config.yaml", "more than"]),
+    "log": (lambda run: cut(run / "steps.log", 200), ["steps.log", "damaged at record"]),
+    "no log": (lambda run: (run / "steps.log").write_bytes(b"x"), ["steps.log", "not a step log"]),
+    "no steps": (lambda run: header_only(run / "steps.log", 1), ["steps.log has 0", "needs 2", "--resume"]),
+    "metrics": (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'), ["metrics.jsonl", "line 1"]),
+    "metrics text": (
+        lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "split": "dev", "loss": "<b>"}\n'), ["line 1"]
+    ),
+    "deep metrics": (lambda run: (run / "metrics.jsonl").write_text("[" * 99999 + "\n"), ["metrics.jsonl", "line 1"]),
+    "metrics list": (lambda run: (run / "metrics.jsonl").write_bytes(b"[1]\n"), ["line 1"]),
+    "metrics folder": (lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()), ["missing"]),
+    "summary": (lambda run: (run / "summary.json").write_text("{"), ["summary.json", "cannot be read"]),
+    "summary list": (lambda run: (run / "summary.json").write_text("[]"), ["summary.json", "no JSON object"]),
+    "summary kind": (lambda run: (run / "summary.json").write_text('{"steps": "9"}'), ["steps is '9'"]),
+    "summary size": (lambda run: (run / "summary.json").write_text('{"ranks": 1e99}'), ["ranks is"]),
+    "summary metrics": (lambda run: (run / "summary.json").write_text('{"after": [1]}'), ["after is '[1]'"]),
+    "plan": (lambda run: (run / "plan.json").write_text('[{"name": "x"}]'), ["plan.json", "parameters"]),
+    "plan shape": (
+        lambda run: (run / "plan.json").write_text('[{"name": "x", "shape": [-1], "trained": true}]'), ["plan.json"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_run_is_refused_in_words_and_nothing_is_written(kind, run, tmp_path):
+    damage, parts = DAMAGE[kind]
+    damage(run)
+    refused(tezo("report", run, "--output", tmp_path / "report.html"), run, *parts)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_requests_that_cannot_work_are_refused(home, run, tmp_path):
+    page_of = ("report", home / "one")
+    output = tmp_path / "report.html"
+    refused(tezo("report", tmp_path / "nowhere", "--output", output), "nowhere", "no such run folder")
+    refused(tezo("report", tmp_path, "--output", output), "is no run folder")
+    refused(tezo(*page_of), "output is not set", "--output")
+    refused(tezo(*page_of, home / "one" / "..//one", "--output", output), "more than once")
+    refused(tezo("report", *[home / "one"] * 9, "--output", output), "9 runs", "1 to 8")
+    refused(tezo(*page_of, "--output", tmp_path / "no" / "report.html"), "is no folder")
+    refused(tezo(*page_of, "--output", run / "config.yaml"), "config.yaml", ".html")
+    refused(tezo(*page_of, "--output", "/proc/report.html"), "/proc/report.html", "cannot be written")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    output.mkdir()
+    refused(tezo(*page_of, "--output", output), output, "is a folder")
+    assert not list(output.iterdir())
+
+
+def test_a_page_that_cannot_be_written_leaves_the_one_before(home, tmp_path, monkeypatch):
+    reported(tmp_path, home / "one")
+    before = (tmp_path / "report.html").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tezo.durable.write_all", full)
+    done = tezo("report", home / "two", "--output", tmp_path / "report.html")
+    refused(done, "report.html cannot be written", "No space left")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_bytes() == before
+
+
+def test_without_jinja2_the_error_says_what_to_install(home, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    refused(tezo("report", home / "one", "--output", tmp_path / "r.html"), "pip install jinja2")
+
+
+def test_a_long_run_makes_a_small_page(tmp_path):
+    draw = random.Random(0)
+    folder = made(tmp_path / "long", [draw.gauss(2, 0.1) for _ in range(5000)])
+    text = page.page([read_run(folder)])
+    assert len(text) < 200_000
+    label = charts.loss_charts([read_run(folder)])[0].label
+    assert "at 5e+03" in label or "at 5000" in label
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("-x", 1), ("it's here; rm -rf", 2)])
+def test_the_command_survives_a_shell(name, ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made(Path(name), [1.0, 2.0], summary={"ranks": ranks, "bytes_sent": 2048, "exchanges": 4})
+    shown = reported(tmp_path, f"./{name}")
+    (command,) = (w for w in shown.words if " --output " in w)
+    done = subprocess.run(
+        ["bash", "-c", f"show() {{ printf '%s\\n' \"$@\"; }}; show {command}"], capture_output=True, text=True
+    )
+    *program, config, flag, new = done.stdout.splitlines()
+    assert (program[-1], program[0]) == ("train", "torchrun" if ranks > 1 else "tezo")
+    assert Path(config) == Path(name) / "config.yaml" and Path(new) == Path(f"{name}-again") and flag == "--output"
+    assert not config.startswith("-")
+    assert ("2.00 KiB" in "".join(shown.words)) == (ranks > 1)
