@@ -29,7 +29,8 @@ losses() {
 
 for name in "${@:-all}"; do
     if [ "$name" = all ]; then
-        set -- gradient-spectrum gradient-subspace weight-rank second-moment estimator convergence memory step-time loss
+        set -- gradient-spectrum gradient-subspace weight-rank second-moment estimator convergence half-precision \
+            memory step-time loss
         for each; do figure "$each"; done
     else
         figure "$name"

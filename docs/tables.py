@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+FIGURES = sorted(path.stem for path in (RESULTS.parents[1] / "docs/figures").glob("*.json"))
 SMALL = "opt-125m"
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -138,6 +139,13 @@ def encoder() -> str:
     return text.partition("\n\n")[2]
 
 
+def figure(name: str) -> str:
+    """A figure of `tezo analyze`, with its caption and what it was made on."""
+    numbers = json.loads((RESULTS.parents[1] / f"docs/figures/{name}.json").read_text(encoding="utf-8"))
+    made = f"`benchmarks/figures.sh {name}`; {machine(numbers)}."
+    return f"![{name}](figures/{name}.png)\n\n*{numbers['caption']}* {made}\n"
+
+
 def head(settings: dict[str, Any]) -> str:
     """A setting, for the head of a column."""
     return f"{SHORT[settings['dtype']]} {settings['batch']} x {settings['length']}"
@@ -172,4 +180,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "packed": packed,
     "exchange": exchange,
     "encoder": encoder,
+    **{f"figure-{name}": partial(figure, name) for name in FIGURES},
 }

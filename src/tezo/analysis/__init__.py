@@ -9,13 +9,15 @@ from tezo.analysis.costs import MEMORY, STEP_TIME
 from tezo.analysis.estimator import ESTIMATOR
 from tezo.analysis.gradient_spectrum import SPECTRUM
 from tezo.analysis.gradient_subspace import SUBSPACE
+from tezo.analysis.half_precision import HALF_PRECISION
 from tezo.analysis.loss import LOSS_CURVES
 from tezo.analysis.second_moment import SECOND_MOMENT
 from tezo.analysis.weight_rank import WEIGHT_RANK
 from tezo.errors import RequestError, nearest
 
 _ROWS = (
-    SPECTRUM, SUBSPACE, WEIGHT_RANK, SECOND_MOMENT, ESTIMATOR, CONVERGENCE, MEMORY, STEP_TIME, LOSS_CURVES,
+    SPECTRUM, SUBSPACE, WEIGHT_RANK, SECOND_MOMENT, ESTIMATOR, CONVERGENCE, HALF_PRECISION, MEMORY, STEP_TIME,
+    LOSS_CURVES,
 )  # fmt: skip
 ANALYSES: dict[str, Analysis] = {entry.name: entry for entry in _ROWS}
 
