@@ -95,19 +95,13 @@ def load_model(
             be quantised or placed so.
     """
     source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    trust = {"trust_remote_code": trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, **trust)
         found = kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
-        if quantization != "none":
-            width = config.dtype if dtype == "auto" else DTYPES[_one_of("model.dtype", dtype, tuple(DTYPES))]
-            options["quantization_config"] = quantizer(quantization).config(width or torch.float32)
-        if quantization != "none" or place.spread:
-            options["device_map"] = "auto" if place.spread else {"": where}
-        model, report = _CLASSES[found].from_pretrained(
-            source, config=config, dtype=_dtype(dtype), use_safetensors=True, output_loading_info=True, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        options = _weights(config, dtype, quantization, place, where)
+        model, report = _CLASSES[found].from_pretrained(source, config=config, **options, **trust)
+        tokenizer = AutoTokenizer.from_pretrained(source, **trust)
     except RequestError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -118,13 +112,28 @@ def load_model(
     _check_complete(name, report["missing_keys"])
     if quantization != "none":
         check_unpacks(quantization, model, where)
+    _set_padding(name, tokenizer)
+    model = (model if "device_map" in options else model.to(where)).eval()
+    fingerprint = digest(dict(model.named_parameters()))
+    return LoadedModel(model, tokenizer, found, fingerprint, tuple(place.settle(model, where)))
+
+
+def _weights(config: Any, dtype: str, quantization: str, place: Placement, where: torch.device) -> dict[str, Any]:
+    """How `from_pretrained` is to load the weights."""
+    options: dict[str, Any] = {"dtype": _dtype(dtype), "use_safetensors": True, "output_loading_info": True}
+    if quantization != "none":
+        width = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
+        options["quantization_config"] = quantizer(quantization).config(width)
+    if quantization != "none" or place.spread:
+        options["device_map"] = "auto" if place.spread else {"": where}
+    return options
+
+
+def _set_padding(name: str, tokenizer: Any) -> None:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
         raise RequestError(f"model.name: the tokenizer of {name} has no token to pad with; set one in its files.")
-    model = (model if "device_map" in options else model.to(where)).eval()
-    fingerprint = digest(dict(model.named_parameters()))
-    return LoadedModel(model, tokenizer, found, fingerprint, tuple(place.settle(model, where)))
 
 
 def _placement(name: str, quantization: str) -> Placement:
