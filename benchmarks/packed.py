@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+STEPS = 80
 LOOKED_AT = ("float16",)
 """Forms that are not tuned."""
 FORMS = {
@@ -31,11 +32,12 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=Path("examples/routing/recipe.yaml"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results = [measure(arguments.recipe, name) for name in FORMS]
-    text = json.dumps(results, indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+    results = []
+    for name in FORMS:
+        results.append(measure(arguments.recipe, name))
+        print(json.dumps(results[-1], indent=2), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def measure(recipe: Path, name: str) -> dict[str, Any]:
@@ -47,7 +49,8 @@ def measure(recipe: Path, name: str) -> dict[str, Any]:
     if name not in LOOKED_AT:
         rho = report["recommended_rho"]
         with TemporaryDirectory() as folder:
-            run = tezo("train", str(recipe), *settings, "--set", f"method.rho={rho}", "--output", f"{folder}/run")
+            settings += ["--set", f"method.rho={rho}", "--steps", str(STEPS), "--output", f"{folder}/run"]
+            run = tezo("train", str(recipe), *settings)
         row["run"] = {
             key: run[key] for key in ("method", "seed", "steps", "rows", "before", "after", "hardware", "versions")
         }
