@@ -1,4 +1,4 @@
-"""Figures of a first-order run's gradients and of benchmarks: against numpy, scipy and hand cases."""
+"""Figures of a first-order run's gradients and of benchmarks: against numpy, pandas and hand cases."""
 
 import json
 from pathlib import Path
