@@ -104,7 +104,7 @@ def test_every_figure_of_the_page_is_that_of_the_files(home, tmp_path):
         after = summary["after"][name]
         assert shown.row(name) == pytest.approx([before, after, after - before])
     values = {attributes["value"] for attributes in shown.of("data")}
-    for key in ("num_forward_passes", "peak_memory", "seconds_stepping", "kept_step"):
+    for key in ("num_forward_passes", "peak_memory", "model_bytes", "seconds_stepping", "kept_step"):
         assert str(summary[key]) in values, key
     kappas = [p.projected_grad for step in read_log(home / "one" / "steps.log").steps for p in step.record.probes]
     rms = math.sqrt(sum(k * k for k in kappas) / len(kappas))

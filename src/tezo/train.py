@@ -16,6 +16,7 @@ from tezo.job import LOSS, Job, prepare
 from tezo.machine import hardware, memory_for, peak_memory, versions
 from tezo.objectives import Encoded
 from tezo.optimizer import ZerothOrderOptimizer
+from tezo.quantization import stored_bytes
 from tezo.ranks import Ranks, join
 from tezo.recipe import Config
 from tezo.result import save_result
@@ -281,6 +282,7 @@ class Loop:
             "num_forward_passes": job.optimizer.num_forward_passes,
             "seconds_stepping": round(self.step_seconds, 3),
             "peak_memory": peak_memory(),
+            "model_bytes": stored_bytes(job.model),
             "parameters": parameter_counts(plan(job.model, job.optimizer)),
             "result": save_result(job.config, job.loaded, job.optimizer, self.folder.result),
             "prompt_shared_by_options": job.objective.packs,

@@ -20,7 +20,8 @@ MOST_CONFIG, MOST_LOG, MOST_NUMBER, MOST_SIZES = 1 << 20, 1 << 28, 1e15, 8
 LEAST_STEPS = 2
 
 _NUMBERS = {
-    "steps", "kept_step", "num_forward_passes", "seconds_stepping", "peak_memory", "ranks", "bytes_sent", "exchanges",
+    "steps", "kept_step", "num_forward_passes", "seconds_stepping", "peak_memory", "model_bytes", "ranks", "bytes_sent",
+    "exchanges",
 }  # fmt: skip
 _KINDS = {"notices": list, "hardware": str, "versions": dict, "rows": dict, "parameters": dict, "result": dict}
 
