@@ -87,9 +87,10 @@ def stored_bytes(model: nn.Module) -> int:
 
 def bytes_of(tensor: Any) -> int:
     """Bytes of a tensor, with the scales that it comes with when it is packed."""
-    parts = getattr(tensor, "__tensor_flatten__", None)  # torchao's
-    if parts is not None:
-        return sum(bytes_of(getattr(tensor, name)) for name in parts()[0])
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # torchao's, and the shards of FSDP2, which hold this rank's
+    if flatten is not None:
+        parts = [getattr(tensor, name) for name in flatten()[0]]
+        return sum(bytes_of(part) for part in parts if isinstance(part, Tensor))
     state = getattr(tensor, "quant_state", None)  # bitsandbytes'
     scales = state.as_dict(packed=True).values() if state is not None else [getattr(tensor, "SCB", None)]
     return int(tensor.nbytes) + sum(int(part.nbytes) for part in scales if isinstance(part, Tensor))
