@@ -82,6 +82,9 @@ def test_a_run_of_an_offloaded_model_is_the_run_of_the_model(home, tmp_path, pla
     assert json.loads(found.out) == json.loads(whole.out)
     merged = tezo("export", tmp_path / "placed", "--format", "merged", "--output", tmp_path / "merged")
     assert merged.code == 0, merged.err
+    again = tezo("replay", tmp_path / "placed", "--device", "cpu", "--output", tmp_path / "again")
+    assert again.code == 0, again.err
+    assert (tmp_path / "again/adapter/adapter_model.safetensors").read_bytes() == adapters[0].read_bytes()
 
 
 @pytest.mark.parametrize("placement", OFFLOADED)

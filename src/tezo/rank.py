@@ -107,13 +107,19 @@ def rank_rule(
 def significant_rank(weight_MN: Tensor, threshold: float) -> int:
     """How many singular values of a matrix exceed `threshold` times its largest; 1 at the least.
 
-    Counted among the eigenvalues of the smaller Gram matrix, in float64 (W W^T has the squares of the
-    singular values): a third of an SVD's time in benchmarks/results/rank_selection.json, with the same counts.
+    Counted among `squared_singular_values`: a third of an SVD's time in benchmarks/results/rank_selection.json, with
+    the same counts.
     """
+    squares = squared_singular_values(weight_MN)
+    return max(1, int((squares > threshold**2 * squares[-1]).sum()))
+
+
+def squared_singular_values(weight_MN: Tensor) -> Tensor:
+    """In rising order: the eigenvalues of the smaller Gram matrix, W W^T or W^T W, in float64."""
     wide = weight_MN if weight_MN.shape[0] <= weight_MN.shape[1] else weight_MN.T
     wide = wide.to(torch.float64)
-    eigenvalues = torch.linalg.eigvalsh(wide @ wide.T)
-    return max(1, int((eigenvalues > threshold**2 * eigenvalues[-1]).sum()))
+    squares: Tensor = torch.linalg.eigvalsh(wide @ wide.T)
+    return squares
 
 
 def block_of(name: str) -> str:

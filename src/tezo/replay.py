@@ -32,7 +32,7 @@ def replay(run: Path, output: Path, *, step: int | None = None, device: str = "a
         raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
     contents = read_log(run / LOG)
     check_complete(contents.header)
-    config = parse_config(overlay(contents.header["config"], [("model.device", device)]))
+    config = parse_config(overlay(contents.header["config"], [("model.device", device), ("model.placement", "device")]))
     loaded = load_for_tuning(config)
     check_model(contents.header, loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, contents.header["untrained"])

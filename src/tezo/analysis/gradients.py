@@ -18,6 +18,7 @@ from tezo.errors import RequestError
 from tezo.first_order import FirstOrderOptimizer
 from tezo.job import Job, prepare
 from tezo.params import ALL_LINEAR, Target, select_targets
+from tezo.rank import squared_singular_values
 from tezo.recipe import MethodConfig
 from tezo.schedule import batch_indices
 
@@ -125,11 +126,8 @@ def on_what(numbers: Numbers) -> str:
 
 
 def singular_values(matrix_MN: Tensor) -> Tensor:
-    """All, in falling order, in float64: roots of the smaller Gram matrix's eigenvalues."""
-    wide = matrix_MN if matrix_MN.shape[0] <= matrix_MN.shape[1] else matrix_MN.T
-    wide = wide.double()
-    values: Tensor = torch.linalg.eigvalsh(wide @ wide.T)
-    return values.clamp(min=0).sqrt().flip(0)
+    """All, in falling order, in float64."""
+    return squared_singular_values(matrix_MN).clamp(min=0).sqrt().flip(0)
 
 
 def rounded(values: Any, digits: int = 5) -> list[float]:
