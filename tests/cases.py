@@ -80,9 +80,9 @@ def effective_weight(optimizer: ZerothOrderOptimizer, name: str) -> Tensor:
     """What the model computes with between steps: the stored tensor and the change kept beside it."""
     moving = optimizer.moving[name]
     weight = moving.weight.detach().clone()
-    if isinstance(moving, InForward) and moving.change is not None:
-        left_MR, right_NR = (factor.to(moving.target.state_dtype) for factor in moving.change.factors())
-        return weight + left_MR @ right_NR.T
+    if isinstance(moving, InForward):
+        for left_MR, right_NR in moving.trained():
+            weight = weight + left_MR.to(moving.target.state_dtype) @ right_NR.to(moving.target.state_dtype).T
     return weight
 
 

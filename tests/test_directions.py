@@ -244,7 +244,7 @@ def test_the_four_ways_to_use_a_direction_agree_with_its_dense_form(kind, m, n, 
     elif kind == "core":
         point, z = Core(draw=Kept(coefficient), v_NR=v, born=0, u_MR=u), u @ coefficient @ v.T
     else:
-        point, z = LowRank(draw=Kept(u), v_NR=v, born=0, previous_v=None, gram=1.0), u @ v.T
+        point, z = LowRank(draw=Kept(u), v_NR=v, born=0, gram=1.0), u @ v.T
     left, right = point.factors()
     x, x_transposed, ids = new(2, 3, n), new(2, 3, m), torch.randint(m, (2, 3), generator=draw)
     weight = new(m, n)

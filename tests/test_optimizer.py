@@ -191,14 +191,18 @@ def test_a_method_that_is_defined_for_one_direction_refuses_two():
     ("perturbation", "update", "message"),
     [
         (
-            Lazy(FixedRank(rank=2), "unit", 5),
-            Adam((0.9, 0.99), 1e-5, eps_in_sqrt=True, bias_correction=False),
-            "Adam takes directions of type Dense, CP, Core; Lazy draws LowRank",
+            Lazy(FixedRank(rank=2), "unit", interval=5),
+            FactoredAdam((0.9, 0.99), 1e-5, eps_in_sqrt=True, bias_correction=False),
+            "FactoredAdam takes directions of type Dense, CP; Lazy draws LowRank",
         ),
-        (Subspace(FixedRank(rank=2), "unit", 5), AdaMU(1e-8), "AdaMU takes directions of type MomentumNoise; Subspace"),
+        (
+            Subspace(FixedRank(rank=2), "unit", interval=5),
+            AdaMU(1e-8),
+            "AdaMU takes directions of type MomentumNoise; Subspace",
+        ),
         (Gaussian(), AdaMU(1e-8), "Gaussian draws Dense for layer.weight"),
         (
-            Subspace(FixedRank(rank=2), "unit", 5),
+            Subspace(FixedRank(rank=2), "unit", interval=5),
             FactoredAdam((0.9, 0.99), 1e-5, eps_in_sqrt=True, bias_correction=False),
             "FactoredAdam takes directions of type Dense, CP; Subspace draws Core",
         ),
@@ -213,7 +217,7 @@ def test_new_combinations_of_a_perturbation_and_an_update_are_methods_too():
     model = Regression()
     subspace_adam = ZerothOrderOptimizer(
         model,
-        Subspace(FixedRank(rank=3), "unit", 1000),
+        Subspace(FixedRank(rank=3), "unit", interval=1000),
         Adam((0.9, 0.99), 1e-5, eps_in_sqrt=True, bias_correction=False),
         lr=2e-2,
     )

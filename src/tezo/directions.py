@@ -7,7 +7,7 @@ coefficients too, and update rules are written once, on coefficients:
 | type      | Z                  | coefficient | fixed        | drawn by            |
 |-----------|--------------------|-------------|--------------|---------------------|
 | `CP`      | U diag(tau) V^T    | tau_R       | u_MR, v_NR   | TeZO                |
-| `LowRank` | U V^T              | u_MR        | v_NR         | LOZO                |
+| `LowRank` | U V^T              | u_MR        | v_NR         | LOZO, LOZO-Adam     |
 | `Core`    | U S V^T            | core_RR     | u_MR, v_NR   | SubZO               |
 | `Dense`   | z                  | z itself    | nothing      | MeZO, ZO-AdaMU, 1-D |
 
@@ -16,7 +16,7 @@ The scale that gives every entry of Z variance 1 is inside the fixed factors (se
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -116,11 +116,15 @@ class FixedFactors(Direction):
     A coefficient with a leading dimension G stands for G points of one space. `add_linear_` and its kin then
     take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike. They compute in the
     dtype of the output, whatever the factors are stored in.
+
+    On the first step of an interval `before` draws the factors of the interval before, by which a momentum is carried
+    over.
     """
 
     draw: Callable[[], Tensor]
     v_NR: Tensor
     born: int
+    before: Callable[[], Mapping[str, Tensor]] | None = None
 
     @property
     def coefficient(self) -> Tensor:
@@ -178,6 +182,15 @@ class CP(FixedFactors):
 
     u_MR: Tensor
 
+    def carry_over(self, coefficient: Tensor) -> Tensor:
+        if self.before is None:
+            return coefficient
+        # <sum_j m_j u'_j v'_j^T, u_s v_s^T> / |u_s v_s^T|^2: the new terms are all but orthogonal
+        old, dtype = self.before(), coefficient.dtype
+        u_MR, v_NR = self.u_MR.to(dtype), self.v_NR.to(dtype)
+        overlap_RR = (u_MR.T @ old["u"].to(dtype)) * (v_NR.T @ old["v"].to(dtype))
+        return (overlap_RR @ coefficient) / (u_MR.square().sum(0) * v_NR.square().sum(0))
+
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.u_MR * self.coefficient, self.v_NR
 
@@ -202,12 +215,10 @@ class CP(FixedFactors):
 class LowRank(FixedFactors):
     """Z = U V^T with V fixed over an interval: the coefficient is u_MR.
 
-    On the first step of an interval, `previous_v` draws the V of the interval before, and `gram` is the
-    diagonal that V^T V has in expectation; together they carry a momentum over.
+    `gram` is the diagonal that V^T V has, of random columns in expectation: it carries a momentum over.
     """
 
-    previous_v: Callable[[], Tensor] | None
-    gram: float
+    gram: float | Tensor
 
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.coefficient, self.v_NR
@@ -224,11 +235,25 @@ class LowRank(FixedFactors):
         _add_product_(out_GTN, rows_GTR.to(out_GTN.dtype), self.v_NR.T)
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
-        if self.previous_v is None:
+        if self.before is None:
             return coefficient
         # M <- M V_old^T V_new / E[V^T V]
-        overlap_RR = self.previous_v().T.to(coefficient.dtype) @ self.v_NR.to(coefficient.dtype)
+        overlap_RR = self.before()["v"].T.to(coefficient.dtype) @ self.v_NR.to(coefficient.dtype)
         return coefficient @ overlap_RR / self.gram
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransposedLowRank(LowRank):
+    """Z = V U^T, for a weight that is stored with its inputs as rows: V is fixed there, and u_NR is the coefficient."""
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.v_NR, self.coefficient
+
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        super().add_transposed_(out_GTM, x_GTN)
+
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        super().add_linear_(out_GTN, x_GTM)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tezo.apply import InForward
+from tezo.apply.frozen import join
 from tezo.errors import RequestError
 from tezo.models import kind_of
 from tezo.optimizer import ZerothOrderOptimizer
@@ -50,16 +51,17 @@ def make_adapter(optimizer: ZerothOrderOptimizer) -> Adapter:
     if reason is not None:
         raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
     moved = [m for m in optimizer.moving.values() if isinstance(m, InForward)]
-    ranks = [optimizer.perturbation.rank_of(m.target.name) or 1 for m in moved]
-    pairs = {m.target.sites[0].name: _pair(m, max(ranks)) for m in moved}
-    return Adapter(max(ranks), pairs)
+    own = (optimizer.perturbation.rank_of(m.target.name) or 1 for m in moved)
+    rank = max(*own, *(sum(left.shape[1] for left, _ in m.trained()) for m in moved))
+    return Adapter(rank, {m.target.sites[0].name: _pair(m, rank) for m in moved})
 
 
 def _pair(moving: InForward, rank: int) -> tuple[Tensor, Tensor]:
     rows, columns = moving.target.matrix_shape
     left_MR, right_NR = torch.zeros(rows, rank), torch.zeros(columns, rank)
-    if moving.change is not None:
-        left, right = (factor.float().cpu() for factor in moving.change.split_factors())
+    parts = moving.trained()
+    if parts:
+        left, right = (factor.cpu() for factor in join(parts, torch.float32))
         left_MR[:, : left.shape[1]], right_NR[:, : right.shape[1]] = left, right
     if moving.target.sites[0].layout == "transposed":  # Conv1D: x W, with W = left right^T
         left_MR, right_NR = right_NR, left_MR

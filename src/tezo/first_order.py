@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tezo.bases import FactorStore, Passes
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.params import ALL, select_targets
 from tezo.random import seed_of
@@ -95,6 +96,19 @@ class FirstOrderOptimizer(torch.optim.AdamW):
     def drawn_on_the_device(self) -> str | None:
         """A parameter whose steps depend on the type of its device: all do."""
         return self.targets[0].name
+
+    def watch(self, passes: Passes) -> None:
+        """There is no basis that looks."""
+        del passes
+
+    def keep_in(self, store: FactorStore) -> None:
+        """There is nothing to keep."""
+        del store
+
+    @property
+    def cost_of_basis(self) -> tuple[int, float]:
+        """None."""
+        return 0, 0.0
 
     @property
     def factor_bytes(self) -> int:

@@ -25,7 +25,6 @@ class Forecast:
         trained: numbers that it would change.
         kept: bytes beside the model: factors, coefficients and moments. The activations of a forward pass come on top.
         rank: of its directions; None where they are dense.
-        most_steps: how many steps it could take; None: any number.
         adapter: whether the result would be an exact LoRA adapter.
         refusal: why it cannot tune this model; None where it can.
     """
@@ -34,7 +33,6 @@ class Forecast:
     trained: int = 0
     kept: int = 0
     rank: int | None = None
-    most_steps: int | None = None
     adapter: bool = False
     refusal: str | None = None
 
@@ -46,9 +44,11 @@ def forecasts(model: nn.Module) -> list[Forecast]:
 
 
 def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], side: int) -> Forecast:
-    defaults, options = method.defaults(), {}
+    defaults, options = method.defaults(), dict[str, Any]()
     if "rank" in defaults:
         options["rank"] = min(side, defaults["rank"] or defaults["max_rank"])
+    if "basis" in defaults:
+        options["basis"] = "gaussian"  # of the same size as one that sees data, of which there is none
     try:
         optimizer = method.build(model, seed=0, **options)
     except RequestError as error:
@@ -59,7 +59,6 @@ def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], side: int)
             trained=sum(target.shape.numel() for target in optimizer.targets),
             kept=optimizer.factor_bytes + sum(_kept(optimizer, name) for name in optimizer.moving),
             rank=options.get("rank"),
-            most_steps=optimizer.most_steps,
             adapter=optimizer.why_no_adapter() is None,
         )
     finally:

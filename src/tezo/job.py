@@ -7,15 +7,19 @@ from typing import Any
 import torch
 
 from tezo.adapters import add_adapter
+from tezo.bases import Passes
 from tezo.errors import RequestError
 from tezo.methods import Tuner, method
 from tezo.models import LoadedModel, load_model
 from tezo.objectives import Batch, Encoded, Objective, objective_for
-from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import ALL, find_targets, never_called
+from tezo.random import permutation
 from tezo.recipe import Config
 from tezo.splits import divide, read_splits, training_rows
 from tezo.tasks import Demonstrated, Fields, Format, LabelFormat, Row, TaskFormat, choose_format, task
+
+BASIS_ROWS = 64
+"""Training rows that a basis which sees the data looks at: as many as two steps of 16 rows pass."""
 
 LOSS = "loss"
 """The objective that batches have of themselves; any other is a metric."""
@@ -75,6 +79,8 @@ def prepare(config: Config) -> Job:
     notices += cut_notices(objective)
     objective.adapt(loaded.model, train)
     untrained = _untrained(loaded, objective, train, notices)
+    optimizer = make_optimizer(config, loaded, untrained)
+    optimizer.watch(basis_passes(loaded, objective, train, config.train.seed))
     return Job(
         config=resolve(config, form),
         loaded=loaded,
@@ -83,7 +89,7 @@ def prepare(config: Config) -> Job:
         train=train,
         dev=dev,
         test=test or dev,
-        optimizer=make_optimizer(config, loaded, untrained),
+        optimizer=optimizer,
         untrained=tuple(untrained),
         notices=tuple(notices),
     )
@@ -179,6 +185,16 @@ def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encode
     return [target.name for target in unused]
 
 
+def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], seed: int) -> Passes:
+    """Step -> forward passes over `BASIS_ROWS` training rows, or all where there are fewer; others at each step."""
+
+    def passes(born: int) -> None:
+        chosen = permutation(len(train), seed=seed, step=born, name="basis")[:BASIS_ROWS]
+        objective.losses(loaded.model, objective.batches([train[i] for i in chosen]), 1)
+
+    return passes
+
+
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> Tuner:
     """The method of a configuration on a model; `untrained` parameters are left alone."""
     options = dict(config.method.options)
@@ -187,11 +203,4 @@ def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[st
     wanted = method(config.method.name)
     targets = options.pop("targets", wanted.defaults()["targets"])
     targets = (*targets, *(f"!{name}" for name in untrained))
-    optimizer = wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)
-    most = optimizer.most_steps if isinstance(optimizer, ZerothOrderOptimizer) else None
-    if most is not None and config.train.steps > most:
-        raise RequestError(
-            f"train.steps is {config.train.steps}, but {wanted.name} writes to the weights after {most} steps, and "
-            "these cannot be written; set method.lazy_update_interval to the steps, or use tezo, tezo-m or tezo-cadam."
-        )
-    return optimizer
+    return wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tezo.apply import Blocks, InForward, MovingParameter, NotInBlocksError, Shift, moving_parameter, require_writable
+from tezo.bases import FactorStore, Passes
 from tezo.directions import Direction
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.kernels import wide_products
@@ -42,6 +43,9 @@ class ZerothOrderOptimizer(SavedState):
         targets: patterns that choose the parameters, see `tezo.params.select_targets`.
         seed: of every draw.
         in_forward: False moves low-rank directions in place too, as published code does (for comparison).
+        frozen_rank: where factors change during a run, what was trained with the old ones is kept beside the base, by
+            factors of at most this rank, compressed to it; None: it is folded into the weights, and beside a base that
+            cannot be written kept at rank 64.
 
     Raises:
         RequestError: a setting is out of range, or the targets cannot be moved this way.
@@ -61,8 +65,11 @@ class ZerothOrderOptimizer(SavedState):
         targets: Sequence[str] = (ALL_LINEAR,),
         seed: int = 0,
         in_forward: bool = True,
+        frozen_rank: int | None = None,
     ) -> None:
         _check_settings(lr, rho, weight_decay, num_directions, perturbation)
+        if frozen_rank is not None and frozen_rank < 1:
+            raise RequestError(f"method.frozen_rank is {frozen_rank}; it must be at least 1.")
         self.model = model
         self.perturbation = perturbation
         self.update = update
@@ -79,24 +86,24 @@ class ZerothOrderOptimizer(SavedState):
         self.moving: dict[str, MovingParameter] = {}
         try:
             for target in self.targets:
-                self.moving[target.name] = self._moving(target, in_forward)
+                self.moving[target.name] = self._moving(target, in_forward, frozen_rank)
         except RequestError:
             self.close()
             raise
         self._in_blocks = all(moving.in_blocks for moving in self.moving.values())
         super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
 
-    def _moving(self, target: Target, in_forward: bool) -> MovingParameter:
-        direction = self.perturbation.direction(target, Moment(self.seed, 0), {})
-        if not isinstance(direction, self.update.takes):
+    def _moving(self, target: Target, in_forward: bool, frozen_rank: int | None) -> MovingParameter:
+        kind = self.perturbation.direction_type(target)
+        if not issubclass(kind, self.update.takes):
             taken = ", ".join(kind.__name__ for kind in self.update.takes)
             raise RequestError(
                 f"{type(self.update).__name__} takes directions of type {taken}; "
-                f"{type(self.perturbation).__name__} draws {type(direction).__name__} for {target.name}."
+                f"{type(self.perturbation).__name__} draws {kind.__name__} for {target.name}."
             )
         if self.update.writes_weight:
             require_writable(target, "this method")
-        return moving_parameter(target, direction, self._blocks, in_forward=in_forward)
+        return moving_parameter(target, kind, self._blocks, in_forward=in_forward, frozen_rank=frozen_rank)
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -140,14 +147,28 @@ class ZerothOrderOptimizer(SavedState):
             )
         self._take(self._draw(), record)
 
+    def watch(self, passes: Passes) -> None:
+        """Says what a basis that sees the data is to look at; to be called before the first step.
+
+        Args:
+            passes: step -> anything: runs the model on some training rows, whose inputs to each layer are looked at.
+                It is called when factors are first needed, and at every refresh with the step it is at.
+        """
+        self.perturbation.watch(self.model, passes)
+
+    def keep_in(self, store: FactorStore) -> None:
+        """Says where such a basis is to keep what it saw, so that steps can be replayed without the data."""
+        self.perturbation.keep_in(store)
+
     def _draw(self) -> dict[str, list[Direction]]:
         """The step's directions, by parameter; what is trained in the forward pass moves over to their factors."""
         moments = [Moment(self.seed, self.num_steps, index) for index in range(self.num_directions)]
         drawn: dict[str, list[Direction]] = {}
-        for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
-            state = self._update_state.get(name, {})
-            drawn[name] = [self.perturbation.direction(moving.target, moment, state) for moment in moments]
-            moving.begin(drawn[name][0], moments[0])
+        with evaluation_mode(self.model), wide_products(self.model):  # a basis may look at the model's inputs
+            for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
+                state = self._update_state.get(name, {})
+                drawn[name] = [self.perturbation.direction(moving.target, moment, state) for moment in moments]
+                moving.begin(drawn[name][0], moments[0])
         return drawn
 
     def _take(self, drawn: dict[str, list[Direction]], record: StepRecord) -> None:
@@ -212,6 +233,11 @@ class ZerothOrderOptimizer(SavedState):
         self.update.step(moving, estimate, self._update_state[name], lr)
 
     @property
+    def cost_of_basis(self) -> tuple[int, float]:
+        """(calls of the model, seconds) that a basis which sees the data has spent on looking so far."""
+        return self.perturbation.cost_of_basis
+
+    @property
     def factor_bytes(self) -> int:
         """Bytes of what is kept for drawing directions."""
         return self.perturbation.factor_bytes
@@ -241,10 +267,9 @@ class ZerothOrderOptimizer(SavedState):
         self._blocks.close()
 
     @property
-    def most_steps(self) -> int | None:
-        """How many steps can be taken: until factors are folded, where that cannot be written; None: any number."""
-        folds = all(moving.target.is_writable for moving in self.moving.values() if isinstance(moving, InForward))
-        return None if folds else self.perturbation.interval
+    def compression_error(self) -> float:
+        """Of the parameter where it is largest: the share of what was trained that compression beside the base lost."""
+        return max((m.lost for m in self.moving.values() if isinstance(m, InForward)), default=0.0)
 
     def why_no_adapter(self) -> str | None:
         """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""

@@ -93,6 +93,14 @@ class Target:
         return self.in_forward and all(site.layout in ("linear", "transposed") for site in self.sites)
 
     @property
+    def input_role(self) -> Literal["u", "v"] | None:
+        """Which side of the matrix meets a layer's inputs: "v", its columns; "u", its rows; None: neither."""
+        layouts = {site.layout for site in self.sites}
+        if not self.is_linear or len(layouts) > 1:
+            return None
+        return "u" if layouts == {"transposed"} else "v"
+
+    @property
     def state_dtype(self) -> torch.dtype:
         """Of coefficients and moments: float32, or float64 where the parameter is."""
         return torch.float64 if self.parameter.dtype == torch.float64 else torch.float32

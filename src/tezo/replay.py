@@ -1,11 +1,13 @@
 """From the base model and the step log alone to the tuned model."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tezo.config import overlay, parse_config
 from tezo.durable import new_folder
 from tezo.errors import RequestError
+from tezo.factor_files import FactorFiles
 from tezo.fingerprint import check_complete, check_model, check_place
 from tezo.job import load_for_tuning, make_optimizer
 from tezo.machine import versions
@@ -38,6 +40,8 @@ def replay(run: Path, output: Path, *, step: int | None = None, device: str = "a
     optimizer = make_optimizer(config, loaded, contents.header["untrained"])
     if not isinstance(optimizer, ZerothOrderOptimizer):
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
+    optimizer.keep_in(FactorFiles(run, writes=False))
+    optimizer.watch(partial(_no_data, run))
     own = {"device": loaded.device.type, "versions": versions(("tezo", "torch"))}
     notices = check_place(contents.header, own, optimizer)
     wanted = _wanted(run, contents, step)
@@ -45,6 +49,11 @@ def replay(run: Path, output: Path, *, step: int | None = None, device: str = "a
         optimizer.replay(logged.record)
     result = save_result(config, loaded, optimizer, lambda name: new_folder(output / name))
     return {"steps": wanted, "result": result, "notices": notices}
+
+
+def _no_data(run: Path, born: int) -> None:
+    path = FactorFiles(run, writes=False).path(born)
+    raise RequestError(f"{path} is missing, and steps from {born} on depend on it; put it back, or give --step {born}.")
 
 
 def _wanted(run: Path, contents: LogContents, step: int | None) -> int:

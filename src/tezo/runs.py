@@ -3,6 +3,7 @@
 config.yaml          resolved: `tezo train config.yaml` is the same run
 plan.json            every parameter: shape, kind, rank, trained or not, and how
 steps.log            every finished step, see `tezo.steplog`
+basis-<step>.safetensors   what a basis that sees the data saw there
 metrics.jsonl        a line every `log_every` steps, and one for each evaluation
 checkpoint-<step>/   until the run has ended, see `tezo.checkpoint`
 adapter/             or model/: the result
@@ -23,6 +24,7 @@ from tezo.config import dump_config
 from tezo.durable import new_folder, write_file
 from tezo.errors import RequestError
 from tezo.evaluate import Metrics
+from tezo.factor_files import FactorFiles
 from tezo.fingerprint import check_same, log_header
 from tezo.job import Job
 from tezo.methods import Tuner
@@ -141,6 +143,7 @@ class RunFolder(Listener):
         notices = check_same(contents.header, own, job.optimizer) if resumed else []
         write_file(self.path / CONFIG, dump_config(job.config).encode())
         self._metrics = MetricsLog(self.path / METRICS)
+        job.optimizer.keep_in(FactorFiles(self.path, writes=True))
         self.write_json("plan.json", plan(job.model, job.optimizer))
         if contents.size > contents.valid:
             notices.append(f"an unfinished record of {contents.size - contents.valid} bytes was cut from {LOG}.")

@@ -1,11 +1,12 @@
 """What a zeroth-order optimizer has trained, as named tensors and back."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tezo.apply import MovingParameter
+from tezo.apply import InForward, MovingParameter
 from tezo.directions import Dense, LowRank
 from tezo.errors import RequestError
 from tezo.perturbations import Moment, Perturbation
@@ -15,8 +16,8 @@ from tezo.updates import State, Update
 class SavedState(torch.optim.Optimizer):
     """The part of `ZerothOrderOptimizer` that takes its state out and puts it in.
 
-    Tensors are named "change/NAME/KEY" (coefficients), "weight/NAME" (where the method writes weights) and
-    "update/NAME/KEY" (moments), NAME being the parameter's.
+    Tensors are named "change/NAME/KEY" (coefficients), "weight/NAME" (where the method writes weights),
+    "basis/BORN/NAME" (factors that came from the data) and "update/NAME/KEY" (moments), NAME being the parameter's.
     """
 
     moving: dict[str, MovingParameter]
@@ -28,7 +29,7 @@ class SavedState(torch.optim.Optimizer):
 
     def writes(self, moving: MovingParameter) -> bool:
         """Whether this method ever changes the stored tensor of a parameter."""
-        folds = self.perturbation.interval is not None and moving.target.is_writable
+        folds = self.perturbation.interval is not None and isinstance(moving, InForward) and moving.folds_into_weight
         return moving.writes_weight or self.update.writes_weight or folds
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,6 +42,7 @@ class SavedState(torch.optim.Optimizer):
             "param_groups": super().state_dict()["param_groups"],
             "num_steps": self.num_steps,
             "seed": self.seed,
+            "basis": self.perturbation.state(),
             "change": change,
             "update": {name: dict(state) for name, state in self._update_state.items()},
         }
@@ -56,6 +58,7 @@ class SavedState(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.num_steps, self.seed = state_dict["num_steps"], state_dict["seed"]
         self._load_moments(state_dict["update"])
+        self.perturbation.load_state(state_dict["basis"])
         self._load_changes(state_dict["change"], self.num_steps)
 
     def tuned_state(self) -> dict[str, Tensor]:
@@ -63,7 +66,7 @@ class SavedState(torch.optim.Optimizer):
         return {key: value.detach().cpu().clone() for key, value in self._tuned().items()}
 
     def _tuned(self) -> dict[str, Tensor]:
-        tuned: dict[str, Tensor] = {}
+        tuned = {f"basis/{key}": value for key, value in self.perturbation.state().items()}
         for name, moving in self.moving.items():
             if self.writes(moving):
                 tuned[f"weight/{name}"] = moving.weight
@@ -74,7 +77,11 @@ class SavedState(torch.optim.Optimizer):
     def load_tuned_state(self, tuned: dict[str, Tensor], num_steps: int) -> None:
         """Puts a `tuned_state` taken after `num_steps` steps back."""
         changes: dict[str, State] = {name: {} for name in self.moving}
+        basis = {key.removeprefix("basis/"): value for key, value in tuned.items() if key.startswith("basis/")}
+        self.perturbation.load_state(basis)
         for key, value in tuned.items():
+            if key.startswith("basis/"):
+                continue
             if key.startswith("weight/"):
                 self.moving[key.removeprefix("weight/")].weight.copy_(value)
             else:
@@ -110,15 +117,15 @@ class SavedState(torch.optim.Optimizer):
         # The factors that a change belongs to are those of the last step taken.
         moment = Moment(self.seed, max(0, num_steps - 1))
         for name, moving in self.moving.items():
-            direction = self.perturbation.direction(moving.target, moment, self._update_state.get(name, {}))
-            moving.load_state(direction, changes[name])
+            state = self._update_state.get(name, {})
+            moving.load_state(partial(self.perturbation.direction, moving.target, moment, state), changes[name])
 
     def drawn_on_the_device(self) -> str | None:
         """A parameter whose steps depend on the type of its device, by noise or by rounding; None: there is none."""
         for name, moving in self.moving.items():
             target = moving.target
-            direction = self.perturbation.direction(target, Moment(self.seed, 0), {})
+            kind = self.perturbation.direction_type(target)
             rounded = self.writes(moving) and target.parameter.dtype in (torch.bfloat16, torch.float16)
-            if isinstance(direction, (Dense, LowRank)) or rounded:
+            if issubclass(kind, (Dense, LowRank)) or rounded:
                 return name
         return None

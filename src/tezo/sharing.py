@@ -13,6 +13,7 @@ from torch import Tensor
 from tezo.checkpoint import Checkpoint, newest
 from tezo.errors import RequestError
 from tezo.evaluate import Metrics
+from tezo.factor_files import FactorFiles
 from tezo.job import LOSS, Job
 from tezo.metricslog import MetricsLog
 from tezo.objectives import BatchClosure
@@ -87,7 +88,7 @@ class Onlooker(RunFolder):
         return
 
     def begin(self, job: Job) -> Past:
-        del job
+        job.optimizer.keep_in(FactorFiles(self.path, writes=False))
         contents = read_log(self.path / LOG)
         checkpoint, _ = newest(self.path, len(contents.steps))
         metrics = MetricsLog(self.path / METRICS)

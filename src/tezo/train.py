@@ -13,17 +13,17 @@ from tezo.errors import RequestError, RunError, nearest
 from tezo.evaluate import Metrics, evaluate
 from tezo.interruption import Interruption
 from tezo.job import LOSS, Job, prepare
-from tezo.machine import hardware, memory_for, peak_memory, versions
+from tezo.machine import memory_for, peak_memory
 from tezo.objectives import Encoded
 from tezo.optimizer import ZerothOrderOptimizer
-from tezo.quantization import stored_bytes
 from tezo.ranks import Ranks, join
 from tezo.recipe import Config
 from tezo.result import save_result
-from tezo.runs import Listener, Past, Progress, RunFolder, parameter_counts, plan
+from tezo.runs import Listener, Past, Progress, RunFolder
 from tezo.schedule import batch_indices, interval, lr_factor
 from tezo.sharing import Onlooker, check_shareable, shared_rows
 from tezo.spsa import Closure
+from tezo.summary import Outcome, summarize
 
 
 def train(config: Config, output: Path, listeners: Sequence[Listener] = (), *, resume: bool = False) -> dict[str, Any]:
@@ -268,32 +268,18 @@ class Loop:
             self.job.optimizer.load_tuned_state(self.best.state, self.best.step)
 
     def _finish(self, steps: int, before: Metrics, after: Metrics) -> dict[str, Any]:
-        job = self.job
-        kept = self.best.step if self.best is not None and self.settings.keep_best else steps
-        summary = {
-            "method": job.config.method.name,
-            "model": job.config.model.name,
-            "before": before,
-            "after": after,
-            "rows": {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)},
-            "steps": steps,
-            "kept_step": kept,
-            "dev_loss": self.best.loss if self.best is not None else None,
-            "num_forward_passes": job.optimizer.num_forward_passes,
-            "seconds_stepping": round(self.step_seconds, 3),
-            "peak_memory": peak_memory(),
-            "model_bytes": stored_bytes(job.model),
-            "parameters": parameter_counts(plan(job.model, job.optimizer)),
-            "result": save_result(job.config, job.loaded, job.optimizer, self.folder.result),
-            "prompt_shared_by_options": job.objective.packs,
-            "notices": list(job.notices),
-            "seed": self.settings.seed,
-            "ranks": self.ranks.size,
-            "bytes_sent": self.ranks.bytes_sent,
-            "exchanges": self.ranks.exchanges,
-            "hardware": hardware(),
-            "versions": versions(),
-        }
+        best = self.best
+        outcome = Outcome(
+            steps,
+            best.step if best is not None and self.settings.keep_best else steps,
+            best.loss if best is not None else None,
+            self.step_seconds,
+            before,
+            after,
+        )
+        # in this order: saving a whole model merges the change into it
+        result = save_result(self.job.config, self.job.loaded, self.job.optimizer, self.folder.result)
+        summary = summarize(self.job, outcome, self.ranks, result)
         for listener in self.listeners:
             listener.finished(summary)
         return summary

@@ -15,18 +15,20 @@ from tezo.params import Target
 
 
 def moving_parameter(
-    target: Target, direction: Direction, blocks: Blocks, *, in_forward: bool = True
+    target: Target, kind: type[Direction], blocks: Blocks, *, in_forward: bool = True, frozen_rank: int | None = None
 ) -> MovingParameter:
-    """The way `target` is moved along directions of `direction`'s type.
+    """The way `target` is moved along directions of a type.
 
     Args:
         target: the parameter.
-        direction: one that the method draws for it.
+        kind: type of the directions that the method draws for it.
         blocks: of the model's forward pass.
         in_forward: False moves everything in place, as published code does (for comparison).
+        frozen_rank: see `InForward`.
     """
     if in_forward and target.in_forward:
         if not target.is_matrix:
             return VectorInForward(target, blocks)
-        return InForward(target, blocks) if isinstance(direction, FixedFactors) else DenseInForward(target, blocks)
+        low_rank = issubclass(kind, FixedFactors)
+        return InForward(target, blocks, frozen_rank) if low_rank else DenseInForward(target, blocks)
     return InPlace(target) if target.is_matrix else FromCopy(target)

@@ -1,7 +1,7 @@
 """How one parameter is moved: shown to the model perturbed, and stepped for good."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,9 +72,9 @@ class MovingParameter(ABC):
         """What has been trained and is not in the stored tensor."""
         return {}
 
-    def load_state(self, direction: Direction, state: dict[str, Tensor]) -> None:
-        """Puts `state` back; `direction` has the fixed factors it belongs to."""
-        del direction, state
+    def load_state(self, draw: Callable[[], Direction], state: dict[str, Tensor]) -> None:
+        """Puts `state` back; `draw` gives a direction with the fixed factors it belongs to."""
+        del draw, state
 
     def close(self) -> None:
         """Leaves the module as it was found, but for the trained values in stored tensors."""

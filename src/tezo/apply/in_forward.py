@@ -1,8 +1,9 @@
 """Low-rank directions in the forward pass: the stored tensor is read, never written.
 
-The output of a Linear with weight W becomes x (W + D)^T = x W^T + ((x V) * c) U^T, where D has what was
-trained since the factors were drawn and, during an evaluation, plus or minus rho Z. Every module that
-owns the parameter gets the hook, so tied weights move together.
+The output of a Linear with weight W becomes x (W + F + D)^T = x W^T + x F^T + ((x V) * c) U^T, where D has what
+was trained since the factors were drawn and, during an evaluation, plus or minus rho Z, and F what was trained with
+earlier ones, if that is kept beside the base. Every module that owns the parameter gets the hook, so tied weights
+move together.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,25 +15,40 @@ from torch.utils.hooks import RemovableHandle
 
 from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.apply.blocks import Blocks
+from tezo.apply.frozen import MOST_RANK, compress, join, low_rank
 from tezo.apply.interception import EMBEDDING, Interception
-from tezo.directions import Direction, FixedFactors
+from tezo.directions import Direction, FixedFactors, LowRank
 from tezo.params import Layout, Site, Target
 from tezo.perturbations import Moment
 
 
 class InForward(MovingParameter):
-    """A matrix moved in the forward pass: W_t = W + D, with D in the space of the current fixed factors.
+    """A matrix moved in the forward pass: W_t = W + F + D, with D in the space of the current fixed factors.
 
-    When a direction comes with new fixed factors, D is folded into the stored tensor once and starts
-    again from zero; TeZO's factors never change, and its stored tensors stay bit-identical.
+    When a direction comes with new fixed factors, D is folded once, and starts again from zero: into the stored
+    tensor, or into F, factors of a bounded rank beside it. Where factors never change, stored tensors stay
+    bit-identical.
+
+    Args:
+        target: the matrix.
+        blocks: of the model's forward pass.
+        most_rank: of F; None: D is folded into the stored tensor, where that can be written.
+
+    Attributes:
+        change: D.
+        frozen: F.
+        lost: by compression of F, each time as a share of its norm, added up.
     """
 
     writes_weight = False
     in_blocks = True
 
-    def __init__(self, target: Target, blocks: Blocks) -> None:
+    def __init__(self, target: Target, blocks: Blocks, most_rank: int | None = None) -> None:
         super().__init__(target)
         self.change: FixedFactors | None = None
+        self.frozen: LowRank | None = None
+        self.lost = 0.0
+        self._most_rank = most_rank if target.is_writable or most_rank is not None else MOST_RANK
         self._blocks = blocks
         self._shifts: tuple[Shift, ...] = ()
         self._changed = False
@@ -53,7 +69,9 @@ class InForward(MovingParameter):
                 return output
             out, points = self._sum(output), self._points()
             count, split = len(points.coefficient), self._blocks.split
-            add_(points, split(out, count, 1), split(args[0].to(out.device, out.dtype), count, 1))
+            blocks = split(out, count, 1), split(args[0].to(out.device, out.dtype), count, 1)
+            for point in self._frozen_and(points):
+                add_(point, *blocks)
             return out.to(output.dtype)
 
         return site.module.register_forward_hook(add_term)
@@ -62,8 +80,12 @@ class InForward(MovingParameter):
         output: Tensor = EMBEDDING(ids, *others, **options)
         out, points = self._sum(output), self._points()
         count, split = len(points.coefficient), self._blocks.split
-        points.add_lookup_(split(out, count, 1), split(ids, count, 0))
+        for point in self._frozen_and(points):
+            point.add_lookup_(split(out, count, 1), split(ids, count, 0))
         return out.to(output.dtype)
+
+    def _frozen_and(self, points: FixedFactors) -> tuple[FixedFactors, ...]:
+        return (points,) if self.frozen is None else (self.frozen, points)
 
     def _sum(self, output: Tensor) -> Tensor:
         """What the term is added to: the output itself where that can be written, else a copy."""
@@ -75,7 +97,7 @@ class InForward(MovingParameter):
     @property
     def _moved(self) -> bool:
         """Whether the model is to compute with anything but the stored tensor."""
-        return bool(self._shifts) or self._changed
+        return bool(self._shifts) or self._changed or self.frozen is not None
 
     def _points(self) -> FixedFactors:
         """D plus what is shown, a point a block, made where it is used: all layers' at once would take memory."""
@@ -91,7 +113,7 @@ class InForward(MovingParameter):
         super().begin(direction, moment)
         assert isinstance(direction, FixedFactors)
         if self.change is not None and self.change.born != direction.born:
-            self.fold()
+            self.retire()
         if self.change is None:
             self.change = direction.origin()
 
@@ -105,28 +127,59 @@ class InForward(MovingParameter):
         self._changed = True
 
     def decay_(self, factor: float) -> None:
-        """Multiplies the change D by `factor`; the base is left alone."""
+        """Multiplies what was trained, F + D, by `factor`; the base is left alone."""
         if self.change is not None and self._changed:
             self.change.coefficient.mul_(factor)
+        if self.frozen is not None:
+            self.frozen.coefficient.mul_(factor)
+
+    @property
+    def folds_into_weight(self) -> bool:
+        """Whether new factors mean that the stored tensor is written."""
+        return self._most_rank is None
+
+    def trained(self) -> list[tuple[Tensor, Tensor]]:
+        """(left, right) of F and of D, those that there are: their sum is the change of the weight."""
+        frozen = [] if self.frozen is None else [self.frozen.factors()]
+        return frozen + ([self.change.split_factors()] if self.change is not None and self._changed else [])
+
+    def retire(self) -> None:
+        """D = 0, and what it was goes into the stored tensor or into F."""
+        if self._most_rank is None:
+            self.fold()
+        elif self._changed:
+            left, right, lost = compress(*join(self.trained(), self.target.state_dtype), self._most_rank)
+            self.frozen, self.lost = low_rank(left, right), self.lost + lost
+        self.change, self._changed = None, False
 
     def fold(self) -> None:
-        """W += D, D = 0: one pass over the stored tensor."""
-        if self.change is not None and self._changed:
+        """W += F + D, F = D = 0: one pass over the stored tensor."""
+        parts = self.trained()
+        if parts:
             require_writable(self.target, "folding trained factors into the base")
-            left_MR, right_NR = (factor.to(self.target.state_dtype) for factor in self.change.factors())
+            left_MR, right_NR = join(parts, self.target.state_dtype)
             for rows in self.row_tiles():
                 self.write_(rows, left_MR[rows] @ right_NR.T, 1.0)
-        self.change, self._changed = None, False
+        self.change, self.frozen, self._changed = None, None, False
 
     def state(self) -> dict[str, Tensor]:
-        return {"coefficient": self.change.coefficient} if self.change is not None and self._changed else {}
+        state = {"coefficient": self.change.coefficient} if self.change is not None and self._changed else {}
+        if self.frozen is not None:
+            lost = torch.tensor(self.lost, dtype=torch.float64)
+            state |= {"frozen_left": self.frozen.coefficient, "frozen_right": self.frozen.v_NR, "frozen_lost": lost}
+        return state
 
-    def load_state(self, direction: Direction, state: dict[str, Tensor]) -> None:
-        assert isinstance(direction, FixedFactors)
-        self.change, self._changed = None, False
+    def load_state(self, draw: Callable[[], Direction], state: dict[str, Tensor]) -> None:
+        self.change, self.frozen, self.lost, self._changed = None, None, 0.0, False
         if "coefficient" in state:
+            direction = draw()
+            assert isinstance(direction, FixedFactors)
             self.change = direction.with_coefficient(state["coefficient"].to(direction.coefficient).clone())
             self._changed = True
+        if "frozen_left" in state:
+            place = self.target.device, self.target.state_dtype
+            self.frozen = low_rank(*(state[key].to(*place).clone() for key in ("frozen_left", "frozen_right")))
+            self.lost = float(state["frozen_lost"])
 
 
 def _coefficient(direction: Direction) -> Tensor:

@@ -71,7 +71,6 @@ def _print_model(report: dict[str, Any]) -> None:
             refused.setdefault(row["refusal"], []).append(row["method"])
             continue
         notes = [f"rank {row['rank']}"] * (row["rank"] is not None) + ["exact LoRA adapter"] * row["adapter"]
-        notes += [f"at most {row['most_steps']} steps"] * (row["most_steps"] is not None)
         print(f"  {row['method']:<11} trains {row['trained']:,}, keeps {_mebibytes(row['kept'])}  {'; '.join(notes)}")
     for reason, names in refused.items():
         print(f"  not {', '.join(names)}: {reason}")

@@ -27,6 +27,7 @@ from tezo.methods.gaussian import mezo_adam as mezo_adam
 from tezo.methods.gaussian import mezo_m as mezo_m
 from tezo.methods.gaussian import mezo_norm as mezo_norm
 from tezo.methods.lazy import lozo as lozo
+from tezo.methods.lazy import lozo_adam as lozo_adam
 from tezo.methods.lazy import lozo_m as lozo_m
 from tezo.methods.momentum import zo_adamu as zo_adamu
 from tezo.methods.subspace import subzo as subzo
@@ -85,6 +86,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method("mezo-norm", mezo_norm, in_paper=False),
         Method("lozo", lozo),
         Method("lozo-m", lozo_m),
+        Method("lozo-adam", lozo_adam, in_paper=False, exports_adapter=True),
         Method("subzo", subzo),
         Method("zo-adamu", zo_adamu),
         Method("tezo", tezo, exports_adapter=True),

@@ -31,5 +31,5 @@ def subzo(
     Deviations: `scale="unit"` is what the public code does; "raw" leaves sqrt(M N) / r out, as in the
     formula of the TeZO paper.
     """
-    perturbation = Subspace(FixedRank(rank=rank), scale, lazy_update_interval)
+    perturbation = Subspace(FixedRank(rank=rank), scale, interval=lazy_update_interval)
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)

@@ -4,6 +4,7 @@ from typing import Unpack
 
 from torch import nn
 
+from tezo.bases import Basis
 from tezo.methods.common import Common
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.perturbations import Scale, Temporal
@@ -19,6 +20,8 @@ def tezo(
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
+    basis: str | Basis = "gaussian",
+    lazy_update_interval: int | None = None,
     share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
@@ -32,13 +35,22 @@ def tezo(
     the paper's table); a number fixes them. `share_factors` keeps one u and v for all matrices of one shape and
     rank, which saves their memory; tau stays each matrix's own.
 
+    `basis` is where u and v come from (`tezo.bases`): "gaussian" is the paper's. `lazy_update_interval` draws both
+    anew every so many steps and folds what was trained; None, as in the paper, keeps them.
+
     Unbiasedness (Theorem 1) is over the draw of u and v, once a run: given them, the mean of the estimate
     is the projection of the gradient on the span of the u_s v_s^T.
 
     Deviations: unit scale divides Z by sqrt(r), which makes the estimate Theorem 1's unbiased one; the
     algorithm as printed has no such factor.
     """
-    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale, share_factors=share_factors)
+    perturbation = Temporal(
+        rank_rule(rank, rank_threshold, max_rank),
+        scale,
+        basis=basis,
+        interval=lazy_update_interval,
+        share_factors=share_factors,
+    )
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
 
 
@@ -51,6 +63,8 @@ def tezo_m(
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
+    basis: str | Basis = "gaussian",
+    lazy_update_interval: int | None = None,
     share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
@@ -59,9 +73,15 @@ def tezo_m(
         tau_M <- beta tau_M + (1 - beta) kappa tau,   W <- W - lr sum_s tau_M,s u_s v_s^T.
 
     Algorithm 1 of the paper; exactly momentum on W, since u and v do not change. State: tau_M (r numbers).
-    Ranks and deviations: as `tezo`.
+    Where factors change, tau_M goes over by projection. Ranks, basis, interval and deviations: as `tezo`.
     """
-    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale, share_factors=share_factors)
+    perturbation = Temporal(
+        rank_rule(rank, rank_threshold, max_rank),
+        scale,
+        basis=basis,
+        interval=lazy_update_interval,
+        share_factors=share_factors,
+    )
     return ZerothOrderOptimizer(model, perturbation, Momentum(beta), lr=lr, **common)
 
 
@@ -75,6 +95,7 @@ def tezo_adam(
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
+    basis: str | Basis = "gaussian",
     share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
@@ -86,10 +107,15 @@ def tezo_adam(
     Algorithm 1 and Eq. 8 of the paper, which also gives `betas` and `eps`; no bias correction, eps inside
     the root. State: 2 r numbers. The division makes the step dense: one pass over the weights.
 
-    Deviations: ranks and scale as `tezo`; weights below float32 are rounded stochastically.
+    Deviations: ranks, basis and scale as `tezo`; weights below float32 are rounded stochastically.
     """
     update = FactoredAdam(betas, eps, eps_in_sqrt=True, bias_correction=False)
-    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale, share_factors=share_factors)
+    perturbation = Temporal(
+        rank_rule(rank, rank_threshold, max_rank),
+        scale,
+        basis=basis,
+        share_factors=share_factors,
+    )
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)
 
 
@@ -103,6 +129,8 @@ def tezo_cadam(
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
+    basis: str | Basis = "gaussian",
+    lazy_update_interval: int | None = None,
     share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
@@ -112,11 +140,18 @@ def tezo_cadam(
         c <- c - lr tau_M / sqrt(tau_V + eps),   W_t = W_0 + U diag(c_t) V^T.
 
     Like `tezo_adam` but for the division, which is done on r numbers instead of on the matrix: nothing
-    dense is ever written, and the result is an exact LoRA adapter. State: 3 r numbers.
+    dense is ever written, and the result is an exact LoRA adapter. State: 3 r numbers. Where factors change, tau_M
+    goes over by projection and tau_V as it is. Basis and interval: as `tezo`.
 
     `lr` and `rank` are those of the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's. For
     models of billions of parameters start from the paper's Adam rates, 1e-5 to 1e-4: not measured there.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
-    perturbation = Temporal(rank_rule(rank, rank_threshold, max_rank), scale, share_factors=share_factors)
+    perturbation = Temporal(
+        rank_rule(rank, rank_threshold, max_rank),
+        scale,
+        basis=basis,
+        interval=lazy_update_interval,
+        share_factors=share_factors,
+    )
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)

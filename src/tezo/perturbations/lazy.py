@@ -5,49 +5,54 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tezo.directions import LowRank
+from tezo.bases import Draw, Role
+from tezo.directions import LowRank, TransposedLowRank
 from tezo.params import Target
-from tezo.perturbations.base import LowRankPerturbation, Moment, Scale, check_interval
-from tezo.random import fill_normal_, normal
-from tezo.rank import RankRule
+from tezo.perturbations.base import LowRankPerturbation, Moment
+from tezo.random import fill_normal_
 
 
 class Lazy(LowRankPerturbation):
-    """Z_t = U_t V_k^T: u_MR drawn every step, v_NR every `lazy_update_interval` steps.
+    """Z_t = U_t V_k^T: u_MR drawn every step, v_NR once an interval, or a run.
 
-    Unit scale: V carries r^(-1/2).
+    Unit scale: V carries r^(-1/2). V is on the side of the columns, as published; a basis that sees the data has it on
+    the side of the inputs, which in GPT-2's layers is that of the rows.
     """
 
-    def __init__(self, rank: RankRule, scale: Scale, lazy_update_interval: int) -> None:
-        super().__init__(rank, scale)
-        check_interval(lazy_update_interval)
-        self.interval: int = lazy_update_interval
+    draws = LowRank
 
     def matrix_direction(self, target: Target, moment: Moment) -> LowRank:
-        born = moment.step - moment.step % self.interval
-        refreshed = born == moment.step and born > 0
-        columns, rank = target.matrix_shape[1], self._ranks[target.name]
-        return LowRank(
+        born = self.born(moment.step)
+        v_IR = self.factors(target, moment.seed, born)["v"]
+        return (LowRank if self._role(target) == "v" else TransposedLowRank)(
             draw=partial(self._u, target, moment),
-            v_NR=self.factors(target, moment.seed, born)["v"],
+            v_NR=v_IR,
             born=born,
-            previous_v=partial(self._v, target, moment.seed, born - self.interval) if refreshed else None,
-            gram=columns * self._factor(rank) ** 2,
+            before=self.before(target, moment),
+            gram=self._gram(target, v_IR),
         )
+
+    def fixed(self, target: Target) -> tuple[Role, ...]:
+        return (self._role(target),)
+
+    def _role(self, target: Target) -> Role:
+        return (target.input_role or "v") if self.basis.sees_data else "v"
+
+    def _gram(self, target: Target, v_IR: Tensor) -> float | Tensor:
+        if self.basis.sees_data:  # columns are orthogonal, and may be of several lengths
+            return v_IR.to(target.state_dtype).square().sum(0)
+        return len(v_IR) * self._factor(self._ranks[target.name]) ** 2
 
     def _u(self, target: Target, moment: Moment) -> Tensor:
         # M x r numbers every step are too many for the CPU: like dense noise they come from the weight's device
-        shape = target.matrix_shape[0], self._ranks[target.name]
-        u_MR = torch.empty(shape, dtype=target.state_dtype, device=target.device)
+        rows = target.matrix_shape[0 if self._role(target) == "v" else 1]
+        u_MR = torch.empty((rows, self._ranks[target.name]), dtype=target.state_dtype, device=target.device)
         return fill_normal_(u_MR, seed=moment.seed, step=moment.step, name=target.name, role=f"u.{moment.index}")
 
-    def _v(self, target: Target, seed: int, born: int) -> Tensor:
-        return self._place(self.draw_factors(target, target.name, seed, born)["v"], target)
-
     def draw_factors(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
-        columns, rank = target.matrix_shape[1], self._ranks[target.name]
-        v_NR = normal((columns, rank), seed=seed, step=born, name=owner, role="v")
-        return {"v": v_NR * self._factor(rank)}
+        rank = self._ranks[target.name]
+        v_IR = self.basis.factor(self._role(target), target, rank, Draw(owner, seed, born))
+        return {"v": v_IR * self._factor(rank)}
 
     def _factor(self, rank: int) -> float:
         return 1.0 if self.scale == "raw" else float(rank**-0.5)

@@ -72,6 +72,7 @@ class SimulatedMomentum(Perturbation):
     """Draws `MomentumNoise` around the "exp_avg" that the update rule keeps."""
 
     single_direction = True
+    draws = MomentumNoise
 
     def __init__(self, annealing: Annealing) -> None:
         self.annealing = annealing

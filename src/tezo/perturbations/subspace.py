@@ -5,9 +5,8 @@ from torch import Tensor
 
 from tezo.directions import Core, Kept
 from tezo.params import Target
-from tezo.perturbations.base import LowRankPerturbation, Moment, Scale, check_interval
+from tezo.perturbations.base import LowRankPerturbation, Moment
 from tezo.random import normal
-from tezo.rank import RankRule
 
 
 class Subspace(LowRankPerturbation):
@@ -16,13 +15,10 @@ class Subspace(LowRankPerturbation):
     Unit scale: U carries (m/r)^(1/2) and V (n/r)^(1/2), together the published sqrt(m n)/r.
     """
 
-    def __init__(self, rank: RankRule, scale: Scale, lazy_update_interval: int) -> None:
-        super().__init__(rank, scale)
-        check_interval(lazy_update_interval)
-        self.interval: int = lazy_update_interval
+    draws = Core
 
     def matrix_direction(self, target: Target, moment: Moment) -> Core:
-        born = moment.step - moment.step % self.interval
+        born = self.born(moment.step)
         factors = self.factors(target, moment.seed, born)
         rank = self._ranks[target.name]
         core_RR = self.coefficient((rank, rank), target, moment, "core")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tezo.apply import MovingParameter
-from tezo.directions import CP, Core, Dense, Direction
+from tezo.directions import CP, Core, Dense, Direction, FixedFactors, LowRank
 from tezo.kernels import AdamFactors, factored_adam_
 from tezo.spsa import Estimate
 from tezo.updates.base import State, Update, zeros_like_coefficient
@@ -15,7 +15,8 @@ class Adam(Update):
 
         m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2,   W -= lr * m / sqrt(v + eps).
 
-    On a dense direction this is Adam on the weight; on a CP direction, on the temporal coefficients.
+    On a dense direction this is Adam on the weight; on a CP direction, on the temporal coefficients. Where fixed
+    factors change, m is carried over to the new ones; v, about kappa^2 in any of them, stays.
 
     Args:
         betas: (beta1, beta2).
@@ -24,7 +25,7 @@ class Adam(Update):
         bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, as torch does and Algorithm 1 does not.
     """
 
-    takes: tuple[type[Direction], ...] = (Dense, CP, Core)
+    takes: tuple[type[Direction], ...] = (Dense, CP, Core, LowRank)
 
     def __init__(self, betas: tuple[float, float], eps: float, *, eps_in_sqrt: bool, bias_correction: bool) -> None:
         self.betas = betas
@@ -36,6 +37,8 @@ class Adam(Update):
         return {name: zeros_like_coefficient(estimate, moving) for name in ("exp_avg", "exp_avg_sq")}
 
     def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+        if isinstance(estimate.direction, FixedFactors):
+            state["exp_avg"] = estimate.direction.carry_over(state["exp_avg"])
         for rows, grad in estimate.tiles():
             exp_avg, exp_avg_sq = state["exp_avg"][rows], state["exp_avg_sq"][rows]
             self.average_(exp_avg, exp_avg_sq, grad)

@@ -1,0 +1,15 @@
+"""The paper's basis: independent standard normal numbers, which know nothing of the data."""
+
+from torch import Tensor
+
+from tezo.bases.base import Basis, Draw, Role
+from tezo.params import Target
+from tezo.random import normal
+
+
+class Gaussian(Basis):
+    """Entries ~ N(0, 1), of u and of v, as a function of (seed, step of birth, owner, role)."""
+
+    def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
+        size = target.matrix_shape["uv".index(role)]
+        return normal((size, rank), seed=draw.seed, step=draw.born, name=draw.owner, role=role)

@@ -1,0 +1,255 @@
+"""A basis that sees the data spans the leading directions of each layer's inputs, whatever keeps or moves them."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import lm_loss, tiny_gpt2, tiny_llama, tiny_opt, tokens
+from torch import Tensor, nn
+
+from tezo.bases import BASES, Activation, Draw, Gaussian, find_basis
+from tezo.bases.activation import groups
+from tezo.bases.sketch import EXACT, Sketch, width
+from tezo.errors import RequestError
+from tezo.factor_files import FactorFiles
+from tezo.methods import METHODS, lozo_adam, tezo_cadam
+from tezo.params import select_targets
+
+RANK = 4
+
+
+def decaying(size: int, count: int, seed: int = 0) -> Tensor:
+    """(count, size): vectors whose singular values fall by a third from one direction to the next."""
+    draw = torch.Generator().manual_seed(seed)
+    turn, _ = torch.linalg.qr(torch.randn(size, size, generator=draw, dtype=torch.float64))
+    scale = torch.tensor(1.5, dtype=torch.float64) ** -torch.arange(size, dtype=torch.float64).clamp_max(40)
+    return (torch.randn(count, size, generator=draw, dtype=torch.float64) * scale) @ turn
+
+
+def sines(a_IR: Tensor, b_IR: Tensor) -> Tensor:
+    """Of the angles between two subspaces."""
+    a, b = (torch.linalg.qr(x.double())[0] for x in (a_IR, b_IR))
+    cosines = torch.linalg.svdvals(a.T @ b)
+    return (1 - cosines.clamp_max(1).square()).sqrt()
+
+
+def seen_inputs(model: nn.Module, batches: list[Tensor], name: str) -> Tensor:
+    """(T, I): all inputs of a module, from passes of their own."""
+    found: list[Tensor] = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: found.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for batch in batches:
+            model(input_ids=batch)
+    handle.remove()
+    return torch.cat(found)
+
+
+def watched(model: nn.Module, basis: str | Activation, **options):
+    """lozo-adam on a tiny language model, whose basis sees two batches; and the batches."""
+    batches = [tokens(batch=4, length=12, seed=seed) for seed in (50, 51)]
+    optimizer = lozo_adam(model, rank=RANK, basis=basis, **options)
+    optimizer.watch(lambda _: [model(input_ids=batch) for batch in batches])
+    return optimizer, batches
+
+
+def test_a_sketch_that_keeps_all_second_moments_is_their_eigendecomposition():
+    x = decaying(60, 300)
+    sketch = Sketch(60, width(60, RANK), x.device, x.dtype, "x")
+    for part in x.split(37):  # however the vectors come
+        sketch.add(part)
+    found, moments = sketch.leading(RANK, centred=False)
+    _, singular, right = torch.linalg.svd(x, full_matrices=False)
+    assert sines(found, right[:RANK].T).max() < 1e-6
+    torch.testing.assert_close(moments, singular[:RANK].square(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.T @ found, torch.eye(RANK, dtype=torch.float64), rtol=0, atol=1e-7)
+    assert (found.gather(0, found.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+def test_a_narrow_sketch_finds_the_same_directions_in_a_fraction_of_the_memory():
+    size = EXACT + 200
+    x = decaying(size, 400)
+    columns = width(size, RANK)
+    assert columns <= size // 16
+    sketch = Sketch(size, columns, x.device, x.dtype, "x")
+    sketch.add(x)
+    found, moments = sketch.leading(RANK, centred=False)
+    _, singular, right = torch.linalg.svd(x, full_matrices=False)
+    assert sines(found, right[:RANK].T).max() < 1e-3
+    torch.testing.assert_close(moments, singular[:RANK].square(), rtol=1e-3, atol=0)
+
+
+def test_about_the_mean_is_about_the_mean():
+    x = decaying(30, 200) + 5.0
+    sketch = Sketch(30, 30, x.device, x.dtype, "x")
+    sketch.add(x)
+    found, _ = sketch.leading(RANK, centred=True)
+    right = torch.linalg.svd(x - x.mean(0), full_matrices=False)[2]
+    assert sines(found, right[:RANK].T).max() < 1e-5
+    mean = torch.nn.functional.normalize(x.mean(0), dim=0)
+    assert (found.T @ mean).abs().max() < 0.5 < (sketch.leading(RANK, centred=False)[0].T @ mean).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (tiny_opt, "model.decoder.layers.1.fc2"),
+        (tiny_llama, "model.layers.0.mlp.down_proj"),
+        (tiny_gpt2, "transformer.h.1.mlp.c_proj"),
+    ],
+)
+def test_directions_move_a_layer_along_the_leading_inputs_alone(make, name):
+    model = make()
+    optimizer, batches = watched(model, "activation", lr=1e-2)
+    optimizer.step(lm_loss(model, tokens()))
+    moving = optimizer.moving[f"{name}.weight"]
+    left, right = moving.change.factors()
+    side = left if moving.target.input_role == "u" else right
+    optimizer.close()
+    x = seen_inputs(model, batches, name)
+    leading = torch.linalg.svd(x, full_matrices=False)[2][:RANK].T
+    assert sines(side, leading).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("method", ["tezo", "lozo", "lozo-adam"])
+def test_directions_have_unit_variance_whatever_the_basis(name, method):
+    model = tiny_opt()
+    optimizer = METHODS[method].build(model, rank=RANK, basis=name, lr=1e-3, seed=5)
+    optimizer.watch(lambda _: model(input_ids=tokens(batch=6, length=16, seed=9)))
+    total, count = 0.0, 0
+    drawn = optimizer._draw()
+    for step in range(300):
+        optimizer.num_steps = step
+        drawn = optimizer._draw()
+        for (direction,) in drawn.values():
+            left, right = direction.factors()
+            total += float((left @ right.T).square().sum())
+            count += left.shape[0] * right.shape[0]
+    # over 12 matrices of rank 4 and 300 draws; u, drawn once by tezo, spreads the mean by a few percent
+    assert total / count == pytest.approx(1.0, rel=0.1)
+    optimizer.close()
+
+
+def test_padding_is_not_looked_at():
+    model = tiny_opt()
+    ids = tokens(batch=2, length=8, seed=3)
+    padded = torch.cat([ids, torch.full((2, 5), 7)], dim=1)
+    mask = torch.cat([torch.ones(2, 8), torch.zeros(2, 5)], dim=1).long()
+    found = []
+    for call in (
+        lambda _: model(input_ids=ids, attention_mask=torch.ones_like(ids)),
+        lambda _: model(input_ids=padded, attention_mask=mask),
+    ):
+        optimizer = lozo_adam(model, rank=RANK)
+        optimizer.watch(call)
+        optimizer._draw()
+        found.append(optimizer.perturbation.state())
+        optimizer.close()
+    assert found[0].keys() == found[1].keys()
+    for name, factor in found[0].items():
+        assert sines(factor, found[1][name]).max() < 1e-5, name
+
+
+def test_weighted_directions_move_the_output_alike_and_orthonormal_outputs_are_orthogonal():
+    model = tiny_opt()
+    target = next(t for t in select_targets(model) if t.name.endswith("layers.0.fc1.weight"))
+    factors = {}
+    for name in ("activation-weighted", "activation-orthonormal"):
+        basis = find_basis(name)
+        basis.prepare([target], {target.name: RANK})
+        batch = tokens(batch=4, length=12, seed=50)
+        basis.watch(model, lambda _: model(input_ids=batch))  # noqa: B023
+        with torch.no_grad():
+            factors[name] = {role: basis.factor(role, target, RANK, Draw(target.name, 0, 0)) for role in ("u", "v")}
+    x = seen_inputs(model, [tokens(batch=4, length=12, seed=50)], "model.decoder.layers.0.fc1")
+    reached = (x @ factors["activation-weighted"]["v"]).square().sum(0)
+    torch.testing.assert_close(reached, reached.mean().expand(RANK), rtol=1e-5, atol=0)
+    u = factors["activation-orthonormal"]["u"]
+    torch.testing.assert_close(u.T @ u, len(u) * torch.eye(RANK, dtype=u.dtype), rtol=0, atol=1e-9)
+
+
+def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
+    model = tiny_llama()
+    whole, batches = watched(model, "activation")
+    whole._draw()
+    whole.close()
+    monkeypatch.setattr("tezo.bases.activation.MOST_BYTES", 8000)  # three sketches of 16 x 16 float64 numbers
+    parts, _ = watched(model, "activation")
+    parts._draw()
+    parts.close()
+    number = len(list(groups(parts.targets, dict.fromkeys(parts.moving, RANK))))
+    assert number > 2
+    assert parts.cost_of_basis[0] == number * len(batches) > whole.cost_of_basis[0] == len(batches)
+    for name, factor in whole.perturbation.state().items():
+        assert torch.equal(factor, parts.perturbation.state()[name]), name
+
+
+def test_looking_changes_neither_the_model_nor_its_mode():
+    model = tiny_opt(dropout=0.5).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer, _ = watched(model, "activation")
+    optimizer._draw()
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    hooks = {name: len(m._forward_pre_hooks) for name, m in model.named_modules() if name}
+    assert set(hooks.values()) == {0}
+    again, _ = watched(tiny_opt().eval(), "activation")  # dropout was off while the basis looked
+    again._draw()
+    for name, factor in optimizer.perturbation.state().items():
+        assert torch.equal(factor, again.perturbation.state()[name])
+
+
+def test_a_basis_that_was_given_nothing_to_look_at_says_what_to_do():
+    model = tiny_opt()
+    with pytest.raises(RequestError, match=r"call optimizer\.watch\(passes\)"):
+        lozo_adam(model, rank=RANK).step(lm_loss(model, tokens()))
+    optimizer = lozo_adam(model, rank=RANK)
+    optimizer.watch(lambda _: None)
+    with pytest.raises(RequestError, match="do not call it"):
+        optimizer.step(lm_loss(model, tokens()))
+
+
+def test_a_basis_has_a_name_and_factors_of_inputs_are_not_shared():
+    with pytest.raises(RequestError, match=r"method\.basis: there is no basis 'activations'.*activation"):
+        find_basis("activations")
+    with pytest.raises(RequestError, match="share_factors"):
+        tezo_cadam(tiny_opt(), rank=RANK, basis="activation", share_factors=True)
+    assert isinstance(find_basis("gaussian"), Gaussian)
+    own = Activation()
+    assert find_basis(own) is own
+
+
+def test_state_goes_to_a_new_optimizer_that_sees_no_data():
+    model, other = tiny_opt(), tiny_opt()
+    optimizer, _ = watched(model, "activation", lr=1e-2)
+    for seed in range(3):
+        optimizer.step(lm_loss(model, tokens(seed=seed)))
+    fresh = lozo_adam(other, rank=RANK, lr=1e-2)
+    fresh.load_state_dict(optimizer.state_dict())
+    for seed in range(3, 6):
+        expected = optimizer.step(lm_loss(model, tokens(seed=seed)))
+        assert fresh.step(lm_loss(other, tokens(seed=seed))) == expected
+
+
+def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
+    model = tiny_opt()
+    optimizer, _ = watched(model, "activation")
+    optimizer.keep_in(FactorFiles(tmp_path, writes=True))
+    optimizer._draw()
+    (path,) = tmp_path.iterdir()
+    assert path.name == "basis-0.safetensors"
+    blind = lozo_adam(tiny_opt(), rank=RANK)
+    blind.keep_in(FactorFiles(tmp_path, writes=False))
+    blind._draw()
+    for name, factor in blind.perturbation.state().items():
+        assert torch.equal(factor, optimizer.perturbation.state()[name])
+    sound = path.read_bytes()
+    for place in (len(sound) - 3, len(sound) // 2, 20):
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        with pytest.raises(RequestError, match=r"basis-0\.safetensors is damaged"):
+            FactorFiles(tmp_path, writes=False).load(0)
+    path.write_bytes(sound)
+    assert len(load_file(path)) == len(optimizer.moving)
+    other = lozo_adam(tiny_opt(), rank=RANK + 1)
+    other.keep_in(FactorFiles(tmp_path, writes=False))
+    with pytest.raises(RequestError, match="is not of the shape"):
+        other._draw()
