@@ -20,7 +20,7 @@ def grid_of(name: str, **options):
     return make_grid(find_table(name), **({"model": None, "small": False, "data_dir": None} | options))
 
 
-PAPERS = [name for name in TABLES if name != "encoder"]
+PAPERS = [name for name in TABLES if name not in ("encoder", "study")]
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -60,6 +60,27 @@ def test_a_plan_is_shown_and_nothing_run(tmp_path):
     done = tezo("reproduce", "llama-7b", "--output", tmp_path / "out", "--only", "mezo,rte", "--plan")
     assert done.out.splitlines()[-1] == f"8 runs, {8 * 15_000} steps"
     assert not (tmp_path / "out").exists()
+
+
+def test_every_line_of_the_study_spends_the_same_forward_passes_and_is_read_off_as_often():
+    cells = [cell for cell in grid_of("study").search() if cell.line.is_zeroth_order]
+    spent = {cell.line.key: 2 * cell.tree["method"].get("num_directions", 1) * cell.steps for cell in cells}
+    assert set(spent.values()) == {400}
+    assert {cell.steps // cell.tree["train"]["eval_every"] for cell in cells} == {10}
+    quarter = next(cell for cell in cells if cell.line.label.endswith("4 directions"))
+    assert (quarter.steps, quarter.tree["train"]["eval_every"]) == (50, 5)
+    schedules = {cell.line.label: cell.tree["train"].get("schedule") for cell in cells}
+    assert [label for label, schedule in schedules.items() if schedule] == ["LOZO-Adam + act, linear"]
+    assert all(cell.tree["data"]["num_dev"] == 200 and not cell.tree["train"]["keep_best"] for cell in cells)
+
+
+def test_a_label_names_its_folder_and_is_chosen_by_either():
+    keys = [line.key for line in TABLES["study"].lines]
+    assert len(set(keys)) == len(keys) and all(re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", key) for key in keys)
+    for name in ("cAdam + act", "cadam-act"):
+        assert [line.label for line in grid_of("study", only=[name, "trec-512"]).table.lines] == ["cAdam + act"]
+    small_cells = list(grid_of("study", only=["lozo-adam-act-4-directions"], small=True).search())
+    assert {(cell.steps, cell.tree["data"]["num_dev"]) for cell in small_cells} == {(3, 8)}, "cut like all others"
 
 
 @pytest.fixture(scope="module")
