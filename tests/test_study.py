@@ -169,3 +169,19 @@ def test_everything_is_written_from_a_folder_of_runs(tmp_path):
     assert all(text in svg for text in ("SST-2, 16 of each class", "FT, final", "cAdam + act", "forward passes"))
     with pytest.raises(SystemExit, match="has no runs of a table; give the --output"):
         study.main([str(tmp_path / "made")])
+
+
+def test_the_documents_tables_are_drawn_from_the_numbers_or_left_out(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import tables
+
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert {tables.TABLES[name]() for name in ("study", "study-accuracy", "study-short")} == {""}
+    grid = grid_in(tmp_path / "runs", "sst2-16")
+    fill(tmp_path / "runs", grid, lambda cell: (falling(0.2 if "cadam" in cell.line.key else 0.6), 0.7))
+    study.main([str(tmp_path / "runs"), "--results", str(tmp_path / "study"), "--figures", str(tmp_path / "figures")])
+    drawn = [tables.TABLES[name]().splitlines() for name in ("study", "study-accuracy", "study-short")]
+    rows = [{line.split("|")[1].strip(): line for line in text if line.startswith("| ")} for text in drawn]
+    assert rows[0]["cAdam + act"] == "| cAdam + act | 0.200 ± 0.000 (0.00015) | 50 % (3 of 3) | 50 % (3 of 3) |"
+    assert rows[1]["cAdam + act"] == "| cAdam + act | 70.0 ± 0.0 |"
+    assert rows[2]["MeZO"] == "| MeZO | 100 % (3 of 3) | 100 % (3 of 3) | 0.0 % | no |"
