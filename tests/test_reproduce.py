@@ -20,7 +20,8 @@ def grid_of(name: str, **options):
     return make_grid(find_table(name), **({"model": None, "small": False, "data_dir": None} | options))
 
 
-PAPERS = [name for name in TABLES if name not in ("encoder", "study")]
+OURS = ("encoder", "study")
+PAPERS = [name for name in TABLES if name not in OURS]
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -97,7 +98,13 @@ def small(name: str, output: Path, data: Path, *more: str):
 
 @pytest.mark.parametrize(
     ("name", "tasks"),
-    [("llama-7b", "rte,wic"), ("roberta-large", "trec"), ("opt-13b", "squad,copa"), ("encoder", "sst2")],
+    [
+        ("llama-7b", "rte,wic"),
+        ("roberta-large", "trec"),
+        ("opt-13b", "squad,copa"),
+        ("encoder", "sst2"),
+        ("study", "sst2"),
+    ],
 )
 def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, name, tasks):
     output = tmp_path / "out"
@@ -109,11 +116,12 @@ def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, n
     body = [line for line in text.splitlines() if line.startswith("| ")][1:]
     lines = {line.split("|")[1].strip(): line for line in body}
     assert set(lines) == {"FT", "ZERO-SHOT", "MeZO", "TeZO"}
-    number = r"\d+\.\d" if name == "encoder" else r"\d+\.\d \(\d+\.\d\)"
+    number = r"\d+\.\d" if name in OURS else r"\d+\.\d \(\d+\.\d\)"
     assert all(re.search(rf"\| {number} \|", line) for line in body), text
     assert not any("failed" in line for line in body) and "+0.0" in lines["FT"]
     rows = list(csv.DictReader((output / "table.csv").read_text().splitlines()))
     assert len(rows) == 4 * len(paper_columns(name, tasks)) and {row["missing"] for row in rows} == {"0"}
+    assert ("both are of the last step" in text) == (name == "study")
     assert r"\begin{tabular}" in (output / "table.tex").read_text()
 
 
