@@ -2,7 +2,7 @@
 
     python recipes/generate.py
 
-Each is the first cell of its row, with the learning rate that the paper recommends (of our own table: the middle
+Each is the first cell of its row, with the learning rate that the paper recommends (of our own tables: the middle
 one); other columns are other values of data.task and data.per_class. `tezo reproduce` runs them all.
 """
 

@@ -20,7 +20,8 @@ def grid_of(name: str, **options):
     return make_grid(find_table(name), **({"model": None, "small": False, "data_dir": None} | options))
 
 
-PAPERS = [name for name in TABLES if name != "encoder"]
+OURS = ("encoder", "study")
+PAPERS = [name for name in TABLES if name not in OURS]
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -62,6 +63,27 @@ def test_a_plan_is_shown_and_nothing_run(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_every_line_of_the_study_spends_the_same_forward_passes_and_is_read_off_as_often():
+    cells = [cell for cell in grid_of("study").search() if cell.line.is_zeroth_order]
+    spent = {cell.line.key: 2 * cell.tree["method"].get("num_directions", 1) * cell.steps for cell in cells}
+    assert set(spent.values()) == {400}
+    assert {cell.steps // cell.tree["train"]["eval_every"] for cell in cells} == {10}
+    quarter = next(cell for cell in cells if cell.line.label.endswith("4 directions"))
+    assert (quarter.steps, quarter.tree["train"]["eval_every"]) == (50, 5)
+    schedules = {cell.line.label: cell.tree["train"].get("schedule") for cell in cells}
+    assert [label for label, schedule in schedules.items() if schedule] == ["LOZO-Adam + act, linear"]
+    assert all(cell.tree["data"]["num_dev"] == 200 and not cell.tree["train"]["keep_best"] for cell in cells)
+
+
+def test_a_label_names_its_folder_and_is_chosen_by_either():
+    keys = [line.key for line in TABLES["study"].lines]
+    assert len(set(keys)) == len(keys) and all(re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", key) for key in keys)
+    for name in ("cAdam + act", "cadam-act"):
+        assert [line.label for line in grid_of("study", only=[name, "trec-512"]).table.lines] == ["cAdam + act"]
+    small_cells = list(grid_of("study", only=["lozo-adam-act-4-directions"], small=True).search())
+    assert {(cell.steps, cell.tree["data"]["num_dev"]) for cell in small_cells} == {(3, 8)}, "cut like all others"
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
@@ -76,7 +98,13 @@ def small(name: str, output: Path, data: Path, *more: str):
 
 @pytest.mark.parametrize(
     ("name", "tasks"),
-    [("llama-7b", "rte,wic"), ("roberta-large", "trec"), ("opt-13b", "squad,copa"), ("encoder", "sst2")],
+    [
+        ("llama-7b", "rte,wic"),
+        ("roberta-large", "trec"),
+        ("opt-13b", "squad,copa"),
+        ("encoder", "sst2"),
+        ("study", "sst2"),
+    ],
 )
 def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, name, tasks):
     output = tmp_path / "out"
@@ -88,11 +116,12 @@ def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, n
     body = [line for line in text.splitlines() if line.startswith("| ")][1:]
     lines = {line.split("|")[1].strip(): line for line in body}
     assert set(lines) == {"FT", "ZERO-SHOT", "MeZO", "TeZO"}
-    number = r"\d+\.\d" if name == "encoder" else r"\d+\.\d \(\d+\.\d\)"
+    number = r"\d+\.\d" if name in OURS else r"\d+\.\d \(\d+\.\d\)"
     assert all(re.search(rf"\| {number} \|", line) for line in body), text
     assert not any("failed" in line for line in body) and "+0.0" in lines["FT"]
     rows = list(csv.DictReader((output / "table.csv").read_text().splitlines()))
     assert len(rows) == 4 * len(paper_columns(name, tasks)) and {row["missing"] for row in rows} == {"0"}
+    assert ("both are of the last step" in text) == (name == "study")
     assert r"\begin{tabular}" in (output / "table.tex").read_text()
 
 

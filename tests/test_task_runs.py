@@ -159,6 +159,20 @@ def test_few_shots_are_k_of_each_class_for_training_and_for_choosing(tmp_path):
     assert drawn[0].train == divided(root, "trec", "masked", 99, seed=13, per_class=7).train
 
 
+def test_few_shots_may_be_read_off_a_larger_dev_set_that_is_the_same_for_every_k(tmp_path):
+    root = write_task(tmp_path, "trec", 240, 30)
+    form = form_of("trec", "masked")
+    drawn = {k: divided(root, "trec", "masked", 13, per_class=k, num_dev=100) for k in (3, 9)}
+    for k, rows in drawn.items():
+        assert len(rows.dev) == 100 and not places(rows.train) & places(rows.dev) and not rows.notices
+        assert Counter(form.example(row).label for row in rows.train) == dict.fromkeys(range(6), k)
+    assert drawn[3].dev == drawn[9].dev != divided(root, "trec", "masked", 21, per_class=3, num_dev=100).dev
+    with pytest.raises(RequestError, match=r"data\.num_dev \+ data\.per_class of each label is 280, .* 240 rows"):
+        divided(root, "trec", "masked", per_class=30, num_dev=100)
+    few = divided(root, "trec", "masked", per_class=30, num_dev=100, allow_fewer=True)
+    assert (len(few.train), len(few.dev)) == (144, 96) and len(few.notices) == 2, "dev rows are two fifths at most"
+
+
 def test_rows_without_a_label_are_left_out(tmp_path):
     root = write_task(tmp_path, "snli", 12)
     write_rows(root / "snli/validation.jsonl", [{**row, "label": i - 1} for i, row in enumerate(rows_of("snli", 4))])

@@ -124,7 +124,7 @@ def test_the_result_is_that_of_the_best_evaluation(home, tmp_path, method):
     losses = dev_losses(run)
     best = min(losses, key=losses.get)
     assert list(losses) == list(range(9))
-    assert (summary["kept_step"], summary["steps"]) == (best, 8)
+    assert (summary["kept_step"], summary["steps"], summary["dev_loss"]) == (best, 8, losses[best])
     assert summary["result"]["kind"] == ("model" if method in DENSE else "adapter")
     assert tuned_loss(home, run, method) == pytest.approx(losses[best], abs=1e-5)
     # The same run, ended at its best step, leaves the same numbers.
@@ -151,7 +151,7 @@ def test_without_keep_best_the_result_is_that_of_the_last_step(home, tmp_path, m
     seed, _ = wavering(home, tmp_path, method)
     summary = train(config(home, method, seed=seed, keep_best=False), tmp_path / "last")
     assert dev_losses(tmp_path / "last") == dev_losses(tmp_path / str(seed))
-    assert summary["kept_step"] == 8
+    assert (summary["kept_step"], summary["dev_loss"]) == (8, dev_losses(tmp_path / "last")[8])
     assert tuned_loss(home, tmp_path / "last", method) == pytest.approx(dev_losses(tmp_path / "last")[8], abs=1e-5)
 
 

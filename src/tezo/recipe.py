@@ -75,7 +75,7 @@ class DataConfig:
     num_test: int | None = None
     """Test rows, the same for every seed; None: all, of a task at most 1000."""
     per_class: int | None = None
-    """Training rows of each label (k-shot), and of a task as many dev rows; None: num_train in all."""
+    """Training rows of each label (k-shot), and of a task as many dev rows but where num_dev says; None: num_train."""
     allow_fewer: bool = False
     """Take what there is where there are fewer rows than num_train or per_class says."""
     seed: int | None = None

@@ -98,6 +98,8 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
         )
         rows = replace(rows, train=kept, dev=held, notices=(notice,))
     takes_dev = data.task is not None and not rows.dev
+    if takes_dev and data.per_class and data.num_dev is not None:
+        rows, takes_dev = _with_dev(rows, form, data, seed), False
     chosen = _per_class(rows, form, data, seed, takes_dev) if data.per_class else _plain(rows, data, seed, takes_dev)
     _check_enough(len(chosen.dev), data.num_dev, "data.num_dev", data)
     most = min(data.num_dev or len(chosen.dev), len(chosen.dev))
@@ -119,6 +121,19 @@ def _per_class(rows: Splits, form: Format, data: DataConfig, seed: int, takes_de
             + (f" and {len(dev[0])} choose the checkpoint." if takes_dev else "."),
         )
     return replace(rows, train=train, dev=dev[0] if takes_dev else rows.dev, notices=notices)
+
+
+def _with_dev(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
+    """data.num_dev of a task's rows to choose by, the same ones for any data.per_class, which draws from the others."""
+    available, count = len(rows.train), data.num_dev or 0
+    together = count + (data.per_class or 0) * len(form.labels)
+    _check_enough(available, together, "data.num_dev + data.per_class of each label", data)
+    notices = rows.notices
+    if available < together:
+        count = min(count, int(MOST_DEV * available))
+        notices += (f"{data.task} has {available} rows to train on, of which {count} choose the checkpoint.",)
+    dev, others = parts(rows.train, (count, available - count), seed, "dev")
+    return replace(rows, train=others, dev=dev, notices=notices)
 
 
 def _plain(rows: Splits, data: DataConfig, seed: int, takes_dev: bool) -> Splits:

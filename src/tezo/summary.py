@@ -19,7 +19,7 @@ class Outcome:
     Attributes:
         steps: that were taken.
         kept_step: after which the parameters are as they were kept.
-        dev_loss: the lowest, of the dev rows; None where there were none.
+        dev_loss: of the dev rows, with the parameters that were kept; None where there were none.
         seconds: spent on steps.
         before: metrics of the test rows at the start.
         after: those at the end.

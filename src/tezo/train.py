@@ -79,12 +79,7 @@ class Loop:
     """
 
     def __init__(
-        self,
-        job: Job,
-        folder: RunFolder,
-        listeners: Sequence[Listener],
-        interruption: Interruption,
-        ranks: Ranks,
+        self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption, ranks: Ranks
     ) -> None:
         self.job = job
         self.settings = job.config.train
@@ -96,6 +91,7 @@ class Loop:
         self.lr_factor = lr_factor(self.settings)
         self.past = Past()
         self.best: Best | None = None
+        self.dev_loss: float | None = None
         self.step_seconds = 0.0
 
     def run(self) -> dict[str, Any]:
@@ -250,6 +246,7 @@ class Loop:
         same = known is not None and self.job.dev is self.job.test
         loss = known["loss"] if same and known is not None else self._evaluate("dev", step)["loss"]
         (loss,) = self.ranks.first([loss])
+        self.dev_loss = loss
         if self.best is None or loss < self.best.loss:
             state = self.job.optimizer.tuned_state() if self.settings.keep_best else None
             self.best = Best(step, loss, state)
@@ -272,7 +269,7 @@ class Loop:
         outcome = Outcome(
             steps,
             best.step if best is not None and self.settings.keep_best else steps,
-            best.loss if best is not None else None,
+            best.loss if best is not None and self.settings.keep_best else self.dev_loss,
             self.step_seconds,
             before,
             after,

@@ -15,7 +15,9 @@ def register(app: typer.Typer) -> None:
 
 
 def reproduce(
-    table: Annotated[str, typer.Argument(help="roberta-large, opt-13b or llama-7b, the paper's; or encoder, ours.")],
+    table: Annotated[
+        str, typer.Argument(help="roberta-large, opt-13b or llama-7b, the paper's; encoder or study, ours.")
+    ],
     output: Annotated[Path, typer.Option(help="Folder of all runs; the same one goes on where it stopped.")],
     only: Annotated[str, typer.Option(help="Methods and tasks to run, by commas; default: all.")] = "",
     model: Annotated[str | None, typer.Option(help="Instead of the paper's.")] = None,

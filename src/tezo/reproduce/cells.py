@@ -7,7 +7,7 @@ from typing import Any
 
 from tezo.config import overlay
 from tezo.errors import RequestError, nearest
-from tezo.reproduce.table import Column, Line, Table
+from tezo.reproduce.table import Column, Line, Table, key_of
 from tezo.splits import NUM_TRAIN
 from tezo.tasks import task
 
@@ -105,7 +105,8 @@ class Grid:
             tree["method"] = {"name": line.method, "targets": list(self.table.targets), "lr": rate, **line.options}
             tree["train"] = {"steps": steps, "batch_size": batch}
         tree["train"] = {**tree.get("train", {}), "seed": seed}
-        return overlay(overlay(tree, self.table.settings), list(self._cuts(line, column)) if self.small else [])
+        cuts = list(self._cuts(line, column)) if self.small else []
+        return overlay(tree, [*self.table.settings, *line.settings, *cuts])
 
     def _length(self, line: Line, column: Column) -> tuple[int, int]:
         if line.is_zeroth_order:
@@ -117,7 +118,9 @@ class Grid:
     def _cuts(self, line: Line, column: Column) -> Iterator[tuple[str, Any]]:
         yield "data.num_test", SMALL["test"]
         if column.per_class is None:
-            yield from (("data.num_train", SMALL["train"]), ("data.num_dev", SMALL["dev"]))
+            yield "data.num_train", SMALL["train"]
+        if column.per_class is None or "data.num_dev" in dict(self.table.settings):
+            yield "data.num_dev", SMALL["dev"]
         if line.how == "train":
             yield from (("train.steps", SMALL["steps"]), ("train.batch_size", SMALL["batch"]))
             if "rank" in line.options:
@@ -139,7 +142,7 @@ def make_grid(table: Table, *, model: str | None, small: bool, data_dir: str | N
     """
     lines = {line.key for line in table.lines}
     tasks = {name for column in table.columns for name in (column.task, column.key)}
-    wanted = {name.lower() for name in only}
+    wanted = {key_of(name) for name in only}
     for name in sorted(wanted - lines - tasks):
         raise RequestError(f"only: {name!r} is no method or task of {table.name}. " + nearest(name, [*lines, *tasks]))
     places = [

@@ -122,7 +122,8 @@ def _footnotes(grid: Grid, rows: list[list[Entry]], runs: list[tuple[Any, ...]])
     )
     yield (
         f"Seeds {', '.join(map(str, table.seeds))}. The learning rate is the one of those searched with the lowest "
-        f"dev loss on {_seeds(table.seeds[: table.search_seeds])}; the checkpoint the one with the lowest dev loss."
+        f"dev loss on {_seeds(table.seeds[: table.search_seeds])}; "
+        + ("the checkpoint the one with the lowest dev loss." if table.keeps_best else "both are of the last step.")
     )
     for searched in dict.fromkeys((line.rates, line.is_zeroth_order) for line in table.lines if line.rates):
         names = [line.label for line in table.lines if (line.rates, line.is_zeroth_order) == searched]

@@ -1,8 +1,14 @@
 """What a table of accuracies is: rows, columns, published numbers, how each cell is run."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+
+def key_of(label: str) -> str:
+    """A label for file names and the command line."""
+    return re.sub(r"[^a-z0-9.-]+", "-", label.lower()).strip("-")
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Line:
         recommended: the one that the paper's appendix recommends; for FT the first of MeZO's.
         options: of the method.
         published: percent, a column each; empty: nobody has.
+        settings: (dotted key, value) pairs laid over the configuration of its cells, after the table's.
     """
 
     label: str
@@ -39,11 +46,12 @@ class Line:
     recommended: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     published: tuple[float, ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def key(self) -> str:
         """For file names."""
-        return self.label.lower()
+        return key_of(self.label)
 
     @property
     def is_zeroth_order(self) -> bool:
@@ -88,3 +96,8 @@ class Table:
     ft_batch: int = 8
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether a run ends with the parameters of its lowest dev loss, rather than with its last ones."""
+        return bool(dict(self.settings).get("train.keep_best", True))

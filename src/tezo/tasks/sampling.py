@@ -44,7 +44,7 @@ def per_class(
         if len(own) < sum(counts) and not fewer:
             also = " and as many dev rows" if len(counts) > 1 else ""
             raise RequestError(
-                f"data.per_class is {counts[0]}{also}, but label {label!r} has {len(own)} rows; "
+                f"data.per_class is {counts[0]}{also}, but label {label!r} has {len(own)} rows to draw from; "
                 "lower it, or set data.allow_fewer."
             )
         for part, rows in zip(chosen, parts(own, shares(len(own), counts), seed, f"per_class.{label}"), strict=True):

@@ -1,0 +1,187 @@
+"""The study's reader, on run folders that are made up: crossings, medians, gaps and passes have closed forms."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tezo.reproduce import Cell, Grid, find_table, make_grid
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import study  # noqa: E402
+from study_numbers import crossing, numbers_of  # noqa: E402
+
+SEEDS = (13, 21, 42)
+LINES = ["ft", "mezo", "tezo", "tezo-adam", "cadam-act", "cadam-act-refresh-50", "lozo-adam-act-4-directions"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "target", "expected"),
+    [
+        ([1.0, 0.6, 0.2], 0.5, 125.0),
+        ([1.0, 0.6, 0.2], 0.6, 100.0),
+        ([1.0, 0.6, 0.2], 1.5, 0.0),
+        ([1.0, 0.6, 0.2], 1.0, 0.0),
+        ([1.0, 0.6, 0.2], 0.1, math.inf),
+        ([1.0, 0.4, 0.9], 0.7, 50.0),
+        ([1.0, 1.2, 0.2], 0.7, 150.0),
+    ],
+    ids=["between", "at a point", "below at the start", "at the start", "never", "the first of two", "after a rise"],
+)
+def test_a_crossing_is_where_the_straight_line_between_evaluations_is(losses, target, expected):
+    assert crossing([0.0, 100.0, 200.0], losses, target) == pytest.approx(expected)
+
+
+def grid_in(folder: Path, *columns: str) -> Grid:
+    note = {"table": "study", "model": "m", "small": False}
+    folder.mkdir(exist_ok=True)
+    (folder / "grid.json").write_text(json.dumps(note))
+    return make_grid(find_table("study"), model="m", small=False, data_dir=None, only=[*LINES, *columns])
+
+
+def end(folder: Path, cell: Cell, losses: list[float], after: float, **more) -> None:
+    """A run's folder, with evaluations at equal distances from its first step to its last."""
+    own = folder / cell.folder
+    own.mkdir(parents=True, exist_ok=True)
+    steps = [round(i * cell.steps / (len(losses) - 1)) for i in range(len(losses))]
+    lines = [
+        {"step": step, "split": "dev", "loss": loss, "accuracy": 1 - loss}
+        for step, loss in zip(steps, losses, strict=True)
+    ]
+    (own / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = {"before": {"accuracy": 0.5}, "after": {"accuracy": after}, "dev_loss": losses[-1], "steps": cell.steps}
+    made |= {"seconds_stepping": 9.0, "hardware": "a machine", "versions": {"torch": "2", "transformers": "5"}}
+    exports = {"kind": "adapter" if "cadam" in cell.line.key or cell.line.key == "tezo" else "model"}
+    (own / "summary.json").write_text(json.dumps(made | {"result": exports} | more))
+
+
+def fill(folder: Path, grid: Grid, shown: Callable[[Cell], tuple[list[float], float]], **more) -> None:
+    """All runs: at the middle rate as `shown`, at the others with a dev loss above."""
+    for cell in [*grid.search(), *grid.rest(lambda line, _: line.recommended)]:
+        losses, after = shown(cell)
+        worse = [losses[0], losses[0] + 1] if cell.rate != cell.line.recommended else losses
+        end(folder, cell, worse, after, **more)
+
+
+def curves_in(folder: Path) -> dict:
+    grid = study.grid_of(folder)
+    cells = list(study.all_cells(grid, folder))
+    return study.curves_of(grid, list(study.read_runs(grid, folder, cells)), study.failures(folder, cells))
+
+
+def by_key(made: dict) -> dict[str, dict]:
+    return {line["key"]: line for line in made["lines"]}
+
+
+def falling(to: float) -> list[float]:
+    return [1 - (1 - to) * i / 10 for i in range(11)]
+
+
+def test_shares_of_the_budget_are_medians_over_columns_and_seeds_where_never_is_infinite(tmp_path):
+    grid = grid_in(tmp_path, "sst2-16", "trec-16")
+    # straight lines from 1 to an end cross 0.8, where TeZO ends, after 0.2 / (1 - end) of the budget
+    ends = {"tezo": [0.8] * 3, "tezo-adam": [0.6] * 3, "cadam-act": [0.2, 0.5, 0.9], "mezo": [0.5, 0.9, 0.9]}
+
+    def shown(cell: Cell):
+        return falling(ends.get(cell.line.key, [0.7] * 3)[SEEDS.index(cell.seed)]), 0.7
+
+    fill(tmp_path, grid, shown)
+    lines = by_key(numbers_of(curves_in(tmp_path)))
+    found = lines["cadam-act"]
+    assert found["passes_to_tezo"] == {"median": pytest.approx(0.4), "reached": 4, "of": 6}
+    assert found["passes_to_tezo_adam"] == {"median": pytest.approx(0.8), "reached": 4, "of": 6}
+    assert found["columns"]["trec-16"]["passes_to_tezo"]["median"] == pytest.approx(0.4)
+    assert lines["mezo"]["passes_to_tezo"] == {"median": None, "reached": 2, "of": 6}
+    assert lines["tezo"]["passes_to_tezo"]["median"] == pytest.approx(1.0)
+    assert lines["lozo-adam-act-4-directions"]["passes_to_tezo"]["median"] == pytest.approx(2 / 3)
+    assert lines["ft"]["passes_to_tezo"]["of"] == 0, "a pass of fine-tuning is forward and backward"
+
+
+def test_passes_that_collect_a_basis_are_paid_at_the_first_step_of_their_interval(tmp_path):
+    grid = grid_in(tmp_path, "sst2-16")
+    fill(tmp_path, grid, lambda _: (falling(0.5), 0.7), basis_passes=8, seconds_on_basis=1.5)
+    made = curves_in(tmp_path)
+    passes = {key: line["columns"]["sst2-16"]["runs"][0]["passes"] for key, line in by_key(made).items()}
+    assert passes["cadam-act"] == [0, *(40 * i + 8 for i in range(1, 11))]
+    assert passes["cadam-act-refresh-50"] == [40 * i + 2 * math.ceil(20 * i / 50) for i in range(11)]
+    assert passes["lozo-adam-act-4-directions"] == passes["cadam-act"], "as many passes in a quarter of the steps"
+    line = by_key(numbers_of(made))["cadam-act"]
+    assert line["basis_share"] == pytest.approx(8 / 408) and line["seconds_on_basis"] == pytest.approx(4.5)
+
+
+def test_the_gap_to_fine_tuning_is_shared_out_where_there_is_one(tmp_path):
+    grid = grid_in(tmp_path, "sst2-16", "trec-16")
+    accuracies = {"ft": 0.9, "mezo": 0.7, "cadam-act": 0.75}
+
+    def shown(cell: Cell):
+        by_seed = 0.01 * (SEEDS.index(cell.seed) - 1)
+        level = accuracies.get(cell.line.key, 0.7) if cell.column.task == "trec" else 0.7
+        return falling(0.5), level + by_seed
+
+    fill(tmp_path, grid, shown)
+    made = numbers_of(curves_in(tmp_path))
+    assert made["gaps"]["trec-16"]["points"] == pytest.approx(0.2) and made["gaps"]["trec-16"]["is_gap"]
+    assert not made["gaps"]["sst2-16"]["is_gap"]
+    left = {key: line["columns"]["trec-16"]["gap_left"] for key, line in by_key(made).items()}
+    assert (left["mezo"], left["ft"], left["cadam-act"]) == pytest.approx((1.0, 0.0, 0.75))
+    assert by_key(made)["cadam-act"]["columns"]["sst2-16"]["gap_left"] is None
+    accuracy = by_key(made)["cadam-act"]["columns"]["trec-16"]["accuracy"]
+    assert accuracy == {"mean": pytest.approx(0.75), "stdev": pytest.approx(0.01), "of": 3}
+
+
+def test_the_best_adapter_is_the_best_of_those_that_are_adapters_in_every_run(tmp_path):
+    grid = grid_in(tmp_path, "sst2-16")
+    ends = {"tezo": 0.6, "cadam-act": 0.5, "cadam-act-refresh-50": 0.55}
+    fill(tmp_path, grid, lambda cell: (falling(ends.get(cell.line.key, 0.1)), 0.7))
+    made = numbers_of(curves_in(tmp_path))
+    assert made["best_adapter"] == "cadam-act"
+    assert {key for key, line in by_key(made).items() if line["exports"]} == set(ends)
+
+
+def test_the_search_is_carried_with_what_failed_and_a_rate_at_an_end_is_flagged(tmp_path):
+    grid = grid_in(tmp_path, "sst2-16")
+    for cell in grid.search():
+        if cell.line.key == "mezo" and cell.rate == 1e-4:
+            (tmp_path / cell.folder).mkdir(parents=True)
+            (tmp_path / cell.folder / "failed.txt").write_text("the loss is nan\n")
+        elif cell.line.key in ("mezo", "tezo"):
+            end(tmp_path, cell, falling({1e-5: 0.3, 3e-5: 0.4, 1e-4: 0.2}[cell.rate]), 0.7)
+    lines = by_key(curves_in(tmp_path))
+    assert set(lines) == {"mezo", "tezo"}, "lines without a run are left out"
+    mezo, tezo = (lines[key]["columns"]["sst2-16"] for key in ("mezo", "tezo"))
+    assert (mezo["rate"], mezo["search"]) == (1e-5, {"1e-05": 0.3, "3e-05": 0.4})
+    assert mezo["failed"] == ["lr-0.0001/seed-13"] and mezo["at_an_end"]
+    assert (tezo["rate"], tezo["failed"], len(tezo["runs"])) == (1e-4, [], 1)
+
+
+def test_everything_is_written_from_a_folder_of_runs(tmp_path):
+    grid = grid_in(tmp_path / "runs", "sst2-16", "trec-16")
+    fill(tmp_path / "runs", grid, lambda _: (falling(0.5), 0.7))
+    study.main([str(tmp_path / "runs"), "--results", str(tmp_path / "made"), "--figures", str(tmp_path / "figures")])
+    curves, numbers = (json.loads((tmp_path / f"made/{name}.json").read_text()) for name in ("curves", "numbers"))
+    assert numbers == json.loads(json.dumps(numbers_of(curves))), "numbers follow from the committed curves alone"
+    assert len((tmp_path / "made/runs.csv").read_text().splitlines()) == 1 + 2 * len(LINES) * 5
+    svg = (tmp_path / "figures/study.svg").read_text()
+    assert all(text in svg for text in ("SST-2, 16 of each class", "FT, final", "cAdam + act", "forward passes"))
+    with pytest.raises(SystemExit, match="has no runs of a table; give the --output"):
+        study.main([str(tmp_path / "made")])
+
+
+def test_the_documents_tables_are_drawn_from_the_numbers_or_left_out(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import tables
+
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert {tables.TABLES[name]() for name in ("study", "study-accuracy", "study-short")} == {""}
+    grid = grid_in(tmp_path / "runs", "sst2-16")
+    fill(tmp_path / "runs", grid, lambda cell: (falling(0.2 if "cadam" in cell.line.key else 0.6), 0.7))
+    study.main([str(tmp_path / "runs"), "--results", str(tmp_path / "study"), "--figures", str(tmp_path / "figures")])
+    drawn = [tables.TABLES[name]().splitlines() for name in ("study", "study-accuracy", "study-short")]
+    rows = [{line.split("|")[1].strip(): line for line in text if line.startswith("| ")} for text in drawn]
+    assert rows[0]["cAdam + act"] == "| cAdam + act | 0.200 ± 0.000 (0.00015) | 50 % (3 of 3) | 50 % (3 of 3) |"
+    assert rows[1]["cAdam + act"] == "| cAdam + act | 70.0 ± 0.0 |"
+    assert rows[2]["MeZO"] == "| MeZO | 100 % (3 of 3) | 100 % (3 of 3) | 0.0 % | no |"
