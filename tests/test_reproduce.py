@@ -125,6 +125,13 @@ def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, n
     assert r"\begin{tabular}" in (output / "table.tex").read_text()
 
 
+def test_a_model_of_the_users_is_never_written(tmp_path, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = small("study", tmp_path / "out", data, "--model", "absent/model", "--only", "mezo,sst2-16")
+    assert done.code == 0 and "failed: model.name" in done.out
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def paper_columns(name: str, tasks: str) -> list:
     return [column for column in find_table(name).columns if column.task in tasks.split(",")]
 

@@ -38,7 +38,7 @@ def reproduce(
         _show(grid)
         return
     prepare_output(grid, output)
-    if own is not None and small and not Path(own).exists():
+    if own is not None and model is None and not Path(own).exists():
         small_model(chosen.kind, Path(own))
     run_grid(grid, output, devices.split(","), print)
     for path in write_tables(grid, output):
