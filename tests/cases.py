@@ -59,6 +59,7 @@ CASES = {
         Case("mezo-norm"),
         Case("lozo", _LAZY),
         Case("lozo-m", _LAZY),
+        Case("lozo-adam", _FIXED | {"basis": "gaussian"}, base_untouched=True, first_step_parallel=False),
         Case("subzo", _LAZY),
         Case("zo-adamu", _ADAMU, first_step_parallel=False),
         Case("tezo", _FIXED, base_untouched=True),

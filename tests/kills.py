@@ -166,7 +166,8 @@ def contents(run: Path) -> dict[str, Any]:
             found[name] = [{k: v for k, v in line.items() if k not in ("seconds", "memory")} for line in lines]
         elif path.name == "summary.json":
             summary = json.loads(path.read_text())
-            found[name] = {k: v for k, v in summary.items() if k not in ("seconds_stepping", "peak_memory", "notices")}
+            own = ("seconds_stepping", "seconds_on_basis", "peak_memory", "notices")
+            found[name] = {k: v for k, v in summary.items() if k not in own}
         elif path.is_file():
             found[name] = path.read_bytes()
         else:

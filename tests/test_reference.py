@@ -33,7 +33,8 @@ REFERENCES: dict[str, tuple[Callable[..., Iterator[Weights]], dict[str, Any]]] =
     "mezo-adam": (mezo, {"variant": "adam"}),
     "mezo-norm": (mezo, {"variant": "norm", "beta": 0.99}),
     "lozo": (lozo, {"rank": RANK, "nu": INTERVAL}),
-    "lozo-m": (lozo, {"rank": RANK, "nu": INTERVAL, "momentum": True}),
+    "lozo-m": (lozo, {"rank": RANK, "nu": INTERVAL, "variant": "m"}),
+    "lozo-adam": (lozo, {"rank": RANK, "nu": None, "variant": "adam"}),
     "subzo": (subzo, {"rank": RANK, "interval": INTERVAL}),
     "zo-adamu": (zo_adamu, {"anneal_start": 3, "anneal_stop": 12}),
     "tezo": (tezo, {"variant": "tezo", **TEZO}),
@@ -41,7 +42,7 @@ REFERENCES: dict[str, tuple[Callable[..., Iterator[Weights]], dict[str, Any]]] =
     "tezo-adam": (tezo, {"variant": "tezo-adam", **TEZO}),
     "tezo-cadam": (tezo, {"variant": "tezo-cadam", **TEZO}),
 }
-LRS = {"mezo-adam": 1e-3, "mezo-norm": 1e-3, "tezo-adam": 1e-3, "tezo-cadam": 1e-3, "zo-adamu": 1e-5}
+LRS = {"mezo-adam": 1e-3, "lozo-adam": 1e-3, "mezo-norm": 1e-3, "tezo-adam": 1e-3, "tezo-cadam": 1e-3, "zo-adamu": 1e-5}
 
 
 def batch(step: int) -> torch.Tensor:

@@ -44,8 +44,8 @@ def home(tmp_path_factory):
 
 def config(home: Path, method: str = "tezo-cadam", *, model: str = "opt", **train_settings: Any) -> Config:
     options = dict(CASES[method].options) if method in CASES else {}
-    known = METHODS[method].options() if method in METHODS else {}
-    options |= {"lazy_update_interval": 4} if "lazy_update_interval" in known else {}
+    defaults = METHODS[method].defaults() if method in METHODS else {}
+    options |= {"lazy_update_interval": 4} if defaults.get("lazy_update_interval") else {}
     return parse_config(
         {
             "model": {"name": str(home / model), "device": "cpu"},

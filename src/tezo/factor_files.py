@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from tezo.bases import Seen
 from tezo.durable import write_file
 from tezo.errors import RequestError
 from tezo.untrusted import UntrustedError, plain_file
@@ -29,18 +30,21 @@ class FactorFiles:
         """Of the factors born at that step."""
         return self.folder / f"basis-{born}.safetensors"
 
-    def save(self, born: int, factors: Mapping[str, Tensor]) -> None:
-        """Writes them, whole or not at all.
+    def save(self, born: int, seen: Seen) -> None:
+        """Writes it, whole or not at all.
 
         Raises:
-            RunError: they cannot be written.
+            RunError: it cannot be written.
         """
         if self._writes:
-            plain = {name: factor.contiguous() for name, factor in factors.items()}
-            write_file(self.path(born), save(plain, metadata={"digest": _hash(plain)}))
+            plain = {name: factor.contiguous() for name, factor in seen.factors.items()}
+            about = (
+                f"{seen.calls} {_hash(plain, seen.calls)}"  # one entry: several have no fixed order
+            )
+            write_file(self.path(born), save(plain, metadata={"calls_sha256": about}))
 
-    def load(self, born: int) -> dict[str, Tensor] | None:
-        """Reads and verifies them; None where there is no such file.
+    def load(self, born: int) -> Seen | None:
+        """Reads and verifies it; None where there is no such file.
 
         Raises:
             RequestError: the file is damaged.
@@ -48,19 +52,20 @@ class FactorFiles:
         path = self.path(born)
         if not path.exists():
             return None
+        seen, sha256 = None, ""
         try:
             with safe_open(plain_file(path), framework="pt") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                sound = (file.metadata() or {}).get("digest") == _hash(found)
+                calls, _, sha256 = (file.metadata() or {}).get("calls_sha256", "").partition(" ")
+                seen = Seen({name: file.get_tensor(name) for name in file.keys()}, int(calls))  # noqa: SIM118
         except (UntrustedError, OSError, ValueError, SafetensorError):
-            sound = False
-        if not sound:
+            pass
+        if seen is None or sha256 != _hash(seen.factors, seen.calls):
             raise RequestError(f"{path} is damaged; put a sound copy in its place, or delete it to look again.")
-        return found
+        return seen
 
 
-def _hash(factors: Mapping[str, Tensor]) -> str:
-    made = hashlib.sha256()
+def _hash(factors: Mapping[str, Tensor], calls: int) -> str:
+    made = hashlib.sha256(str(calls).encode())
     for name, factor in sorted(factors.items()):
         made.update(f"{name} {tuple(factor.shape)} {factor.dtype}".encode())
         made.update(factor.contiguous().numpy().tobytes())

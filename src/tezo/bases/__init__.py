@@ -9,6 +9,7 @@ from tezo.bases.base import Draw as Draw
 from tezo.bases.base import FactorStore as FactorStore
 from tezo.bases.base import Passes as Passes
 from tezo.bases.base import Role as Role
+from tezo.bases.base import Seen as Seen
 from tezo.bases.gaussian import Gaussian as Gaussian
 from tezo.errors import RequestError, nearest
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tezo.bases.base import Basis, Draw, FactorStore, Passes, Role
+from tezo.bases.base import Basis, Draw, FactorStore, Passes, Role, Seen
 from tezo.bases.gaussian import Gaussian
 from tezo.bases.sketch import Sketch, sketch_bytes, width
 from tezo.errors import RequestError
@@ -52,7 +52,7 @@ class Activation(Basis):
         self._ranks: Mapping[str, int] = {}
         self._watched: tuple[nn.Module, Passes] | None = None
         self._store: FactorStore | None = None
-        self._seen: dict[int, dict[str, Tensor]] = {}
+        self._seen: dict[int, Mapping[str, Tensor]] = {}
         self._random = Gaussian()
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
@@ -71,15 +71,15 @@ class Activation(Basis):
         random = self._random.factor(role, target, rank, draw)
         return random if not self.orthonormal else torch.linalg.qr(random)[0] * len(random) ** 0.5
 
-    def _at(self, born: int) -> dict[str, Tensor]:
+    def _at(self, born: int) -> Mapping[str, Tensor]:
         if born not in self._seen:
-            found = self._store.load(born) if self._store is not None else None
-            if found is None:
-                found = self._look(born)
+            seen = self._store.load(born) if self._store is not None else None
+            if seen is None:
+                seen = self._look(born)
                 if self._store is not None:
-                    self._store.save(born, found)
-            self._check(found)
-            self._seen[born] = found
+                    self._store.save(born, seen)
+            self._check(seen.factors)
+            self._seen[born], self._calls = seen.factors, self._calls + seen.calls
             for old in sorted(self._seen)[:-_TO_KEEP]:
                 del self._seen[old]
         return self._seen[born]
@@ -94,7 +94,7 @@ class Activation(Basis):
                     "give the folder of this very run, or start it again."
                 )
 
-    def _look(self, born: int) -> dict[str, Tensor]:
+    def _look(self, born: int) -> Seen:
         if self._watched is None:
             raise RequestError(
                 "method.basis: this basis sees the data, and was given none; call optimizer.watch(passes), with a "
@@ -102,15 +102,16 @@ class Activation(Basis):
             )
         started, (model, passes) = time.perf_counter(), self._watched
         found: dict[str, Tensor] = {}
+        made = 0
         for group in groups(self._targets, self._ranks):
             sketches = {target.name: _sketch(target, self._ranks[target.name]) for target in group}
             with recording(model, group, sketches) as calls:
                 passes(born)
-            self._calls += calls()
+            made += calls()
             for name, sketch in sketches.items():
                 found[name] = self._leading(name, sketch)
         self._seconds += time.perf_counter() - started
-        return found
+        return Seen(found, made)
 
     def _leading(self, name: str, sketch: Sketch) -> Tensor:
         if sketch.count == 0:
@@ -129,16 +130,22 @@ class Activation(Basis):
 
     def state(self) -> dict[str, Tensor]:
         newest = max(self._seen, default=None)
-        return {} if newest is None else {f"{newest}/{name}": v for name, v in self._seen[newest].items()}
+        if newest is None:
+            return {}
+        factors = {f"{newest}/{name}": factor for name, factor in self._seen[newest].items()}
+        return factors | {"calls": torch.tensor(self._calls)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         seen: dict[int, dict[str, Tensor]] = {}
         for key, factor in state.items():
+            if key == "calls":
+                self._calls = max(self._calls, int(factor))  # going back to a better step takes no pass back
+                continue
             born, _, name = key.partition("/")
             seen.setdefault(int(born), {})[name] = factor.double().cpu()
         for factors in seen.values():
             self._check(factors)
-        self._seen = seen
+        self._seen = dict(seen)
 
 
 def input_size(target: Target) -> int:

@@ -25,14 +25,27 @@ class Draw:
     born: int
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a basis saw of the data at one step.
+
+    Attributes:
+        factors: name -> factor, float64 on the CPU.
+        calls: of the model, that it took.
+    """
+
+    factors: Mapping[str, Tensor]
+    calls: int
+
+
 class FactorStore(Protocol):
     """Where what was seen of the data is kept, so that steps can be taken again without it."""
 
-    def load(self, born: int) -> dict[str, Tensor] | None:
-        """The factors born at that step; None where there are none."""
+    def load(self, born: int) -> Seen | None:
+        """What was seen at that step; None where there is nothing."""
 
-    def save(self, born: int, factors: Mapping[str, Tensor]) -> None:
-        """Keeps them."""
+    def save(self, born: int, seen: Seen) -> None:
+        """Keeps it."""
 
 
 class Basis(ABC):
