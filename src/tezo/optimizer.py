@@ -17,7 +17,7 @@ from tezo.perturbations import Moment, Perturbation
 from tezo.ranks import Ranks
 from tezo.saved_state import SavedState
 from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, two_point
-from tezo.updates import State, Update
+from tezo.updates import Clipped, State, Update
 
 
 class ZerothOrderOptimizer(SavedState):
@@ -42,6 +42,7 @@ class ZerothOrderOptimizer(SavedState):
         targets: patterns that choose the parameters, see `tezo.params.select_targets`.
         seed: of every draw.
         in_forward: False moves low-rank directions in place too, as published code does (for comparison).
+        clip: cuts projected gradients beyond so many times their running root mean square, see `Clipped`; above 1.
 
     Raises:
         RequestError: a setting is out of range, or the targets cannot be moved this way.
@@ -61,11 +62,12 @@ class ZerothOrderOptimizer(SavedState):
         targets: Sequence[str] = (ALL_LINEAR,),
         seed: int = 0,
         in_forward: bool = True,
+        clip: float | None = None,
     ) -> None:
         _check_settings(lr, rho, weight_decay, num_directions, perturbation)
         self.model = model
         self.perturbation = perturbation
-        self.update = update
+        self.update = update if clip is None else Clipped(update, clip)
         self.rho = rho
         self.num_directions = num_directions
         self.seed = seed

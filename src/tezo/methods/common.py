@@ -13,3 +13,4 @@ class Common(TypedDict, total=False):
     targets: Sequence[str]
     seed: int
     in_forward: bool
+    clip: float | None
