@@ -45,6 +45,7 @@ ORDER = [
     "durable",
     "export",
     "forecast",
+    "step_size",
     "job",
     "noise",
     "evaluate",

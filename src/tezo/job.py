@@ -1,6 +1,6 @@
 """From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -8,14 +8,26 @@ import torch
 
 from tezo.adapters import add_adapter
 from tezo.errors import RequestError
-from tezo.methods import Tuner, method
+from tezo.methods import AUTO, Tuner, method
 from tezo.models import LoadedModel, load_model
 from tezo.objectives import Batch, Encoded, Objective, objective_for
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import ALL, find_targets, never_called
 from tezo.recipe import Config
 from tezo.splits import divide, read_splits, training_rows
-from tezo.tasks import Demonstrated, Fields, Format, LabelFormat, Row, TaskFormat, choose_format, task
+from tezo.step_size import PARTS, choose_lr
+from tezo.tasks import (
+    Demonstrated,
+    Example,
+    Fields,
+    Format,
+    LabelFormat,
+    Row,
+    TaskFormat,
+    choose_format,
+    parts,
+    task,
+)
 
 LOSS = "loss"
 """The objective that batches have of themselves; any other is a metric."""
@@ -75,7 +87,7 @@ def prepare(config: Config) -> Job:
     notices += cut_notices(objective)
     objective.adapt(loaded.model, train)
     untrained = _untrained(loaded, objective, train, notices)
-    return Job(
+    job = Job(
         config=resolve(config, form),
         loaded=loaded,
         format=form,
@@ -87,6 +99,23 @@ def prepare(config: Config) -> Job:
         untrained=tuple(untrained),
         notices=tuple(notices),
     )
+    return _with_measured_lr(job, [*rows.dev, *rows.train], learnt) if config.method.options.get("lr") == AUTO else job
+
+
+def _with_measured_lr(job: Job, rows: Sequence[Row], learnt: Callable[[Row], Example]) -> Job:
+    """The job with a learning rate measured on some of these rows, which no step has seen yet."""
+    settings, optimizer, objective = job.config.train, job.optimizer, job.objective
+    assert isinstance(optimizer, ZerothOrderOptimizer)
+    size = min(settings.batch_size, len(rows) // 2)  # no pass takes more memory than a step's
+    if size == 0:
+        raise RequestError(f"method.lr is auto, and there are {len(rows)} rows to measure it on; give a number.")
+    drawn = parts(rows, [size] * min(PARTS, len(rows) // size), settings.seed, "step size")
+    batches = [objective.batches([objective.encode(learnt(row)) for row in part]) for part in drawn]
+    found = choose_lr(optimizer, [objective.closure(job.model, part) for part in batches], size, settings.batch_size)
+    for group in optimizer.param_groups:
+        group["lr"] = found.lr
+    method = replace(job.config.method, options={**job.config.method.options, "lr": found.lr})
+    return replace(job, config=replace(job.config, method=method), notices=(*job.notices, found.notice))
 
 
 def load(config: Config) -> LoadedModel:
@@ -181,7 +210,7 @@ def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encode
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> Tuner:
     """The method of a configuration on a model; `untrained` parameters are left alone."""
-    options = dict(config.method.options)
+    options = {key: value for key, value in config.method.options.items() if (key, value) != ("lr", AUTO)}
     if config.model.peft != "none":
         options.setdefault("targets", (ALL,))
     wanted = method(config.method.name)

@@ -122,9 +122,15 @@ class ZerothOrderOptimizer(SavedState):
         return loss
 
     @torch.no_grad()
-    def measure(self, closure: Closure, rho: float) -> tuple[Probe, ...]:
-        """What the next step would measure at another perturbation scale; no step is taken."""
-        drawn = self._draw()
+    def measure(self, closure: Closure, rho: float, *, others: int = 0) -> tuple[Probe, ...]:
+        """What the next step would measure at another perturbation scale; no step is taken.
+
+        Args:
+            closure: as for `step`.
+            rho: the scale.
+            others: measures along so many directions that no step draws, in place of the next step's.
+        """
+        drawn = self._draw(others)
         with evaluation_mode(self.model), wide_products(self.model):
             return self._probes(closure, drawn, rho)
 
@@ -142,9 +148,10 @@ class ZerothOrderOptimizer(SavedState):
             )
         self._take(self._draw(), record)
 
-    def _draw(self) -> dict[str, list[Direction]]:
+    def _draw(self, others: int = 0) -> dict[str, list[Direction]]:
         """The step's directions, by parameter; what is trained in the forward pass moves over to their factors."""
-        moments = [Moment(self.seed, self.num_steps, index) for index in range(self.num_directions)]
+        indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
+        moments = [Moment(self.seed, self.num_steps, index) for index in indices]
         drawn: dict[str, list[Direction]] = {}
         for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
             state = self._update_state.get(name, {})
@@ -164,9 +171,9 @@ class ZerothOrderOptimizer(SavedState):
             for name, moving in self.moving.items():
                 moving.show([Shift(drawn[name][index], scale) for index, scale in points])
 
-        own = range(self._ranks.rank, self.num_directions, self._ranks.size)
+        own = range(self._ranks.rank, len(next(iter(drawn.values()))), self._ranks.size)
         try:
-            probes = two_point(closure, show, rho, own, self._copies(closure))
+            probes = two_point(closure, show, rho, own, self._copies(closure, len(own)))
         except NotInBlocksError:  # found out once, by the first step
             self._in_blocks = False
             probes = two_point(closure, show, rho, own, 1)
@@ -196,12 +203,11 @@ class ZerothOrderOptimizer(SavedState):
             return probes
         found = self._ranks.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
         of_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in found]
-        return tuple(of_rank[i % self._ranks.size][i // self._ranks.size] for i in range(self.num_directions))
+        return tuple(probe for of_one_turn in zip(*of_rank, strict=True) for probe in of_one_turn)
 
-    def _copies(self, closure: Closure) -> int:
+    def _copies(self, closure: Closure, directions: int) -> int:
         dense = any(moving.draws_for_all_blocks for moving in self.moving.values())
-        own = self.num_directions // self._ranks.size
-        return copies_of_a_pass(closure, own, dense=dense) if self._in_blocks else 1
+        return copies_of_a_pass(closure, directions, dense=dense) if self._in_blocks else 1
 
     def _apply(self, moving: MovingParameter, estimate: Estimate, lr: float) -> None:
         name = moving.target.name

@@ -61,6 +61,10 @@ class Adam(Update):
             return torch.add(exp_avg_sq, self.eps).rsqrt_().mul_(exp_avg)
         return torch.sqrt(exp_avg_sq).add_(self.eps).reciprocal_().mul_(exp_avg)
 
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        mean_sq = kappa_sq / num_directions
+        return float((mean_sq + self.eps) ** 0.5 if self.eps_in_sqrt else mean_sq**0.5 + self.eps)
+
 
 class FactoredAdam(Adam):
     """TeZO-Adam (Algorithm 1, Eq. 8): both moments kept as temporal factors, r numbers each, and merged

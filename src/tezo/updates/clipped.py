@@ -52,3 +52,6 @@ class Clipped(Update):
         mean = sum(kappa**2 for kappa in kappas) / len(kappas)
         state[_KEY].mul_(BETA).add_(mean, alpha=1 - BETA)
         self.inner.step(moving, replace(estimate, projected_grads=kappas), state, lr)
+
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        return self.inner.divisor(kappa_sq, num_directions)
