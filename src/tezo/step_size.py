@@ -12,7 +12,8 @@ A plain step W -= lr (1/q) sum_i kappa_i Z_i along q directions lowers the loss 
 
 in the leading terms for many dimensions: those in mu^T H mu, smaller by a factor of about that number, are left out.
 A rule that divides the estimate by D (`Update.divisor`) takes D times that rate. With Adam on coefficients
-D = g / sqrt(q), so lr = sqrt(q) s^2 / (g h); with normalised steps D = g, so lr = q s^2 / (g h).
+D = g / sqrt(q), so lr = sqrt(q) s^2 / (g h); with normalised steps D = g, so lr = q s^2 / (g h). Where D changes in the
+first steps, as in Adam without bias correction, its least value counts.
 
 With kappa_1 ... kappa_K along the same direction on K disjoint parts of n rows each,
 

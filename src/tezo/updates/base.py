@@ -32,7 +32,7 @@ class Update(ABC):
         """W_t -> W_t+1; `state` is changed in place."""
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
-        """What a step divides the estimate by, which sets the scale of learning rates; here nothing.
+        """What a step divides the estimate by, at its least, which sets the scale of learning rates; here nothing.
 
         Args:
             kappa_sq: mean square of projected gradients.
