@@ -15,7 +15,7 @@ from pathlib import Path
 from tables import TABLES
 
 from tezo import recipe
-from tezo.methods import METHODS
+from tezo.methods import AUTO, METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("cost", "experiments", "reliability", "large-models", "many-devices", "figures", "how-to-choose")
@@ -52,7 +52,12 @@ def settings() -> str:
     parts += ["", "## method", "", "`method.name`, and the options of that method:", ""]
     shared = [key for key in METHODS["mezo"].defaults() if key != "lr"]
     common = ", ".join(f"`{key}` {shown(METHODS['mezo'].defaults()[key])}" for key in shared)
-    parts += [f"All methods: {common}.", "", "| method | options and defaults |", "|---|---|"]
+    parts += [
+        f"All methods: {common}; `lr` may be `{AUTO}`, measured before the first step.",
+        "",
+        "| method | options and defaults |",
+        "|---|---|",
+    ]
     for method in METHODS.values():
         own = {key: value for key, value in method.defaults().items() if key not in shared}
         parts.append(f"| `{method.name}` | " + ", ".join(f"`{k}` {shown(v)}" for k, v in own.items()) + " |")

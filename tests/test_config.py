@@ -8,7 +8,7 @@ import yaml
 
 from tezo.config import dump_config, parse_config, parse_setting, read_config
 from tezo.errors import RequestError
-from tezo.methods import METHODS
+from tezo.methods import METHODS, Rate
 from tezo.recipe import Config, DataConfig, ModelConfig, TrainConfig
 
 LEAST = {"model": {"name": "m"}, "data": {"train": "d"}}
@@ -25,6 +25,8 @@ def plain(kind: Any) -> Any:
 def samples(kind: Any) -> tuple[list[Any], list[Any]]:
     """Values of a type, and values that are not of it."""
     kind = plain(kind)
+    if kind == Rate:
+        return [0.25, "auto"], samples(float)[1]
     if get_origin(kind) is Literal:
         return list(get_args(kind)), ["no such choice", 7, ["auto"]]
     if get_origin(kind) is dict:

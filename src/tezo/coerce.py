@@ -20,6 +20,8 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
+        if any(value in get_args(a) for a in arguments if get_origin(a) is Literal):
+            return value
         return coerce(key, value, next(a for a in arguments if a is not type(None)))
     if origin is Literal:
         if value in arguments:

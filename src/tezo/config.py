@@ -13,7 +13,7 @@ import yaml
 
 from tezo.coerce import coerce
 from tezo.errors import RequestError, nearest
-from tezo.methods import method
+from tezo.methods import AUTO, BASELINES, method
 from tezo.recipe import Config, DataConfig, MethodConfig, ModelConfig, TrainConfig
 
 _SHORT = {"model": "name", "data": "train", "method": "name"}
@@ -53,6 +53,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         train=_build(TrainConfig, sections.get("train", {}), "train"),
     )
     _check(config)
+    _check_lr(config)
     return config
 
 
@@ -163,3 +164,13 @@ def _check(config: Config) -> None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
     if not 0 < data.hold_out < 1:
         raise RequestError(f"data.hold_out is {data.hold_out}; it must lie between 0 and 1.")
+
+
+def _check_lr(config: Config) -> None:
+    name, lr, objective = config.method.name, config.method.options.get("lr"), config.train.objective
+    if lr != AUTO:
+        return
+    if name in BASELINES:
+        raise RequestError(f"method.lr is auto, which is for zeroth-order methods; give {name} a number.")
+    if objective != TrainConfig().objective:
+        raise RequestError(f"method.lr is auto and train.objective is {objective}; give a number, or leave it at loss.")

@@ -38,9 +38,7 @@ class FactorFiles:
         """
         if self._writes:
             plain = {name: factor.contiguous() for name, factor in seen.factors.items()}
-            about = (
-                f"{seen.calls} {_hash(plain, seen.calls)}"  # one entry: several have no fixed order
-            )
+            about = f"{seen.calls} {_hash(plain, seen.calls)}"  # one entry: several have no fixed order
             write_file(self.path(born), save(plain, metadata={"calls_sha256": about}))
 
     def load(self, born: int) -> Seen | None:

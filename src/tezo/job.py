@@ -1,6 +1,6 @@
 """From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -9,14 +9,27 @@ import torch
 from tezo.adapters import add_adapter
 from tezo.bases import Passes
 from tezo.errors import RequestError
-from tezo.methods import Tuner, method
+from tezo.methods import AUTO, Tuner, method
 from tezo.models import LoadedModel, load_model
 from tezo.objectives import Batch, Encoded, Objective, objective_for
+from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import ALL, find_targets, never_called
 from tezo.random import permutation
 from tezo.recipe import Config
 from tezo.splits import divide, read_splits, training_rows
-from tezo.tasks import Demonstrated, Fields, Format, LabelFormat, Row, TaskFormat, choose_format, task
+from tezo.step_size import PARTS, choose_lr
+from tezo.tasks import (
+    Demonstrated,
+    Example,
+    Fields,
+    Format,
+    LabelFormat,
+    Row,
+    TaskFormat,
+    choose_format,
+    parts,
+    task,
+)
 
 BASIS_ROWS = 64
 """Training rows that a basis which sees the data looks at: as many as two steps of 16 rows pass."""
@@ -81,7 +94,7 @@ def prepare(config: Config) -> Job:
     untrained = _untrained(loaded, objective, train, notices)
     optimizer = make_optimizer(config, loaded, untrained)
     optimizer.watch(basis_passes(loaded, objective, train, config.train.seed))
-    return Job(
+    job = Job(
         config=resolve(config, form),
         loaded=loaded,
         format=form,
@@ -93,6 +106,23 @@ def prepare(config: Config) -> Job:
         untrained=tuple(untrained),
         notices=tuple(notices),
     )
+    return _with_measured_lr(job, [*rows.dev, *rows.train], learnt) if config.method.options.get("lr") == AUTO else job
+
+
+def _with_measured_lr(job: Job, rows: Sequence[Row], learnt: Callable[[Row], Example]) -> Job:
+    """The job with a learning rate measured on some of these rows, which no step has seen yet."""
+    settings, optimizer, objective = job.config.train, job.optimizer, job.objective
+    assert isinstance(optimizer, ZerothOrderOptimizer)
+    size = min(settings.batch_size, len(rows) // 2)  # no pass takes more memory than a step's
+    if size == 0:
+        raise RequestError(f"method.lr is auto, and there are {len(rows)} rows to measure it on; give a number.")
+    drawn = parts(rows, [size] * min(PARTS, len(rows) // size), settings.seed, "step size")
+    batches = [objective.batches([objective.encode(learnt(row)) for row in part]) for part in drawn]
+    found = choose_lr(optimizer, [objective.closure(job.model, part) for part in batches], size, settings.batch_size)
+    for group in optimizer.param_groups:
+        group["lr"] = found.lr
+    method = replace(job.config.method, options={**job.config.method.options, "lr": found.lr})
+    return replace(job, config=replace(job.config, method=method), notices=(*job.notices, found.notice))
 
 
 def load(config: Config) -> LoadedModel:
@@ -197,7 +227,7 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> Tuner:
     """The method of a configuration on a model; `untrained` parameters are left alone."""
-    options = dict(config.method.options)
+    options = {key: value for key, value in config.method.options.items() if (key, value) != ("lr", AUTO)}
     if config.model.peft != "none":
         options.setdefault("targets", (ALL,))
     wanted = method(config.method.name)

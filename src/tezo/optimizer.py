@@ -1,8 +1,7 @@
 """The torch.optim face: `loss = optimizer.step(closure)`, with no backward pass."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -12,13 +11,14 @@ from tezo.apply import Blocks, InForward, MovingParameter, NotInBlocksError, Shi
 from tezo.bases import FactorStore, Passes
 from tezo.directions import Direction
 from tezo.errors import NonFiniteLossError, RequestError
+from tezo.evaluation_mode import evaluation_mode
 from tezo.kernels import wide_products
 from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.perturbations import Moment, Perturbation
 from tezo.ranks import Ranks
 from tezo.saved_state import SavedState
 from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, two_point
-from tezo.updates import State, Update
+from tezo.updates import Clipped, State, Update
 
 
 class ZerothOrderOptimizer(SavedState):
@@ -46,6 +46,7 @@ class ZerothOrderOptimizer(SavedState):
         frozen_rank: where factors change during a run, what was trained with the old ones is kept beside the base, by
             factors of at most this rank, compressed to it; None: it is folded into the weights, and beside a base that
             cannot be written kept at rank 64.
+        clip: cuts projected gradients beyond so many times their running root mean square, see `Clipped`; above 1.
 
     Raises:
         RequestError: a setting is out of range, or the targets cannot be moved this way.
@@ -66,13 +67,14 @@ class ZerothOrderOptimizer(SavedState):
         seed: int = 0,
         in_forward: bool = True,
         frozen_rank: int | None = None,
+        clip: float | None = None,
     ) -> None:
         _check_settings(lr, rho, weight_decay, num_directions, perturbation)
         if frozen_rank is not None and frozen_rank < 1:
             raise RequestError(f"method.frozen_rank is {frozen_rank}; it must be at least 1.")
         self.model = model
         self.perturbation = perturbation
-        self.update = update
+        self.update = update if clip is None else Clipped(update, clip)
         self.rho = rho
         self.num_directions = num_directions
         self.seed = seed
@@ -127,9 +129,15 @@ class ZerothOrderOptimizer(SavedState):
         return loss
 
     @torch.no_grad()
-    def measure(self, closure: Closure, rho: float) -> tuple[Probe, ...]:
-        """What the next step would measure at another perturbation scale; no step is taken."""
-        drawn = self._draw()
+    def measure(self, closure: Closure, rho: float, *, others: int = 0) -> tuple[Probe, ...]:
+        """What the next step would measure at another perturbation scale; no step is taken.
+
+        Args:
+            closure: as for `step`.
+            rho: the scale.
+            others: measures along so many directions that no step draws, in place of the next step's.
+        """
+        drawn = self._draw(others)
         with evaluation_mode(self.model), wide_products(self.model):
             return self._probes(closure, drawn, rho)
 
@@ -160,9 +168,10 @@ class ZerothOrderOptimizer(SavedState):
         """Says where such a basis is to keep what it saw, so that steps can be replayed without the data."""
         self.perturbation.keep_in(store)
 
-    def _draw(self) -> dict[str, list[Direction]]:
+    def _draw(self, others: int = 0) -> dict[str, list[Direction]]:
         """The step's directions, by parameter; what is trained in the forward pass moves over to their factors."""
-        moments = [Moment(self.seed, self.num_steps, index) for index in range(self.num_directions)]
+        indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
+        moments = [Moment(self.seed, self.num_steps, index) for index in indices]
         drawn: dict[str, list[Direction]] = {}
         with evaluation_mode(self.model), wide_products(self.model):  # a basis may look at the model's inputs
             for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
@@ -183,9 +192,9 @@ class ZerothOrderOptimizer(SavedState):
             for name, moving in self.moving.items():
                 moving.show([Shift(drawn[name][index], scale) for index, scale in points])
 
-        own = range(self._ranks.rank, self.num_directions, self._ranks.size)
+        own = range(self._ranks.rank, len(next(iter(drawn.values()))), self._ranks.size)
         try:
-            probes = two_point(closure, show, rho, own, self._copies(closure))
+            probes = two_point(closure, show, rho, own, self._copies(closure, len(own)))
         except NotInBlocksError:  # found out once, by the first step
             self._in_blocks = False
             probes = two_point(closure, show, rho, own, 1)
@@ -215,12 +224,11 @@ class ZerothOrderOptimizer(SavedState):
             return probes
         found = self._ranks.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
         of_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in found]
-        return tuple(of_rank[i % self._ranks.size][i // self._ranks.size] for i in range(self.num_directions))
+        return tuple(probe for of_one_turn in zip(*of_rank, strict=True) for probe in of_one_turn)
 
-    def _copies(self, closure: Closure) -> int:
+    def _copies(self, closure: Closure, directions: int) -> int:
         dense = any(moving.draws_for_all_blocks for moving in self.moving.values())
-        own = self.num_directions // self._ranks.size
-        return copies_of_a_pass(closure, own, dense=dense) if self._in_blocks else 1
+        return copies_of_a_pass(closure, directions, dense=dense) if self._in_blocks else 1
 
     def _apply(self, moving: MovingParameter, estimate: Estimate, lr: float) -> None:
         name = moving.target.name
@@ -265,34 +273,6 @@ class ZerothOrderOptimizer(SavedState):
         for moving in self.moving.values():
             moving.close()
         self._blocks.close()
-
-    @property
-    def compression_error(self) -> float:
-        """Of the parameter where it is largest: the share of what was trained that compression beside the base lost."""
-        return max((m.lost for m in self.moving.values() if isinstance(m, InForward)), default=0.0)
-
-    def why_no_adapter(self) -> str | None:
-        """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
-        for moving in self.moving.values():
-            target = moving.target
-            if self.writes(moving):
-                return f"{target.name} was written to"
-            if not target.is_linear or len(target.sites) > 1:
-                return f"{target.name} is not the weight of one linear layer"
-        return None
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The model in `eval()`, and back in `train()` afterwards if it was."""
-    was_training = [module for module in model.modules() if module.training]
-    for module in was_training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 def _check_settings(

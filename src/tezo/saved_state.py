@@ -129,3 +129,18 @@ class SavedState(torch.optim.Optimizer):
             if issubclass(kind, (Dense, LowRank)) or rounded:
                 return name
         return None
+
+    @property
+    def compression_error(self) -> float:
+        """Of the parameter where it is largest: the share of what was trained that compression beside the base lost."""
+        return max((m.lost for m in self.moving.values() if isinstance(m, InForward)), default=0.0)
+
+    def why_no_adapter(self) -> str | None:
+        """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
+        for moving in self.moving.values():
+            target = moving.target
+            if self.writes(moving):
+                return f"{target.name} was written to"
+            if not target.is_linear or len(target.sites) > 1:
+                return f"{target.name} is not the weight of one linear layer"
+        return None

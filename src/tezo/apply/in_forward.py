@@ -114,7 +114,7 @@ class InForward(MovingParameter):
         assert isinstance(direction, FixedFactors)
         if self.change is not None and self.change.born != direction.born:
             self.retire()
-        if self.change is None:
+        if self.change is None or not self._changed:
             self.change = direction.origin()
 
     def show(self, shifts: Sequence[Shift]) -> None:

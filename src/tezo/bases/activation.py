@@ -52,7 +52,7 @@ class Activation(Basis):
         self._ranks: Mapping[str, int] = {}
         self._watched: tuple[nn.Module, Passes] | None = None
         self._store: FactorStore | None = None
-        self._seen: dict[int, Mapping[str, Tensor]] = {}
+        self._seen: dict[int, Seen] = {}
         self._random = Gaussian()
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
@@ -64,6 +64,11 @@ class Activation(Basis):
 
     def keep_in(self, store: FactorStore) -> None:
         self._store = store
+        for born, seen in self._seen.items():  # before the first step, to choose a learning rate
+            kept = store.load(born)
+            if kept is None:
+                store.save(born, seen)
+            self._seen[born] = kept or seen
 
     def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
         if role == target.input_role:
@@ -79,10 +84,10 @@ class Activation(Basis):
                 if self._store is not None:
                     self._store.save(born, seen)
             self._check(seen.factors)
-            self._seen[born], self._calls = seen.factors, self._calls + seen.calls
+            self._seen[born], self._calls = seen, self._calls + seen.calls
             for old in sorted(self._seen)[:-_TO_KEEP]:
                 del self._seen[old]
-        return self._seen[born]
+        return self._seen[born].factors
 
     def _check(self, factors: Mapping[str, Tensor]) -> None:
         for target in self._targets:
@@ -132,7 +137,7 @@ class Activation(Basis):
         newest = max(self._seen, default=None)
         if newest is None:
             return {}
-        factors = {f"{newest}/{name}": factor for name, factor in self._seen[newest].items()}
+        factors = {f"{newest}/{name}": factor for name, factor in self._seen[newest].factors.items()}
         return factors | {"calls": torch.tensor(self._calls)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -145,7 +150,7 @@ class Activation(Basis):
             seen.setdefault(int(born), {})[name] = factor.double().cpu()
         for factors in seen.values():
             self._check(factors)
-        self._seen = dict(seen)
+        self._seen = {born: Seen(factors, 0) for born, factors in seen.items()}
 
 
 def input_size(target: Target) -> int:

@@ -16,7 +16,7 @@ Shared deviations from the published forms, argued in docs/theory.md and docs/ho
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from tezo.errors import RequestError, nearest
 from tezo.first_order import FirstOrderOptimizer
@@ -39,6 +39,11 @@ from tezo.optimizer import ZerothOrderOptimizer
 
 Tuner = ZerothOrderOptimizer | FirstOrderOptimizer
 T = TypeVar("T", bound=Tuner, covariant=True)
+
+AUTO = "auto"
+"""A learning rate that is measured before the first step, by `tezo.step_size`."""
+Rate = float | Literal["auto"]
+"""What a recipe may give for lr; a method is built with a number."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Method(Generic[T]):
         kinds = {p.name: p.annotation for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             kinds |= Common.__annotations__
+        kinds["lr"] = Rate
         return {name: kind for name, kind in kinds.items() if name != "seed"}
 
     def defaults(self) -> dict[str, Any]:

@@ -14,3 +14,4 @@ class Common(TypedDict, total=False):
     seed: int
     in_forward: bool
     frozen_rank: int | None
+    clip: float | None

@@ -153,6 +153,7 @@ class LowRankPerturbation(Perturbation):
 
     def keep_in(self, store: FactorStore) -> None:
         self.basis.keep_in(store)
+        self._factors.clear()
 
     @property
     def cost_of_basis(self) -> tuple[int, float]:

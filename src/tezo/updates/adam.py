@@ -64,6 +64,12 @@ class Adam(Update):
             return torch.add(exp_avg_sq, self.eps).rsqrt_().mul_(exp_avg)
         return torch.sqrt(exp_avg_sq).add_(self.eps).reciprocal_().mul_(exp_avg)
 
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        # that of the farthest step: without bias correction m rises before v does, and an early step goes farther
+        (beta1, beta2), mean_sq = self.betas, kappa_sq / num_directions
+        start = 1.0 if self.bias_correction else min((1 - beta2**t) ** 0.5 / (1 - beta1**t) for t in range(1, 1000))
+        return float(start * ((mean_sq + self.eps) ** 0.5 if self.eps_in_sqrt else mean_sq**0.5 + self.eps))
+
 
 class FactoredAdam(Adam):
     """TeZO-Adam (Algorithm 1, Eq. 8): both moments kept as temporal factors, r numbers each, and merged

@@ -31,6 +31,16 @@ class Update(ABC):
     def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
         """W_t -> W_t+1; `state` is changed in place."""
 
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        """What a step divides the estimate by, at its least, which sets the scale of learning rates; here nothing.
+
+        Args:
+            kappa_sq: mean square of projected gradients.
+            num_directions: q, averaged in a step: a coefficient of the estimate has the mean square kappa_sq / q.
+        """
+        del kappa_sq, num_directions
+        return 1.0
+
 
 def zeros_like_coefficient(estimate: Estimate, moving: MovingParameter) -> Tensor:
     """Zeros of the shape, dtype and device of the estimate's coefficient."""

@@ -35,3 +35,7 @@ class NormalizedSGD(Update):
         corrected = float(kappa_sq) / (1 - self.beta ** (estimate.step + 1))
         for rows, grad in estimate.tiles():
             moving.add_(estimate.direction, rows, grad, -lr / (corrected**0.5 + self.eps))
+
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        del num_directions
+        return float(kappa_sq**0.5 + self.eps)
