@@ -18,7 +18,7 @@ from tezo import recipe
 from tezo.methods import AUTO, METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("cost", "experiments", "reliability", "large-models", "many-devices", "figures", "how-to-choose")
+DOCUMENTS = ("cost", "experiments", "reliability", "large-models", "many-devices", "figures", "how-to-choose", "theory")
 DRAWN = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in DOCUMENTS)]
 
 

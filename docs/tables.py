@@ -138,6 +138,19 @@ def encoder() -> str:
     return text.partition("\n\n")[2]
 
 
+def agreement() -> str:
+    """What rows agree on, by groups of input directions."""
+    results = read("agreement")
+    groups = [group["directions"] for group in results[0]["groups"]]
+    rows = [[r["task"].upper(), *(f"{g['mean_sq'] / g['row_sq']:.4f}" for g in r["groups"])] for r in results]
+    heads = ["", *(f"{start + 1} to {stop}" if stop > start + 1 else f"{stop}" for start, stop in groups)]
+    return grid(heads, rows) + (
+        "\nThe share \\|mu V\\|^2 / E\\|G_b V\\|^2 along eigenvectors of each layer's inputs, the leading first, all "
+        f"linear layers together, {results[0]['rows']} rows. `python benchmarks/agreement.py --data-dir DATA`; "
+        f"{machine(results[0])}.\n"
+    )
+
+
 def study() -> str:
     """Dev losses of the study, with the forward passes that its lines take to a loss, and its figure."""
     made = study_numbers()
@@ -276,6 +289,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "packed": packed,
     "exchange": exchange,
     "encoder": encoder,
+    "agreement": agreement,
     "study": study,
     "study-accuracy": study_accuracy,
     "study-short": study_short,

@@ -203,10 +203,20 @@ def test_looking_changes_neither_the_model_nor_its_mode():
         assert torch.equal(factor, factors_of(again)[name])
 
 
-def test_a_basis_that_was_given_nothing_to_look_at_says_what_to_do():
+def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
+    model, other = tiny_opt(), tiny_opt()
+    plain, told = (lozo_adam(m, rank=RANK, lazy_update_interval=2) for m in (model, other))
+    told.watch(lambda born: other(input_ids=tokens(seed=born)))
+    for step in range(4):
+        assert plain.step(lm_loss(model, tokens(seed=step))) == told.step(lm_loss(other, tokens(seed=step)))
+    for name, factor in factors_of(plain).items():
+        assert torch.equal(factor, factors_of(told)[name])
+
+
+def test_a_basis_that_sees_nothing_says_what_to_do():
     model = tiny_opt()
     with pytest.raises(RequestError, match=r"call optimizer\.watch\(passes\)"):
-        lozo_adam(model, rank=RANK).step(lm_loss(model, tokens()))
+        lozo_adam(model, rank=RANK)._draw()
     optimizer = lozo_adam(model, rank=RANK)
     optimizer.watch(lambda _: None)
     with pytest.raises(RequestError, match="do not call it"):

@@ -144,7 +144,7 @@ def test_a_clip_out_of_range_is_refused_by_its_key(clip):
 
 def test_what_the_inner_rule_refuses_and_writes_is_so_for_the_clipped_one():
     update = FactoredAdam((0.9, 0.99), 1e-5, eps_in_sqrt=True, bias_correction=False)
-    perturbation = Subspace(FixedRank(rank=2), "unit", 5)
+    perturbation = Subspace(FixedRank(rank=2), "unit", interval=5)
     with pytest.raises(RequestError, match="takes directions of type Dense, CP; Subspace draws Core"):
         ZerothOrderOptimizer(Regression(), perturbation, update, lr=1e-3, clip=2.0)
     for name, adapter in (("tezo-cadam", True), ("tezo-adam", False)):

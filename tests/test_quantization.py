@@ -125,7 +125,7 @@ def test_methods_that_write_weights_refuse_in_a_sentence(home, tmp_path, method)
     done = train(
         home / "opt", home / "rows.jsonl", tmp_path / "run", "--quantization", "nf4", "--method", method, **more
     )
-    refused(done, "cannot be written in place", "use tezo, tezo-m or tezo-cadam")
+    refused(done, "cannot be written in place", "use lozo-adam")
     assert not (tmp_path / "run").exists()
 
 

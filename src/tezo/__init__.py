@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tezo.export import export_adapter as export_adapter
     from tezo.methods import METHODS as METHODS
     from tezo.methods import lozo as lozo
+    from tezo.methods import lozo_adam as lozo_adam
     from tezo.methods import lozo_m as lozo_m
     from tezo.methods import mezo as mezo
     from tezo.methods import mezo_adam as mezo_adam
@@ -36,6 +37,7 @@ _HOMES = {
     "ZerothOrderOptimizer": "tezo.optimizer",
     "export_adapter": "tezo.export",
     "lozo": "tezo.methods",
+    "lozo_adam": "tezo.methods",
     "lozo_m": "tezo.methods",
     "mezo": "tezo.methods",
     "mezo_adam": "tezo.methods",

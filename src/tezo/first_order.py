@@ -57,7 +57,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
             if not target.is_writable:
                 raise RequestError(
                     f"method.name is adam, and {target.name} ({type(target.parameter).__name__}, "
-                    f"{target.parameter.dtype}) cannot be written in place; use tezo, tezo-m or tezo-cadam."
+                    f"{target.parameter.dtype}) cannot be written in place; use lozo-adam or tezo-cadam."
                 )
         chosen = {id(target.parameter) for target in self.targets}
         for parameter in model.parameters():

@@ -83,6 +83,7 @@ class ZerothOrderOptimizer(SavedState):
         self.targets = select_targets(model, targets)
         self._update_state: dict[str, State] = {}
         self._ranks = Ranks()
+        self._watching = False
         perturbation.prepare(self.targets)
         self._blocks = Blocks(model)
         self.moving: dict[str, MovingParameter] = {}
@@ -121,6 +122,8 @@ class ZerothOrderOptimizer(SavedState):
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
+        if not self._watching:
+            self.perturbation.watch(self.model, lambda _: closure())
         drawn = self._draw()
         with evaluation_mode(self.model), wide_products(self.model):
             probes = self._probes(closure, drawn, self.rho)
@@ -156,12 +159,13 @@ class ZerothOrderOptimizer(SavedState):
         self._take(self._draw(), record)
 
     def watch(self, passes: Passes) -> None:
-        """Says what a basis that sees the data is to look at; to be called before the first step.
+        """Says what a basis that sees the data is to look at; without it, that is the batch of the step at hand.
 
         Args:
             passes: step -> anything: runs the model on some training rows, whose inputs to each layer are looked at.
                 It is called when factors are first needed, and at every refresh with the step it is at.
         """
+        self._watching = True
         self.perturbation.watch(self.model, passes)
 
     def keep_in(self, store: FactorStore) -> None:

@@ -88,7 +88,7 @@ class DataConfig:
 class MethodConfig:
     """A method and its options; the ones not named keep the defaults of `tezo.methods`."""
 
-    name: str = "tezo-cadam"
+    name: str = "lozo-adam"
     options: dict[str, Any] = field(default_factory=dict)
 
 

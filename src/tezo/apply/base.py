@@ -130,5 +130,5 @@ def require_writable(target: Target, reason: str) -> None:
         found = f"{type(target.parameter).__name__}, {data.dtype}, {data.device}"
         raise RequestError(
             f"{reason} writes to weights, and {target.name} ({found}) cannot be written in place; "
-            "use tezo, tezo-m or tezo-cadam on linear layers, or a plain float base."
+            "use lozo-adam, tezo, tezo-m or tezo-cadam on linear layers, or a plain float base."
         )
