@@ -69,9 +69,7 @@ class ZerothOrderOptimizer(SavedState):
         frozen_rank: int | None = None,
         clip: float | None = None,
     ) -> None:
-        _check_settings(lr, rho, weight_decay, num_directions, perturbation)
-        if frozen_rank is not None and frozen_rank < 1:
-            raise RequestError(f"method.frozen_rank is {frozen_rank}; it must be at least 1.")
+        _check_settings(lr, rho, weight_decay, num_directions, frozen_rank, perturbation)
         self.model = model
         self.perturbation = perturbation
         self.update = update if clip is None else Clipped(update, clip)
@@ -280,7 +278,12 @@ class ZerothOrderOptimizer(SavedState):
 
 
 def _check_settings(
-    lr: float, rho: float, weight_decay: float, num_directions: int, perturbation: Perturbation
+    lr: float,
+    rho: float,
+    weight_decay: float,
+    num_directions: int,
+    frozen_rank: int | None,
+    perturbation: Perturbation,
 ) -> None:
     if not lr >= 0:
         raise RequestError(f"method.lr is {lr}; it must not be negative.")
@@ -290,5 +293,7 @@ def _check_settings(
         raise RequestError(f"method.weight_decay is {weight_decay}; it must not be negative.")
     if num_directions < 1:
         raise RequestError(f"method.num_directions is {num_directions}; it must be at least 1.")
+    if frozen_rank is not None and frozen_rank < 1:
+        raise RequestError(f"method.frozen_rank is {frozen_rank}; it must be at least 1.")
     if num_directions > 1 and perturbation.single_direction:
         raise RequestError(f"method.num_directions is {num_directions}; this method is defined for 1 only.")
