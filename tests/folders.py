@@ -242,7 +242,7 @@ def tezo(*arguments: Any) -> Result:
 
 
 def train(model: Path, data: Path, output: Path, *more: Any, steps: int = 3, **values: Any) -> Result:
-    """A short `tezo train` of tezo-cadam at rank 4, large steps."""
+    """A short `tezo train` of the default method at rank 4, large steps."""
     named = {"method__rank": 4, "method__lr": 0.05, "train__batch_size": 4} | values
     flags: Iterable[Any] = ("--model", model, "--data", data, "--steps", steps, "--output", output)
     return tezo("train", *flags, *settings(**{k: v for k, v in named.items() if v is not None}), *more)

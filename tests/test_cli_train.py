@@ -103,7 +103,7 @@ def test_results_go_to_standard_output_and_progress_to_standard_error(home, tmp_
     assert str(run / "adapter") in done.out
     assert "3 steps, 6 forward passes" in done.out
     assert f"tezo predict {run}" in done.out
-    assert done.says("tezo-cadam on", home / "opt", "rank 4", "12 training rows, 0 dev, 6 test", "step 0 test")
+    assert done.says("lozo-adam on", home / "opt", "rank 4", "12 training rows, 0 dev, 6 test", "step 0 test")
 
 
 def test_json_is_all_there_is_on_standard_output(home, tmp_path):
@@ -218,7 +218,7 @@ def test_a_loss_that_overflows_later_tells_the_step_and_the_last_good_loss(home,
 
 def test_methods_and_doctor_answer_people_and_programs(home):
     listed = json.loads(tezo("methods", "--json").out)
-    assert {m["name"] for m in listed if not m["in_paper"]} == {"mezo-norm", "tezo-cadam"}
+    assert {m["name"] for m in listed if not m["in_paper"]} == {"mezo-norm", "tezo-cadam", "lozo-adam"}
     shown = tezo("methods").out
     assert all(m["name"] in shown for m in listed)
     assert "lr=0.0003" in tezo("methods", "tezo-cadam").out
