@@ -133,7 +133,9 @@ def test_flags_are_laid_over_a_recipe_and_settings_over_flags(home, tmp_path):
     assert (summary["method"], summary["steps"], summary["seed"], summary["result"]["rank"]) == ("tezo", 2, 3, 2)
 
 
-@pytest.mark.parametrize("method", [{}, {"method__rank": "null"}], ids=["rank 4", "layer-wise rank"])
+@pytest.mark.parametrize(
+    "method", [{}, {"method__name": "tezo-cadam", "method__rank": "null"}], ids=["rank 4", "layer-wise rank"]
+)
 def test_the_configuration_in_a_run_folder_is_the_same_run(home, tmp_path, method):
     first, second = tmp_path / "first", tmp_path / "second"
     assert train(home / "opt", home / "rows.jsonl", first, **method).code == 0
@@ -199,7 +201,8 @@ def test_a_loss_that_is_no_number_ends_the_run_in_words(home, tmp_path, value, r
     tensors = load_file(folder / "model.safetensors")
     tensors["model.decoder.layers.0.fc1.weight"][0, 0] = float(value)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    done = train(folder, home / "rows.jsonl", tmp_path / "run", method__rank=rank)
+    method = "lozo-adam" if rank == 4 else "tezo-cadam"
+    done = train(folder, home / "rows.jsonl", tmp_path / "run", method__name=method, method__rank=rank)
     if rank == 4:
         refused(done, "the loss is", "step 0", "no earlier step", "as before", "method.lr")
         assert not (tmp_path / "run" / "adapter").exists()

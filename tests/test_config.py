@@ -1,6 +1,7 @@
 """Settings: every one typed, later ones win, and what is written into a run folder reads back the same."""
 
 import dataclasses
+import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -19,7 +20,7 @@ OPTIONS = [(name, key, kind) for name, method in METHODS.items() for key, kind i
 
 def plain(kind: Any) -> Any:
     """The type without `| None`, and a string where a value of our own may stand for one."""
-    if str in get_args(kind):
+    if isinstance(kind, types.UnionType) and str in get_args(kind):
         return str
     return next(a for a in get_args(kind) if a is not type(None)) if type(None) in get_args(kind) else kind
 

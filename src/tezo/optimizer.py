@@ -175,11 +175,14 @@ class ZerothOrderOptimizer(SavedState):
         indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
         moments = [Moment(self.seed, self.num_steps, index) for index in indices]
         drawn: dict[str, list[Direction]] = {}
-        with evaluation_mode(self.model), wide_products(self.model):  # a basis may look at the model's inputs
-            for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
-                state = self._update_state.get(name, {})
-                drawn[name] = [self.perturbation.direction(moving.target, moment, state) for moment in moments]
-                moving.begin(drawn[name][0], moments[0])
+        try:
+            with evaluation_mode(self.model), wide_products(self.model):  # a basis may look at the model's inputs
+                for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
+                    state = self._update_state.get(name, {})
+                    drawn[name] = [self.perturbation.direction(moving.target, moment, state) for moment in moments]
+                    moving.begin(drawn[name][0], moments[0])
+        except FloatingPointError:  # of what a basis looked at
+            raise self._not_finite(math.nan) from None
         return drawn
 
     def _take(self, drawn: dict[str, list[Direction]], record: StepRecord) -> None:
@@ -203,10 +206,11 @@ class ZerothOrderOptimizer(SavedState):
         probes = self._of_all_ranks(probes)
         for probe in probes:
             if not probe.is_finite:
-                last = self.last_step.loss if self.last_step is not None else None
-                bad = probe.loss_minus if math.isfinite(probe.loss_plus) else probe.loss_plus
-                raise NonFiniteLossError(self.num_steps, bad, last)
+                raise self._not_finite(probe.loss_minus if math.isfinite(probe.loss_plus) else probe.loss_plus)
         return probes
+
+    def _not_finite(self, loss: float) -> NonFiniteLossError:
+        return NonFiniteLossError(self.num_steps, loss, self.last_step.loss if self.last_step is not None else None)
 
     def share_directions(self, ranks: Ranks) -> None:
         """From now on each rank evaluates directions of its own, and all step along all of them.
@@ -277,23 +281,16 @@ class ZerothOrderOptimizer(SavedState):
         self._blocks.close()
 
 
-def _check_settings(
-    lr: float,
-    rho: float,
-    weight_decay: float,
-    num_directions: int,
-    frozen_rank: int | None,
-    perturbation: Perturbation,
-) -> None:
+def _check_settings(lr: float, rho: float, decay: float, count: int, frozen: int | None, drawn: Perturbation) -> None:
     if not lr >= 0:
         raise RequestError(f"method.lr is {lr}; it must not be negative.")
     if not rho > 0:
         raise RequestError(f"method.rho is {rho}; it must be positive.")
-    if not weight_decay >= 0:
-        raise RequestError(f"method.weight_decay is {weight_decay}; it must not be negative.")
-    if num_directions < 1:
-        raise RequestError(f"method.num_directions is {num_directions}; it must be at least 1.")
-    if frozen_rank is not None and frozen_rank < 1:
-        raise RequestError(f"method.frozen_rank is {frozen_rank}; it must be at least 1.")
-    if num_directions > 1 and perturbation.single_direction:
-        raise RequestError(f"method.num_directions is {num_directions}; this method is defined for 1 only.")
+    if not decay >= 0:
+        raise RequestError(f"method.weight_decay is {decay}; it must not be negative.")
+    if count < 1:
+        raise RequestError(f"method.num_directions is {count}; it must be at least 1.")
+    if frozen is not None and frozen < 1:
+        raise RequestError(f"method.frozen_rank is {frozen}; it must be at least 1.")
+    if count > 1 and drawn.single_direction:
+        raise RequestError(f"method.num_directions is {count}; this method is defined for 1 only.")

@@ -57,8 +57,13 @@ class Sketch:
         Args:
             rank: how many.
             centred: of C - sum x sum x^T / T: about the mean, not about zero.
+
+        Raises:
+            FloatingPointError: a vector held NaN or infinite numbers, or some too large to square.
         """
         y_IK, omega_IK = self._sum_IK.double().cpu(), self.omega_IK
+        if not torch.isfinite(y_IK).all():
+            raise FloatingPointError
         if centred:
             sum_I = self._sum_I.double().cpu()
             y_IK = y_IK - torch.outer(sum_I, sum_I @ omega_IK) / max(1, self.count)
