@@ -39,7 +39,8 @@ def test_it_minimises_a_quadratic(case):
     model = Regression()
     optimizer = case.build(model)
     losses = [optimizer.step(model.loss) for _ in range(400)]
-    assert sum(losses[-10:]) / 10 < (0.1 if not case.name.startswith("tezo") else 0.8) * losses[0]
+    spanned = not case.name.startswith("tezo") and case.name != "lozo-adam"
+    assert sum(losses[-10:]) / 10 < (0.1 if spanned else 0.8) * losses[0]
 
 
 @choose("tezo", "tezo-m", "tezo-cadam")

@@ -67,7 +67,7 @@ def test_training_changes_the_answers_and_writes_every_file(runs, pair):
     run = runs(pair)
     assert abs(run.summary["before"]["loss"] - run.summary["after"]["loss"]) > 1e-3
     assert {path.name for path in run.folder.iterdir()} == {
-        "config.yaml", "plan.json", "steps.log", "metrics.jsonl", "adapter", "summary.json",
+        "config.yaml", "plan.json", "steps.log", "metrics.jsonl", "adapter", "summary.json", "basis-0.safetensors",
     }  # fmt: skip
     assert json.loads((run.folder / "summary.json").read_text()) == run.summary
     assert run.summary["steps"] == 5
@@ -142,4 +142,5 @@ def test_generated_answers_do_not_depend_on_their_neighbours_and_stop_in_time(ru
         answers.append(read_jsonl(tmp_path / f"{name}-answers.jsonl")[0]["prediction"])
     tokenizer = AutoTokenizer.from_pretrained(run.base)
     assert answers[0] == answers[1]
-    assert len(tokenizer(answers[0], add_special_tokens=False)["input_ids"]) <= 3
+    # tokens of random weights need not be those that their text is split into again
+    assert len(answers[0]) <= 3 * max(len(tokenizer.decode([i])) for i in range(len(tokenizer)))

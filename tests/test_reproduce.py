@@ -66,13 +66,13 @@ def test_a_plan_is_shown_and_nothing_run(tmp_path):
 def test_every_line_of_the_study_spends_the_same_forward_passes_and_is_read_off_as_often():
     cells = [cell for cell in grid_of("study").search() if cell.line.is_zeroth_order]
     spent = {cell.line.key: 2 * cell.tree["method"].get("num_directions", 1) * cell.steps for cell in cells}
-    assert set(spent.values()) == {400}
+    assert set(spent.values()) == {480}
     assert {cell.steps // cell.tree["train"]["eval_every"] for cell in cells} == {10}
     quarter = next(cell for cell in cells if cell.line.label.endswith("4 directions"))
-    assert (quarter.steps, quarter.tree["train"]["eval_every"]) == (50, 5)
+    assert (quarter.steps, quarter.tree["train"]["eval_every"]) == (60, 6)
     schedules = {cell.line.label: cell.tree["train"].get("schedule") for cell in cells}
     assert [label for label, schedule in schedules.items() if schedule] == ["LOZO-Adam + act, linear"]
-    assert all(cell.tree["data"]["num_dev"] == 200 and not cell.tree["train"]["keep_best"] for cell in cells)
+    assert all(cell.tree["data"]["num_dev"] == 100 and not cell.tree["train"]["keep_best"] for cell in cells)
 
 
 def test_a_label_names_its_folder_and_is_chosen_by_either():

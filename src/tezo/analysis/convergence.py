@@ -200,7 +200,9 @@ def build(name: str, model: Bowl, lr: float, options: ConvergenceOptions) -> Zer
     """The method's own optimizer, with those of the options that it has."""
     method = METHODS[name]
     wanted: Mapping[str, Any] = {"rank": options.rank, "lazy_update_interval": options.interval}
-    own = {key: value for key, value in wanted.items() if key in method.options()}
+    defaults = method.defaults()  # where an interval has no default, factors stay
+    known = [key for key in wanted if key in defaults and (key == "rank" or defaults[key] is not None)]
+    own = {key: wanted[key] for key in known}
     return method.build(model, lr=lr, seed=options.seed, **own)
 
 
