@@ -4,7 +4,7 @@
 
 Takes the gradient of every row by itself, with a backward pass, before any training. Along a group of eigenvectors of a
 layer's inputs, mu is the mean gradient and G_b that of row b: the share |mu V|^2 / E|G_b V|^2 is what rows agree on.
-Some two minutes a task on two cores.
+Some five minutes a task on two cores.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 The gradient of a linear layer is a sum over positions, G = sum_t delta_t x_t^T: its rows lie in the span of the
 layer's inputs, which forward passes alone reveal. A factor v of leading input directions therefore meets far more of
-the gradient than a random one, and of that the part which the rows of a batch agree on: docs/experiments.md, "Fewer
-steps". What multiplies the outputs, of which forward passes reveal nothing, stays random.
+the gradient than a random one, and of that the part which the rows of a batch agree on: docs/theory.md. What multiplies
+the outputs, of which forward passes reveal nothing, stays random.
 """
 
 import time
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tezo.bases.base import Basis, Draw, FactorStore, Passes, Role, Seen
-from tezo.bases.gaussian import Gaussian
+from tezo.bases.gaussian import Gaussian, orthonormal
 from tezo.bases.sketch import Sketch, sketch_bytes, width
 from tezo.errors import RequestError
 from tezo.params import Target
@@ -74,7 +74,7 @@ class Activation(Basis):
         if role == target.input_role:
             return self._at(draw.born)[target.name]
         random = self._random.factor(role, target, rank, draw)
-        return random if not self.orthonormal else torch.linalg.qr(random)[0] * len(random) ** 0.5
+        return orthonormal(random) * len(random) ** 0.5 if self.orthonormal else random
 
     def _at(self, born: int) -> Mapping[str, Tensor]:
         if born not in self._seen:

@@ -56,7 +56,7 @@ class Basis(ABC):
     """
 
     sees_data = False
-    """Whether factors depend on the data: they are saved with a run, and `watch` comes before the first step."""
+    """Whether factors depend on the data: they are saved with a run."""
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
         """Called once, with the matrices that will be tuned and the ranks of their factors."""

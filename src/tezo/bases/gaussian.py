@@ -1,5 +1,6 @@
 """The paper's basis: independent standard normal numbers, which know nothing of the data."""
 
+import torch
 from torch import Tensor
 
 from tezo.bases.base import Basis, Draw, Role
@@ -13,3 +14,10 @@ class Gaussian(Basis):
     def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
         size = target.matrix_shape["uv".index(role)]
         return normal((size, rank), seed=draw.seed, step=draw.born, name=draw.owner, role=role)
+
+
+def orthonormal(gaussian: Tensor) -> Tensor:
+    """The Q of a QR decomposition with R's diagonal positive, so that it does not depend on the library."""
+    q, r = torch.linalg.qr(gaussian)
+    signed: Tensor = q * torch.sign(torch.diagonal(r))
+    return signed

@@ -80,12 +80,12 @@ def lozo_adam(
 
     The columns of V are the leading directions of the layer's inputs (`basis`), seen in forward passes over a few
     training rows before the first step. A gradient's rows lie in the span of those inputs, and along the leading ones
-    the rows of a batch agree most: docs/experiments.md has the measurements. All of the output side is searched, so
+    the rows of a batch agree most: docs/theory.md has the measurements. All of the output side is searched, so
     the subspace is not used up, W_0 is only read, and the result is an exact LoRA adapter of rank r.
 
     State: A and both moments (3 M x r, in float32), V. `lazy_update_interval` looks at the inputs anew every so many
     steps; A V^T is folded (`frozen_rank`: beside the base), the first moment goes over by projection. `lr` and `rank`
-    are those of the study on a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
+    are those of the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)

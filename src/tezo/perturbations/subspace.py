@@ -1,8 +1,8 @@
 """SubZO's perturbation: an r x r core between two orthonormal factors."""
 
-import torch
 from torch import Tensor
 
+from tezo.bases.gaussian import orthonormal
 from tezo.directions import Core, Kept
 from tezo.params import Target
 from tezo.perturbations.base import LowRankPerturbation, Moment
@@ -31,10 +31,3 @@ class Subspace(LowRankPerturbation):
             q = orthonormal(normal((size, rank), seed=seed, step=born, name=owner, role=role))
             drawn[role] = q if self.scale == "raw" else q * (size / rank) ** 0.5
         return drawn
-
-
-def orthonormal(gaussian: Tensor) -> Tensor:
-    """The Q of a QR decomposition with R's diagonal positive, so that it does not depend on the library."""
-    q, r = torch.linalg.qr(gaussian)
-    signed: Tensor = q * torch.sign(torch.diagonal(r))
-    return signed
