@@ -64,7 +64,7 @@ STUDY = Table(
         _factor(" + act, linear", {}, ("train.schedule", "linear")),
     ),
     seeds=(13, 21, 42),
-    search_seeds=1,
+    search_seeds=3,
     steps=STEPS,
     batch_size=16,
     targets=("all-linear",),
