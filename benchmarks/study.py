@@ -11,6 +11,7 @@ import argparse
 import csv
 import json
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,15 +138,15 @@ def curves_of(grid: Grid, runs: Sequence[dict[str, Any]], failed: Sequence[Path]
 
 
 def column_of(key: str, runs: Sequence[dict[str, Any]], rates: Sequence[float]) -> dict[str, Any]:
-    """A line's runs of a column at the chosen rate, and the final dev losses of all rates on the first seed."""
+    """A line's runs of a column at the chosen rate, and the mean final dev loss at each rate of the search."""
     own = [run for run in runs if run["column"] == key]
     kept = [run for run in own if run["chosen"]]
     rate = kept[0]["lr"] if kept else None
-    first = min((run["seed"] for run in own), default=None)
+    searched = {run["lr"]: [r["final_dev_loss"] for r in own if r["lr"] == run["lr"]] for run in own if run["lr"]}
     return {
         "rate": rate,
         "at_an_end": len(rates) > 2 and rate in (min(rates), max(rates)),
-        "search": {f"{run['lr']:g}": run["final_dev_loss"] for run in own if run["lr"] and run["seed"] == first},
+        "search": {f"{lr:g}": rounded(statistics.mean(losses)) for lr, losses in searched.items()},
         "runs": [{name: run[name] for name in CURVE} for run in kept],
     }
 

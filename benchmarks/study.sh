@@ -1,7 +1,7 @@
 #!/bin/sh
 # The study of docs/experiments.md: `DATA=FOLDER [RUNS=FOLDER] [DEVICES=cpu,cpu] [ONLY=mezo,tezo,lozo-adam-act]
 # benchmarks/study.sh [COLUMN...]`, with the rows of each task in DATA/TASK; columns as sst2-16, all of them by default,
-# one after the other; ONLY cuts the lines. It goes on where it stopped. 104 runs a column: hours on two cores.
+# one after the other; ONLY cuts the lines. It goes on where it stopped. 184 runs a column: hours on two cores.
 cd "$(dirname "$0")/.." || exit 1
 TEZO="${TEZO:-.venv/bin/tezo}"
 PYTHON="${PYTHON:-.venv/bin/python}"

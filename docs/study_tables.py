@@ -1,0 +1,103 @@
+"""The tables of the study of bases that see the data, drawn from what `benchmarks/study.py` has written."""
+
+from typing import Any
+
+import drawing
+from drawing import grid, machine, read
+
+
+def study() -> str:
+    """Dev losses of the study, with the forward passes that its lines take to a loss, and its figure."""
+    made = study_numbers()
+    if made is None:
+        return ""
+    rows = []
+    for line in made["lines"]:
+        found = [line["columns"].get(key) for key in made["columns"]]
+        cells = [f"{mean_of(c['dev_loss'], '{:.3f}')}{rate_of(c)}" if c is not None else "-" for c in found]
+        rows.append([line["label"], *cells, *shares_of(line)])
+    heads = ["dev loss at the end (rate)", *map(column_head, made["columns"]), "to TeZO's", "to TeZO-Adam's"]
+    return grid(heads, [row for row in rows if set(row[1:]) != {"-"}]) + (
+        f"\nMeans over seeds {', '.join(map(str, made['seeds']))} ± standard deviations; of three rates the one with "
+        "the lowest mean, * the first or last of its search. To TeZO's: the share of the budget after "
+        "which a line has the loss that TeZO ends with on the same rows and seed, its median over columns and seeds, "
+        f"and in how many it has it at all. {made['runs']} runs; `{made['command']}`; {machine(made)}.\n\n"
+        "![dev loss against forward passes](figures/study.png)\n\n"
+        "*Dev loss against forward passes, those that collect a basis among them; means over seeds, bands from the "
+        "least to the most.*\n"
+    )
+
+
+def study_accuracy() -> str:
+    """Test accuracies of the study, with the gap to fine-tuning that a line leaves."""
+    made = study_numbers()
+    if made is None:
+        return ""
+    rows = []
+    for line in made["lines"]:
+        found = [line["columns"].get(key) for key in made["columns"]]
+        cells = [mean_of(c["accuracy"], "{:.1f}", 100) + gap_of(c) if c is not None else "-" for c in found]
+        rows.append([line["label"], *cells])
+    flat = [column_head(key) for key in made["columns"] if not made["gaps"][key]["is_gap"]]
+    none = f" No gap, FT being less than {100 * made['least_gap']:.0f} points above MeZO: {'; '.join(flat)}."
+    return grid(["test accuracy, percent", *map(column_head, made["columns"])], rows) + (
+        "\nMeans over seeds ± standard deviations. In brackets the gap to FT that a line leaves, over the gap that "
+        f"MeZO leaves.{none if flat else ''}\n"
+    )
+
+
+def study_short() -> str:
+    """The forward passes that the study's lines take to a loss, and which are adapters."""
+    made = study_numbers()
+    if made is None:
+        return ""
+    rows = [
+        [line["label"], *shares_of(line), f"{100 * line['basis_share']:.1f} %", "yes" if line["exports"] else "no"]
+        for line in made["lines"]
+        if line["passes_to_tezo"]["of"]
+    ]
+    heads = ["", "budget to TeZO's loss", "to TeZO-Adam's", "passes for the basis", "exact LoRA adapter"]
+    best = next((line["label"] for line in made["lines"] if line["key"] == made["best_adapter"]), "none")
+    return grid(heads, rows) + (
+        f"\nMedians over {len(made['columns'])} columns and {len(made['seeds'])} seeds, in brackets in how many the "
+        f"loss is reached; the lowest median dev loss of an adapter: {best}. `{made['command']}`; {machine(made)}.\n"
+    )
+
+
+def study_numbers() -> Any:
+    """What `benchmarks/study.py` has written; None: nothing yet."""
+    return read("study/numbers") if (drawing.RESULTS / "study/numbers.json").is_file() else None
+
+
+def column_head(key: str) -> str:
+    """sst2-16 -> SST2, k=16."""
+    name, _, count = key.partition("-")
+    return f"{name.upper()}, k={count}"
+
+
+def mean_of(values: dict[str, Any], form: str, by: float = 1.0) -> str:
+    """Mean ± standard deviation."""
+    if values["mean"] is None:
+        return "-"
+    shown = [form.format(by * values[key]) for key in ("mean", "stdev") if values[key] is not None]
+    return " ± ".join(shown)
+
+
+def rate_of(column: dict[str, Any]) -> str:
+    """The learning rate, for behind a figure."""
+    return f" ({column['rate']:g}{'*' * column['at_an_end']})" if column["rate"] is not None else ""
+
+
+def gap_of(column: dict[str, Any]) -> str:
+    """The share of the gap to fine-tuning that is left, for behind a figure."""
+    return f" ({column['gap_left']:.2f})" if column["gap_left"] is not None else ""
+
+
+def shares_of(line: dict[str, Any]) -> list[str]:
+    """The share of the budget to each reference's loss."""
+    found = [line["passes_to_tezo"], line["passes_to_tezo_adam"]]
+    medians = ["never" if share["median"] is None else f"{100 * share['median']:.0f} %" for share in found]
+    return [
+        f"{median} ({share['reached']} of {share['of']})" if share["of"] else "-"
+        for median, share in zip(medians, found, strict=True)
+    ]
