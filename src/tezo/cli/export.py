@@ -9,6 +9,7 @@ from tezo.cli.common import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.models import LoadedModel
+    from tezo.recipe import Config
 
 
 def register(app: typer.Typer) -> None:
@@ -22,13 +23,27 @@ def export(
     form: Annotated[str, typer.Option("--format", help="lora or merged.")] = "lora",
 ) -> None:
     """Write a run's result elsewhere: its LoRA adapter, or the whole model with everything merged in."""
-    from tezo.errors import RequestError
-
     quiet_libraries()
-    from tezo.cli.runs import is_run, run_config
-    from tezo.export import load_adapter, merge_adapter, save_adapter, save_model
+    from tezo.export import save_model
     from tezo.job import load
     from tezo.models import load_model
+
+    config = _asked(run, output, form)
+    folder = Path(run)
+    if not (folder / "adapter").is_dir():
+        loaded = load_model(str(folder / "model"), kind=config.model.kind, dtype=config.model.dtype)
+        save_model(loaded.model, loaded.tokenizer, output)
+    elif config.model.peft != "none":
+        _export_peft(load(config), folder / "adapter", output, form)
+    else:
+        _export_own(load(config), folder / "adapter", output, form, base=config.model.name)
+    print(f"{form}: {output}")
+
+
+def _asked(run: str, output: Path, form: str) -> "Config":
+    """The run's configuration, if what is asked of it can be done."""
+    from tezo.cli.runs import is_run, run_config
+    from tezo.errors import RequestError
 
     if not is_run(run):
         raise RequestError(f"{run} is not a run folder (it has no config.yaml); give one that tezo train made.")
@@ -36,31 +51,27 @@ def export(
         raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
     if form not in ("lora", "merged"):
         raise RequestError(f"format is {form!r}; it must be lora or merged.")
-    folder = Path(run)
     config = run_config(run, [("model.placement", "device")])
     if form == "merged" and config.model.quantization != "none":
         raise RequestError(
             f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "
             "use --format lora."
         )
-    if not (folder / "adapter").is_dir():
-        if form == "lora":
-            raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
-        loaded = load_model(str(folder / "model"), kind=config.model.kind, dtype=config.model.dtype)
-        save_model(loaded.model, loaded.tokenizer, output)
+    if form == "lora" and not (Path(run) / "adapter").is_dir():
+        raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
+    return config
+
+
+def _export_own(loaded: "LoadedModel", saved: Path, output: Path, form: str, *, base: str) -> None:
+    from tezo.export import load_adapter, merge_adapter, save_adapter, save_model
+
+    adapter = load_adapter(saved)
+    if form == "lora":
+        save_adapter(adapter, output, model=loaded.model, base=base)
+        print(f"vLLM: --max-lora-rank {adapter.rank} or the next that it allows")
     else:
-        loaded = load(config)
-        if config.model.peft != "none":
-            _export_peft(loaded, folder / "adapter", output, form)
-            return
-        adapter = load_adapter(folder / "adapter")
-        if form == "lora":
-            save_adapter(adapter, output, model=loaded.model, base=config.model.name)
-            print(f"vLLM: --max-lora-rank {adapter.rank} or the next that it allows")
-        else:
-            merge_adapter(loaded.model, adapter)
-            save_model(loaded.model, loaded.tokenizer, output)
-    print(f"{form}: {output}")
+        merge_adapter(loaded.model, adapter)
+        save_model(loaded.model, loaded.tokenizer, output)
 
 
 def _export_peft(loaded: "LoadedModel", adapter: Path, output: Path, form: str) -> None:
@@ -75,4 +86,3 @@ def _export_peft(loaded: "LoadedModel", adapter: Path, output: Path, form: str) 
         save_model(opened.model.merge_and_unload(), opened.tokenizer, output)
     else:
         raise RequestError("format is merged, but a prefix has no weights to merge into; use --format lora.")
-    print(f"{form}: {output}")

@@ -1,12 +1,16 @@
 """`tezo train`."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tezo.cli.common import JsonOption, SetOption, print_json, quiet_libraries, readable
 from tezo.errors import RequestError
+
+if TYPE_CHECKING:
+    from tezo.recipe import Config
 
 
 def register(app: typer.Typer) -> None:
@@ -34,9 +38,7 @@ def train(
     """Tune a model on your rows. Without a recipe, --model and --data (or --task) say it all."""
     if output is None:
         raise RequestError("output is not set; give --output FOLDER for the run.")
-    from tezo.config import parse_setting, read_config
-
-    named: list[tuple[str, Any]] = [
+    named = [
         ("model.name", model),
         ("data.train", data),
         ("data.task", task),
@@ -48,11 +50,9 @@ def train(
         ("train.steps", steps),
         ("train.seed", seed),
     ]
-    given = [(key, value) for key, value in named if value is not None]
-    given += [parse_setting(text) for text in settings]
     if resume and recipe is None and (output / "config.yaml").is_file():
         recipe = output / "config.yaml"
-    config = read_config(recipe, given)
+    config = _configured(recipe, named, settings)
     quiet_libraries()
     from tezo.cli.progress import Screen
     from tezo.train import train as run
@@ -62,6 +62,13 @@ def train(
         print_json(summary)
     else:
         _print_end(summary, output)
+
+
+def _configured(recipe: Path | None, named: Sequence[tuple[str, Any]], settings: Sequence[str]) -> "Config":
+    from tezo.config import parse_setting, read_config
+
+    given = [(key, value) for key, value in named if value is not None]
+    return read_config(recipe, [*given, *map(parse_setting, settings)])
 
 
 def _print_end(summary: dict[str, Any], output: Path) -> None:
