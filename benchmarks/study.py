@@ -4,7 +4,8 @@
     python benchmarks/study.py RUNS [--results FOLDER] [--figures FOLDER]
 
 Writes runs.csv (every run), curves.json (those at the chosen rates), numbers.json (made from the curves alone), and
-the figure study.png and .svg. Runs that are missing are left out. `benchmarks/study.sh` does both, column by column.
+the figure study.png and .svg; of study-long likewise, by that name. Runs that are missing are left out.
+`benchmarks/study.sh` does both, column by column.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads, computes, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/study")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/results, the table's name")
     parser.add_argument("--figures", type=Path, default=ROOT / "docs/figures")
     given = parser.parse_args(arguments)
     try:
@@ -53,11 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not any(run["passes"] for run in runs):
         raise SystemExit(f"{given.runs} has no finished run with a curve; run tezo reproduce study --output there.")
     curves = curves_of(grid, runs, failures(given.runs, cells))
-    given.results.mkdir(parents=True, exist_ok=True)
-    write_runs(given.results / "runs.csv", runs)
-    write_curves(given.results / "curves.json", curves)
-    write_text(given.results / "numbers.json", json.dumps(numbers_of(curves), indent=1, allow_nan=False) + "\n")
-    for path in (*sorted(given.results.iterdir()), *save_chart(curves, given.figures)):
+    results = given.results or ROOT / "benchmarks/results" / grid.table.name
+    results.mkdir(parents=True, exist_ok=True)
+    write_runs(results / "runs.csv", runs)
+    write_curves(results / "curves.json", curves)
+    write_text(results / "numbers.json", json.dumps(numbers_of(curves), indent=1, allow_nan=False) + "\n")
+    for path in (*sorted(results.iterdir()), *save_chart(curves, given.figures)):
         print(f"written: {path}")
 
 
@@ -130,7 +132,7 @@ def curves_of(grid: Grid, runs: Sequence[dict[str, Any]], failed: Sequence[Path]
             "columns": {key: column for key, column in found.items() if column["runs"]},
         })  # fmt: skip
     return {
-        "title": grid.title, "model": grid.model, "small": grid.small, "seeds": grid.table.seeds, "columns": columns,
+        "table": grid.table.name, "title": grid.title, "model": grid.model, "small": grid.small, "seeds": grid.table.seeds, "columns": columns,
         "command": COMMAND, "commit": commit(), "hardware": all_of(run["hardware"] for run in trained),
         "versions": {name: all_of(run["versions"].get(name) for run in trained) for name in trained[0]["versions"]},
         "runs": len(runs), "lines": [line for line in lines if line["columns"]],

@@ -28,10 +28,10 @@ OURS: dict[str, tuple[str, Any]] = {
 
 
 def save_chart(curves: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes study.png and study.svg; their paths."""
+    """Writes the figure as .png and .svg, by the table's name; their paths."""
     figure = drawn(CHART, curves)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / "study.png", folder / "study.svg"]
+    paths = [folder / f"{curves['table']}{kind}" for kind in (".png", ".svg")]
     figure.savefig(paths[0], dpi=150, metadata={"Software": None})
     figure.savefig(paths[1], metadata={"Date": None})
     return paths

@@ -14,7 +14,19 @@ LEAST_GAP = 0.02
 REFERENCES = ("tezo", "tezo-adam")
 BLIND, TUNED = "mezo", "ft"
 NOT_BY_PASSES = ("", "adam")
-CIRCUMSTANCES = ("title", "model", "small", "seeds", "columns", "command", "commit", "hardware", "versions", "runs")
+CIRCUMSTANCES = (
+    "table",
+    "title",
+    "model",
+    "small",
+    "seeds",
+    "columns",
+    "command",
+    "commit",
+    "hardware",
+    "versions",
+    "runs",
+)
 
 
 def numbers_of(curves: dict[str, Any]) -> dict[str, Any]:

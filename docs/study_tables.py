@@ -6,9 +6,9 @@ import drawing
 from drawing import grid, machine, read
 
 
-def study() -> str:
+def study(name: str) -> str:
     """Dev losses of the study, with the forward passes that its lines take to a loss, and its figure."""
-    made = study_numbers()
+    made = study_numbers(name)
     if made is None:
         return ""
     rows = []
@@ -18,19 +18,19 @@ def study() -> str:
         rows.append([line["label"], *cells, *shares_of(line)])
     heads = ["dev loss at the end (rate)", *map(column_head, made["columns"]), "to TeZO's", "to TeZO-Adam's"]
     return grid(heads, [row for row in rows if set(row[1:]) != {"-"}]) + (
-        f"\nMeans over seeds {', '.join(map(str, made['seeds']))} ± standard deviations; of three rates the one with "
+        f"\nMeans over seeds {', '.join(map(str, made['seeds']))} ± standard deviations; of the rates the one with "
         "the lowest mean, * the first or last of its search. To TeZO's: the share of the budget after "
         "which a line has the loss that TeZO ends with on the same rows and seed, its median over columns and seeds, "
         f"and in how many it has it at all. {made['runs']} runs; `{made['command']}`; {machine(made)}.\n\n"
-        "![dev loss against forward passes](figures/study.png)\n\n"
+        f"![dev loss against forward passes](figures/{name}.png)\n\n"
         "*Dev loss against forward passes, those that collect a basis among them; means over seeds, bands from the "
         "least to the most.*\n"
     )
 
 
-def study_accuracy() -> str:
+def study_accuracy(name: str) -> str:
     """Test accuracies of the study, with the gap to fine-tuning that a line leaves."""
-    made = study_numbers()
+    made = study_numbers(name)
     if made is None:
         return ""
     rows = []
@@ -46,9 +46,9 @@ def study_accuracy() -> str:
     )
 
 
-def study_short() -> str:
+def study_short(name: str) -> str:
     """The forward passes that the study's lines take to a loss, and which are adapters."""
-    made = study_numbers()
+    made = study_numbers(name)
     if made is None:
         return ""
     rows = [
@@ -64,9 +64,9 @@ def study_short() -> str:
     )
 
 
-def study_numbers() -> Any:
+def study_numbers(name: str) -> Any:
     """What `benchmarks/study.py` has written; None: nothing yet."""
-    return read("study/numbers") if (drawing.RESULTS / "study/numbers.json").is_file() else None
+    return read(f"{name}/numbers") if (drawing.RESULTS / f"{name}/numbers.json").is_file() else None
 
 
 def column_head(key: str) -> str:

@@ -10,6 +10,7 @@ from drawing import RESULTS, grid, head, machine, read
 from study_tables import study, study_accuracy, study_short
 
 FIGURES = sorted(path.stem for path in (RESULTS.parents[1] / "docs/figures").glob("*.json"))
+STUDIES = ("study", "study-long")
 SMALL = "opt-125m"
 
 
@@ -170,8 +171,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "exchange": exchange,
     "encoder": encoder,
     "agreement": agreement,
-    "study": study,
-    "study-accuracy": study_accuracy,
-    "study-short": study_short,
+    **{name: partial(study, name) for name in STUDIES},
+    **{f"{name}-accuracy": partial(study_accuracy, name) for name in STUDIES},
+    **{f"{name}-short": partial(study_short, name) for name in STUDIES},
     **{f"figure-{name}": partial(figure, name) for name in FIGURES},
 }

@@ -20,7 +20,7 @@ def grid_of(name: str, **options):
     return make_grid(find_table(name), **({"model": None, "small": False, "data_dir": None} | options))
 
 
-OURS = ("encoder", "study")
+OURS = ("encoder", "study", "study-long")
 PAPERS = [name for name in TABLES if name not in OURS]
 
 
@@ -75,6 +75,15 @@ def test_every_line_of_the_study_spends_the_same_forward_passes_and_is_read_off_
     assert all(cell.tree["data"]["num_dev"] == 100 and not cell.tree["train"]["keep_best"] for cell in cells)
 
 
+def test_the_longer_study_is_the_same_but_for_its_length():
+    short = {cell.folder: cell.tree for cell in grid_of("study").search()}
+    for cell in grid_of("study-long").search():
+        trees = (cell.tree, short[cell.folder])
+        lengths = [(tree["train"].pop("steps", None), tree["train"].pop("eval_every")) for tree in trees]
+        assert trees[0] == trees[1]
+        assert lengths == [(960, 96), (240, 24)] or not cell.line.is_zeroth_order
+
+
 def test_a_label_names_its_folder_and_is_chosen_by_either():
     keys = [line.key for line in TABLES["study"].lines]
     assert len(set(keys)) == len(keys) and all(re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", key) for key in keys)
@@ -104,6 +113,7 @@ def small(name: str, output: Path, data: Path, *more: str):
         ("opt-13b", "squad,copa"),
         ("encoder", "sst2"),
         ("study", "sst2"),
+        ("study-long", "sst2"),
     ],
 )
 def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, name, tasks):
@@ -121,7 +131,7 @@ def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, n
     assert not any("failed" in line for line in body) and "+0.0" in lines["FT"]
     rows = list(csv.DictReader((output / "table.csv").read_text().splitlines()))
     assert len(rows) == 4 * len(paper_columns(name, tasks)) and {row["missing"] for row in rows} == {"0"}
-    assert ("both are of the last step" in text) == (name == "study")
+    assert ("both are of the last step" in text) == name.startswith("study")
     assert r"\begin{tabular}" in (output / "table.tex").read_text()
 
 

@@ -9,10 +9,10 @@ from tezo.reproduce.layout import write_tables as write_tables
 from tezo.reproduce.papers import LLAMA, OPT, ROBERTA
 from tezo.reproduce.runs import prepare_output as prepare_output
 from tezo.reproduce.runs import run_grid as run_grid
-from tezo.reproduce.study import STUDY
+from tezo.reproduce.study import STUDY, STUDY_LONG
 from tezo.reproduce.table import Table as Table
 
-TABLES = {table.name: table for table in (ROBERTA, OPT, LLAMA, ENCODER, STUDY)}
+TABLES = {table.name: table for table in (ROBERTA, OPT, LLAMA, ENCODER, STUDY, STUDY_LONG)}
 
 
 def find_table(name: str) -> Table:

@@ -1,5 +1,6 @@
 """A study of our own: how many forward passes a loss takes, with directions drawn blindly and drawn from the data."""
 
+from dataclasses import replace
 from typing import Any
 
 from tezo.reproduce.table import Column, Line, Table
@@ -79,3 +80,21 @@ STUDY = Table(
         "passes in a quarter of the steps. Every method tunes the linear layers.",
     ),
 )  # fmt: skip
+
+_LONGER = 4
+_TO_THE_END = ("zero-shot", "ft", "mezo", "tezo", "tezo-adam", "lozo-adam-act")
+
+STUDY_LONG = replace(
+    STUDY,
+    name="study-long",
+    title=f"The same to a later end, {2 * _LONGER * STEPS} forward passes",
+    columns=tuple(column for column in STUDY.columns if column.key in ("trec-16", "sst2-16")),
+    # without the largest rates: steps that are too large early on are so later
+    lines=tuple(replace(line, rates=line.rates[:2]) for line in STUDY.lines if line.key in _TO_THE_END),
+    steps=_LONGER * STEPS,
+    settings=(*STUDY.settings, ("train.eval_every", _LONGER * EVERY)),
+    notes=(
+        *STUDY.notes[:1],
+        "act: the leading directions of each layer's inputs. Every method tunes the linear layers.",
+    ),
+)
