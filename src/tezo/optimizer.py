@@ -121,7 +121,7 @@ class ZerothOrderOptimizer(SavedState):
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
         if not self._watching:
-            self.perturbation.watch(self.model, lambda _: closure())
+            self._look_at(lambda _: closure())
         drawn = self._draw()
         with evaluation_mode(self.model), wide_products(self.model):
             probes = self._probes(closure, drawn, self.rho)
@@ -164,7 +164,14 @@ class ZerothOrderOptimizer(SavedState):
                 It is called when factors are first needed, and at every refresh with the step it is at.
         """
         self._watching = True
-        self.perturbation.watch(self.model, passes)
+        self._look_at(passes)
+
+    def _look_at(self, passes: Passes) -> None:
+        def as_in_a_step(born: int) -> object:
+            with evaluation_mode(self.model), wide_products(self.model):
+                return passes(born)
+
+        self.perturbation.watch(self.model, as_in_a_step)
 
     def keep_in(self, store: FactorStore) -> None:
         """Says where such a basis is to keep what it saw, so that steps can be replayed without the data."""
@@ -176,11 +183,10 @@ class ZerothOrderOptimizer(SavedState):
         moments = [Moment(self.seed, self.num_steps, index) for index in indices]
         drawn: dict[str, list[Direction]] = {}
         try:
-            with evaluation_mode(self.model), wide_products(self.model):  # a basis may look at the model's inputs
-                for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
-                    state = self._update_state.get(name, {})
-                    drawn[name] = [self.perturbation.direction(moving.target, moment, state) for moment in moments]
-                    moving.begin(drawn[name][0], moments[0])
+            for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
+                state = self._update_state.get(name, {})
+                drawn[name] = [self.perturbation.direction(moving.target, moment, state) for moment in moments]
+                moving.begin(drawn[name][0], moments[0])
         except FloatingPointError:  # of what a basis looked at
             raise self._not_finite(math.nan) from None
         return drawn
@@ -282,15 +288,13 @@ class ZerothOrderOptimizer(SavedState):
 
 
 def _check_settings(lr: float, rho: float, decay: float, count: int, frozen: int | None, drawn: Perturbation) -> None:
-    if not lr >= 0:
-        raise RequestError(f"method.lr is {lr}; it must not be negative.")
+    for name, value in (("lr", lr), ("weight_decay", decay)):
+        if not value >= 0:
+            raise RequestError(f"method.{name} is {value}; it must not be negative.")
     if not rho > 0:
         raise RequestError(f"method.rho is {rho}; it must be positive.")
-    if not decay >= 0:
-        raise RequestError(f"method.weight_decay is {decay}; it must not be negative.")
-    if count < 1:
-        raise RequestError(f"method.num_directions is {count}; it must be at least 1.")
-    if frozen is not None and frozen < 1:
-        raise RequestError(f"method.frozen_rank is {frozen}; it must be at least 1.")
+    for name, number in (("num_directions", count), ("frozen_rank", frozen)):
+        if number is not None and number < 1:
+            raise RequestError(f"method.{name} is {number}; it must be at least 1.")
     if count > 1 and drawn.single_direction:
         raise RequestError(f"method.num_directions is {count}; this method is defined for 1 only.")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.apply.blocks import Blocks
-from tezo.apply.interception import ADDMM, EMBEDDING, LINEAR, Interception, Replacement
+from tezo.apply.interception import ADDMM, EMBEDDING, LINEAR, Interception, Replacement, unintercepted
 from tezo.directions import Dense, Direction
 from tezo.kernels.products import Tiles, tiled_linear, tiled_transposed
 from tezo.params import Layout, Target
@@ -58,16 +58,19 @@ class DenseInForward(MovingParameter):
         scales = [shift.scale for shift in shifts]
         self._scales_G11 = torch.tensor(scales, dtype=self._dtype, device=self.weight.device).view(-1, 1, 1)
 
+    @unintercepted
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # out[:, rows] = x (W + scale Z)[rows]^T
         out_GTM = tiled_linear(self._split(x), bias, weight.shape[0], self._tiles())
         return out_GTM.view(*x.shape[:-1], -1).to(x.dtype)
 
+    @unintercepted
     def _transposed(self, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         # out = sum over tiles of x[:, rows] (W + scale Z)[rows]
         del weight
         return tiled_transposed(self._split(x), bias, self._tiles()).view(*x.shape[:-1], -1).to(x.dtype)
 
+    @unintercepted
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         output: Tensor = EMBEDDING(ids, *others, **options)
         ids_GT = self._blocks.split(ids, len(self._shifts), 0)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.apply.blocks import Blocks
 from tezo.apply.frozen import MOST_RANK, compress, join, low_rank
-from tezo.apply.interception import EMBEDDING, Interception
+from tezo.apply.interception import EMBEDDING, Interception, unintercepted
 from tezo.directions import Direction, FixedFactors, LowRank
 from tezo.params import Layout, Site, Target
 from tezo.perturbations import Moment
@@ -63,6 +63,7 @@ class InForward(MovingParameter):
         assert site.layout is not None
         add_ = _ADD[site.layout]
 
+        @unintercepted
         def add_term(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             del module
             if not self._moved:

@@ -4,8 +4,9 @@ A hook on a module's output cannot save the work that the forward did, nor reach
 module runs, and only then, a call such as `linear(x, weight, bias)` goes to a replacement.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,24 @@ from torch.overrides import TorchFunctionMode
 
 Replacement = Callable[..., Tensor]
 """Takes what the torch function takes."""
+
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def unintercepted(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` with torch's own functions in it, whatever intercepts them outside.
+
+    For what runs within a module's forward and has no product that `tezo.kernels.wide_products` would replace: to be
+    asked at every call, and at every look at a shape, takes a tenth of a short step.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Interception:

@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.apply.blocks import Blocks
+from tezo.apply.interception import unintercepted
 from tezo.directions import Dense, Direction
 from tezo.params import Layout, Site, Target
 
@@ -33,6 +34,7 @@ class VectorInForward(MovingParameter):
         assert site.layout is not None
         perturbed = _PERTURBED[site.layout]
 
+        @unintercepted
         def move(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if self._shift_GN is None:
                 return output
