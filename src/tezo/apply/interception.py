@@ -16,7 +16,8 @@ Replacement = Callable[..., Tensor]
 """Takes what the torch function takes."""
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def unintercepted(function: Callable[P, R]) -> Callable[P, R]:
