@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from drawing import RESULTS, grid, head, machine, read
+from drawing import RESULTS, SHORT, grid, head, machine, read
 from study_tables import study, study_accuracy, study_short
 
 FIGURES = sorted(path.stem for path in (RESULTS.parents[1] / "docs/figures").glob("*.json"))
@@ -82,6 +82,22 @@ def memory() -> str:
     return grid(heads, rows) + (
         f"\nPeak resident set of a fresh process each, all linear layers, {chosen[0]['settings']['model']}. "
         f"`benchmarks/cpu.sh`; {machine(chosen[0])}.\n"
+    )
+
+
+def products() -> str:
+    """The weight of a half-precision layer cast first, against the emulated product."""
+    result = read("products")
+    cases = {(c["dtype"], tuple(c["shape"]), c["rows"]): c["cast_over_emulated"] for c in result["cases"]}
+    counts = sorted({rows for _, _, rows in cases})
+    rows = [
+        [f"{SHORT[dtype]} {shape[0]} x {shape[1]}", *(f"{cases[dtype, shape, count]:.2f}" for count in counts)]
+        for dtype, shape in dict.fromkeys((dtype, shape) for dtype, shape, _ in cases)
+    ]
+    least = ", ".join(f"{SHORT[dtype]} from {number}" for dtype, number in result["least_rows"].items())
+    return grid(["rows of inputs", *map(str, counts)], rows) + (
+        f"\nSeconds with the weight cast first over seconds of the emulated product, medians of {result['rounds']} "
+        f"interleaved rounds. Cast: {least}. `python benchmarks/products.py`; {machine(result)}.\n"
     )
 
 
@@ -166,6 +182,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-sizes": step_sizes,
     "memory": memory,
     "evaluation": evaluation,
+    "products": products,
     "kills": kills,
     "packed": packed,
     "exchange": exchange,

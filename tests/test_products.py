@@ -83,13 +83,17 @@ def test_where_there_are_instructions_or_no_half_weights_nothing_is_replaced(mon
     assert type(wide_products(MODELS["opt"](torch.bfloat16))).__name__ == "nullcontext"
 
 
-def test_few_rows_and_other_dtypes_take_the_stock_product(monkeypatch):
+@HALF
+def test_few_rows_and_other_dtypes_take_the_stock_product(monkeypatch, dtype):
     emulating(monkeypatch, has=False)
-    monkeypatch.setattr(products, "wide_linear", lambda *_: pytest.fail("taken"))
-    half = normal(8, 8, dtype=torch.bfloat16)
-    with wide_products(torch.nn.Linear(8, 8, dtype=torch.bfloat16)):
-        functional.linear(normal(products.LEAST_ROWS - 1, 8, dtype=torch.bfloat16), half)
+    taken = []
+    monkeypatch.setattr(products, "wide_linear", lambda x, *_: taken.append(len(x)) or x)
+    least, half = products.LEAST_ROWS[dtype], normal(8, 8, dtype=dtype)
+    with wide_products(torch.nn.Linear(8, 8, dtype=dtype)):
+        for rows in (least - 1, least):
+            functional.linear(normal(rows, 8, dtype=dtype), half)
         functional.linear(normal(64, 8, dtype=torch.float32), half.float())
+    assert taken == [least]
 
 
 @given(height=st.integers(1, 5), count=st.integers(1, 12), last=st.integers(1, 5), most=st.integers(1, 70))

@@ -17,11 +17,9 @@ Tiles = Iterator[tuple[slice, int, Tensor]]
 TILE = 1 << 19
 """Entries of a cast tile: 2 MB of float32."""
 
-LEAST_ROWS = 32
-"""From so many rows of inputs on the weight is cast; with fewer, casting takes longer than the emulated product.
-
-Tried on one CPU; no committed result backs the number.
-"""
+LEAST_ROWS = {torch.bfloat16: 32, torch.float16: 8}
+"""From so many rows of inputs on the weight is cast; with fewer, casting takes longer than the emulated product:
+`benchmarks/products.py`, docs/cost.md."""
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
@@ -78,8 +76,9 @@ class _WideProducts(TorchFunctionMode):
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
     plain = type(weight) in (Tensor, nn.Parameter) and weight.ndim == 2 and weight.device.type == "cpu"
-    many = x.dtype == weight.dtype and x.numel() >= LEAST_ROWS * x.shape[-1]
-    return plain and many and is_emulated(weight.dtype)
+    if not plain or x.dtype != weight.dtype or not is_emulated(weight.dtype):
+        return False
+    return x.numel() >= LEAST_ROWS[weight.dtype] * x.shape[-1]
 
 
 def wide_linear(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:
