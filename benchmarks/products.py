@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tezo.kernels.products import LEAST_ROWS, is_emulated, wide_linear
+from tezo.kernels.products import is_emulated, wide_linear
 from tezo.machine import hardware, versions
 
 SHAPES = ((768, 768), (3072, 768), (768, 3072))
@@ -42,7 +42,6 @@ def main() -> None:
     cases = itertools.product(dtypes, ROWS, SHAPES)
     result = {
         "cases": [case(dtype, rows, shape, arguments.rounds) for dtype, rows, shape in cases],
-        "least_rows": {name_of(dtype): LEAST_ROWS[dtype] for dtype in dtypes},
         "rounds": arguments.rounds,
         "hardware": hardware(),
         "versions": versions(),
@@ -63,13 +62,8 @@ def case(dtype: torch.dtype, rows: int, shape: tuple[int, int], rounds: int) -> 
         seconds[name].append(mean_seconds(lambda way=way: way(x, weight, bias), calls[name]))
     ratios = [cast / emulated for cast, emulated in zip(seconds["cast"], seconds["emulated"], strict=True)]
     medians = {name: statistics.median(found) for name, found in seconds.items()}
-    of = {"dtype": name_of(dtype), "rows": rows, "shape": shape}
+    of = {"dtype": str(dtype).removeprefix("torch."), "rows": rows, "shape": shape}
     return of | medians | {"cast_over_emulated": round(statistics.median(ratios), 3)}
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def calls_of(call: Callable[[], Tensor]) -> int:

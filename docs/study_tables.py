@@ -59,7 +59,8 @@ def study_short(name: str) -> str:
     heads = ["", "budget to TeZO's loss", "to TeZO-Adam's", "passes for the basis", "exact LoRA adapter"]
     best = next((line["label"] for line in made["lines"] if line["key"] == made["best_adapter"]), "none")
     return grid(heads, rows) + (
-        f"\nMedians over {len(made['columns'])} columns and {len(made['seeds'])} seeds, in brackets in how many the "
+        f"\nMedians over columns ({', '.join(map(column_head, made['columns']))}) and {len(made['seeds'])} seeds, in "
+        "brackets in how many the "
         f"loss is reached; the lowest median dev loss of an adapter: {best}. `{made['command']}`; {machine(made)}.\n"
     )
 

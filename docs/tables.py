@@ -9,6 +9,8 @@ from typing import Any
 from drawing import RESULTS, SHORT, grid, head, machine, read
 from study_tables import study, study_accuracy, study_short
 
+from tezo.kernels.products import LEAST_ROWS
+
 FIGURES = sorted(path.stem for path in (RESULTS.parents[1] / "docs/figures").glob("*.json"))
 STUDIES = ("study", "study-long")
 SMALL = "opt-125m"
@@ -94,7 +96,7 @@ def products() -> str:
         [f"{SHORT[dtype]} {shape[0]} x {shape[1]}", *(f"{cases[dtype, shape, count]:.2f}" for count in counts)]
         for dtype, shape in dict.fromkeys((dtype, shape) for dtype, shape, _ in cases)
     ]
-    least = ", ".join(f"{SHORT[dtype]} from {number}" for dtype, number in result["least_rows"].items())
+    least = ", ".join(f"{SHORT[str(dtype).removeprefix('torch.')]} from {rows}" for dtype, rows in LEAST_ROWS.items())
     return grid(["rows of inputs", *map(str, counts)], rows) + (
         f"\nSeconds with the weight cast first over seconds of the emulated product, medians of {result['rounds']} "
         f"interleaved rounds. Cast: {least}. `python benchmarks/products.py`; {machine(result)}.\n"
