@@ -134,7 +134,8 @@ def curves_of(grid: Grid, runs: Sequence[dict[str, Any]], failed: Sequence[Path]
     return {
         "table": grid.table.name, "title": grid.title, "model": grid.model, "small": grid.small,
         "seeds": grid.table.seeds, "columns": columns,
-        "command": COMMAND, "commit": commit(), "hardware": all_of(run["hardware"] for run in trained),
+        "command": COMMAND if grid.table.name == "study" else f"STUDY={grid.table.name} {COMMAND}",
+        "commit": commit(), "hardware": all_of(run["hardware"] for run in trained),
         "versions": {name: all_of(run["versions"].get(name) for run in trained) for name in trained[0]["versions"]},
         "runs": len(runs), "lines": [line for line in lines if line["columns"]],
     }  # fmt: skip

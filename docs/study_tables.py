@@ -1,5 +1,6 @@
 """The tables of the study of bases that see the data, drawn from what `benchmarks/study.py` has written."""
 
+from collections.abc import Callable
 from typing import Any
 
 import drawing
@@ -11,11 +12,8 @@ def study(name: str) -> str:
     made = study_numbers(name)
     if made is None:
         return ""
-    rows = []
-    for line in made["lines"]:
-        found = [line["columns"].get(key) for key in made["columns"]]
-        cells = [f"{mean_of(c['dev_loss'], '{:.3f}')}{rate_of(c)}" if c is not None else "-" for c in found]
-        rows.append([line["label"], *cells, *shares_of(line)])
+    cells = cells_of(made, lambda column: mean_of(column["dev_loss"], "{:.3f}") + rate_of(column))
+    rows = [[line["label"], *own, *shares_of(line)] for line, own in zip(made["lines"], cells, strict=True)]
     heads = ["dev loss at the end (rate)", *map(column_head, made["columns"]), "to TeZO's", "to TeZO-Adam's"]
     return grid(heads, [row for row in rows if set(row[1:]) != {"-"}]) + (
         f"\nMeans over seeds {', '.join(map(str, made['seeds']))} ± standard deviations; of the rates the one with "
@@ -33,11 +31,8 @@ def study_accuracy(name: str) -> str:
     made = study_numbers(name)
     if made is None:
         return ""
-    rows = []
-    for line in made["lines"]:
-        found = [line["columns"].get(key) for key in made["columns"]]
-        cells = [mean_of(c["accuracy"], "{:.1f}", 100) + gap_of(c) if c is not None else "-" for c in found]
-        rows.append([line["label"], *cells])
+    cells = cells_of(made, lambda column: mean_of(column["accuracy"], "{:.1f}", 100) + gap_of(column))
+    rows = [[line["label"], *own] for line, own in zip(made["lines"], cells, strict=True)]
     flat = [column_head(key) for key in made["columns"] if not made["gaps"][key]["is_gap"]]
     none = f" No gap, FT being less than {100 * made['least_gap']:.0f} points above MeZO: {'; '.join(flat)}."
     return grid(["test accuracy, percent", *map(column_head, made["columns"])], rows) + (
@@ -68,6 +63,12 @@ def study_short(name: str) -> str:
 def study_numbers(name: str) -> Any:
     """What `benchmarks/study.py` has written; None: nothing yet."""
     return read(f"{name}/numbers") if (drawing.RESULTS / f"{name}/numbers.json").is_file() else None
+
+
+def cells_of(made: Any, shown: Callable[[dict[str, Any]], str]) -> list[list[str]]:
+    """What is shown of each column of each line."""
+    found = [[line["columns"].get(key) for key in made["columns"]] for line in made["lines"]]
+    return [["-" if column is None else shown(column) for column in columns] for columns in found]
 
 
 def column_head(key: str) -> str:
