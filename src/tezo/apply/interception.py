@@ -23,8 +23,8 @@ R = TypeVar("R")
 def unintercepted(function: Callable[P, R]) -> Callable[P, R]:
     """`function` with torch's own functions in it, whatever intercepts them outside.
 
-    For what runs within a module's forward and has no product that `tezo.kernels.wide_products` would replace: to be
-    asked at every call, and at every look at a shape, takes a tenth of a short step.
+    For what runs within a module's forward and has no product that `tezo.kernels.wide_products` would replace, which
+    would otherwise be asked at every call, and at every look at a shape.
     """
 
     @functools.wraps(function)
