@@ -18,8 +18,8 @@ TILE = 1 << 19
 """Entries of a cast tile: 2 MB of float32."""
 
 LEAST_ROWS = {torch.bfloat16: 32, torch.float16: 8}
-"""From so many rows of inputs on the weight is cast: in bfloat16 about where both ways take as long, in float16 the fewest
-measured at which casting is faster (`benchmarks/products.py`, docs/cost.md)."""
+"""From so many rows of inputs on the weight is cast: in bfloat16 about where both ways take as long, in float16 the
+fewest measured at which casting is faster (`benchmarks/products.py`, docs/cost.md)."""
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
