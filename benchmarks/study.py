@@ -4,8 +4,9 @@
     python benchmarks/study.py RUNS [--results FOLDER] [--figures FOLDER]
 
 Writes runs.csv (every run), curves.json (those at the chosen rates), numbers.json (made from the curves alone), and
-the figure study.png and .svg; of study-long likewise, by that name. Runs that are missing are left out.
-`benchmarks/study.sh` does both, column by column.
+the figure study.png and .svg; of study-long likewise, by that name. A line's column counts once all of its runs are
+over; what was read before into the same folder stays, but for the lines' columns that RUNS has too, so that a study can
+be run in parts. `benchmarks/study.sh` does both, column by column.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from study_chart import save_chart
+from study_join import all_of, joined_curves, joined_runs
 from study_numbers import numbers_of
 
 from tezo.bench.report import commit
@@ -46,21 +48,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--figures", type=Path, default=ROOT / "docs/figures")
     given = parser.parse_args(arguments)
     try:
-        grid = grid_of(given.runs)
+        written = read_and_write(given.runs, given.results, given.figures)
     except TezoError as error:
         raise SystemExit(str(error)) from None
-    cells = list(all_cells(grid, given.runs))
-    runs = list(read_runs(grid, given.runs, cells))
+    for path in written:
+        print(f"written: {path}")
+
+
+def read_and_write(folder: Path, results: Path | None, figures: Path) -> list[Path]:
+    """The whole reading of a folder of runs; the paths written."""
+    grid = grid_of(folder)
+    cells = whole_cells(grid, folder)
+    runs = list(read_runs(grid, folder, cells))
     if not any(run["passes"] for run in runs):
-        raise SystemExit(f"{given.runs} has no finished run with a curve; run tezo reproduce study --output there.")
-    curves = curves_of(grid, runs, failures(given.runs, cells))
-    results = given.results or ROOT / "benchmarks/results" / grid.table.name
+        raise RequestError(f"{folder} has no line whose runs of a column are all over; go on with tezo reproduce.")
+    results = results or ROOT / "benchmarks/results" / grid.table.name
+    curves = joined_curves(results / "curves.json", curves_of(grid, runs, failures(folder, cells)), grid)
+    rows = joined_runs(results / "runs.csv", runs, grid)
     results.mkdir(parents=True, exist_ok=True)
-    write_runs(results / "runs.csv", runs)
+    curves["runs"] = len(rows)
+    write_runs(results / "runs.csv", rows)
     write_curves(results / "curves.json", curves)
     write_text(results / "numbers.json", json.dumps(numbers_of(curves), indent=1, allow_nan=False) + "\n")
-    for path in (*sorted(results.iterdir()), *save_chart(curves, given.figures)):
-        print(f"written: {path}")
+    return [*sorted(results.iterdir()), *save_chart(curves, figures)]
 
 
 def grid_of(folder: Path) -> Grid:
@@ -69,6 +79,13 @@ def grid_of(folder: Path) -> Grid:
         raise RequestError(f"{folder} has no runs of a table; give the --output of tezo reproduce study.")
     note = own_object(folder / "grid.json", "give the --output of tezo reproduce study")
     return make_grid(find_table(note["table"]), model=note["model"], small=note["small"], data_dir=None)
+
+
+def whole_cells(grid: Grid, folder: Path) -> list[Cell]:
+    """The cells of those lines' columns whose runs are all over, well or not."""
+    cells = list(all_cells(grid, folder))
+    open_ones = {(cell.line.key, cell.column.key) for cell in cells if not is_finished(folder / cell.folder)}
+    return [cell for cell in cells if (cell.line.key, cell.column.key) not in open_ones]
 
 
 def read_runs(grid: Grid, folder: Path, cells: Iterable[Cell]) -> Iterable[dict[str, Any]]:
@@ -128,12 +145,12 @@ def curves_of(grid: Grid, runs: Sequence[dict[str, Any]], failed: Sequence[Path]
             column["failed"] = ["/".join(path.parts[2:]) for path in failed if path.parts[:2] == (line.key, key)]
         lines.append({
             "label": line.label, "key": line.key, "method": line.method, "options": dict(line.options),
-            "settings": dict(line.settings), "rates": line.rates,
+            "settings": dict(line.settings), "rates": list(line.rates),
             "columns": {key: column for key, column in found.items() if column["runs"]},
         })  # fmt: skip
     return {
         "table": grid.table.name, "title": grid.title, "model": grid.model, "small": grid.small,
-        "seeds": grid.table.seeds, "columns": columns,
+        "seeds": list(grid.table.seeds), "columns": columns,
         "command": COMMAND if grid.table.name == "study" else f"STUDY={grid.table.name} {COMMAND}",
         "commit": commit(), "hardware": all_of(run["hardware"] for run in trained),
         "versions": {name: all_of(run["versions"].get(name) for run in trained) for name in trained[0]["versions"]},
@@ -159,11 +176,6 @@ def failures(folder: Path, cells: Iterable[Cell]) -> list[Path]:
     """The folders of the runs that were tried and did not end well."""
     over = (cell.folder for cell in cells if is_finished(folder / cell.folder))
     return [path for path in over if summary_of(folder / path) is None]
-
-
-def all_of(values: Iterable[Any]) -> str:
-    """The different ones, by commas."""
-    return ", ".join(sorted({str(value) for value in values}))
 
 
 def rounded(value: float) -> float | None:

@@ -174,6 +174,58 @@ def test_everything_is_written_from_a_folder_of_runs(tmp_path):
         study.main([str(tmp_path / "made")])
 
 
+def test_a_study_that_is_read_in_parts_is_the_study_read_at_once(tmp_path):
+    def shown(cell: Cell):
+        return falling(0.5 + 0.01 * SEEDS.index(cell.seed) + 0.1 * (cell.line.key == "mezo")), 0.7
+
+    whole = grid_in(tmp_path / "whole", "sst2-16", "trec-16")
+    fill(tmp_path / "whole", whole, shown)
+    parts = [["mezo", "trec-16"], ["tezo", "mezo", "sst2-16"], [*set(LINES) - {"mezo"}, "trec-16"],
+             [*set(LINES) - {"mezo", "tezo"}, "sst2-16"]]  # fmt: skip
+    for place, only in enumerate(parts):
+        grid_in(tmp_path / f"part-{place}")
+        part = make_grid(find_table("study"), model="m", small=False, data_dir=None, only=only)
+        fill(tmp_path / f"part-{place}", part, shown)
+    for runs, name in (("whole", "once"), *((f"part-{place}", "parts") for place in range(len(parts)))):
+        read = [str(tmp_path / runs), "--results", str(tmp_path / name), "--figures", str(tmp_path)]
+        study.main(read)
+    for name in ("curves.json", "numbers.json", "runs.csv"):
+        assert (tmp_path / f"parts/{name}").read_text() == (tmp_path / f"once/{name}").read_text(), name
+
+
+def test_a_column_whose_runs_are_not_all_over_does_not_replace_one_whose_are(tmp_path):
+    grid = grid_in(tmp_path / "runs", "sst2-16")
+    fill(tmp_path / "runs", grid, lambda _: (falling(0.5), 0.7))
+    read = [str(tmp_path / "runs"), "--results", str(tmp_path / "made"), "--figures", str(tmp_path)]
+    study.main(read)
+    fill(tmp_path / "runs", grid, lambda _: (falling(0.25), 0.7))
+    missing = tmp_path / "runs/mezo/sst2-16/lr-1e-05/seed-42/summary.json"
+    kept = missing.read_text()
+    missing.unlink()
+    study.main(read)
+
+    def ends() -> tuple[float, float]:
+        lines = by_key(json.loads((tmp_path / "made/numbers.json").read_text()))
+        return tuple(lines[key]["columns"]["sst2-16"]["dev_loss"]["mean"] for key in ("mezo", "tezo"))
+
+    assert ends() == pytest.approx((0.5, 0.25))
+    missing.write_text(kept)
+    study.main(read)
+    assert ends() == pytest.approx((0.25, 0.25)), "a column that is whole replaces what was read before"
+
+
+def test_runs_of_other_settings_are_not_read_beside_those_of_before(tmp_path):
+    grid = grid_in(tmp_path / "runs", "sst2-16")
+    fill(tmp_path / "runs", grid, lambda _: (falling(0.5), 0.7))
+    read = [str(tmp_path / "runs"), "--results", str(tmp_path / "made"), "--figures", str(tmp_path)]
+    study.main(read)
+    curves = json.loads((tmp_path / "made/curves.json").read_text())
+    curves["lines"][1]["options"] = {"rank": 3}
+    (tmp_path / "made/curves.json").write_text(json.dumps(curves))
+    with pytest.raises(SystemExit, match=r"other settings \(of mezo\); give another --results"):
+        study.main(read)
+
+
 def test_the_documents_tables_are_drawn_from_the_numbers_or_left_out(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import drawing
