@@ -31,9 +31,9 @@ def demo() -> str:
     return table + f"\nMedian gain {gain:.1f} points. `{results['command']}`; {machine(runs[0])}.\n"
 
 
-def step(targets: str) -> str:
+def step(targets: str, name: str = "step_cpu") -> str:
     """Time of a step of OPT-125M over that of two plain forward passes; mezo also against its published form."""
-    chosen = [r for r in read("step_cpu") if r["settings"]["targets"] == targets and r["settings"]["model"] == SMALL]
+    chosen = [r for r in read(name) if r["settings"]["targets"] == targets and r["settings"]["model"] == SMALL]
     found = [by_label(result) for result in chosen]
     rows = [[label, *(f"{of[label]['to_F2']:.2f}" for of in found)] for label in found[0]]
     rows.append(["published:mezo / mezo", *(f"{of['mezo']['speed_up']:.1f}" for of in found)])
@@ -181,6 +181,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "step": partial(step, "all-linear"),
     "step-all": partial(step, "all"),
+    **{f"step-{targets}-xeon": partial(step, targets, "step_cpu_xeon") for targets in ("all-linear", "all")},
     "step-sizes": step_sizes,
     "memory": memory,
     "evaluation": evaluation,

@@ -203,6 +203,14 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
+def model_and_rows(root: Path, count: int) -> Path:
+    """`root` with a tiny OPT, and so many labelled rows each to train on, to choose by and to test on."""
+    model_folder(root, "opt")
+    for number, name in enumerate(("train", "dev", "test")):
+        write_rows(root / f"{name}.jsonl", label_rows(count, seed=number))
+    return root
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

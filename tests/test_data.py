@@ -1,4 +1,4 @@
-"""Files to rows, rows to examples, examples to samples; and every fault of a data file through the command line."""
+"""Files to rows, rows to examples; and every fault of a data file through the command line."""
 
 import json
 
@@ -20,7 +20,7 @@ from folders import (
 from tezo.errors import RequestError
 from tezo.job import render_chat
 from tezo.objectives import CausalObjective, MaskedObjective
-from tezo.tasks import Example, Fields, Row, choose_format, hold_out, per_class, read_rows
+from tezo.tasks import Fields, Row, choose_format, read_rows
 
 AWKWARD = [
     {"text": 'He said "quite good", twice', "label": "good"},
@@ -139,57 +139,6 @@ def test_a_conversation_is_put_as_the_models_template_has_it(tmp_path):
     assert example.answer == assistant
     ids = CausalObjective(tokenizer, "cpu", 100, ()).encode(example).sequences[0]
     assert ids[0] != tokenizer.bos_token_id, "the template puts special tokens, if any; none may be added to it"
-
-
-# Sampling
-
-
-def examples(count: int) -> list[Example]:
-    return [Example(f"text {i}", "", ("a", "b", "c"), i % 3, f"line {i}") for i in range(count)]
-
-
-def test_per_class_takes_so_many_of_each_by_the_seed():
-    pool = examples(60)
-    labels, names = [e.label for e in pool], ["a", "b", "c"]
-    train, dev = per_class(labels, [7, 5], names, seed=0)
-    assert [sum(labels[i] == k for i in train) for k in range(3)] == [7, 7, 7]
-    assert [sum(labels[i] == k for i in dev) for k in range(3)] == [5, 5, 5]
-    assert len({*train, *dev}) == 36
-    assert (train, dev) == (sorted(train), sorted(dev))
-    assert [train, dev] == per_class(labels, [7, 5], names, seed=0)
-    assert train != per_class(labels, [7, 5], names, seed=1)[0]
-    assert per_class(labels, [20], names, seed=5) == [list(range(60))]
-    with pytest.raises(RequestError, match=r"data\.per_class is 21, but label 'a' has 20 rows"):
-        per_class(labels, [21], names, seed=0)
-
-
-def test_where_a_label_has_too_few_rows_they_are_shared_out_if_asked():
-    labels = [0] * 9 + [1] * 100
-    with pytest.raises(RequestError, match=r"data\.per_class is 10 and as many dev rows, but label 'a' has 9 rows"):
-        per_class(labels, [10, 10], ["a", "b"], seed=0)
-    train, dev = per_class(labels, [10, 10], ["a", "b"], seed=0, fewer=True)
-    assert [sum(labels[i] == k for i in train) for k in range(2)] == [4, 10]
-    assert [sum(labels[i] == k for i in dev) for k in range(2)] == [4, 10]
-    assert not {*train} & {*dev}
-
-
-@pytest.mark.parametrize(("count", "share", "expected"), [(60, 0.1, 6), (60, 0.5, 30), (40, 0.01, 1), (9000, 0.2, 500)])
-def test_hold_out_splits_the_rows_in_two_by_the_seed(count, share, expected):
-    pool = examples(count)
-    kept, held = hold_out(pool, share, seed=0)
-    assert len(held) == expected
-    assert sorted(kept + held, key=lambda e: int(e.where.removeprefix("line "))) == pool
-    assert (kept, held) == hold_out(pool, share, seed=0)
-    assert held != hold_out(pool, share, seed=2)[1]
-    with pytest.raises(RequestError, match=r"data.train has 1 row.*data.dev or data.test"):
-        hold_out(pool[:1], share, seed=0)
-
-
-def test_a_run_is_not_tested_on_rows_it_was_trained_on(tmp_path):
-    data = write_rows(tmp_path / "rows.jsonl", label_rows(20))
-    done = train(model_folder(tmp_path, "opt"), data, tmp_path / "run", "--json", data__per_class=3, data__hold_out=0.2)
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["rows"] == {"train": 6, "dev": 4, "test": 4}
 
 
 # Faults, through the command line

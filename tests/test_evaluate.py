@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_objectives import case
+from questions import case
 
 from tezo.evaluate import evaluate, macro_f1, predict
 from tezo.objectives import EncoderObjective

@@ -6,56 +6,16 @@ import math
 import peft
 import pytest
 import torch
-from folders import (
-    CAUSAL,
-    bpe_tokenizer,
-    completion_rows,
-    is_closing,
-    label_rows,
-    qwen_tokenizer,
-    tiny_model,
-    tokenizer_for,
-    words_tokenizer,
-)
+from folders import CAUSAL, label_rows, tiny_model, tokenizer_for, words_tokenizer
+from questions import CPU, OPTIONS, case, free_text, labelled, masked_examples, masked_texts
 from torch.nn import functional
 
-from tezo.errors import RequestError
-from tezo.models import LoadedModel
-from tezo.objectives import CausalObjective, EncoderObjective, MaskedObjective, objective_for
+from tezo.objectives import CausalObjective, EncoderObjective, MaskedObjective
 from tezo.objectives.encoder import SCALE
 from tezo.objectives.logits import logits_at
 from tezo.tasks import Example
 
-CPU = torch.device("cpu")
 HEADED = (*CAUSAL, "roberta", "xlm-roberta")
-OPTIONS = (" good", " bad", " not so good", " very quite bad film")
-
-
-def labelled(options=OPTIONS, count: int = 7) -> list[Example]:
-    rows = label_rows(count, seed=3)
-    return [
-        Example(f"{row['text']}\nLabel:", options[i % len(options)], options, i % len(options), f"line {i}")
-        for i, row in enumerate(rows)
-    ]
-
-
-def free_text(count: int = 5) -> list[Example]:
-    return [Example(row["prompt"], row["completion"], (), None, "a line") for row in completion_rows(count, seed=3)]
-
-
-def slotted(text: str, options=(" good", " bad"), label: int = 0, where: str = "a line") -> Example:
-    """The example of a prompt with {mask} in it."""
-    before, after = text.split("{mask}")
-    return Example(before + after, options[label], options, label, where, slot=len(before))
-
-
-def masked_texts(count: int = 6) -> list[str]:
-    return [f"{row['text']} It was {{mask}}." for row in label_rows(count, seed=3)]
-
-
-def masked_examples() -> list[Example]:
-    options = (" good", " bad", " fresh")
-    return [slotted(text, options, i % 3, f"line {i}") for i, text in enumerate(masked_texts())]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-6) -> None:
@@ -200,17 +160,6 @@ def test_an_encoders_scores_are_scaled_cosines_of_mean_states():
     close(objective.loss(model, batch), fresh.loss(model, batch), atol=0)
 
 
-def case(family: str):
-    """(model, objective, examples) of a family."""
-    tokenizer = tokenizer_for(family)
-    model = tiny_model(family, len(tokenizer))
-    examples = masked_examples() if family == "roberta" else labelled()
-    if family == "bert":
-        examples = [Example(e.prompt, e.answer, e.options, e.label, e.where) for e in examples]
-    kind = {"roberta": "masked", "bert": "encoder"}.get(family, "causal")
-    return model, objective_for(LoadedModel(model, tokenizer, kind), examples[0].options), examples
-
-
 @pytest.mark.parametrize("family", [*CAUSAL, "roberta", "bert"])
 @torch.no_grad()
 def test_a_row_scores_the_same_in_whatever_company(family):
@@ -239,80 +188,3 @@ def test_the_loss_is_float32_for_a_half_precision_model_and_close_to_the_full_on
         loss = objective.loss(copy.deepcopy(model).to(dtype), batch)
         assert loss.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
         assert float(loss) == pytest.approx(float(expected), rel=5e-2)
-
-
-@pytest.mark.parametrize("make", [words_tokenizer, bpe_tokenizer, qwen_tokenizer])
-@pytest.mark.parametrize("length", [24, 40, 60])
-def test_cutting_keeps_the_answer_and_the_first_token_and_counts_what_went(make, length):
-    tokenizer = make()
-    prompt = "a film " * 40 + "was very"
-    long = Example(prompt, " not so good", (), None, "rows.jsonl, line 7")
-    whole = CausalObjective(tokenizer, CPU, 10_000, ()).encode(long)
-    objective = CausalObjective(tokenizer, CPU, length, ())
-    cut = objective.encode(long)
-    count = cut.answers[0]
-    bos = 1 if whole.sequences[0][0] == tokenizer.bos_token_id else 0
-    assert (cut.length, cut.answers) == (length, whole.answers)
-    assert cut.sequences[0][bos:] == whole.sequences[0][bos + whole.length - length :]
-    assert cut.sequences[0][:bos] == whole.sequences[0][:bos]
-    assert tokenizer.decode(cut.sequences[0][-count:-1]).strip() == "not so good"
-    assert (objective.cuts.rows, objective.cuts.tokens) == (1, whole.length - length)
-    assert objective.cuts.examples == ["rows.jsonl, line 7"]
-    objective.encode(Example("a film", " good", (), None, "rows.jsonl, line 8"))
-    assert objective.cuts.rows == 1, "a row that fits is not cut"
-
-
-def test_an_answer_that_the_tokenizer_joins_to_the_prompt_is_taken_by_itself():
-    tokenizer = bpe_tokenizer()
-    first, second = "the ga", "rden was good"
-    prompt, answer = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (first, second))
-    assert tokenizer(first + second, add_special_tokens=False)["input_ids"][: len(prompt)] != prompt
-    encoded = CausalObjective(tokenizer, CPU, 40, ()).encode(Example(first, second, (), None, "a line"))
-    assert list(encoded.sequences[0]) == [tokenizer.bos_token_id, *prompt, *answer, tokenizer.eos_token_id]
-    assert encoded.answers == (len(answer) + 1,)
-
-
-def test_an_answer_that_does_not_fit_is_refused():
-    tokenizer = words_tokenizer()
-    objective = CausalObjective(tokenizer, CPU, 8, ())
-    with pytest.raises(RequestError, match="a line: the answer"):
-        objective.encode(Example("a film", " good" * 7, (), None, "a line"))
-    fits = objective.encode(Example("a film was", " good" * 5, (), None, "a line"))  # BOS, one word, five, EOS
-    assert (fits.length, fits.answers) == (8, (6,))
-
-
-@pytest.mark.parametrize("text", ["{} It was {{mask}} .", "It was {{mask}} : {}", "a film {} {{mask}} and {}"])
-def test_cutting_keeps_the_mask_and_both_ends(text):
-    tokenizer = words_tokenizer(closing=True)
-    objective = MaskedObjective(tokenizer, CPU, 16, (" good", " bad"))
-    ids = objective.encode(slotted(text.format("very " * 30, "quite " * 5))).sequences[0]
-    assert len(ids) == 16
-    assert ids.count(tokenizer.mask_token_id) == 1
-    assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    assert objective.cuts.rows == 1
-
-
-def test_cutting_a_text_for_an_encoder_keeps_its_beginning_and_both_ends():
-    tokenizer = words_tokenizer(closing=True)
-    objective = EncoderObjective(tokenizer, CPU, 10, ("good", "bad"))
-    example = Example("a film was very good " * 9, "", ("good", "bad"), 0, "a line")
-    whole = tokenizer(example.prompt)["input_ids"]
-    assert list(objective.encode(example).sequences[0]) == [*whole[:9], whole[-1]]
-    assert objective.cuts.tokens == len(whole) - 10
-
-
-@pytest.mark.parametrize("family", [*CAUSAL, "roberta", "xlm-roberta", "bert"])
-@torch.no_grad()
-def test_the_longest_input_that_is_let_through_can_be_run(family):
-    tokenizer = tokenizer_for(family)
-    tokenizer.model_max_length = 10**30  # as tokenizers say that know no bound
-    model = tiny_model(family, len(tokenizer))
-    masked = family.endswith("roberta")
-    kind = "masked" if masked else "encoder" if is_closing(family) else "causal"
-    objective = objective_for(LoadedModel(model, tokenizer, kind), (" good", " bad"))
-    text = "very " * 400
-    plain = Example(text, " good", (" good", " bad"), 0, "a line")
-    one = objective.encode(slotted(text + "It was {mask}") if masked else plain)
-    assert objective.cuts.rows == 1
-    assert one.length >= 150
-    assert bool(torch.isfinite(objective.loss(model, objective.collate([one]))))

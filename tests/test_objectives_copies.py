@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from folders import tiny_model, tokenizer_for
-from test_objectives import OPTIONS, free_text, labelled, masked_examples
+from questions import OPTIONS, free_text, labelled, masked_examples
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from folders import completion_rows, label_rows, model_folder, refused, tezo, write_rows
-from test_objectives import case
+from questions import case
 from torch.nn import functional
 
 from tezo.probe import features, fit

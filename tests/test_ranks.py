@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from folders import label_rows, model_folder, refused, tezo, write_rows
-from test_resume import result
+from short_runs import result
 
 from tezo.config import dump_config, parse_config
 from tezo.runs import LOG

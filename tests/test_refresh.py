@@ -8,7 +8,7 @@ import torch
 from cases import effective_weights
 from folders import label_rows, model_folder, refused, saved, tezo, tiny_model, tokenizer_for, train, write_rows
 from kills import contents
-from test_resume import stopped
+from short_runs import stopped
 from tiny import lm_loss, tiny_gpt2, tiny_opt, tokens
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from folders import refused, tezo
-from test_task_runs import write_task
+from task_folders import write_task
 
 from tezo.config import parse_config
 from tezo.reproduce import TABLES, Cell, find_table, make_grid, write_tables

@@ -1,76 +1,33 @@
-"""A run that stops anywhere goes on to the bit; a log is replayed; a disk that fails leaves what was saved whole."""
+"""A run that stops anywhere goes on to the bit, and no other run goes on in its place."""
 
-import errno
-import json
 import os
-import re
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import CASES
-from folders import label_rows, model_folder, refused, settings, tezo, write_rows
+from folders import label_rows, model_and_rows, model_folder, refused, settings, tezo, write_rows
 from kills import contents
 from safetensors.torch import load_file
+from short_runs import STEPS, config, result, same, stopped
 
-from tezo import checkpoint, durable, export, steplog
-from tezo.checkpoint import DamagedError, checkpoints, load_checkpoint, newest
-from tezo.config import dump_config, parse_config, to_tree
-from tezo.errors import NonFiniteLossError, RequestError, RunError, TezoError
+from tezo import export
+from tezo.checkpoint import checkpoints
+from tezo.config import parse_config, to_tree
+from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.methods import METHODS
-from tezo.recipe import Config
 from tezo.replay import replay
 from tezo.runs import LOG, Listener
-from tezo.steplog import LoggedStep, StepLog, read_log
+from tezo.steplog import read_log
 from tezo.train import train
-
-STEPS = 9
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    root = tmp_path_factory.mktemp("home")
-    model_folder(root, "opt")
+    root = model_and_rows(tmp_path_factory.mktemp("home"), 10)
     model_folder(root, "opt", dtype=torch.bfloat16)
-    for number, name in enumerate(("train", "dev", "test")):
-        write_rows(root / f"{name}.jsonl", label_rows(10, seed=number))
     return root
-
-
-def config(home: Path, method: str = "tezo-cadam", *, model: str = "opt", **train_settings: Any) -> Config:
-    options = dict(CASES[method].options) if method in CASES else {}
-    defaults = METHODS[method].defaults() if method in METHODS else {}
-    options |= {"lazy_update_interval": 4} if defaults.get("lazy_update_interval") else {}
-    return parse_config(
-        {
-            "model": {"name": str(home / model), "device": "cpu"},
-            "data": {name: str(home / f"{name}.jsonl") for name in ("train", "dev", "test")},
-            "method": {"name": method, "lr": 3e-3, **options},
-            "train": {"steps": STEPS, "batch_size": 4, "eval_every": 2, "log_every": 2, "schedule": "linear",
-                      "checkpoint_every": 3} | train_settings,
-        }
-    )  # fmt: skip
-
-
-class Death(Listener):
-    """Ends the process's part of a run in the worst way that one process can: by an error nobody foresees."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def stepped(self, progress: Any) -> None:
-        if progress.record.step == self.step:
-            raise KeyboardInterrupt
-
-
-def stopped(made: Config, run: Path, step: int) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(made, run, [Death(step)], resume=True)
 
 
 @pytest.mark.parametrize("name", [*METHODS, "adam"])
@@ -196,204 +153,3 @@ def test_after_a_loss_that_is_no_number_the_good_steps_are_there(home, tmp_path)
     assert replay(tmp_path / "whole", tmp_path / "six", step=6)["steps"] == 6
     assert same(result(tmp_path / "good"), result(tmp_path / "six"))
     train(made, run, resume=True)  # the fault was not the run's
-
-
-def result(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(folder.glob("[am]*/*model.safetensors")))
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_base_and_log_alone_give_the_tuned_model(home, tmp_path, name):
-    train(config(home, name), tmp_path / "run")
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(tmp_path / "run" / LOG, alone / LOG)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    done = replay(alone, tmp_path / "out", step=summary["kept_step"])
-    assert done["result"]["kind"] == summary["result"]["kind"]
-    assert same(result(tmp_path / "out"), result(tmp_path / "run"))
-    assert replay(tmp_path / "run", tmp_path / "again")["steps"] == summary["kept_step"]
-    assert replay(alone, tmp_path / "all")["steps"] == STEPS
-
-
-def test_what_replay_cannot_do_it_says(home, tmp_path):
-    run = tmp_path / "run"
-    train(config(home, "adam"), run)
-    refused(tezo("replay", run, "--output", tmp_path / "out"), "method.name", "adam", "gradients")
-    refused(tezo("replay", tmp_path, "--output", tmp_path / "out"), "steps.log", "cannot be read")
-    train(config(home), tmp_path / "second")
-    refused(tezo("replay", tmp_path / "second", "--output", tmp_path / "out", "--step", 99), "step is 99", str(STEPS))
-    refused(tezo("replay", tmp_path / "second", "--output", run), "output", "in use")
-    assert not (tmp_path / "out").exists()
-    done = tezo("replay", tmp_path / "second", "--output", tmp_path / "out")
-    assert done.code == 0 and str(tmp_path / "out/adapter") in done.out
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "portable"),
-    [("tezo", {}, True), ("tezo-m", {}, True), ("tezo-cadam", {}, True), ("tezo-adam", {}, True), ("subzo", {}, True),
-     ("mezo", {}, False), ("lozo", {}, False), ("zo-adamu", {}, False), ("tezo-adam", {"model": "optbfloat16"}, False),
-     ("tezo-cadam", {"model": "optbfloat16"}, True)],
-)  # fmt: skip
-def test_on_another_device_what_was_drawn_on_the_first_is_refused(home, tmp_path, name, changes, portable):
-    run = tmp_path / "run"
-    train(config(home, name, keep_best=False, **changes), run)
-    found = read_log(run / LOG)
-    elsewhere = rewritten(tmp_path / "elsewhere", found.header | {"device": "cuda"}, found.steps)
-    if not portable:
-        with pytest.raises(RequestError, match=r"model.device is cpu, and the run drew noise for .* on cuda"):
-            replay(elsewhere, tmp_path / "out")
-        return
-    done = replay(elsewhere, tmp_path / "out")
-    assert any("began on cuda" in notice for notice in done["notices"])
-    assert same(result(tmp_path / "out"), result(run))
-
-
-def rewritten(run: Path, header: dict[str, Any], steps: list[LoggedStep]) -> Path:
-    run.mkdir()
-    log = StepLog(run / LOG, header, 0)
-    for step in steps:
-        log.append(step)
-    log.close()
-    return run
-
-
-@pytest.mark.parametrize("lost", ["model", "config", "untrained", "device", "versions"])
-def test_a_header_that_lacks_what_a_run_writes_is_refused(home, tmp_path, lost):
-    train(config(home), tmp_path / "run")
-    found = read_log(tmp_path / "run" / LOG)
-    bad = rewritten(tmp_path / "bad", {k: v for k, v in found.header.items() if k != lost}, found.steps)
-    with pytest.raises(RequestError, match="header is not that of a run"):
-        replay(bad, tmp_path / "out")
-
-
-NATURAL = {"open": errno.EROFS, "write": errno.ENOSPC, "fsync": errno.EIO, "replace": errno.EIO, "save": errno.ENOSPC}
-
-
-class Faulty:
-    """`os`, whose operation number `at` of those that change the disk fails."""
-
-    def __init__(self, at: int | None) -> None:
-        self.at, self.count, self.failed = at, 0, None
-
-    def __getattr__(self, name: str) -> Any:
-        return self.faulty(name, getattr(os, name)) if name in NATURAL else getattr(os, name)
-
-    def faulty(self, name: str, call: Any) -> Any:
-        def operation(*arguments: Any, **named: Any) -> Any:
-            self.count += 1
-            if self.count == self.at:
-                self.failed = name
-                raise OSError(NATURAL[name], os.strerror(NATURAL[name]))
-            return call(*arguments, **named)
-
-        return operation
-
-
-def faulty(patch: Any, at: int | None) -> Faulty:
-    disk = Faulty(at)
-    patch.setattr(durable, "os", disk)
-    patch.setattr(steplog, "os", disk)
-    patch.setattr(checkpoint, "save_file", disk.faulty("save", checkpoint.save_file))
-    patch.setattr(export, "save_file", disk.faulty("save", export.save_file))
-    return disk
-
-
-def test_a_disk_that_fails_at_any_write_is_named_and_nothing_saved_is_lost(home, tmp_path):
-    made = config(home, steps=4, checkpoint_every=2, eval_every=2, sync_every=2)
-    with pytest.MonkeyPatch.context() as patch:
-        operations = faulty(patch, None)
-        train(made, tmp_path / "whole")
-    whole, failed = contents(tmp_path / "whole"), set()
-    assert operations.count > 40
-    for at in range(1, operations.count + 1):
-        run = tmp_path / f"run-{at}"
-        with pytest.MonkeyPatch.context() as patch:
-            disk = faulty(patch, at)
-            with pytest.raises(TezoError) as caught:
-                train(made, run)
-            failed.add(disk.failed)
-        message = str(caught.value)
-        assert message.count(". ") <= 1 and ("cannot be written" in message or "Errno" not in message), message
-        if (run / LOG).exists():
-            read_log(run / LOG) if (run / LOG).stat().st_size > 2000 else None
-        train(made, run, resume=True)
-        assert contents(run) == whole, (at, disk.failed)
-    assert failed == set(NATURAL)
-
-
-def test_a_folder_that_vanishes_is_named(home, tmp_path):
-    class Remover(Listener):
-        def stepped(self, progress: Any) -> None:
-            if progress.record.step == 2:
-                shutil.rmtree(tmp_path / "run")
-
-    with pytest.raises(RunError, match=r"run/\S+ cannot be written: its folder is gone"):
-        train(config(home), tmp_path / "run", [Remover()])
-
-
-def test_a_checkpoint_that_was_changed_anywhere_is_passed_over(home, tmp_path):
-    run = tmp_path / "run"
-    stopped(config(home, "mezo-m"), run, 7)
-    older, newer = run / "checkpoint-3", run / "checkpoint-6"
-    assert [path.name for path in checkpoints(run)] == ["checkpoint-6", "checkpoint-3"]
-    for name in ("manifest.json", "state.json", "tensors.safetensors"):
-        whole = (newer / name).read_bytes()
-        for place in range(0, len(whole), max(1, len(whole) // 60)):
-            (newer / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            with pytest.raises(DamagedError):
-                load_checkpoint(newer)
-            (newer / name).write_bytes(whole[:place])
-            with pytest.raises(DamagedError):
-                load_checkpoint(newer)
-        found, skipped = newest(run, 8)
-        assert found.step == 3 and len(skipped) == 1 and "checkpoint-6 was passed over" in skipped[0]
-        (newer / name).write_bytes(whole)
-    assert newest(run, 8)[0].step == 6 and newest(run, 5)[0].step == 3
-    (newer / "state.json").write_text("{}")
-    shutil.rmtree(older)
-    train(config(home, "mezo-m"), run, resume=True)  # from the log alone
-    train(config(home, "mezo-m"), tmp_path / "whole")
-    assert contents(run) == contents(tmp_path / "whole")
-
-
-def test_a_forged_checkpoint_reads_nothing_outside_its_folder(home, tmp_path):
-    run = tmp_path / "run"
-    stopped(config(home), run, 7)
-    folder, outside = run / "checkpoint-6", tmp_path / "outside.safetensors"
-    shutil.move(folder / "tensors.safetensors", outside)
-    (folder / "tensors.safetensors").symlink_to(outside)
-    with pytest.raises(DamagedError, match="missing, or is a link"):
-        load_checkpoint(folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["../outside.safetensors"] = manifest.pop("tensors.safetensors")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DamagedError, match="names other files"):
-        load_checkpoint(folder)
-    (folder / "manifest.json").write_text("[" * 100_000)
-    with pytest.raises(DamagedError):
-        load_checkpoint(folder)
-
-
-def test_a_file_system_that_takes_no_more_is_named_by_the_command_line(home, tmp_path):
-    made, run = config(home, "mezo"), tmp_path / "run"
-    train(made, tmp_path / "whole")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(dump_config(made))
-    # a limit of the operating system on the size of a file: the model's weights don't fit, its log does
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from tezo.cli.main import main\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); main(sys.argv[1:])"
-    )
-    command = [sys.executable, "-c", code, "train", recipe, "--output", run, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert re.search(r"error: \S+run/checkpoint-3 cannot be written: .*\. What was saved before is whole", done.stderr)
-    assert "Traceback" not in done.stderr and not list(run.rglob("*.partial"))
-    train(made, run, resume=True)
-    assert contents(run) == contents(tmp_path / "whole")

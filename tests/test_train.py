@@ -1,73 +1,30 @@
-"""A run is a pure function of its configuration, keeps its best step, and leaves everything else alone."""
+"""A run is a pure function of its configuration, and leaves everything else alone."""
 
 import json
 import math
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from folders import completion_rows, label_rows, model_folder, read_jsonl, write_rows
-from safetensors.torch import load_file
+from folders import completion_rows, model_and_rows, read_jsonl, write_rows
+from long_steps import DENSE, FACTORED, config
+from short_runs import result, same
 
-from tezo.cli.runs import open_model, run_config
 from tezo.config import parse_config
 from tezo.errors import NonFiniteLossError, RunError
 from tezo.evaluate import evaluate
 from tezo.interruption import Interruption
-from tezo.job import make_format, make_objective, prepare
+from tezo.job import prepare
 from tezo.machine import memory_for
 from tezo.ranks import Ranks
-from tezo.recipe import Config, TrainConfig
 from tezo.runs import Listener, RunFolder
-from tezo.schedule import interval
-from tezo.tasks import read_rows
 from tezo.train import Loop, train
-
-DENSE = ("mezo", "mezo-adam", "lozo", "subzo", "zo-adamu", "tezo-adam")
-FACTORED = ("tezo", "tezo-m", "tezo-cadam")
-RANKED = {name: {"rank": 4} for name in ("lozo", "subzo", "tezo-adam", *FACTORED)}
-# Steps so long that the dev loss rises and falls.
-WILD = {
-    "mezo": 3e-3, "mezo-adam": 3e-2, "lozo": 1e-2, "subzo": 1e-2, "zo-adamu": 1e-2, "tezo-adam": 3e-2,
-    "tezo": 1e-2, "tezo-m": 5e-2, "tezo-cadam": 5e-2,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    root = tmp_path_factory.mktemp("home")
-    model_folder(root, "opt")
-    for number, name in enumerate(("train", "dev", "test")):
-        write_rows(root / f"{name}.jsonl", label_rows(14, seed=number))
-    return root
-
-
-def config(home: Path, method: str = "tezo-cadam", *, data: Any = ("train", "dev", "test"), **settings: Any) -> Config:
-    options = RANKED.get(method, {}) | ({"lazy_update_interval": 3} if method in ("lozo", "subzo") else {})
-    options |= {key: settings.pop(key) for key in ("lr", "targets") if key in settings}
-    return parse_config(
-        {
-            "model": str(home / "opt"),
-            "data": {name: str(home / f"{name}.jsonl") for name in data},
-            "method": {"name": method, "lr": WILD[method], **options},
-            "train": {"steps": 8, "batch_size": 4, "eval_every": 1, "log_every": 3} | settings,
-        }
-    )
-
-
-def result(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(run.glob("*/*model.safetensors")))
-
-
-def dev_losses(run: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_jsonl(run / "metrics.jsonl") if line.get("split") == "dev"}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return model_and_rows(tmp_path_factory.mktemp("home"), 14)
 
 
 # What a run is a function of
@@ -101,78 +58,6 @@ def test_the_schedule_reaches_the_steps(home, tmp_path):
     train(config(home, schedule="linear", warmup_steps=2, log_every=1), tmp_path / "run")
     rates = [line["lr"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "lr" in line]
     assert rates == pytest.approx([0.05 * f for f in (1 / 2, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
-
-
-# The best step
-
-
-def wavering(home: Path, folder: Path, method: str) -> tuple[int, dict[str, Any]]:
-    """A run whose best evaluation is neither the first nor the last, and its seed."""
-    for seed in range(30):
-        summary = train(config(home, method, seed=seed), folder / str(seed))
-        losses = dev_losses(folder / str(seed))
-        best = min(losses, key=losses.get)
-        if 1 < best < 8 and losses[8] - losses[best] > 1e-3:
-            return seed, summary
-    raise AssertionError("no such run")
-
-
-@pytest.mark.parametrize("method", [*DENSE, *FACTORED])
-def test_the_result_is_that_of_the_best_evaluation(home, tmp_path, method):
-    seed, summary = wavering(home, tmp_path, method)
-    run = tmp_path / str(seed)
-    losses = dev_losses(run)
-    best = min(losses, key=losses.get)
-    assert list(losses) == list(range(9))
-    assert (summary["kept_step"], summary["steps"], summary["dev_loss"]) == (best, 8, losses[best])
-    assert summary["result"]["kind"] == ("model" if method in DENSE else "adapter")
-    assert tuned_loss(home, run, method) == pytest.approx(losses[best], abs=1e-5)
-    # The same run, ended at its best step, leaves the same numbers.
-    train(config(home, method, seed=seed, steps=best, keep_best=False), tmp_path / "short")
-    kept, short = result(run), result(tmp_path / "short")
-    assert kept.keys() == short.keys()
-    for name, value in short.items():
-        torch.testing.assert_close(kept[name], value, rtol=0, atol=1e-5)
-
-
-def tuned_loss(home: Path, run: Path, method: str) -> float:
-    """The dev loss of what a run saved."""
-    settings = run_config(str(run), [])
-    loaded = open_model(str(run), settings)
-    rows = read_rows(str(home / "dev.jsonl"), key="data")
-    form = make_format(settings, loaded, rows)
-    objective = make_objective(settings, loaded, form)
-    assert settings.method.name == method
-    return evaluate(loaded.model, objective, [objective.encode(form.example(row)) for row in rows], 64)["loss"]
-
-
-@pytest.mark.parametrize("method", ["tezo-cadam", "mezo"])
-def test_without_keep_best_the_result_is_that_of_the_last_step(home, tmp_path, method):
-    seed, _ = wavering(home, tmp_path, method)
-    summary = train(config(home, method, seed=seed, keep_best=False), tmp_path / "last")
-    assert dev_losses(tmp_path / "last") == dev_losses(tmp_path / str(seed))
-    assert (summary["kept_step"], summary["dev_loss"]) == (8, dev_losses(tmp_path / "last")[8])
-    assert tuned_loss(home, tmp_path / "last", method) == pytest.approx(dev_losses(tmp_path / "last")[8], abs=1e-5)
-
-
-@pytest.mark.parametrize("data", [("train", "dev"), ("train",)], ids=["dev rows", "held-out rows"])
-def test_a_run_without_evaluations_keeps_its_last_step(home, tmp_path, data):
-    summary = train(config(home, data=data, eval_every=0), tmp_path / "run")
-    assert summary["kept_step"] == summary["steps"] == 8
-    assert summary["before"] != summary["after"]
-
-
-def test_patience_ends_a_run_that_gets_no_better(home, tmp_path):
-    summary = train(config(home, lr=0.0, patience=3, eval_every=2, steps=50), tmp_path / "run")
-    assert (summary["steps"], summary["kept_step"]) == (6, 0)
-    assert summary["before"] == summary["after"]
-
-
-@pytest.mark.parametrize(("steps", "every", "expected"), [(8, 3, [0, 3, 6, 8]), (20, None, list(range(0, 21, 2)))])
-def test_evaluations_fall_on_every_so_many_steps_and_on_the_last(home, tmp_path, steps, every, expected):
-    train(config(home, steps=steps, eval_every=every), tmp_path / "run")
-    assert list(dev_losses(tmp_path / "run")) == expected
-    assert interval(None, TrainConfig(steps=4)) == 1
 
 
 # What a run leaves behind

@@ -1,0 +1,56 @@
+"""Short runs of every method, an end in the middle of one, and what a run left."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from safetensors.torch import load_file
+
+from tezo.config import parse_config
+from tezo.methods import METHODS
+from tezo.recipe import Config
+from tezo.runs import Listener
+from tezo.train import train
+
+STEPS = 9
+
+
+def config(home: Path, method: str = "tezo-cadam", *, model: str = "opt", **train_settings: Any) -> Config:
+    options = dict(CASES[method].options) if method in CASES else {}
+    defaults = METHODS[method].defaults() if method in METHODS else {}
+    options |= {"lazy_update_interval": 4} if defaults.get("lazy_update_interval") else {}
+    return parse_config(
+        {
+            "model": {"name": str(home / model), "device": "cpu"},
+            "data": {name: str(home / f"{name}.jsonl") for name in ("train", "dev", "test")},
+            "method": {"name": method, "lr": 3e-3, **options},
+            "train": {"steps": STEPS, "batch_size": 4, "eval_every": 2, "log_every": 2, "schedule": "linear",
+                      "checkpoint_every": 3} | train_settings,
+        }
+    )  # fmt: skip
+
+
+class Death(Listener):
+    """Ends the process's part of a run in the worst way that one process can: by an error nobody foresees."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def stepped(self, progress: Any) -> None:
+        if progress.record.step == self.step:
+            raise KeyboardInterrupt
+
+
+def stopped(made: Config, run: Path, step: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(made, run, [Death(step)], resume=True)
+
+
+def result(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(folder.glob("[am]*/*model.safetensors")))
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

@@ -1,0 +1,52 @@
+"""Folders for tasks: rows of each, a model of each kind, and a run on one of them."""
+
+from pathlib import Path
+
+from folders import bpe_tokenizer, saved, settings, tezo, tiny_model, words_tokenizer, write_rows
+
+from tezo.tasks import TASKS, TaskFormat, task
+from tezo.tasks.catalogue import example_row
+
+LABEL_WORDS = [
+    "terrible", "great", "Yes", "No", "Maybe", "okay",
+    "Expression", "Entity", "Description", "Human", "Location", "Number",
+]  # fmt: skip
+
+
+def rows_of(name: str, count: int) -> list[dict]:
+    """Rows of a task that differ in their labels and in a number."""
+    row = example_row(name).fields
+    words = next(iter(TASKS[name].wordings.values())).words
+    field = "coarse_label" if name == "trec" else "label"
+    labels = {field: len(words) or 2} if field in row else {}
+    return [{**row, **{key: i % most for key, most in labels.items()}, "idx": i} for i in range(count)]
+
+
+def write_task(root: Path, name: str, train: int, validation: int = 6) -> Path:
+    folder = root / name
+    folder.mkdir(parents=True)
+    write_rows(folder / "train.jsonl", rows_of(name, train))
+    write_rows(folder / "validation.jsonl", rows_of(name, validation))
+    return root
+
+
+def models_and_tasks(root: Path) -> Path:
+    """`root` with a model of each kind, and every task's rows in "data"."""
+    tokenizer = bpe_tokenizer()
+    saved(tiny_model("opt", len(tokenizer)), tokenizer, root / "causal")
+    for kind, family in (("masked", "roberta"), ("encoder", "bert")):
+        tokenizer = words_tokenizer(closing=True, more=LABEL_WORDS)
+        saved(tiny_model(family, len(tokenizer)), tokenizer, root / kind)
+    for name in TASKS:
+        write_task(root / "data", name, 24)
+    return root
+
+
+def trained(home: Path, name: str, kind: str, output: Path, **values):
+    flags = ("--model", home / kind, "--task", name, "--data-dir", home / "data", "--steps", 1, "--output", output)
+    named = {"method__rank": 4, "train__batch_size": 4} | values
+    return tezo("train", *flags, "--json", *settings(**named))
+
+
+def form_of(name: str, kind: str) -> TaskFormat:
+    return TaskFormat(task(name), task(name).wording(kind))

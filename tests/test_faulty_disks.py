@@ -1,0 +1,156 @@
+"""A disk that fails leaves what was saved whole and is named; a checkpoint that was changed is passed over."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from folders import model_and_rows
+from kills import contents
+from short_runs import config, stopped
+
+from tezo import checkpoint, durable, export, steplog
+from tezo.checkpoint import DamagedError, checkpoints, load_checkpoint, newest
+from tezo.config import dump_config
+from tezo.errors import RunError, TezoError
+from tezo.runs import LOG, Listener
+from tezo.steplog import read_log
+from tezo.train import train
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return model_and_rows(tmp_path_factory.mktemp("home"), 10)
+
+
+NATURAL = {"open": errno.EROFS, "write": errno.ENOSPC, "fsync": errno.EIO, "replace": errno.EIO, "save": errno.ENOSPC}
+
+
+class Faulty:
+    """`os`, whose operation number `at` of those that change the disk fails."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.count, self.failed = at, 0, None
+
+    def __getattr__(self, name: str) -> Any:
+        return self.faulty(name, getattr(os, name)) if name in NATURAL else getattr(os, name)
+
+    def faulty(self, name: str, call: Any) -> Any:
+        def operation(*arguments: Any, **named: Any) -> Any:
+            self.count += 1
+            if self.count == self.at:
+                self.failed = name
+                raise OSError(NATURAL[name], os.strerror(NATURAL[name]))
+            return call(*arguments, **named)
+
+        return operation
+
+
+def faulty(patch: Any, at: int | None) -> Faulty:
+    disk = Faulty(at)
+    patch.setattr(durable, "os", disk)
+    patch.setattr(steplog, "os", disk)
+    patch.setattr(checkpoint, "save_file", disk.faulty("save", checkpoint.save_file))
+    patch.setattr(export, "save_file", disk.faulty("save", export.save_file))
+    return disk
+
+
+def test_a_disk_that_fails_at_any_write_is_named_and_nothing_saved_is_lost(home, tmp_path):
+    made = config(home, steps=4, checkpoint_every=2, eval_every=2, sync_every=2)
+    with pytest.MonkeyPatch.context() as patch:
+        operations = faulty(patch, None)
+        train(made, tmp_path / "whole")
+    whole, failed = contents(tmp_path / "whole"), set()
+    assert operations.count > 40
+    for at in range(1, operations.count + 1):
+        run = tmp_path / f"run-{at}"
+        with pytest.MonkeyPatch.context() as patch:
+            disk = faulty(patch, at)
+            with pytest.raises(TezoError) as caught:
+                train(made, run)
+            failed.add(disk.failed)
+        message = str(caught.value)
+        assert message.count(". ") <= 1 and ("cannot be written" in message or "Errno" not in message), message
+        if (run / LOG).exists():
+            read_log(run / LOG) if (run / LOG).stat().st_size > 2000 else None
+        train(made, run, resume=True)
+        assert contents(run) == whole, (at, disk.failed)
+    assert failed == set(NATURAL)
+
+
+def test_a_folder_that_vanishes_is_named(home, tmp_path):
+    class Remover(Listener):
+        def stepped(self, progress: Any) -> None:
+            if progress.record.step == 2:
+                shutil.rmtree(tmp_path / "run")
+
+    with pytest.raises(RunError, match=r"run/\S+ cannot be written: its folder is gone"):
+        train(config(home), tmp_path / "run", [Remover()])
+
+
+def test_a_checkpoint_that_was_changed_anywhere_is_passed_over(home, tmp_path):
+    run = tmp_path / "run"
+    stopped(config(home, "mezo-m"), run, 7)
+    older, newer = run / "checkpoint-3", run / "checkpoint-6"
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-6", "checkpoint-3"]
+    for name in ("manifest.json", "state.json", "tensors.safetensors"):
+        whole = (newer / name).read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 60)):
+            (newer / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(DamagedError):
+                load_checkpoint(newer)
+            (newer / name).write_bytes(whole[:place])
+            with pytest.raises(DamagedError):
+                load_checkpoint(newer)
+        found, skipped = newest(run, 8)
+        assert found.step == 3 and len(skipped) == 1 and "checkpoint-6 was passed over" in skipped[0]
+        (newer / name).write_bytes(whole)
+    assert newest(run, 8)[0].step == 6 and newest(run, 5)[0].step == 3
+    (newer / "state.json").write_text("{}")
+    shutil.rmtree(older)
+    train(config(home, "mezo-m"), run, resume=True)  # from the log alone
+    train(config(home, "mezo-m"), tmp_path / "whole")
+    assert contents(run) == contents(tmp_path / "whole")
+
+
+def test_a_forged_checkpoint_reads_nothing_outside_its_folder(home, tmp_path):
+    run = tmp_path / "run"
+    stopped(config(home), run, 7)
+    folder, outside = run / "checkpoint-6", tmp_path / "outside.safetensors"
+    shutil.move(folder / "tensors.safetensors", outside)
+    (folder / "tensors.safetensors").symlink_to(outside)
+    with pytest.raises(DamagedError, match="missing, or is a link"):
+        load_checkpoint(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["../outside.safetensors"] = manifest.pop("tensors.safetensors")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DamagedError, match="names other files"):
+        load_checkpoint(folder)
+    (folder / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(DamagedError):
+        load_checkpoint(folder)
+
+
+def test_a_file_system_that_takes_no_more_is_named_by_the_command_line(home, tmp_path):
+    made, run = config(home, "mezo"), tmp_path / "run"
+    train(made, tmp_path / "whole")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_config(made))
+    # a limit of the operating system on the size of a file: the model's weights don't fit, its log does
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from tezo.cli.main import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "train", recipe, "--output", run, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"error: \S+run/checkpoint-3 cannot be written: .*\. What was saved before is whole", done.stderr)
+    assert "Traceback" not in done.stderr and not list(run.rglob("*.partial"))
+    train(made, run, resume=True)
+    assert contents(run) == contents(tmp_path / "whole")

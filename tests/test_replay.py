@@ -1,0 +1,90 @@
+"""A base and a log alone give the tuned model; what a log cannot give is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from folders import model_and_rows, model_folder, refused, tezo
+from short_runs import STEPS, config, result, same
+
+from tezo.errors import RequestError
+from tezo.methods import METHODS
+from tezo.replay import replay
+from tezo.runs import LOG
+from tezo.steplog import LoggedStep, StepLog, read_log
+from tezo.train import train
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = model_and_rows(tmp_path_factory.mktemp("home"), 10)
+    model_folder(root, "opt", dtype=torch.bfloat16)
+    return root
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_base_and_log_alone_give_the_tuned_model(home, tmp_path, name):
+    train(config(home, name), tmp_path / "run")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(tmp_path / "run" / LOG, alone / LOG)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    done = replay(alone, tmp_path / "out", step=summary["kept_step"])
+    assert done["result"]["kind"] == summary["result"]["kind"]
+    assert same(result(tmp_path / "out"), result(tmp_path / "run"))
+    assert replay(tmp_path / "run", tmp_path / "again")["steps"] == summary["kept_step"]
+    assert replay(alone, tmp_path / "all")["steps"] == STEPS
+
+
+def test_what_replay_cannot_do_it_says(home, tmp_path):
+    run = tmp_path / "run"
+    train(config(home, "adam"), run)
+    refused(tezo("replay", run, "--output", tmp_path / "out"), "method.name", "adam", "gradients")
+    refused(tezo("replay", tmp_path, "--output", tmp_path / "out"), "steps.log", "cannot be read")
+    train(config(home), tmp_path / "second")
+    refused(tezo("replay", tmp_path / "second", "--output", tmp_path / "out", "--step", 99), "step is 99", str(STEPS))
+    refused(tezo("replay", tmp_path / "second", "--output", run), "output", "in use")
+    assert not (tmp_path / "out").exists()
+    done = tezo("replay", tmp_path / "second", "--output", tmp_path / "out")
+    assert done.code == 0 and str(tmp_path / "out/adapter") in done.out
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "portable"),
+    [("tezo", {}, True), ("tezo-m", {}, True), ("tezo-cadam", {}, True), ("tezo-adam", {}, True), ("subzo", {}, True),
+     ("mezo", {}, False), ("lozo", {}, False), ("zo-adamu", {}, False), ("tezo-adam", {"model": "optbfloat16"}, False),
+     ("tezo-cadam", {"model": "optbfloat16"}, True)],
+)  # fmt: skip
+def test_on_another_device_what_was_drawn_on_the_first_is_refused(home, tmp_path, name, changes, portable):
+    run = tmp_path / "run"
+    train(config(home, name, keep_best=False, **changes), run)
+    found = read_log(run / LOG)
+    elsewhere = rewritten(tmp_path / "elsewhere", found.header | {"device": "cuda"}, found.steps)
+    if not portable:
+        with pytest.raises(RequestError, match=r"model.device is cpu, and the run drew noise for .* on cuda"):
+            replay(elsewhere, tmp_path / "out")
+        return
+    done = replay(elsewhere, tmp_path / "out")
+    assert any("began on cuda" in notice for notice in done["notices"])
+    assert same(result(tmp_path / "out"), result(run))
+
+
+def rewritten(run: Path, header: dict[str, Any], steps: list[LoggedStep]) -> Path:
+    run.mkdir()
+    log = StepLog(run / LOG, header, 0)
+    for step in steps:
+        log.append(step)
+    log.close()
+    return run
+
+
+@pytest.mark.parametrize("lost", ["model", "config", "untrained", "device", "versions"])
+def test_a_header_that_lacks_what_a_run_writes_is_refused(home, tmp_path, lost):
+    train(config(home), tmp_path / "run")
+    found = read_log(tmp_path / "run" / LOG)
+    bad = rewritten(tmp_path / "bad", {k: v for k, v in found.header.items() if k != lost}, found.steps)
+    with pytest.raises(RequestError, match="header is not that of a run"):
+        replay(bad, tmp_path / "out")
