@@ -57,8 +57,8 @@ def joined_runs(path: Path, runs: Iterable[dict[str, Any]], grid: Grid) -> list[
 
 
 def all_of(values: Iterable[Any]) -> str:
-    """The different ones, by commas."""
-    return ", ".join(sorted({part for value in values for part in str(value).split(", ")}))
+    """The different ones, by semicolons; a value may itself be such a list."""
+    return "; ".join(sorted({part for value in values for part in str(value).split("; ")}))
 
 
 def versions(curves: dict[str, Any]) -> Iterable[tuple[str, str]]:

@@ -33,7 +33,8 @@ def study_accuracy(name: str) -> str:
         return ""
     cells = cells_of(made, lambda column: mean_of(column["accuracy"], "{:.1f}", 100) + gap_of(column))
     rows = [[line["label"], *own] for line, own in zip(made["lines"], cells, strict=True)]
-    flat = [column_head(key) for key in made["columns"] if not made["gaps"][key]["is_gap"]]
+    gaps = {key: made["gaps"][key] for key in made["columns"] if made["gaps"][key]["points"] is not None}
+    flat = [column_head(key) for key, gap in gaps.items() if not gap["is_gap"]]
     none = f" No gap, FT being less than {100 * made['least_gap']:.0f} points above MeZO: {'; '.join(flat)}."
     return grid(["test accuracy, percent", *map(column_head, made["columns"])], rows) + (
         "\nMeans over seeds ± standard deviations. In brackets the gap to FT that a line leaves, over the gap that "

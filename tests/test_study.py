@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -241,3 +242,8 @@ def test_the_documents_tables_are_drawn_from_the_numbers_or_left_out(tmp_path, m
     assert rows[0]["cAdam + act"] == "| cAdam + act | 0.200 ± 0.000 (0.0001) | 50 % (3 of 3) | 50 % (3 of 3) |"
     assert rows[1]["cAdam + act"] == "| cAdam + act | 70.0 ± 0.0 |"
     assert rows[2]["MeZO"] == "| MeZO | 100 % (3 of 3) | 100 % (3 of 3) | 0.0 % | no |"
+    assert "No gap, FT being less than 2 points above MeZO: SST2, k=16." in drawn[1][-1]
+    shutil.rmtree(tmp_path / "study")
+    shutil.rmtree(tmp_path / "runs/mezo")
+    study.main([str(tmp_path / "runs"), "--results", str(tmp_path / "study"), "--figures", str(tmp_path / "figures")])
+    assert "No gap" not in tables.TABLES["study-accuracy"](), "without MeZO's runs nobody knows"
