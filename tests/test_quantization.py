@@ -223,7 +223,9 @@ def test_layers_that_a_cpu_unpacks_wrongly_are_refused(home, tmp_path):
 
     values = torch.randn(64, 48)
     given = bitsandbytes.functional.dequantize_4bit(*bitsandbytes.functional.quantize_4bit(values, quant_type="nf4"))
-    assert (given - values).abs().max() > 0.16 * values.abs().max(), "mended: take inputs_on_cpu away"
+    # other CPUs unpack by another kernel, which is right
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert (given - values).abs().max() > 0.16 * values.abs().max(), "mended: take inputs_on_cpu away"
 
 
 def test_a_quantiser_that_is_not_installed_is_named(home, monkeypatch):

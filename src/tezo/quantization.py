@@ -46,7 +46,7 @@ def _int8wo(dtype: torch.dtype) -> Any:
 
 
 QUANTIZERS = {
-    "nf4": Quantizer("bitsandbytes", 4, _nf4, inputs_on_cpu=64),  # bitsandbytes 0.50: other shapes come back changed
+    "nf4": Quantizer("bitsandbytes", 4, _nf4, inputs_on_cpu=64),  # bitsandbytes 0.50, AVX-512: others come back changed
     "int8": Quantizer("bitsandbytes", 8, _int8),
     "int8wo": Quantizer("torchao", 8, _int8wo),
 }
