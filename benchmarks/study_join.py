@@ -39,7 +39,7 @@ def joined_curves(path: Path, curves: dict[str, Any], grid: Grid) -> dict[str, A
         "columns": [key for key in order if key in known["columns"] or key in curves["columns"]],
         "commit": all_of((known["commit"], curves["commit"])),
         "hardware": all_of((known["hardware"], curves["hardware"])),
-        "versions": {name: all_of((known["versions"].get(name, here), here)) for name, here in versions(curves)},
+        "versions": {name: all_of((known["versions"].get(name, v), v)) for name, v in curves["versions"].items()},
         "lines": lines,
     }
 
@@ -59,12 +59,6 @@ def joined_runs(path: Path, runs: Iterable[dict[str, Any]], grid: Grid) -> list[
 def all_of(values: Iterable[Any]) -> str:
     """The different ones, by semicolons; a value may itself be such a list."""
     return "; ".join(sorted({part for value in values for part in str(value).split("; ")}))
-
-
-def versions(curves: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """Of the libraries, as they were for these runs."""
-    found: dict[str, str] = curves["versions"]
-    return found.items()
 
 
 def of(lines: Sequence[str]) -> str:
