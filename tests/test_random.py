@@ -94,6 +94,23 @@ def test_draws_are_standard_normal_by_their_moments(draw):
         assert abs(float((x**k).mean()) - mean) < 6 * math.sqrt(variance / len(x)), k
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (7,), (0,), (3, 5), (1, 70), (70, 1), (2, 3, 4), (0, 4)])
+def test_dense_noise_has_the_quantiles_that_its_bits_name(shape, dtype):
+    key = {"seed": 3, "step": 1, "name": "w", "role": "z"}
+    drawn = random.fill_normal_(torch.empty(shape, dtype=dtype), **key)
+    bits = np.random.SFC64(random._digest(*key.values(), 16)).random_raw(-(-drawn.numel() // 4))
+    k = torch.from_numpy(bits.view(np.int16)[: drawn.numel()]).double()
+    quantiles = math.sqrt(2) * torch.special.erfinv((2 * k + 1) / 2**16)
+    torch.testing.assert_close(drawn.flatten(), quantiles.to(dtype))
+
+
+def test_dense_noise_fills_a_tensor_however_it_lies_in_memory():
+    key = {"seed": 3, "step": 1, "name": "w", "role": "z"}
+    transposed = random.fill_normal_(torch.empty(4, 3).T, **key)
+    assert torch.equal(transposed, random.fill_normal_(torch.empty(3, 4), **key))
+
+
 def test_factor_draws_are_float64_on_the_cpu_in_the_shape_asked_for():
     for shape in ((), (0,), (3,), (2, 3), (2, 3, 4)):
         drawn = random.normal(shape, seed=0, step=0, name="w", role="u")

@@ -7,14 +7,18 @@ Dense noise is too large for that: `fill_normal_` draws it on the parameter's ow
 """
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from tezo.scratch import scratch
 
 Key = tuple[int, int, str, str]
 
@@ -76,7 +80,11 @@ def permutation(length: int, *, seed: int, step: int, name: str) -> list[int]:
     return [int(i) for i in np.random.Generator(bits).permutation(length)]
 
 
-_MIDDLE = torch.tensor(2.0**-16)
+@cache
+def _quantiles(dtype: torch.dtype) -> Tensor:
+    """(2^16,): z_k at the place that the 16 bits of k name, read without a sign."""
+    k = torch.arange(2**16, device="cpu").to(torch.int16).to(dtype)
+    return k.mul_(2.0**-15).add_(2.0**-16).erfinv_().mul_(2**0.5)
 
 
 def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> Tensor:
@@ -84,18 +92,21 @@ def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> 
 
     On a CPU a number is one of the 2^16 equally likely quantiles
 
-        z_k = sqrt(2) erf^-1((2k + 1) / 2^16 - 1),   k = 0 ... 2^16 - 1,
+        z_k = sqrt(2) erf^-1((2k + 1) / 2^16),   k = -2^15 ... 2^15 - 1,
 
-    of mean 0, variance 0.99998, fourth moment 2.9991 and size up to 4.3: 16 random bits a number, and arithmetic that
-    torch vectorises.
+    of mean 0, variance 0.99998, fourth moment 2.9991 and size up to 4.3: 16 random bits a number, looked up in a table
+    of 256 KB, which takes less time than the inverse error function.
     """
     _count((seed, step, name, role), out.numel())
     if out.device.type != "cpu":
         return out.normal_(generator=generator(out.device, seed=seed, step=step, name=name, role=role))
     bits = np.random.SFC64(_digest(seed, step, name, role, 16)).random_raw(-(-out.numel() // 4))
-    k = torch.from_numpy(bits.view(np.int16)[: out.numel()]).view(out.shape)
-    out.copy_(k)  # by itself: torch.add of two dtypes makes a copy of k
-    return torch.add(_MIDDLE, out, alpha=2.0**-15, out=out).erfinv_().mul_(2**0.5)
+    k = torch.from_numpy(bits.view(np.uint16)[: out.numel()])
+    shape = (1, len(out)) if out.ndim == 1 else (len(out), math.prod(out.shape[1:]))
+    places = scratch("quantiles", shape, torch.int64, out.device).copy_(k.view(shape))
+    # torch.gather shares rows out among threads; index_select of one dimension does not
+    torch.gather(_quantiles(out.dtype).expand(shape[0], -1), 1, places, out=out.view(shape))
+    return out
 
 
 def seed_of(seed: int, step: int, name: str) -> int:
