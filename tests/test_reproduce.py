@@ -76,12 +76,21 @@ def test_every_line_of_the_study_spends_the_same_forward_passes_and_is_read_off_
 
 
 def test_the_longer_study_is_the_same_but_for_its_length():
-    short = {cell.folder: cell.tree for cell in grid_of("study").search()}
+    short = {str(cell.folder): cell.tree for cell in grid_of("study").search()}
     for cell in grid_of("study-long").search():
-        trees = (cell.tree, short[cell.folder])
+        trees = (cell.tree, short[str(cell.folder).replace("-refresh-240", "")])
+        looks_again = trees[0].get("method", {}).pop("lazy_update_interval", None) == 240
+        assert looks_again == ("refresh-240" in str(cell.folder))
         lengths = [(tree["train"].pop("steps", None), tree["train"].pop("eval_every")) for tree in trees]
         assert trees[0] == trees[1]
         assert lengths == [(960, 96), (240, 24)] or not cell.line.is_zeroth_order
+
+
+def test_fine_tuning_has_ten_epochs_of_few_rows_and_of_many_no_more_steps_than_the_other_lines():
+    cells = [cell for cell in grid_of("study").search() if cell.line.method == "adam"]
+    found = {cell.column.key: cell.steps for cell in cells}
+    assert found["sst2-16"] == 10 * 2 * 16 // 8 and found["trec-16"] == 10 * 6 * 16 // 8
+    assert found["sst2-512"] == found["trec-512"] == 240
 
 
 def test_a_label_names_its_folder_and_is_chosen_by_either():

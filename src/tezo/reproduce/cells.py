@@ -113,7 +113,8 @@ class Grid:
             return self.table.steps, self.table.batch_size
         classes = len(task(column.task).wording(self.table.kind).words)
         rows = NUM_TRAIN if column.per_class is None else column.per_class * classes
-        return max(1, self.table.ft_epochs * rows // self.table.ft_batch), self.table.ft_batch
+        steps, most = self.table.ft_epochs * rows // self.table.ft_batch, self.table.ft_most_steps
+        return max(1, steps if most is None else min(steps, most)), self.table.ft_batch
 
     def _cuts(self, line: Line, column: Column) -> Iterator[tuple[str, Any]]:
         yield "data.num_test", SMALL["test"]

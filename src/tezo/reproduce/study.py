@@ -70,12 +70,14 @@ STUDY = Table(
     batch_size=16,
     targets=("all-linear",),
     ft_epochs=10,
+    ft_most_steps=STEPS,
     settings=(
         ("data.num_test", 400), ("data.num_dev", 100), ("train.eval_every", EVERY), ("train.keep_best", False),
     ),
     notes=(
         "Rows are samples of the data sets and the model is no language model: nothing here compares with a published "
-        "number. Where there are fewer rows than 512 a class beside the 100 dev rows, all others train.",
+        "number. Where there are fewer rows than 512 a class beside the 100 dev rows, all others train. FT has ten "
+        f"epochs, and no more than {STEPS} steps.",
         "act: the leading directions of each layer's inputs; gauss: drawn blindly. 4 directions are as many forward "
         "passes in a quarter of the steps. Every method tunes the linear layers.",
     ),

@@ -77,6 +77,7 @@ class Table:
         targets: parameters that are tuned.
         ft_epochs: of first-order fine-tuning.
         ft_batch: its rows a step.
+        ft_most_steps: that it takes, where so many epochs were more; None: all of them.
         settings: (dotted key, value) pairs laid over the configuration of every cell.
         notes: differences in convention.
     """
@@ -94,6 +95,7 @@ class Table:
     targets: tuple[str, ...] = ("all",)
     ft_epochs: int = 5
     ft_batch: int = 8
+    ft_most_steps: int | None = None
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
