@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_every_line_of_the_study_spends_the_same_forward_passes_and_is_read_off_
 def test_the_longer_study_is_the_same_but_for_its_length():
     short = {str(cell.folder): cell.tree for cell in grid_of("study").search()}
     for cell in grid_of("study-long").search():
-        trees = (cell.tree, short[str(cell.folder).replace("-refresh-240", "")])
+        trees = (cell.tree, deepcopy(short[str(cell.folder).replace("-refresh-240", "")]))
         looks_again = trees[0].get("method", {}).pop("lazy_update_interval", None) == 240
         assert looks_again == ("refresh-240" in str(cell.folder))
         lengths = [(tree["train"].pop("steps", None), tree["train"].pop("eval_every")) for tree in trees]
