@@ -99,6 +99,18 @@ def test_a_model_in_shards_takes_the_steps_of_a_whole_one(home, tmp_path, method
 
 
 @pytest.mark.timeout(600)
+def test_ranks_measure_one_learning_rate(home, tmp_path):
+    made = recipe(home, tmp_path)
+    done = ranks(2, made, tmp_path / "run", "--set", "method.lr=auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    tree = yaml_of(made)
+    train(parse_config(tree | {"method": tree["method"] | {"lr": "auto"}}), tmp_path / "alone")
+    shared, alone = (yaml_of(tmp_path / run / "config.yaml")["method"]["lr"] for run in ("run", "alone"))
+    assert shared == alone > 0
+    assert_same_trajectory(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.timeout(600)
 def test_accelerate_starts_ranks_too(home, tmp_path):
     made = recipe(home, tmp_path)
     plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
