@@ -96,7 +96,9 @@ def test_draws_are_standard_normal_by_their_moments(draw):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1,), (7,), (0,), (3, 5), (1, 70), (70, 1), (2, 3, 4), (0, 4)])
-def test_dense_noise_has_the_quantiles_that_its_bits_name(shape, dtype):
+@pytest.mark.parametrize("at_a_time", [random._AT_A_TIME, 8], ids=["whole", "in-parts"])
+def test_dense_noise_has_the_quantiles_that_its_bits_name(monkeypatch, shape, dtype, at_a_time):
+    monkeypatch.setattr(random, "_AT_A_TIME", at_a_time)
     key = {"seed": 3, "step": 1, "name": "w", "role": "z"}
     drawn = random.fill_normal_(torch.empty(shape, dtype=dtype), **key)
     bits = np.random.SFC64(random._digest(*key.values(), 16)).random_raw(-(-drawn.numel() // 4))

@@ -85,6 +85,10 @@ STUDY = Table(
 
 _LONGER = 4
 _TO_THE_END = ("zero-shot", "ft", "mezo", "tezo", "tezo-adam", "lozo-adam-act")
+_LONG_LINES = (
+    *(line for line in STUDY.lines if line.key in _TO_THE_END),
+    _factor(f" + act, refresh {STEPS}", {"lazy_update_interval": STEPS}),
+)
 
 STUDY_LONG = replace(
     STUDY,
@@ -92,13 +96,7 @@ STUDY_LONG = replace(
     title=f"The same to a later end, {2 * _LONGER * STEPS} forward passes",
     columns=tuple(column for column in STUDY.columns if column.key in ("trec-16", "sst2-16")),
     # without the largest rates: steps that are too large early on are so later
-    lines=tuple(
-        replace(line, rates=line.rates[:2])
-        for line in (
-            *(line for line in STUDY.lines if line.key in _TO_THE_END),
-            _factor(f" + act, refresh {STEPS}", {"lazy_update_interval": STEPS}),
-        )
-    ),
+    lines=tuple(replace(line, rates=line.rates[:2]) for line in _LONG_LINES),
     steps=_LONGER * STEPS,
     settings=(*STUDY.settings, ("train.eval_every", _LONGER * EVERY)),
     notes=(
