@@ -71,6 +71,12 @@ class Job:
         """The model being tuned."""
         return self.loaded.model
 
+    @property
+    def strata(self) -> list[int | None]:
+        """What the order of an epoch spreads training rows out by: their labels, or nothing; see train.order."""
+        stratified = self.config.train.order == "stratified"
+        return [encoded.example.label if stratified else None for encoded in self.train]
+
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
         return self.objective.batches([self.train[i] for i in indices])

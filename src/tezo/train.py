@@ -87,6 +87,7 @@ class Loop:
         self.listeners = listeners
         self.interruption = interruption
         self.ranks = ranks
+        self.strata = job.strata
         self.lr = float(job.optimizer.param_groups[0]["lr"])
         self.lr_factor = lr_factor(self.settings)
         self.past = Past()
@@ -191,7 +192,7 @@ class Loop:
             listener.stepped(Progress(record, self.step_seconds, peak_memory()))
 
     def _measured_step(self, step: int) -> None:
-        indices = batch_indices(len(self.job.train), self.settings.batch_size, step, self.settings.seed)
+        indices = batch_indices(self.strata, self.settings.batch_size, step, self.settings.seed)
         for group in self.job.optimizer.param_groups:
             group["lr"] = self.lr * self.lr_factor(step)
         started = time.perf_counter()

@@ -74,7 +74,7 @@ def watched_run(
     losses = []
     try:
         for step in range(options.steps):
-            indices = batch_indices(len(job.train), options.batch_size, step, train.seed)
+            indices = batch_indices(job.strata, options.batch_size, step, train.seed)
             batches = job.batches(indices)
             job.optimizer.step(partial(job.objective.loss, job.model, *batches))
             assert job.optimizer.last_step is not None

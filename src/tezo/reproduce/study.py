@@ -63,6 +63,7 @@ STUDY = Table(
         _factor(" + act, 4 directions", {"num_directions": _DIRECTIONS},
                 ("train.steps", STEPS // _DIRECTIONS), ("train.eval_every", EVERY // _DIRECTIONS)),
         _factor(" + act, linear", {}, ("train.schedule", "linear")),
+        _factor(" + act, stratified", {}, ("train.order", "stratified")),
     ),
     seeds=(13, 21, 42),
     search_seeds=3,
