@@ -85,7 +85,7 @@ STUDY = Table(
 )  # fmt: skip
 
 _LONGER = 4
-_TO_THE_END = ("zero-shot", "ft", "mezo", "tezo", "tezo-adam", "lozo-adam-act")
+_TO_THE_END = ("zero-shot", "ft", "mezo", "tezo", "tezo-adam", "lozo-adam-act", "lozo-adam-act-stratified")
 _LONG_LINES = (
     *(line for line in STUDY.lines if line.key in _TO_THE_END),
     _factor(f" + act, refresh {STEPS}", {"lazy_update_interval": STEPS}),
