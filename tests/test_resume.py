@@ -16,6 +16,8 @@ from tezo import export
 from tezo.checkpoint import checkpoints
 from tezo.config import parse_config, to_tree
 from tezo.errors import NonFiniteLossError, RequestError, RunError
+from tezo.fingerprint import check_same, log_header
+from tezo.job import prepare
 from tezo.methods import METHODS
 from tezo.replay import replay
 from tezo.runs import LOG, Listener
@@ -104,6 +106,15 @@ def test_another_run_does_not_go_on_in_its_place(home, tmp_path):
         replay(tmp_path / "second", tmp_path / "out")
     assert (run / LOG).read_bytes() == log
     train(config(home, sync_every=1, keep_checkpoints=1), run, resume=True)  # these two may change
+
+
+def test_a_run_that_began_before_there_was_a_setting_goes_on_with_its_default(home):
+    job, other = prepare(config(home)), prepare(config(home, order="stratified"))
+    found = log_header(job)
+    del found["config"]["train"]["order"]
+    assert check_same(found, log_header(job), job.optimizer) == []
+    with pytest.raises(RequestError, match="train.order is 'stratified', and the run began with 'shuffled'"):
+        check_same(found, log_header(other), other.optimizer)
 
 
 def test_resume_by_the_command_line_needs_the_folder_alone(home, tmp_path):

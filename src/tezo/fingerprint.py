@@ -10,6 +10,7 @@ from tezo.errors import RequestError
 from tezo.job import Job
 from tezo.machine import versions
 from tezo.methods import Tuner
+from tezo.recipe import Config, DataConfig, ModelConfig
 
 FREE = frozenset(
     {
@@ -67,7 +68,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
         optimizer: of what is to go on.
     """
     check_complete(found)
-    before, now = (_flat(header["config"]) for header in (found, own))
+    before, now = _defaults() | _flat(found["config"]), _flat(own["config"])
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise RequestError(
@@ -78,6 +79,11 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
         raise RequestError("data: the training rows are not those that the run began with; put them back.")
     check_model(found, own["model"])
     return check_place(found, own, optimizer)
+
+
+def _defaults() -> dict[str, Any]:
+    """What a setting was before there was one: a new one's default is what was done without it."""
+    return _flat(to_tree(Config(model=ModelConfig(name=""), data=DataConfig())))
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
