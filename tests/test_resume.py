@@ -113,7 +113,7 @@ def test_a_run_that_began_before_there_was_a_setting_goes_on_with_its_default(ho
     found = log_header(job)
     del found["config"]["train"]["order"]
     assert check_same(found, log_header(job), job.optimizer) == []
-    with pytest.raises(RequestError, match="train.order is 'stratified', and the run began with 'shuffled'"):
+    with pytest.raises(RequestError, match=r"train.order is 'stratified', and the run began with 'shuffled'"):
         check_same(found, log_header(other), other.optimizer)
 
 
