@@ -8,7 +8,7 @@ import pytest
 
 from tezo.random import permutation
 from tezo.recipe import TrainConfig
-from tezo.schedule import batch_indices, lr_factor
+from tezo.schedule import BatchSampler, lr_factor
 
 
 def strata_of(rows: int, classes: int) -> list[int | None]:
@@ -20,25 +20,30 @@ def strata_of(rows: int, classes: int) -> list[int | None]:
 @pytest.mark.parametrize(("rows", "batch"), [(14, 4), (5, 16), (16, 16), (1, 3), (7, 7)])
 def test_batches_have_every_row_once_an_epoch(rows, batch, classes):
     strata = strata_of(rows, classes)
-    flat = [i for step in range(60) for i in batch_indices(strata, batch, step, seed=3)]
-    assert all(len(batch_indices(strata, batch, step, seed=3)) == batch for step in range(9))
+    sampler = BatchSampler(strata, batch, seed=3)
+    batches = [sampler.rows(step) for step in range(60)]
+    assert all(len(rows_of) == batch for rows_of in batches)
+    # functions of the step alone: asked in another order, of another sampler, they are the same
+    assert [BatchSampler(strata, batch, seed=3).rows(step) for step in (41, 7, 8)] == [batches[i] for i in (41, 7, 8)]
+    assert [sampler.rows(step) for step in (41, 7, 8)] == [batches[i] for i in (41, 7, 8)]
+    flat = [i for rows_of in batches for i in rows_of]
     epochs = [flat[start : start + rows] for start in range(0, len(flat) - rows, rows)]
     assert all(Counter(epoch) == Counter(range(rows)) for epoch in epochs)
     if rows > 4:
         assert len({tuple(epoch) for epoch in epochs}) > 1
-        assert batch_indices(strata, batch, 0, seed=3) != batch_indices(strata, batch, 0, seed=4)
+        assert BatchSampler(strata, batch, seed=3).rows(0) != BatchSampler(strata, batch, seed=4).rows(0)
 
 
 def test_rows_that_are_all_alike_come_in_one_random_order():
     order = permutation(21, seed=5, step=0, name="epoch")
-    assert batch_indices([None] * 21, 21, 0, seed=5) == batch_indices(["any"] * 21, 21, 0, seed=5) == order
+    assert BatchSampler([None] * 21, 21, seed=5).rows(0) == BatchSampler(["any"] * 21, 21, seed=5).rows(0) == order
 
 
 @pytest.mark.parametrize("counts", [(16,) * 6, (40, 9, 1), (3, 3), (5, 300)])
 def test_stretches_of_an_epoch_have_every_stratum_in_its_proportion(counts):
     strata = [label for label, count in enumerate(counts) for _ in range(count)]
     for epoch in range(5):
-        labels = [strata[i] for i in batch_indices(strata, len(strata), epoch, seed=8)]
+        labels = [strata[i] for i in BatchSampler(strata, len(strata), seed=8).rows(epoch)]
         for start in range(0, len(labels), 7):
             for size in (7, 16):
                 found = Counter(labels[start : start + size])
@@ -50,7 +55,7 @@ def test_stretches_of_an_epoch_have_every_stratum_in_its_proportion(counts):
 
 def test_within_a_stratum_the_order_is_random_and_so_is_which_comes_first():
     strata = [0] * 4 + [1] * 4
-    orders = [batch_indices(strata, 8, epoch, seed=2) for epoch in range(600)]
+    orders = [BatchSampler(strata, 8, seed=2).rows(epoch) for epoch in range(600)]
     firsts = Counter(order[0] for order in orders)
     # chi-squared with 7 degrees of freedom: above 24.3 with probability 0.001
     assert sum((firsts[row] - 75) ** 2 / 75 for row in range(8)) < 24.3

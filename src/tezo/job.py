@@ -16,6 +16,7 @@ from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import ALL, find_targets, never_called
 from tezo.random import permutation
 from tezo.recipe import Config
+from tezo.schedule import BatchSampler
 from tezo.splits import divide, read_splits, training_rows
 from tezo.step_size import PARTS, choose_lr
 from tezo.tasks import (
@@ -71,11 +72,11 @@ class Job:
         """The model being tuned."""
         return self.loaded.model
 
-    @property
-    def strata(self) -> list[int | None]:
-        """What the order of an epoch spreads training rows out by: their labels, or nothing; see train.order."""
-        stratified = self.config.train.order == "stratified"
-        return [encoded.example.label if stratified else None for encoded in self.train]
+    def sampler(self) -> BatchSampler:
+        """Which training rows a step takes, by train.order."""
+        train = self.config.train
+        strata = [row.example.label if train.order == "stratified" else None for row in self.train]
+        return BatchSampler(strata, train.batch_size, train.seed)
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""

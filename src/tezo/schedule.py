@@ -4,41 +4,51 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from tezo.random import permutation
 from tezo.recipe import TrainConfig
 
 
-def batch_indices(strata: Sequence[Hashable], batch_size: int, step: int, seed: int) -> list[int]:
-    """Rows of a step's batch: epoch after epoch, each in its own order, as a function of (seed, step) alone.
+class BatchSampler:
+    """Rows of each step's batch: epoch after epoch, each in its own order, as a function of (seed, step) alone.
 
     Args:
-        strata: of every row, what it is to be spread out by; all alike: rows are in random order.
+        strata: of every row, what an epoch is to be spread out by; all alike: rows are in random order.
         batch_size: rows of a batch, which may go on into the next epoch.
-        step: whose batch it is.
         seed: of the orders.
     """
-    rows = len(strata)
-    positions = range(step * batch_size, (step + 1) * batch_size)
-    orders = {epoch: _epoch_order(strata, seed, epoch) for epoch in {p // rows for p in positions}}
-    return [orders[p // rows][p % rows] for p in positions]
 
+    def __init__(self, strata: Sequence[Hashable], batch_size: int, seed: int) -> None:
+        numbers = {stratum: number for number, stratum in enumerate(dict.fromkeys(strata))}
+        self.strata = np.array([numbers[stratum] for stratum in strata])
+        self.batch_size = batch_size
+        self.seed = seed
+        self._orders: dict[int, list[int]] = {}
 
-def _epoch_order(strata: Sequence[Hashable], seed: int, epoch: int) -> list[int]:
-    """Every row once, in random order within its stratum, row j of the n of stratum s at j/n + offset_s/n.
+    def rows(self, step: int) -> list[int]:
+        """Indices of the rows of that step's batch."""
+        count = len(self.strata)
+        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
+        epochs = {position // count for position in positions}
+        # a large data set's order takes longer than it may at every step
+        self._orders = {epoch: self._orders.get(epoch) or self._order(epoch) for epoch in epochs}
+        return [self._orders[position // count][position % count] for position in positions]
 
-    Any stretch of the epoch then has each stratum in its proportion, give or take a row or two. Offsets lie evenly in
-    (0, 1), and which stratum has which is random.
-    """
-    order = permutation(len(strata), seed=seed, step=epoch, name="epoch")
-    members: dict[Hashable, list[int]] = {stratum: [] for stratum in dict.fromkeys(strata)}
-    for row in order:
-        members[strata[row]].append(row)
-    places = permutation(len(members), seed=seed, step=epoch, name="strata")
-    keyed: list[tuple[float, int]] = []
-    for place, own in zip(places, members.values(), strict=True):
-        offset = (place + 0.5) / len(members)
-        keyed += [((j + offset) / len(own), row) for j, row in enumerate(own)]
-    return [row for _, row in sorted(keyed, key=lambda pair: pair[0])]
+    def _order(self, epoch: int) -> list[int]:
+        """Every row once, in random order within its stratum, row j of the n of stratum s at j/n + offset_s/n.
+
+        Any stretch of the epoch then has each stratum in its proportion, give or take a row or two. Offsets lie evenly
+        in (0, 1), and which stratum has which is random.
+        """
+        order = np.array(permutation(len(self.strata), seed=self.seed, step=epoch, name="epoch"))
+        strata = self.strata[order]
+        sizes = np.bincount(strata)
+        places = np.array(permutation(len(sizes), seed=self.seed, step=epoch, name="strata"))
+        j = np.empty(len(order))
+        j[np.argsort(strata, kind="stable")] = np.concatenate([np.arange(size) for size in sizes])
+        keys = (j + (places[strata] + 0.5) / len(sizes)) / sizes[strata]
+        return [int(row) for row in order[np.argsort(keys, kind="stable")]]
 
 
 def lr_factor(settings: TrainConfig) -> Any:

@@ -20,7 +20,7 @@ from tezo.ranks import Ranks, join
 from tezo.recipe import Config
 from tezo.result import save_result
 from tezo.runs import Listener, Past, Progress, RunFolder
-from tezo.schedule import batch_indices, interval, lr_factor
+from tezo.schedule import interval, lr_factor
 from tezo.sharing import Onlooker, check_shareable, shared_rows
 from tezo.spsa import Closure
 from tezo.summary import Outcome, summarize
@@ -87,7 +87,7 @@ class Loop:
         self.listeners = listeners
         self.interruption = interruption
         self.ranks = ranks
-        self.strata = job.strata
+        self.sampler = job.sampler()
         self.lr = float(job.optimizer.param_groups[0]["lr"])
         self.lr_factor = lr_factor(self.settings)
         self.past = Past()
@@ -192,7 +192,7 @@ class Loop:
             listener.stepped(Progress(record, self.step_seconds, peak_memory()))
 
     def _measured_step(self, step: int) -> None:
-        indices = batch_indices(self.strata, self.settings.batch_size, step, self.settings.seed)
+        indices = self.sampler.rows(step)
         for group in self.job.optimizer.param_groups:
             group["lr"] = self.lr * self.lr_factor(step)
         started = time.perf_counter()

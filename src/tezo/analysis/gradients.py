@@ -20,7 +20,6 @@ from tezo.job import Job, prepare
 from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.rank import squared_singular_values
 from tezo.recipe import MethodConfig
-from tezo.schedule import batch_indices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +70,10 @@ def watched_run(
         target.parameter.register_hook(partial(_see, watchers[target.name]))  # type: ignore[no-untyped-call]
         for target in targets
     ]
-    losses = []
+    losses, sampler = [], job.sampler()
     try:
         for step in range(options.steps):
-            indices = batch_indices(job.strata, options.batch_size, step, train.seed)
-            batches = job.batches(indices)
+            batches = job.batches(sampler.rows(step))
             job.optimizer.step(partial(job.objective.loss, job.model, *batches))
             assert job.optimizer.last_step is not None
             losses.append(job.optimizer.last_step.loss)
