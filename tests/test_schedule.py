@@ -12,7 +12,7 @@ from tezo.schedule import BatchSampler, lr_factor
 
 
 def strata_of(rows: int, classes: int) -> list[int | None]:
-    """Labels of rows sorted by them, the first the most frequent; of one class, none at all."""
+    """Labels of rows sorted by them, the last the most frequent; of one class, none at all."""
     return [None] * rows if classes == 1 else sorted(min(i % (2 * classes), classes - 1) for i in range(rows))
 
 
@@ -49,7 +49,7 @@ def test_stretches_of_an_epoch_have_every_stratum_in_its_proportion(counts):
                 found = Counter(labels[start : start + size])
                 for label, count in enumerate(counts):
                     expected = count * len(labels[start : start + size]) / len(labels)
-                    # rows of a stratum are 1/count of the epoch apart, and so are the others: a row at either end
+                    # a stratum's rows lie 1/count of the epoch apart: one more or fewer, and one of the others'
                     assert abs(found[label] - expected) <= 2
 
 
