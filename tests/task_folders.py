@@ -13,20 +13,20 @@ LABEL_WORDS = [
 ]  # fmt: skip
 
 
-def rows_of(name: str, count: int) -> list[dict]:
-    """Rows of a task that differ in their labels and in a number."""
+def rows_of(name: str, count: int, first: int = 0) -> list[dict]:
+    """Rows of a task that differ in their labels and in a number, from `first` on."""
     row = example_row(name).fields
     words = next(iter(TASKS[name].wordings.values())).words
     field = "coarse_label" if name == "trec" else "label"
     labels = {field: len(words) or 2} if field in row else {}
-    return [{**row, **{key: i % most for key, most in labels.items()}, "idx": i} for i in range(count)]
+    return [{**row, **{key: i % most for key, most in labels.items()}, "idx": first + i} for i in range(count)]
 
 
 def write_task(root: Path, name: str, train: int, validation: int = 6) -> Path:
     folder = root / name
     folder.mkdir(parents=True)
     write_rows(folder / "train.jsonl", rows_of(name, train))
-    write_rows(folder / "validation.jsonl", rows_of(name, validation))
+    write_rows(folder / "validation.jsonl", rows_of(name, validation, first=train))
     return root
 
 

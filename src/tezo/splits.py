@@ -1,5 +1,6 @@
 """Which rows a configuration means: read, and divided into those that train, choose the checkpoint, are reported on."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,7 +104,25 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
     chosen = _per_class(rows, form, data, seed, takes_dev) if data.per_class else _plain(rows, data, seed, takes_dev)
     _check_enough(len(chosen.dev), data.num_dev, "data.num_dev", data)
     most = min(data.num_dev or len(chosen.dev), len(chosen.dev))
-    return replace(chosen, dev=parts(chosen.dev, [most], seed, "dev")[0])
+    used = replace(chosen, dev=parts(chosen.dev, [most], seed, "dev")[0])
+    return replace(used, notices=used.notices + _of_repeated(used))
+
+
+def _of_repeated(splits: Splits) -> tuple[str, ...]:
+    """What is to be known of rows that are both trained on and evaluated on, if there are any."""
+    trained = {_content(row) for row in splits.train}
+    held = [*splits.dev, *splits.test]
+    count = sum(_content(row) in trained for row in held)
+    if count == 0:
+        return ()
+    return (
+        f"{count} of the {len(held)} dev and test rows are training rows too, word for word; "
+        "of these a loss or a score shows what was memorised.",
+    )
+
+
+def _content(row: Row) -> str:
+    return json.dumps(row.fields, sort_keys=True, default=str)
 
 
 def _per_class(rows: Splits, form: Format, data: DataConfig, seed: int, takes_dev: bool) -> Splits:
