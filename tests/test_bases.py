@@ -82,6 +82,25 @@ def test_a_narrow_sketch_finds_the_same_directions_in_a_fraction_of_the_memory()
     torch.testing.assert_close(moments, singular[:RANK].square(), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [96, EXACT + 100])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_fewer_vectors_than_a_sketch_has_columns_lose_nothing(dtype, size, mean):
+    """As a layer sees them that is called once a row; the sums are then far from full rank."""
+    few, rank = 24, 40  # more directions than there are vectors
+    x = decaying(size, few) + mean
+    sketch = Sketch(size, width(size, rank), x.device, dtype, "x")
+    sketch.add(x.to(dtype))
+    for centred in (False, True):
+        found, moments = sketch.leading(rank, centred=centred)
+        true = x - x.mean(0) if centred else x
+        reached = (true @ found[:, :8]).square().sum() / torch.linalg.svdvals(true)[:8].square().sum()
+        # the mean is taken out of sums that were rounded with it in them, here a thousand times the largest moment
+        assert reached > (0.9999 if mean == 0 or not centred or dtype == torch.float64 else 0.99)
+        torch.testing.assert_close(found.T @ found, torch.eye(rank, dtype=torch.float64), rtol=0, atol=1e-6)
+        assert (moments[few:] == 0).all() and (moments[:4] > 0).all()
+
+
 def test_about_the_mean_is_about_the_mean():
     x = decaying(30, 200) + 5.0
     sketch = Sketch(30, 30, x.device, x.dtype, "x")
@@ -170,6 +189,21 @@ def test_weighted_directions_move_the_output_alike_and_orthonormal_outputs_are_o
     torch.testing.assert_close(reached, reached.mean().expand(RANK), rtol=1e-5, atol=0)
     u = factors["activation-orthonormal"]["u"]
     torch.testing.assert_close(u.T @ u, len(u) * torch.eye(RANK, dtype=u.dtype), rtol=0, atol=1e-9)
+
+
+def test_weights_go_by_directions_that_inputs_have():
+    basis = find_basis("activation-weighted")
+    layer = nn.Linear(40, 6, bias=False)
+    model = nn.Sequential(layer)
+    (target,) = select_targets(model)
+    x = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    basis.prepare([target], {target.name: 8})
+    basis.watch(model, lambda _: model(x))
+    with torch.no_grad():
+        v = basis.factor("v", target, 8, Draw(target.name, 0, 0))
+    lengths = v.norm(dim=0)
+    assert torch.allclose((x.double() @ v).norm(dim=0)[:5], (x.double() @ v).norm(dim=0)[0], rtol=1e-3)
+    torch.testing.assert_close(lengths[5:], lengths[4].expand(3), rtol=1e-6, atol=0)
 
 
 def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):

@@ -36,7 +36,8 @@ class Activation(Basis):
 
     Args:
         centred: about the mean input, whose direction is then seldom among them.
-        weighted: each direction divided by its singular value, so that a step moves the output by as much along each.
+        weighted: each direction divided by its singular value, so that a step moves the output by as much along each;
+            directions that no input has, where the inputs span fewer than the rank, as the least of those they have.
         orthonormal: the factor of the output side has orthogonal columns.
     """
 
@@ -126,7 +127,8 @@ class Activation(Basis):
             )
         q_IR, moments_R = sketch.leading(self._ranks[name], centred=self.centred)
         if self.weighted:
-            q_IR = q_IR / moments_R.clamp_min(1e-12 * float(moments_R[0]) + 1e-30).sqrt()
+            real = moments_R[moments_R > 0]
+            q_IR = q_IR / moments_R.clamp_min(real.min() if len(real) else 1.0).sqrt()
         return q_IR / q_IR.square().mean().sqrt()
 
     @property

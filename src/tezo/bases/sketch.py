@@ -25,7 +25,7 @@ class Sketch:
 
         C ~ Y (Omega^T Y)^-1 Y^T,
 
-    in the stable form of Tropp et al. (2017). Omega is I x K, orthonormal; for K = I it is the identity, and C exact.
+    with the inverse on the directions that stand out from the sums' rounding. Omega is I x K, orthonormal; for K = I it is the identity, and C exact.
 
     Args:
         size: I, of the vectors.
@@ -54,6 +54,8 @@ class Sketch:
     def leading(self, rank: int, *, centred: bool) -> tuple[Tensor, Tensor]:
         """(directions (I, rank), orthonormal, the largest first; second moments along them (rank,)): float64, CPU.
 
+        Where the vectors span fewer directions, the others are any that are orthogonal to them, of moment 0.
+
         Args:
             rank: how many.
             centred: of C - sum x sum x^T / T: about the mean, not about zero.
@@ -64,18 +66,20 @@ class Sketch:
         y_IK, omega_IK = self._sum_IK.double().cpu(), self.omega_IK
         if not torch.isfinite(y_IK).all():
             raise FloatingPointError
+        # what is smaller than the sums' own rounding is no direction: its inverse would drown the others
+        floor = 10 * torch.finfo(self._sum_IK.dtype).eps * float(torch.linalg.matrix_norm(y_IK))
         if centred:
             sum_I = self._sum_I.double().cpu()
             y_IK = y_IK - torch.outer(sum_I, sum_I @ omega_IK) / max(1, self.count)
-        shift = 1e-12 * float(torch.linalg.matrix_norm(y_IK)) + 1e-30
-        y_IK = y_IK + shift * omega_IK
         gram_KK = omega_IK.T @ y_IK
-        root_KK, _ = torch.linalg.cholesky_ex((gram_KK + gram_KK.T) / 2 + shift * torch.eye(len(gram_KK)).double())
-        factor_IK = torch.linalg.solve_triangular(root_KK, y_IK.T, upper=False).T
-        moments_K, turns_KK = torch.linalg.eigh(factor_IK.T @ factor_IK)
-        moments_R = moments_K.flip(0)[:rank].clamp_min(shift)
-        leading_IR = factor_IK @ turns_KK.flip(1)[:, :rank] / moments_R.sqrt()
-        return leading_IR * _signs(leading_IR), moments_R
+        core_K, turns_KK = torch.linalg.eigh((gram_KK + gram_KK.T) / 2)
+        leading_IK, moments_K = turns_KK.flip(1), core_K.flip(0)
+        if self._test_IK is not None:
+            inverse_K = torch.where(core_K > floor, core_K, torch.inf).rsqrt()
+            leading_IK, roots_K, _ = torch.linalg.svd(y_IK @ turns_KK * inverse_K, full_matrices=False)
+            moments_K = roots_K.square()
+        leading_IR, moments_R = leading_IK[:, :rank], moments_K[:rank]
+        return leading_IR * _signs(leading_IR), torch.where(moments_R > floor, moments_R, 0.0)
 
 
 def _signs(directions_IR: Tensor) -> Tensor:
