@@ -199,6 +199,66 @@ def test_after_close_no_hook_is_left_and_the_base_answers(case):
     assert lm_loss(model, tokens())().item() == (trained if case.name == "tezo-adam" else base)
 
 
+@every_method
+@pytest.mark.parametrize("end", ["close", "merge"])
+def test_a_closed_optimizer_takes_no_step(case, end):
+    model = tiny_opt()
+    optimizer = case.build(model, lr=1e-2)
+    optimizer.step(lm_loss(model, tokens()))
+    getattr(optimizer, end)()
+    with pytest.raises(RequestError, match="closed, or merged"):
+        optimizer.step(lm_loss(model, tokens()))
+    assert optimizer.num_steps == 1
+
+
+@every_method
+def test_a_closure_that_cannot_see_what_is_shown_is_refused(case):
+    model, other = tiny_opt(), tiny_opt(seed=1)
+    optimizer = case.build(model, lr=1e-2)
+    before = effective_weights(optimizer)
+    with pytest.raises(RequestError, match=r"runs none of the modules that are tuned, model\.decoder\.layers\.0"):
+        optimizer.step(lm_loss(other, tokens()))
+    torch.testing.assert_close(effective_weights(optimizer), before, rtol=0, atol=0)
+    assert optimizer.num_steps == 0
+
+
+@choose("tezo", "mezo")
+def test_a_model_that_was_compiled_and_run_before_is_refused_and_one_compiled_after_is_tuned(case):
+    for early in (True, False):
+        torch._dynamo.reset()
+        model = Regression()
+        compiled = torch.compile(model.layer, backend="eager")
+
+        def loss(compiled=compiled, model=model):
+            return (compiled(model.x) - model.y).square().mean()
+
+        if early:  # hooks that are made later are not in what was compiled
+            with torch.no_grad():
+                loss()
+        optimizer = case.build(model)
+        if early:
+            with pytest.raises(RequestError, match="a compiled one only after"):
+                optimizer.step(loss)
+        else:
+            optimizer.step(loss)
+            assert optimizer.last_step.projected_grads != (0.0,)
+    torch._dynamo.reset()
+
+
+@choose(*LOW_RANK)
+def test_a_closure_may_autocast(case):
+    model = tiny_opt(torch.float32)
+    optimizer = case.build(model, lr=1e-3, targets=("all",))
+    plain = lm_loss(model, tokens())
+
+    def lowered():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return plain()
+
+    losses = [optimizer.step(lowered) for _ in range(3)]
+    assert all(math.isfinite(loss) for loss in losses) and optimizer.last_step.projected_grads != (0.0,)
+
+
 @choose(*CASES)
 def test_merging_changes_no_output_and_leaves_no_hook(case):
     model = tiny_llama(tied=True)

@@ -207,7 +207,7 @@ def test_state_is_float32_beside_a_bfloat16_model_and_after_a_round_trip_too(cas
     state = optimizer.state_dict()
     tensors = [x for part in ("change", "update") for entry in state[part].values() for x in entry.values()]
     assert bool(tensors) == (case.name != "mezo")
-    assert {x.dtype for x in tensors} <= {torch.float32}
+    assert {x.dtype for x in tensors if x.is_floating_point()} <= {torch.float32}
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 

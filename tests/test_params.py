@@ -218,6 +218,17 @@ def test_a_parameter_used_outside_any_module_call_is_moved_in_place(case):
     torch.testing.assert_close(model.matrix.detach(), expected, rtol=1e-8, atol=1e-12)
 
 
+@choose("mezo", "lozo", "subzo", "tezo")
+def test_a_weight_that_attention_reads_past_its_module_is_moved_in_place(case):
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert [t.name for t in find_targets(attention) if t.is_linear] == []
+    optimizer = case.build(attention, lr=1e-2, rho=1e-3, targets=("out_proj",))
+    optimizer.step(lambda: attention(x, x, x)[0].square().mean())
+    assert optimizer.last_step.projected_grads != (0.0,)
+    assert {optimizer.manner(t.name)[1] for t in optimizer.targets} == {"in place", "from copy"}
+
+
 def test_parameters_that_no_forward_pass_meets_are_reported():
     model = tiny_bert()
     targets = select_targets(model, ("all",))

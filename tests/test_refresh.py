@@ -1,6 +1,7 @@
 """New factors in the middle of a run: the function stays, what was trained goes into weights or beside them."""
 
 import json
+import math
 
 import peft
 import pytest
@@ -12,6 +13,7 @@ from short_runs import stopped
 from tiny import lm_loss, tiny_gpt2, tiny_opt, tokens
 from torch import Tensor, nn
 
+from tezo import NonFiniteLossError
 from tezo.apply import InForward
 from tezo.apply.frozen import compress
 from tezo.config import parse_config
@@ -21,6 +23,7 @@ from tezo.export import export_adapter
 from tezo.methods import METHODS
 from tezo.models import load_model
 from tezo.optimizer import ZerothOrderOptimizer
+from tezo.perturbations import Moment
 from tezo.replay import replay
 from tezo.runs import LOG
 from tezo.train import train as run_config
@@ -147,6 +150,43 @@ def test_state_after_a_refresh_goes_to_a_new_optimizer(name, frozen_rank):
     fresh.load_state_dict(optimizer.state_dict())
     assert steps(fresh, 20, 20 + INTERVAL) == steps(optimizer, 20, 20 + INTERVAL)
     assert fresh.compression_error == optimizer.compression_error
+
+
+@pytest.mark.parametrize("frozen_rank", [None, RANK + 2])
+@pytest.mark.parametrize("name", ["tezo-cadam", "lozo-adam"])
+def test_an_earlier_step_that_came_back_is_saved_with_its_own_factors(name, frozen_rank):
+    model, other = tiny_opt(), tiny_opt()
+    optimizer = built(model, name, frozen_rank=frozen_rank)
+    steps(optimizer, 0, INTERVAL - 1)
+    best, there = optimizer.tuned_state(), effective_weights(optimizer)
+    steps(optimizer, 0, 3)
+    optimizer.load_tuned_state(best, INTERVAL - 1)
+    fresh = built(other, name, frozen_rank=frozen_rank)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close(effective_weights(fresh), there, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["tezo-m", "lozo-adam"])
+def test_state_after_a_refresh_that_failed_has_the_factors_before_it_too(name):
+    model, other = tiny_opt(), tiny_opt()
+    optimizer, fresh = built(model, name, frozen_rank=64), built(other, name, frozen_rank=64)
+    steps(optimizer, 0, INTERVAL)
+    with pytest.raises(NonFiniteLossError):
+        optimizer.step(lambda: math.nan)
+    other.load_state_dict(model.state_dict())
+    fresh.watch(lambda _: pytest.fail("what was seen is in the state"))
+    fresh.load_state_dict(optimizer.state_dict())
+    assert steps(fresh, 20, 22) == steps(optimizer, 20, 22)
+
+
+def test_a_momentum_over_shared_factors_is_carried_over_from_those():
+    model = tiny_opt()
+    optimizer = METHODS["tezo-m"].build(model, rank=RANK, lr=1e-3, lazy_update_interval=INTERVAL, share_factors=True)
+    target = optimizer.targets[0]
+    used = optimizer.perturbation.factors(target, optimizer.seed, 0)
+    before = optimizer.perturbation.before(target, Moment(optimizer.seed, INTERVAL))()
+    assert all(torch.equal(before[role], used[role]) for role in "uv")
 
 
 @pytest.mark.parametrize("make", [tiny_opt, tiny_gpt2])

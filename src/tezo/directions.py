@@ -283,7 +283,7 @@ class Core(FixedFactors):
 
 def _add_product_(out_GTK: Tensor, left_GTR: Tensor, right: Tensor) -> None:
     """Out += left @ right in place, right being (R, K) for all blocks or (G, R, K)."""
-    right = right.to(out_GTK.dtype)
+    left_GTR, right = left_GTR.to(out_GTK.dtype), right.to(out_GTK.dtype)  # autocast may have lowered left
     if right.ndim == 3:
         out_GTK.baddbmm_(left_GTR, right)
     else:  # one product is faster than G

@@ -17,7 +17,7 @@ from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.perturbations import Moment, Perturbation
 from tezo.ranks import Ranks
 from tezo.saved_state import SavedState
-from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, two_point
+from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, of_all_ranks, two_point
 from tezo.updates import Clipped, State, Update
 
 
@@ -75,13 +75,12 @@ class ZerothOrderOptimizer(SavedState):
         self.update = update if clip is None else Clipped(update, clip)
         self.rho = rho
         self.num_directions = num_directions
-        self.seed = seed
-        self.num_steps = 0
+        self.seed, self.num_steps = seed, 0
         self.last_step: StepRecord | None = None
         self.targets = select_targets(model, targets)
         self._update_state: dict[str, State] = {}
         self._ranks = Ranks()
-        self._watching = False
+        self._watching = self._closed = False
         perturbation.prepare(self.targets)
         self._blocks = Blocks(model)
         self.moving: dict[str, MovingParameter] = {}
@@ -179,6 +178,8 @@ class ZerothOrderOptimizer(SavedState):
 
     def _draw(self, others: int = 0) -> dict[str, list[Direction]]:
         """The step's directions, by parameter; what is trained in the forward pass moves over to their factors."""
+        if self._closed:
+            raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
         indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
         moments = [Moment(self.seed, self.num_steps, index) for index in indices]
         drawn: dict[str, list[Direction]] = {}
@@ -209,10 +210,15 @@ class ZerothOrderOptimizer(SavedState):
         except NotInBlocksError:  # found out once, by the first step
             self._in_blocks = False
             probes = two_point(closure, show, rho, own, 1)
-        probes = self._of_all_ranks(probes)
+        probes = of_all_ranks(probes, self._ranks)
         for probe in probes:
             if not probe.is_finite:
                 raise self._not_finite(probe.loss_minus if math.isfinite(probe.loss_plus) else probe.loss_plus)
+        if not any(moving.met for moving in self.moving.values()):
+            raise RequestError(
+                f"the closure runs none of the modules that are tuned, {self.targets[0].name} for one; it is to call "
+                "the optimizer's model, and a compiled one only after the optimizer was made."
+            )
         return probes
 
     def _not_finite(self, loss: float) -> NonFiniteLossError:
@@ -230,13 +236,6 @@ class ZerothOrderOptimizer(SavedState):
                 "give a multiple, or set train.parallel=rows."
             )
         self._ranks = ranks
-
-    def _of_all_ranks(self, probes: tuple[Probe, ...]) -> tuple[Probe, ...]:
-        if self._ranks.size == 1:
-            return probes
-        found = self._ranks.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
-        of_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in found]
-        return tuple(probe for of_one_turn in zip(*of_rank, strict=True) for probe in of_one_turn)
 
     def _copies(self, closure: Closure, directions: int) -> int:
         dense = any(moving.draws_for_all_blocks for moving in self.moving.values())
@@ -282,6 +281,7 @@ class ZerothOrderOptimizer(SavedState):
 
     def close(self) -> None:
         """Removes the hooks: parameters moved in the forward pass are the base's again."""
+        self._closed = True
         for moving in self.moving.values():
             moving.close()
         self._blocks.close()

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from tezo.errors import RequestError, nearest
@@ -142,6 +143,8 @@ def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
 
 
 def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention reads its weight and never calls it
+        return False
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 

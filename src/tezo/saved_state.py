@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tezo.apply import InForward, MovingParameter
-from tezo.directions import Dense, LowRank
+from tezo.directions import Dense, Direction, LowRank
 from tezo.errors import RequestError
+from tezo.params import Target
 from tezo.perturbations import Moment, Perturbation
 from tezo.updates import State, Update
 
@@ -114,11 +115,12 @@ class SavedState(torch.optim.Optimizer):
         }
 
     def _load_changes(self, changes: dict[str, State], num_steps: int) -> None:
-        # The factors that a change belongs to are those of the last step taken.
-        moment = Moment(self.seed, max(0, num_steps - 1))
+        def draw(target: Target, born: int | None) -> Direction:
+            moment = Moment(self.seed, max(0, num_steps - 1) if born is None else born)
+            return self.perturbation.direction(target, moment, self._update_state.get(target.name, {}))
+
         for name, moving in self.moving.items():
-            state = self._update_state.get(name, {})
-            moving.load_state(partial(self.perturbation.direction, moving.target, moment, state), changes[name])
+            moving.load_state(partial(draw, moving.target), changes[name])
 
     def drawn_on_the_device(self) -> str | None:
         """A parameter whose steps depend on the type of its device, by noise or by rounding; None: there is none."""

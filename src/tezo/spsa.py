@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from tezo.directions import Direction, Tile
+from tezo.ranks import Ranks
 
 Closure = Callable[[], Tensor | float]
 
@@ -107,6 +108,15 @@ def two_point(
         show([])
     pairs = zip(losses[::2], losses[1::2], strict=True)
     return tuple(Probe(plus, minus, (plus - minus) / (2 * rho)) for plus, minus in pairs)
+
+
+def of_all_ranks(probes: tuple[Probe, ...], ranks: Ranks) -> tuple[Probe, ...]:
+    """The probes of every rank's own directions, of which each has as many: those of its first, then of its second."""
+    if ranks.size == 1:
+        return probes
+    found = ranks.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
+    of_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in found]
+    return tuple(probe for of_one_turn in zip(*of_rank, strict=True) for probe in of_one_turn)
 
 
 TOKENS_OF_A_PASS = 1024

@@ -43,6 +43,9 @@ class MovingParameter(ABC):
     draws_for_all_blocks = False
     """Whether a pass that shows several shifts of one direction saves a costly draw."""
 
+    met = False
+    """Whether a forward pass has met what was shown; one that is moved where it lies is always taken to be met."""
+
     def __init__(self, target: Target) -> None:
         self.target = target
         self._handles: list[RemovableHandle | Interception] = []
@@ -72,8 +75,8 @@ class MovingParameter(ABC):
         """What has been trained and is not in the stored tensor."""
         return {}
 
-    def load_state(self, draw: Callable[[], Direction], state: dict[str, Tensor]) -> None:
-        """Puts `state` back; `draw` gives a direction with the fixed factors it belongs to."""
+    def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
+        """Puts `state` back; `draw` gives a direction with the fixed factors of a step, or None: of the last one."""
         del draw, state
 
     def close(self) -> None:

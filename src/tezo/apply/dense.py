@@ -113,6 +113,7 @@ class DenseInForward(MovingParameter):
 
     def _draw(self, rows: slice) -> dict[int, Tensor]:
         """Z[rows] of every direction that is shown, by its id."""
+        self.met = True
         directions = {id(shift.direction): shift.direction for shift in self._shifts}
         return {key: _tile(direction, rows).to(self._dtype) for key, direction in directions.items()}
 

@@ -105,6 +105,7 @@ class InForward(MovingParameter):
         assert self.change is not None
         if not self._shifts:
             return self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
+        self.met = True
         directions = {id(shift.direction): shift.direction for shift in self._shifts}
         drawn = {key: _coefficient(direction) for key, direction in directions.items()}  # once for both signs
         steps = [shift.scale * drawn[id(shift.direction)] for shift in self._shifts]
@@ -164,16 +165,18 @@ class InForward(MovingParameter):
         self.change, self.frozen, self._changed = None, None, False
 
     def state(self) -> dict[str, Tensor]:
-        state = {"coefficient": self.change.coefficient} if self.change is not None and self._changed else {}
+        state: dict[str, Tensor] = {}
+        if self.change is not None and self._changed:
+            state = {"coefficient": self.change.coefficient, "born": torch.tensor(self.change.born)}
         if self.frozen is not None:
             lost = torch.tensor(self.lost, dtype=torch.float64)
             state |= {"frozen_left": self.frozen.coefficient, "frozen_right": self.frozen.v_NR, "frozen_lost": lost}
         return state
 
-    def load_state(self, draw: Callable[[], Direction], state: dict[str, Tensor]) -> None:
+    def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
         self.change, self.frozen, self.lost, self._changed = None, None, 0.0, False
         if "coefficient" in state:
-            direction = draw()
+            direction = draw(int(state["born"]) if "born" in state else None)
             assert isinstance(direction, FixedFactors)
             self.change = direction.with_coefficient(state["coefficient"].to(direction.coefficient).clone())
             self._changed = True

@@ -18,6 +18,7 @@ class InPlace(MovingParameter):
     """
 
     manner = "in place"
+    met = True
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -47,6 +48,7 @@ class FromCopy(MovingParameter):
     """A vector that no hook can perturb, moved in place and put back from a copy, exactly."""
 
     manner = "from copy"
+    met = True
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)

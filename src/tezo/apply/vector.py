@@ -38,6 +38,7 @@ class VectorInForward(MovingParameter):
         def move(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if self._shift_GN is None:
                 return output
+            self.met = True
             count = self._shift_GN.shape[0]
             x_GTK, out_GTN = (self._blocks.split(values, count, 1) for values in (args[0], output))
             moved = perturbed(module, x_GTK, out_GTN, self._shift_GN.unsqueeze(1))

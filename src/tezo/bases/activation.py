@@ -136,10 +136,9 @@ class Activation(Basis):
         return self._calls, self._seconds
 
     def state(self) -> dict[str, Tensor]:
-        newest = max(self._seen, default=None)
-        if newest is None:
+        if not self._seen:
             return {}
-        factors = {f"{newest}/{name}": factor for name, factor in self._seen[newest].factors.items()}
+        factors = {f"{born}/{name}": v for born, seen in self._seen.items() for name, v in seen.factors.items()}
         return factors | {"calls": torch.tensor(self._calls)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,8 @@ class Sketch:
 
         C ~ Y (Omega^T Y)^-1 Y^T,
 
-    with the inverse on the directions that stand out from the sums' rounding. Omega is I x K, orthonormal; for K = I it is the identity, and C exact.
+    with the inverse on the directions that stand out from the sums' rounding. Omega is I x K, orthonormal; for K = I it
+    is the identity, and C exact.
 
     Args:
         size: I, of the vectors.
@@ -78,7 +79,8 @@ class Sketch:
             inverse_K = torch.where(core_K > floor, core_K, torch.inf).rsqrt()
             leading_IK, roots_K, _ = torch.linalg.svd(y_IK @ turns_KK * inverse_K, full_matrices=False)
             moments_K = roots_K.square()
-        leading_IR, moments_R = leading_IK[:, :rank], moments_K[:rank]
+        # laid out as a file gives it back: a product with another layout rounds otherwise
+        leading_IR, moments_R = leading_IK[:, :rank].contiguous(), moments_K[:rank]
         return leading_IR * _signs(leading_IR), torch.where(moments_R > floor, moments_R, 0.0)
 
 

@@ -202,7 +202,7 @@ class LowRankPerturbation(Perturbation):
         born = self.born(moment.step)
         if born == 0 or born != moment.step:
             return None
-        return partial(self._placed, target, target.name, moment.seed, self.born(born - 1))
+        return partial(self._placed, target, self._owner(target), moment.seed, self.born(born - 1))
 
     def _placed(self, target: Target, owner: str, seed: int, born: int) -> dict[str, Tensor]:
         drawn = self.draw_factors(target, owner, seed, born)
