@@ -142,6 +142,13 @@ def test_an_unknown_device(attempt):
         ("method.lr=fast", ["method.lr", "'fast'", "a number"]),
         ("method.lr=-1", ["method.lr", "-1", "negative"]),
         ("method.lr=nan", ["method.lr", "nan"]),
+        ("method.lr=inf", ["method.lr", "inf", "finite"]),
+        ("method.rho=inf", ["method.rho", "inf", "finite"]),
+        ("method.betas=[0.9, 1.0]", ["method.betas", "1.0", "below 1"]),
+        ("method.betas=[-1, 0.9]", ["method.betas", "-1", "at least 0"]),
+        ("method.eps=-1", ["method.eps", "-1", "negative"]),
+        ("train.seed=-1", ["train.seed", "-1", "at least 0"]),
+        ("train.seed=99999999999999999999", ["train.seed", "2^63"]),
         ("method.rho=0", ["method.rho", "0", "positive"]),
         ("method.betas=0.9", ["method.betas", "0.9", "[0.9, 0.99]"]),
         ("method.betas.0=0.5", ["method.betas"]),
@@ -193,6 +200,40 @@ def test_a_recipe_that_is_none(home, tmp_path, text, parts):
     in_file = [recipe] if "recipe" in parts[0] or "YAML" in parts[0] else []
     refused(tezo("train", recipe, *flags), *parts, *in_file)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["adam", "mezo-norm", "lozo-m", "mezo-adam", "zo-adamu"])
+def test_running_means_are_checked_for_every_method(attempt, method):
+    beta = ("method.betas=[0.9, 1.0]", ["method.betas", "1.0"])
+    single = ("method.beta=1.0", ["method.beta", "1.0"])
+    fault, parts = {"mezo-norm": single, "lozo-m": single, "zo-adamu": ("method.eps=-1", ["method.eps", "-1"])}.get(
+        method, beta
+    )
+    rank = 4 if method == "lozo-m" else None
+    refused(attempt("--method", method, "--set", fault, method__rank=rank), *parts)
+
+
+def test_settings_of_rows_that_there_are_not(attempt, home):
+    refused(attempt(data="text.jsonl", train__order="stratified"), "train.order", "no labels", "shuffled")
+    refused(attempt("--test", home / "rows.jsonl", train__patience=1), "train.patience", "no dev rows", "data.dev")
+    for more in (("--data", home / "nowhere.jsonl"), ("--shots", 2), ("--calibrate",)):
+        refused(tezo("eval", home / "run", "--probe", *more), "--probe", "data.test")
+
+
+def test_a_chat_template_that_refuses_a_conversation(attempt, home, tmp_path):
+    folder = broken_model(home, tmp_path)
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    (folder / "chat_template.jinja").write_text(template)
+    rows = [{"messages": [{"role": "system", "content": "be kind"}, {"role": "assistant", "content": "good"}]}] * 4
+    data = write_rows(tmp_path / "system.jsonl", rows)
+    refused(attempt(model=folder, data=data), "data.messages", "system", "no system role")
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(home, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    done = tezo("predict", home / "run", "--input", home / "rows.jsonl", "--output", file / "answers.jsonl")
+    assert done.code != 0 and "Traceback" not in done.err and str(file) in done.err
 
 
 def test_an_output_folder_in_use(home, tmp_path):
@@ -261,7 +302,7 @@ def test_a_damaged_adapter(home, tmp_path, damage):
 def test_a_run_that_did_not_end(home, tmp_path):
     run = Path(shutil.copytree(home / "run", tmp_path / "run"))
     shutil.rmtree(run / "adapter")
-    refused(tezo("eval", run), run, "did not end", "train again")
+    refused(tezo("eval", run), run, "did not end", "--resume")
     for form in ("lora", "merged"):
         refused(tezo("export", run, "--format", form, "--output", tmp_path / "out"), run)
     assert not (tmp_path / "out").exists()

@@ -98,6 +98,16 @@ def test_names_that_look_like_numbers_stay_names(tmp_path):
     assert config.data.label_words == {"0": "5", "1": "nine"}
 
 
+@pytest.mark.parametrize("words", ["{0: no, 1: fine}", "{no: bad, fine: good}"])
+def test_words_that_yaml_reads_as_true_or_false_are_to_be_quoted(words, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model: m\ndata: {{train: d, label_words: {words}}}\n")
+    with pytest.raises(RequestError, match=r"data\.label_words.*quote"):
+        read_config(recipe, [])
+    recipe.write_text(recipe.read_text().replace("no", "'no'"))
+    assert "no" in str(read_config(recipe, []).data.label_words)
+
+
 def test_short_forms_are_the_first_key_of_their_section(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: m\ndata: d\nmethod: mezo\n")
@@ -146,7 +156,7 @@ FULL = Config(
         per_class=3,
         max_length=99,
     ),
-    train=TrainConfig(steps=3, schedule="cosine", eval_every=0, patience=2, keep_best=False, seed=-4),
+    train=TrainConfig(steps=3, schedule="cosine", eval_every=0, patience=2, keep_best=False, seed=4),
 )
 ONE_OF_EACH = {"lr": 1e-7, "betas": (0.5, 0.25), "targets": ["all", "!lm_head"], "in_forward": False, "rank": None}
 

@@ -95,6 +95,21 @@ def test_a_template_takes_any_fields_of_the_row():
         form.example(numbered[1])
 
 
+def test_a_field_may_have_any_name_and_a_template_without_one_is_refused():
+    rows = [{"Review Text": "sweet", "the-label": "good"}, {"Review Text": "sour", "the-label": "bad"}]
+    named = {"label": "the-label", "text": "Review Text"}
+    form, numbered = label_format("causal", rows, **named)
+    assert [form.example(row).prompt for row in numbered] == ["sweet\nLabel:", "sour\nLabel:"]
+    form, numbered = label_format("causal", rows, **named, template='{"a": 1, { Review Text }} {the-label}')
+    assert form.example(numbered[0]).prompt == '{"a": 1, sweet} good'
+    with pytest.raises(RequestError, match=r"there is no field 'Reviw Text'.*Did you mean 'Review Text'"):
+        form, numbered = label_format("causal", rows, label="the-label", text="Reviw Text")
+        form.example(numbered[0])
+    for kind, template in (("causal", "It was"), ("causal", '{"a": 1}'), ("masked", "It was {mask}.")):
+        with pytest.raises(RequestError, match=r"names no field, .* Review Text, the-label"):
+            label_format(kind, rows, **named, template=template)
+
+
 def test_words_stand_for_labels_in_the_order_given():
     rows = label_rows(2)
     form, numbered = label_format("causal", rows, label_words={"bad": "stale", "good": "fresh"})
@@ -166,6 +181,8 @@ FAULTS = {
     "too few columns": ("csv", HEADER + "meal\n", ["line 3", "2 columns"]),
     "array": ("jsonl", LINE + "[1, 2]\n", ["line 3", "not an object"]),
     "number": ("jsonl", LINE + "7\n", ["line 3", "not an object"]),
+    "half a character": ("jsonl", LINE + '{"text": "\\ud83d", "label": "good"}\n', ["line 3", "surrogate"]),
+    "endless number": ("jsonl", LINE + '{"text": ' + "7" * 5000 + "}\n", ["line 3", "not JSON"]),
     "not utf-8": ("jsonl", LINE.encode() + b'{"text": "caf\xe9", "label": "good"}\n', ["line 3", "UTF-8"]),
     "not utf-8 csv": ("csv", HEADER.encode() + b"caf\xe9,good\n", ["line 3", "UTF-8"]),
     "lacks a field": ("jsonl", LINE + '{"txet": "x", "label": "good"}\n', ["line 3", "'text'", "'txet'"]),

@@ -96,7 +96,17 @@ def test_another_run_does_not_go_on_in_its_place(home, tmp_path):
     write_rows(other / "train.jsonl", label_rows(10, seed=9))
     with pytest.raises(RequestError, match="training rows are not those"):
         train(config(other), tmp_path / "second", resume=True)
-    write_rows(other / "train.jsonl", label_rows(10, seed=0))
+    same = label_rows(10, seed=0)
+    flipped = [{**row, "label": {"good": "bad", "bad": "good"}[row["label"]]} for row in same]
+    write_rows(other / "train.jsonl", flipped)
+    with pytest.raises(RequestError, match="training rows are not those"):
+        train(config(other), tmp_path / "second", resume=True)
+    write_rows(other / "train.jsonl", same)
+    held = (other / "test.jsonl").read_text()
+    write_rows(other / "test.jsonl", same)
+    with pytest.raises(RequestError, match="dev and test rows are not those"):
+        train(config(other), tmp_path / "second", resume=True)
+    (other / "test.jsonl").write_text(held)
     weights = load_file(other / "opt/model.safetensors")
     weights["model.decoder.layers.1.fc2.weight"] += 1
     export.save_file(weights, other / "opt/model.safetensors", metadata={"format": "pt"})

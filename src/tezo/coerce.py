@@ -34,12 +34,17 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
         if isinstance(items, list | tuple):
             return [coerce(key, v, arguments[0]) for v in items]
     if origin is dict and isinstance(value, Mapping):
+        for k, v in value.items():
+            if isinstance(k, bool) or (arguments[1] is str and isinstance(v, bool)):
+                raise RequestError(
+                    f"{key} has {k}: {v}, as YAML reads yes, no, on and off where they are not in quotes; quote them."
+                )
         return {str(k): coerce(f"{key}.{k}", v, arguments[1]) for k, v in value.items()}
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    if kind is str and isinstance(value, int | float):
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     raise RequestError(f"{key} is {value!r}; it must be {_spoken(kind)}.")
 

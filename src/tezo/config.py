@@ -148,6 +148,8 @@ def _check(config: Config) -> None:
         ("train.warmup_steps", train.warmup_steps, 0),
         ("train.eval_every", train.eval_every, 0),
         ("train.patience", train.patience, 1),
+        ("train.seed", train.seed, 0),
+        ("data.seed", data.seed, 0),
         ("train.sync_every", train.sync_every, 0),
         ("train.checkpoint_every", train.checkpoint_every, 0),
         ("train.keep_checkpoints", train.keep_checkpoints, 1),
@@ -160,6 +162,8 @@ def _check(config: Config) -> None:
     ):
         if value is not None and value < least:
             raise RequestError(f"{key} is {value}; it must be at least {least}.")
+    if max(train.seed, data.seed or 0) >= 2**63:
+        raise RequestError("train.seed and data.seed must be below 2^63; give a smaller one.")
     if data.train is None and data.task is None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
     if not 0 < data.hold_out < 1:

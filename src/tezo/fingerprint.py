@@ -10,6 +10,7 @@ from tezo.errors import RequestError
 from tezo.job import Job
 from tezo.machine import versions
 from tezo.methods import Tuner
+from tezo.objectives import Encoded
 from tezo.recipe import Config, DataConfig, ModelConfig
 
 FREE = frozenset(
@@ -33,6 +34,8 @@ def log_header(job: Job) -> dict[str, Any]:
         "untrained": list(job.untrained),
         "model": job.loaded.fingerprint,
         "rows": _hash([row.sequences for row in job.train]),
+        "answers": _hash([_answer(row) for row in job.train]),
+        "held_rows": _hash([(row.sequences, _answer(row)) for part in (job.dev, job.test) for row in part]),
         "device": job.loaded.device.type,
         "versions": versions(("tezo", "torch")),
     }
@@ -49,10 +52,18 @@ _KEYS = {
 }
 
 
+_HELD = "dev and test rows"
+
+
 def check_complete(header: Mapping[str, Any]) -> None:
     """An error where a log's header has not all that `log_header` writes."""
     if not all(isinstance(header.get(key), kind) for key, kind in _KEYS.items()):
         raise RequestError("steps.log: its header is not that of a run; give the folder of a run.")
+
+
+def _answer(row: Encoded) -> tuple[Any, ...]:
+    example = row.example
+    return example.answer, example.options, example.label, example.right, example.references
 
 
 def _hash(value: Any) -> str:
@@ -75,8 +86,9 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
                 f"{key} is {now.get(key)!r}, and the run began with {before.get(key)!r}; give what it began with, "
                 "or another --output."
             )
-    if found["rows"] != own["rows"]:
-        raise RequestError("data: the training rows are not those that the run began with; put them back.")
+    for key, what in (("rows", "training rows"), ("answers", "answers of its training rows"), ("held_rows", _HELD)):
+        if found.get(key, own[key]) != own[key]:  # a run of an earlier version has but the first
+            raise RequestError(f"data: the {what} are not those that the run began with; put them back.")
     check_model(found, own["model"])
     return check_place(found, own, optimizer)
 

@@ -13,6 +13,7 @@ from tezo.errors import NonFiniteLossError, RequestError
 from tezo.params import ALL, select_targets
 from tezo.random import seed_of
 from tezo.spsa import Closure, StepRecord
+from tezo.updates.base import check_average
 
 
 class FirstOrderOptimizer(torch.optim.AdamW):
@@ -46,8 +47,9 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         targets: Sequence[str] = (ALL,),
         seed: int = 0,
     ) -> None:
-        if not lr >= 0:
-            raise RequestError(f"method.lr is {lr}; it must not be negative.")
+        if not 0 <= lr < math.inf:
+            raise RequestError(f"method.lr is {lr}; it must be finite and not negative.")
+        check_average("betas", betas, eps)
         self.model = model
         self.seed = seed
         self.num_steps = 0

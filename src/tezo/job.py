@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import jinja2
 import torch
 
 from tezo.adapters import add_adapter
@@ -96,6 +97,7 @@ def prepare(config: Config) -> Job:
     learnt = form.training_example if config.train.objective == LOSS else form.example
     train = [objective.encode(learnt(row)) for row in rows.train]
     dev, test = ([objective.encode(form.example(row)) for row in part] for part in (rows.dev, rows.test))
+    _check_use(config, train, dev)
     notices += cut_notices(objective)
     objective.adapt(loaded.model, train)
     untrained = _untrained(loaded, objective, train, notices)
@@ -114,6 +116,15 @@ def prepare(config: Config) -> Job:
         notices=tuple(notices),
     )
     return _with_measured_lr(job, [*rows.dev, *rows.train], learnt) if config.method.options.get("lr") == AUTO else job
+
+
+def _check_use(config: Config, train: Sequence[Encoded], dev: Sequence[Encoded]) -> None:
+    """An error where a setting is of rows, or of parts of rows, that there are not."""
+    settings = config.train
+    if settings.order == "stratified" and any(row.example.label is None for row in train):
+        raise RequestError("train.order is stratified, and these rows have no labels; leave it at shuffled.")
+    if settings.patience is not None and not dev:
+        raise RequestError(f"train.patience is {settings.patience}, and there are no dev rows; give data.dev.")
 
 
 def _with_measured_lr(job: Job, rows: Sequence[Row], learnt: Callable[[Row], Example]) -> Job:
@@ -196,7 +207,13 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
             "data.messages: the tokenizer of this model has no chat template; use a chat model, or rows with "
             "'prompt' and 'completion'."
         )
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages) or "none"
+        raise RequestError(
+            f"data.messages: the model's chat template does not take messages of the roles {roles} ({error})."
+        ) from None
 
 
 def cut_notices(objective: Objective) -> list[str]:

@@ -289,10 +289,10 @@ class ZerothOrderOptimizer(SavedState):
 
 def _check_settings(lr: float, rho: float, decay: float, count: int, frozen: int | None, drawn: Perturbation) -> None:
     for name, value in (("lr", lr), ("weight_decay", decay)):
-        if not value >= 0:
-            raise RequestError(f"method.{name} is {value}; it must not be negative.")
-    if not rho > 0:
-        raise RequestError(f"method.rho is {rho}; it must be positive.")
+        if not 0 <= value < math.inf:
+            raise RequestError(f"method.{name} is {value}; it must be finite and not negative.")
+    if not 0 < rho < math.inf:
+        raise RequestError(f"method.rho is {rho}; it must be positive and finite.")
     for name, number in (("num_directions", count), ("frozen_rank", frozen)):
         if number is not None and number < 1:
             raise RequestError(f"method.{name} is {number}; it must be at least 1.")

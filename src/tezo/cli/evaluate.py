@@ -25,6 +25,7 @@ def evaluate(
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
     from tezo.config import parse_setting
+    from tezo.errors import RequestError
 
     quiet_libraries()
     from tezo.cli.runs import open_model, run_config
@@ -35,6 +36,11 @@ def evaluate(
     named = [("data.task", task), ("data.dir", data_dir)]
     given = [(key, value) for key, value in named if value is not None]
     config = run_config(run, [*given, *(parse_setting(text) for text in settings)])
+    if probe and (data is not None or shots or calibrate):
+        raise RequestError(
+            "--probe is fitted to the rows of the run and measured on its test rows; leave out --data, "
+            "--shots and --calibrate, or name rows with --set data.train and --set data.test."
+        )
     if probe:
         _print_probe(fit_probe(config, open_model(run, config)), json)
         return

@@ -35,6 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except OSError as error:  # of a file or folder that was named
+        if options.debug:
+            traceback.print_exc()
+        print(f"error: {error.filename or 'the disk'}: {error.strerror or error}; give another path.", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         raise SystemExit(1) from None

@@ -43,4 +43,6 @@ def open_model(name: str, config: Config) -> LoadedModel:
     if (folder / "model").is_dir():
         settings = [("model.name", str(folder / "model")), ("model.dtype", config.model.dtype)]
         return load(read_config(folder / "config.yaml", settings))
-    raise RequestError(f"{name} has neither adapter/ nor model/: the run did not end; train again.")
+    raise RequestError(
+        f"{name} has neither adapter/ nor model/: the run did not end; `tezo train --output {name} --resume` goes on."
+    )

@@ -19,6 +19,9 @@ RenderChat = Callable[[list[dict[str, Any]]], str]
 TEMPLATES: dict[Kind, str] = {"causal": "{text}\nLabel:", "masked": "{text} It was {mask}.", "encoder": "{text}"}
 """Of text/label rows, where no template is given."""
 
+_FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
+"""A field of a template; braces around anything else, such as JSON, are text."""
+
 
 class Format(ABC):
     """A shape of data."""
@@ -128,11 +131,13 @@ class LabelFormat(Format):
     def _fill(self, row: Row) -> tuple[str, int | None]:
         """The template with the row's fields, and where the mask goes; braces in a field are only text."""
         prompt, slot = "", None
-        for literal, name in re.findall(r"([^{]+|\{(?!\w+\}))|\{(\w+)\}", self.template):
-            if name == "mask":
+        for place, piece in enumerate(_FIELD.split(self.template)):
+            if place % 2 == 0:
+                prompt += piece
+            elif piece == "mask":
                 slot = len(prompt)
             else:
-                prompt += _field(row, name) if name else literal
+                prompt += _field(row, piece)
         return prompt, slot
 
 
@@ -202,13 +207,19 @@ def _shape(row: Row, fields: Fields) -> str:
 
 def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields) -> LabelFormat:
     template = fields.template or TEMPLATES[kind].replace("{text}", "{" + fields.text + "}")
-    if (kind == "masked") != ("{mask}" in template):
+    names = _FIELD.findall(template)
+    if (kind == "masked") != ("mask" in names):
         fault = (
             "has no {mask}, which a masked model needs" if kind == "masked" else f"has {{mask}}; the model is {kind}"
         )
         raise RequestError(f"data.template: {template!r} {fault}.")
-    if template.count("{mask}") > 1:
-        raise RequestError(f"data.template: {template!r} has {template.count('{mask}')} masks; leave one.")
+    if names.count("mask") > 1:
+        raise RequestError(f"data.template: {template!r} has {names.count('mask')} masks; leave one.")
+    if set(names) <= {"mask"}:
+        raise RequestError(
+            f"data.template: {template!r} names no field, so that all rows would read alike; "
+            f"put one in braces: {', '.join(rows[0].fields)}."
+        )
     words = dict(fields.label_words or {name: name for name in _labels_of(rows, fields.label)})
     if len(words) < 2:
         raise RequestError(f"data.label: there is but one label ({', '.join(words)}); give rows of two or more.")

@@ -55,13 +55,24 @@ def _jsonl(path: Path, key: str) -> list[Row]:
             continue
         try:
             fields = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            fault = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        except (ValueError, RecursionError) as error:
+            fault = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
             raise RequestError(f"{key}: {path}, line {number}, is not JSON ({fault}); mend that line.") from None
         if not isinstance(fields, dict):
             raise RequestError(f'{key}: {path}, line {number}, is not an object; write {{"field": value}} a line.')
+        if "\\ud" in line.lower() and not _is_text(fields):
+            raise RequestError(f"{key}: {path}, line {number}, has half of a surrogate pair; mend that line.")
         rows.append(Row(fields, f"{path.name}, line {number}"))
     return rows
+
+
+def _is_text(fields: dict[str, Any]) -> bool:
+    """Whether all strings can be written: JSON can name half a character by its escape."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _separated(path: Path, key: str, delimiter: str) -> list[Row]:

@@ -7,7 +7,7 @@ from tezo.apply import MovingParameter
 from tezo.directions import CP, Core, Dense, Direction, FixedFactors, LowRank
 from tezo.kernels import AdamFactors, factored_adam_
 from tezo.spsa import Estimate
-from tezo.updates.base import State, Update, zeros_like_coefficient
+from tezo.updates.base import State, Update, check_average, zeros_like_coefficient
 
 
 class Adam(Update):
@@ -28,6 +28,7 @@ class Adam(Update):
     takes: tuple[type[Direction], ...] = (Dense, CP, Core, LowRank)
 
     def __init__(self, betas: tuple[float, float], eps: float, *, eps_in_sqrt: bool, bias_correction: bool) -> None:
+        check_average("betas", betas, eps)
         self.betas = betas
         self.eps = eps
         self.eps_in_sqrt = eps_in_sqrt

@@ -6,7 +6,7 @@ from tezo.apply import MovingParameter
 from tezo.directions import row_tiles
 from tezo.perturbations.momentum import MomentumNoise
 from tezo.spsa import Estimate
-from tezo.updates.base import State, Update, zeros_like_coefficient
+from tezo.updates.base import State, Update, check_average, zeros_like_coefficient
 
 
 class AdaMU(Update):
@@ -18,6 +18,7 @@ class AdaMU(Update):
     takes = (MomentumNoise,)
 
     def __init__(self, eps: float) -> None:
+        check_average("eps", (), eps)
         self.eps = eps
 
     def init(self, estimate: Estimate, moving: MovingParameter) -> State:

@@ -1,12 +1,15 @@
 """What an update rule is: it steps one parameter along an estimate of its gradient."""
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tezo.apply import MovingParameter
 from tezo.directions import Direction, FixedFactors
+from tezo.errors import RequestError
 from tezo.spsa import Estimate
 
 State = dict[str, Tensor]
@@ -40,6 +43,15 @@ class Update(ABC):
         """
         del kappa_sq, num_directions
         return 1.0
+
+
+def check_average(key: str, betas: Sequence[float], eps: float = 0.0) -> None:
+    """An error where a running mean could not be one, or a smoothing term would be taken away."""
+    for beta in betas:
+        if not 0 <= beta < 1:
+            raise RequestError(f"method.{key} has {beta}; it must be at least 0 and below 1.")
+    if not 0 <= eps < math.inf:
+        raise RequestError(f"method.eps is {eps}; it must be finite and not negative.")
 
 
 def zeros_like_coefficient(estimate: Estimate, moving: MovingParameter) -> Tensor:

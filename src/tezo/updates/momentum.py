@@ -3,7 +3,7 @@
 from tezo.apply import MovingParameter
 from tezo.directions import FixedFactors
 from tezo.spsa import Estimate
-from tezo.updates.base import State, Update, zeros_like_coefficient
+from tezo.updates.base import State, Update, check_average, zeros_like_coefficient
 
 
 class Momentum(Update):
@@ -13,6 +13,7 @@ class Momentum(Update):
     """
 
     def __init__(self, beta: float) -> None:
+        check_average("beta", (beta,))
         self.beta = beta
 
     def init(self, estimate: Estimate, moving: MovingParameter) -> State:

@@ -4,7 +4,7 @@ import torch
 
 from tezo.apply import MovingParameter
 from tezo.spsa import Estimate
-from tezo.updates.base import State, Update
+from tezo.updates.base import State, Update, check_average
 
 
 class NormalizedSGD(Update):
@@ -21,6 +21,7 @@ class NormalizedSGD(Update):
     """
 
     def __init__(self, beta: float, eps: float) -> None:
+        check_average("beta", (beta,), eps)
         self.beta = beta
         self.eps = eps
 
