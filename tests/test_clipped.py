@@ -19,10 +19,15 @@ RHO, BETA = 1e-3, 0.99
 USUAL = [1.0, -0.5, 2.0, -1.5, 0.7, 1.1, -0.9]
 
 
-def scripted(kappas: Sequence[float]) -> Callable[[], float]:
-    """An objective whose projected gradients are these, one after the other."""
+def scripted(optimizer: ZerothOrderOptimizer, kappas: Sequence[float]) -> Callable[[], float]:
+    """An objective that runs the model, and whose projected gradients are these, one after the other."""
     losses: Iterator[float] = (sign * kappa * RHO for kappa in kappas for sign in (1, -1))
-    return lambda: next(losses)
+
+    def loss() -> float:
+        optimizer.model.loss()
+        return next(losses)
+
+    return loss
 
 
 def limit_after(steps: Sequence[Sequence[float]], clip: float) -> float:
@@ -52,7 +57,7 @@ def zs(optimizer: ZerothOrderOptimizer, step: int, index: int = 0) -> dict[str, 
 @choose("mezo", "lozo", "subzo", "tezo")
 def test_a_huge_kappa_moves_the_parameter_by_the_limit_and_no_more(case, huge):
     optimizer = case.build(Regression(), lr=1e-2, rho=RHO, clip=3.0, targets=("all",))
-    closure = scripted([*USUAL, huge, 1.0])
+    closure = scripted(optimizer, [*USUAL, huge, 1.0])
     for _ in USUAL:
         optimizer.step(closure)
     before, limit = effective_weights(optimizer), limit_after([[kappa] for kappa in USUAL], 3.0)
@@ -72,7 +77,7 @@ def test_a_huge_kappa_moves_the_parameter_by_the_limit_and_no_more(case, huge):
 def test_each_direction_of_a_step_is_cut_by_itself():
     first, second = [1.0, -2.0], [1e5, 0.5]
     optimizer = CASES["mezo"].build(Regression(), lr=1e-2, rho=RHO, clip=2.0, num_directions=2)
-    closure = scripted([*first, *second])
+    closure = scripted(optimizer, [*first, *second])
     optimizer.step(closure)
     before = effective_weights(optimizer)
     optimizer.step(closure)
@@ -87,7 +92,7 @@ def test_the_limit_is_the_formula_over_many_steps_and_outliers_do_not_lift_it_at
     kappas = torch.randn(40, generator=draw, dtype=torch.float64).tolist()
     kappas[20:23] = [1e9, 1e9, -1e9]
     optimizer = CASES["mezo"].build(Regression(), lr=1e-4, rho=RHO, clip=2.5)
-    closure = scripted(kappas)
+    closure = scripted(optimizer, kappas)
     for t in range(len(kappas)):
         before = effective_weights(optimizer)
         optimizer.step(closure)
@@ -99,7 +104,7 @@ def test_the_limit_is_the_formula_over_many_steps_and_outliers_do_not_lift_it_at
 
 def test_a_start_on_a_plateau_does_not_shut_the_limit_for_good():
     optimizer = CASES["mezo"].build(Regression(), lr=1e-2, rho=RHO, clip=2.0)
-    closure = scripted([0.0, 0.0, 0.0, 5.0])
+    closure = scripted(optimizer, [0.0, 0.0, 0.0, 5.0])
     before = effective_weights(optimizer)
     for _ in range(3):
         optimizer.step(closure)

@@ -158,14 +158,14 @@ def test_other_directions_are_such_as_no_step_draws(case):
     assert len(found) == 6
 
 
-def constant(value: float) -> Callable[[], float]:
-    return lambda: value
+def constant(model: Regression, value: float) -> Callable[[], float]:
+    return lambda: value + 0 * float(model.loss())
 
 
 def test_without_curvature_the_default_stays_and_that_is_said():
     model = Regression()
     optimizer = CASES["mezo"].build(model, lr=3e-5)
-    flat = choose_lr(optimizer, [constant(1.0), constant(2.0)], 4, 4)
+    flat = choose_lr(optimizer, [constant(model, 1.0), constant(model, 2.0)], 4, 4)
     assert flat.lr == 3e-5
     assert "chose 3.0e-05, the method's default, since no curvature" in flat.notice
     bent_down = choose_lr(optimizer, [lambda: -model.loss()] * 2, 4, 4)
