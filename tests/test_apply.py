@@ -222,6 +222,22 @@ def test_a_closure_that_cannot_see_what_is_shown_is_refused(case):
     assert optimizer.num_steps == 0
 
 
+@choose(*LOW_RANK)
+def test_a_second_optimizer_does_not_lose_what_the_first_trained(case):
+    model = tiny_opt()
+    first = case.build(model, lr=1e-2)
+    case.build(model).close()  # nothing is trained yet
+    first.step(lm_loss(model, tokens()))
+    trained = lm_loss(model, tokens())().item()
+    if case.name != "tezo-adam":  # which writes the weights
+        with pytest.raises(RequestError, match=r"k_proj\.weight has been tuned by another optimizer"):
+            case.build(model)
+        assert lm_loss(model, tokens())().item() == trained
+    first.merge()
+    assert lm_loss(model, tokens())().item() == pytest.approx(trained, rel=1e-10)
+    case.build(model).step(lm_loss(model, tokens()))
+
+
 @choose("tezo", "mezo")
 def test_a_model_that_was_compiled_and_run_before_is_refused(case):
     torch._dynamo.reset()

@@ -162,15 +162,17 @@ def test_padding_is_not_looked_at():
     for call in (
         lambda _: model(input_ids=ids, attention_mask=torch.ones_like(ids)),
         lambda _: model(input_ids=padded, attention_mask=mask),
+        lambda _: model(padded, mask),
     ):
         optimizer = lozo_adam(model, rank=RANK)
         optimizer.watch(call)
         optimizer._draw()
         found.append(factors_of(optimizer))
         optimizer.close()
-    assert found[0].keys() == found[1].keys()
+    assert found[0].keys() == found[1].keys() == found[2].keys()
     for name, factor in found[0].items():
         assert sines(factor, found[1][name]).max() < 1e-5, name
+        assert torch.equal(found[2][name], found[1][name])
 
 
 def test_weighted_directions_move_the_output_alike_and_orthonormal_outputs_are_orthogonal():

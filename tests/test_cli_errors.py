@@ -304,8 +304,23 @@ def test_a_run_that_did_not_end(home, tmp_path):
     shutil.rmtree(run / "adapter")
     refused(tezo("eval", run), run, "did not end", "--resume")
     for form in ("lora", "merged"):
-        refused(tezo("export", run, "--format", form, "--output", tmp_path / "out"), run)
+        refused(tezo("export", run, "--format", form, "--output", tmp_path / "out"), run, "did not end", "--resume")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_was_changed_under_a_run(home, tmp_path):
+    base = broken_model(home, tmp_path)
+    assert train(base, home / "rows.jsonl", tmp_path / "run").code == 0
+    weights = load_file(base / "model.safetensors")
+    weights["model.decoder.layers.1.fc2.weight"] += 1
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    rows, out = home / "rows.jsonl", tmp_path / "out"
+    for command in (("eval", "--data", rows), ("predict", "--input", rows, "--output", out),
+                    ("export", "--format", "merged", "--output", out)):  # fmt: skip
+        refused(tezo(command[0], tmp_path / "run", *command[1:]), "model.name", "weights are not those")
+    moved = tezo("eval", tmp_path / "run", "--data", rows, "--set", f"model.name={home / 'opt'}")
+    assert moved.code == 0, moved.err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("count", [0, -3, 500])

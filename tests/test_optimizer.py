@@ -227,6 +227,23 @@ def test_new_combinations_of_a_perturbation_and_an_update_are_methods_too():
     assert noisy.step(noisy.model.loss) > 0
 
 
+def test_a_parameter_group_cannot_be_added():
+    optimizer = CASES["tezo"].build(Regression())
+    with pytest.raises(RequestError, match="settled by `targets`"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_state_of_another_method_is_refused_by_name():
+    model = tiny_opt(torch.float32)
+    optimizer = CASES["tezo"].build(model)
+    optimizer.step(lm_loss(model, tokens()))
+    state = optimizer.state_dict()
+    optimizer.close()
+    with pytest.raises(RequestError, match="it is of SGD over Temporal, and this optimizer is Adam over Temporal"):
+        CASES["tezo-cadam"].build(model).load_state_dict(state)
+
+
 def test_a_step_without_a_closure_says_what_it_needs():
     with pytest.raises(RequestError, match=r"optimizer\.step\(lambda: loss_of\(batch\)\)"):
         CASES["tezo"].build(Regression()).step()

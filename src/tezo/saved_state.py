@@ -28,6 +28,12 @@ class SavedState(torch.optim.Optimizer):
     num_steps: int
     _update_state: dict[str, State]
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's own call, from its constructor: what is tuned is settled there."""
+        if self.param_groups:
+            raise RequestError("add_param_group: what is tuned is settled by `targets`; make another optimizer.")
+        super().add_param_group(param_group)
+
     def writes(self, moving: MovingParameter) -> bool:
         """Whether this method ever changes the stored tensor of a parameter."""
         folds = self.perturbation.interval is not None and isinstance(moving, InForward) and moving.folds_into_weight
@@ -41,6 +47,7 @@ class SavedState(torch.optim.Optimizer):
         change = {name: dict(moving.state()) for name, moving in self.moving.items()}
         return {
             "param_groups": super().state_dict()["param_groups"],
+            "rule": self._rule,
             "num_steps": self.num_steps,
             "seed": self.seed,
             "basis": self.perturbation.state(),
@@ -51,6 +58,8 @@ class SavedState(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Puts a `state_dict` back; torch's own would cast float32 state to a bf16 parameter's dtype."""
+        if state_dict.get("rule", self._rule) != self._rule:
+            raise RequestError(f"state_dict: it is of {state_dict['rule']}, and this optimizer is {self._rule}.")
         names = set(state_dict["change"])
         if names != set(self.moving):
             odd = sorted(names ^ set(self.moving))[0]
@@ -61,6 +70,10 @@ class SavedState(torch.optim.Optimizer):
         self._load_moments(state_dict["update"])
         self.perturbation.load_state(state_dict["basis"])
         self._load_changes(state_dict["change"], self.num_steps)
+
+    @property
+    def _rule(self) -> str:
+        return f"{type(self.update).__name__} over {type(self.perturbation).__name__}"
 
     def tuned_state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that training changes: coefficients, and weights where they are written."""

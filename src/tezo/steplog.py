@@ -104,6 +104,19 @@ def read_log(path: Path) -> LogContents:
     return LogContents(header, steps, start + size * len(steps), len(data))
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a step log alone.
+
+    Raises:
+        RequestError: it is no step log, or its header is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            return _read_head(path, file.read(MOST_HEADER))[0]
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
+
+
 def _read_head(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
     fault = RequestError(f"{path} is not a step log, or its header is damaged; go on from a copy, or start again.")
     start = len(MAGIC) + _HEAD.size

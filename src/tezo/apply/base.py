@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ class MovingParameter(ABC):
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        if any(other.target.parameter is target.parameter and other.state() for other in _open):
+            raise RequestError(
+                f"{target.name} has been tuned by another optimizer, whose change is not in the weights; call that "
+                "one's merge() to keep it, or close() to drop it."
+            )
+        _open.add(self)
         self._handles: list[RemovableHandle | Interception] = []
         self._moment = Moment(0, 0)
         self._rounding: torch.Generator | None = None
@@ -83,6 +90,7 @@ class MovingParameter(ABC):
         """Leaves the module as it was found, but for the trained values in stored tensors."""
         for handle in self._handles:
             handle.remove()
+        _open.discard(self)
 
     @property
     def weight(self) -> Tensor:
@@ -113,6 +121,10 @@ class MovingParameter(ABC):
                 parameter.device, seed=moment.seed, step=moment.step, name=self.target.name, role="rounding"
             )
         return self._rounding
+
+
+_open: WeakSet[MovingParameter] = WeakSet()
+"""Those that are not closed."""
 
 
 def require_writable(target: Target, reason: str) -> None:

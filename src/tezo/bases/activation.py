@@ -6,6 +6,7 @@ the gradient than a random one, and of that the part which the rows of a batch a
 the outputs, of which forward passes reveal nothing, stays random.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -188,10 +189,11 @@ def recording(
     Padding is what a mask of two dimensions in the model's call says it is. Yields how often the model was called.
     """
     masks: list[Tensor | None] = []
+    parameters = list(inspect.signature(model.forward).parameters)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module, args
-        mask = kwargs.get("attention_mask")
+        del module
+        mask = (dict(zip(parameters, args, strict=False)) | kwargs).get("attention_mask")
         masks.append(mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None)
 
     def record(sketch: Sketch) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

@@ -24,8 +24,8 @@ def export(
 ) -> None:
     """Write a run's result elsewhere: its LoRA adapter, or the whole model with everything merged in."""
     quiet_libraries()
+    from tezo.cli.runs import open_base
     from tezo.export import save_model
-    from tezo.job import load
     from tezo.models import load_model
 
     config = _asked(run, output, form)
@@ -34,15 +34,15 @@ def export(
         loaded = load_model(str(folder / "model"), kind=config.model.kind, dtype=config.model.dtype)
         save_model(loaded.model, loaded.tokenizer, output)
     elif config.model.peft != "none":
-        _export_peft(load(config), folder / "adapter", output, form)
+        _export_peft(open_base(folder, config), folder / "adapter", output, form)
     else:
-        _export_own(load(config), folder / "adapter", output, form, base=config.model.name)
+        _export_own(open_base(folder, config), folder / "adapter", output, form, base=config.model.name)
     print(f"{form}: {output}")
 
 
 def _asked(run: str, output: Path, form: str) -> "Config":
     """The run's configuration, if what is asked of it can be done."""
-    from tezo.cli.runs import is_run, run_config
+    from tezo.cli.runs import is_run, no_result, run_config
     from tezo.errors import RequestError
 
     if not is_run(run):
@@ -57,6 +57,8 @@ def _asked(run: str, output: Path, form: str) -> "Config":
             f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "
             "use --format lora."
         )
+    if not any((Path(run) / name).is_dir() for name in ("adapter", "model")):
+        raise no_result(run)
     if form == "lora" and not (Path(run) / "adapter").is_dir():
         raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
     return config

@@ -7,9 +7,12 @@ from tezo.adapters import open_adapter
 from tezo.config import overlay, parse_config, read_config
 from tezo.errors import RequestError
 from tezo.export import attach_adapter, load_adapter
+from tezo.fingerprint import check_model
 from tezo.job import load
 from tezo.models import LoadedModel
 from tezo.recipe import Config
+from tezo.runs import LOG
+from tezo.steplog import read_header
 
 
 def is_run(name: str) -> bool:
@@ -29,13 +32,25 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
     return parse_config(config)
 
 
+def open_base(folder: Path, config: Config) -> LoadedModel:
+    """The base that a run's adapter belongs to; an error where it is as it was but for its weights."""
+    loaded, log = load(config), folder / LOG
+    own = read_config(folder / "config.yaml", []).model
+    alike = (own.dtype, own.quantization) == (config.model.dtype, config.model.quantization)
+    if alike and log.is_file():
+        header = read_header(log)
+        if header.get("device") == loaded.device.type:
+            check_model(header, loaded.fingerprint)
+    return loaded
+
+
 def open_model(name: str, config: Config) -> LoadedModel:
     """The tuned model of a run folder (the base with its adapter, or the saved model), or a base model."""
     folder = Path(name)
     if not is_run(name):
         return load(config)
     if (folder / "adapter").is_dir():
-        loaded = load(config)
+        loaded = open_base(folder, config)
         if config.model.peft != "none":
             return open_adapter(loaded, folder / "adapter")
         attach_adapter(loaded.model, load_adapter(folder / "adapter"))
@@ -43,6 +58,11 @@ def open_model(name: str, config: Config) -> LoadedModel:
     if (folder / "model").is_dir():
         settings = [("model.name", str(folder / "model")), ("model.dtype", config.model.dtype)]
         return load(read_config(folder / "config.yaml", settings))
-    raise RequestError(
+    raise no_result(name)
+
+
+def no_result(name: str) -> RequestError:
+    """Of a run that left neither an adapter nor a model."""
+    return RequestError(
         f"{name} has neither adapter/ nor model/: the run did not end; `tezo train --output {name} --resume` goes on."
     )
