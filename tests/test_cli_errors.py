@@ -202,40 +202,6 @@ def test_a_recipe_that_is_none(home, tmp_path, text, parts):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("method", ["adam", "mezo-norm", "lozo-m", "mezo-adam", "zo-adamu"])
-def test_running_means_are_checked_for_every_method(attempt, method):
-    beta = ("method.betas=[0.9, 1.0]", ["method.betas", "1.0"])
-    single = ("method.beta=1.0", ["method.beta", "1.0"])
-    fault, parts = {"mezo-norm": single, "lozo-m": single, "zo-adamu": ("method.eps=-1", ["method.eps", "-1"])}.get(
-        method, beta
-    )
-    rank = 4 if method == "lozo-m" else None
-    refused(attempt("--method", method, "--set", fault, method__rank=rank), *parts)
-
-
-def test_settings_of_rows_that_there_are_not(attempt, home):
-    refused(attempt(data="text.jsonl", train__order="stratified"), "train.order", "no labels", "shuffled")
-    refused(attempt("--test", home / "rows.jsonl", train__patience=1), "train.patience", "no dev rows", "data.dev")
-    for more in (("--data", home / "nowhere.jsonl"), ("--shots", 2), ("--calibrate",)):
-        refused(tezo("eval", home / "run", "--probe", *more), "--probe", "data.test")
-
-
-def test_a_chat_template_that_refuses_a_conversation(attempt, home, tmp_path):
-    folder = broken_model(home, tmp_path)
-    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
-    (folder / "chat_template.jinja").write_text(template)
-    rows = [{"messages": [{"role": "system", "content": "be kind"}, {"role": "assistant", "content": "good"}]}] * 4
-    data = write_rows(tmp_path / "system.jsonl", rows)
-    refused(attempt(model=folder, data=data), "data.messages", "system", "no system role")
-
-
-def test_a_folder_that_cannot_be_written_is_a_sentence(home, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("mine")
-    done = tezo("predict", home / "run", "--input", home / "rows.jsonl", "--output", file / "answers.jsonl")
-    assert done.code != 0 and "Traceback" not in done.err and str(file) in done.err
-
-
 def test_an_output_folder_in_use(home, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
@@ -306,21 +272,6 @@ def test_a_run_that_did_not_end(home, tmp_path):
     for form in ("lora", "merged"):
         refused(tezo("export", run, "--format", form, "--output", tmp_path / "out"), run, "did not end", "--resume")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_base_that_was_changed_under_a_run(home, tmp_path):
-    base = broken_model(home, tmp_path)
-    assert train(base, home / "rows.jsonl", tmp_path / "run").code == 0
-    weights = load_file(base / "model.safetensors")
-    weights["model.decoder.layers.1.fc2.weight"] += 1
-    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    rows, out = home / "rows.jsonl", tmp_path / "out"
-    for command in (("eval", "--data", rows), ("predict", "--input", rows, "--output", out),
-                    ("export", "--format", "merged", "--output", out)):  # fmt: skip
-        refused(tezo(command[0], tmp_path / "run", *command[1:]), "model.name", "weights are not those")
-    moved = tezo("eval", tmp_path / "run", "--data", rows, "--set", f"model.name={home / 'opt'}")
-    assert moved.code == 0, moved.err
-    assert not out.exists()
 
 
 @pytest.mark.parametrize("count", [0, -3, 500])

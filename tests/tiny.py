@@ -135,3 +135,10 @@ def lm_loss(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
         return F.cross_entropy(logits.flatten(0, 1), ids[:, shift:].flatten())
 
     return loss
+
+
+def sines(a_IR: Tensor, b_IR: Tensor) -> Tensor:
+    """Of the angles between two subspaces."""
+    a, b = (torch.linalg.qr(x.double())[0] for x in (a_IR, b_IR))
+    cosines = torch.linalg.svdvals(a.T @ b)
+    return (1 - cosines.clamp_max(1).square()).sqrt()

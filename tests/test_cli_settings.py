@@ -1,0 +1,76 @@
+"""Settings that fit no rule, no rows or no base are refused in a sentence, before anything is written."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from folders import completion_rows, label_rows, model_folder, refused, tezo, train, write_rows
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("home")
+    model_folder(root, "opt")
+    write_rows(root / "rows.jsonl", label_rows(12))
+    write_rows(root / "text.jsonl", completion_rows(8))
+    assert train(root / "opt", root / "rows.jsonl", root / "run").code == 0
+    return root
+
+
+@pytest.mark.parametrize("method", ["adam", "mezo-norm", "lozo-m", "mezo-adam", "zo-adamu"])
+def test_running_means_are_checked_for_every_method(home, tmp_path, method):
+    beta = ("method.betas=[0.9, 1.0]", ["method.betas", "1.0"])
+    single = ("method.beta=1.0", ["method.beta", "1.0"])
+    fault, parts = {"mezo-norm": single, "lozo-m": single, "zo-adamu": ("method.eps=-1", ["method.eps", "-1"])}.get(
+        method, beta
+    )
+    rank = 4 if method == "lozo-m" else None
+    done = train(
+        home / "opt", home / "rows.jsonl", tmp_path / "out", "--method", method, "--set", fault, method__rank=rank
+    )
+    refused(done, *parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_rows_that_there_are_not(home, tmp_path):
+    model, out = home / "opt", tmp_path / "out"
+    done = train(model, home / "text.jsonl", out, train__order="stratified")
+    refused(done, "train.order", "no labels", "shuffled")
+    done = train(model, home / "rows.jsonl", out, "--test", home / "rows.jsonl", train__patience=1)
+    refused(done, "train.patience", "no dev rows", "data.dev")
+    assert not out.exists()
+    for more in (("--data", home / "nowhere.jsonl"), ("--shots", 2), ("--calibrate",)):
+        refused(tezo("eval", home / "run", "--probe", *more), "--probe", "data.test")
+
+
+def test_a_chat_template_that_refuses_a_conversation(home, tmp_path):
+    folder = Path(shutil.copytree(home / "opt", tmp_path / "model"))
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    (folder / "chat_template.jinja").write_text(template)
+    rows = [{"messages": [{"role": "system", "content": "be kind"}, {"role": "assistant", "content": "good"}]}] * 4
+    data = write_rows(tmp_path / "system.jsonl", rows)
+    refused(train(folder, data, tmp_path / "out"), "data.messages", "system", "no system role")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_was_changed_under_a_run(home, tmp_path):
+    base = Path(shutil.copytree(home / "opt", tmp_path / "model"))
+    assert train(base, home / "rows.jsonl", tmp_path / "run").code == 0
+    weights = load_file(base / "model.safetensors")
+    weights["model.decoder.layers.1.fc2.weight"] += 1
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    rows, out = home / "rows.jsonl", tmp_path / "out"
+    for command in (("eval", "--data", rows), ("predict", "--input", rows, "--output", out),
+                    ("export", "--format", "merged", "--output", out)):  # fmt: skip
+        refused(tezo(command[0], tmp_path / "run", *command[1:]), "model.name", "weights are not those")
+    moved = tezo("eval", tmp_path / "run", "--data", rows, "--set", f"model.name={home / 'opt'}")
+    assert moved.code == 0, moved.err
+    assert not out.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(home, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    done = tezo("predict", home / "run", "--input", home / "rows.jsonl", "--output", file / "answers.jsonl")
+    assert done.code != 0 and "Traceback" not in done.err and str(file) in done.err

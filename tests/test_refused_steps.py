@@ -1,0 +1,71 @@
+"""Steps that would train nothing, or noise, are refused: the model cannot see what is shown, or another moves it."""
+
+import pytest
+import torch
+from cases import CASES, choose, effective_weights, every_method
+from tiny import Regression, lm_loss, tiny_opt, tokens
+
+from tezo import RequestError
+
+BESIDE = [name for name in CASES if CASES[name].low_rank and name != "tezo-adam"]
+"""Methods that keep what they train beside the weights."""
+
+
+@every_method
+@pytest.mark.parametrize("end", ["close", "merge"])
+def test_a_closed_optimizer_takes_no_step(case, end):
+    model = tiny_opt()
+    optimizer = case.build(model, lr=1e-2)
+    optimizer.step(lm_loss(model, tokens()))
+    getattr(optimizer, end)()
+    with pytest.raises(RequestError, match="closed, or merged"):
+        optimizer.step(lm_loss(model, tokens()))
+    assert optimizer.num_steps == 1
+
+
+@every_method
+def test_a_closure_that_cannot_see_what_is_shown_is_refused(case):
+    model, other = tiny_opt(), tiny_opt(seed=1)
+    optimizer = case.build(model, lr=1e-2)
+    before = effective_weights(optimizer)
+    with pytest.raises(RequestError, match=r"runs none of the modules that are tuned, model\.decoder\.layers\.0"):
+        optimizer.step(lm_loss(other, tokens()))
+    torch.testing.assert_close(effective_weights(optimizer), before, rtol=0, atol=0)
+    assert optimizer.num_steps == 0
+
+
+@choose(*BESIDE, "tezo-adam")
+def test_a_second_optimizer_does_not_lose_what_the_first_trained(case):
+    model = tiny_opt()
+    first = case.build(model, lr=1e-2)
+    case.build(model).close()  # nothing is trained yet
+    first.step(lm_loss(model, tokens()))
+    trained = lm_loss(model, tokens())().item()
+    if case.name in BESIDE:  # not in the weights
+        with pytest.raises(RequestError, match=r"k_proj\.weight has been tuned by another optimizer"):
+            case.build(model)
+        assert lm_loss(model, tokens())().item() == trained
+    first.merge()
+    assert lm_loss(model, tokens())().item() == pytest.approx(trained, rel=1e-10)
+    case.build(model).step(lm_loss(model, tokens()))
+
+
+@choose("tezo", "mezo")
+def test_a_model_that_was_compiled_and_run_before_is_refused(case):
+    torch._dynamo.reset()
+    model = Regression()
+    compiled = torch.compile(model.layer, backend="eager")
+
+    def loss():
+        return (compiled(model.x) - model.y).square().mean()
+
+    with torch.no_grad():
+        loss()  # hooks that are made later are not in what was compiled
+    with pytest.raises(RequestError, match="a compiled one only after"):
+        case.build(model).step(loss)
+    if case.low_rank:  # dense noise is drawn by what torch.compile does not follow
+        torch._dynamo.reset()
+        optimizer = case.build(model)
+        optimizer.step(loss)
+        assert optimizer.last_step.projected_grads != (0.0,)
+    torch._dynamo.reset()

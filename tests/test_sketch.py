@@ -1,0 +1,74 @@
+"""A sketch finds the leading directions of the vectors that pass by, however many there are."""
+
+import pytest
+import torch
+from tiny import sines
+from torch import Tensor
+
+from tezo.bases.sketch import EXACT, Sketch, width
+
+RANK = 4
+
+
+def decaying(size: int, count: int, seed: int = 0) -> Tensor:
+    """(count, size): vectors whose singular values fall by a third from one direction to the next."""
+    draw = torch.Generator().manual_seed(seed)
+    turn, _ = torch.linalg.qr(torch.randn(size, size, generator=draw, dtype=torch.float64))
+    scale = torch.tensor(1.5, dtype=torch.float64) ** -torch.arange(size, dtype=torch.float64).clamp_max(40)
+    return (torch.randn(count, size, generator=draw, dtype=torch.float64) * scale) @ turn
+
+
+def test_a_sketch_that_keeps_all_second_moments_is_their_eigendecomposition():
+    x = decaying(60, 300)
+    sketch = Sketch(60, width(60, RANK), x.device, x.dtype, "x")
+    for part in x.split(37):  # however the vectors come
+        sketch.add(part)
+    found, moments = sketch.leading(RANK, centred=False)
+    _, singular, right = torch.linalg.svd(x, full_matrices=False)
+    assert sines(found, right[:RANK].T).max() < 1e-6
+    torch.testing.assert_close(moments, singular[:RANK].square(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.T @ found, torch.eye(RANK, dtype=torch.float64), rtol=0, atol=1e-7)
+    assert (found.gather(0, found.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+def test_a_narrow_sketch_finds_the_same_directions_in_a_fraction_of_the_memory():
+    size = EXACT + 200
+    x = decaying(size, 400)
+    columns = width(size, RANK)
+    assert columns <= size // 16
+    sketch = Sketch(size, columns, x.device, x.dtype, "x")
+    sketch.add(x)
+    found, moments = sketch.leading(RANK, centred=False)
+    _, singular, right = torch.linalg.svd(x, full_matrices=False)
+    assert sines(found, right[:RANK].T).max() < 1e-3
+    torch.testing.assert_close(moments, singular[:RANK].square(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [96, EXACT + 100])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_fewer_vectors_than_a_sketch_has_columns_lose_nothing(dtype, size, mean):
+    """As a layer sees them that is called once a row; the sums are then far from full rank."""
+    few, rank = 24, 40  # more directions than there are vectors
+    x = decaying(size, few) + mean
+    sketch = Sketch(size, width(size, rank), x.device, dtype, "x")
+    sketch.add(x.to(dtype))
+    for centred in (False, True):
+        found, moments = sketch.leading(rank, centred=centred)
+        true = x - x.mean(0) if centred else x
+        reached = (true @ found[:, :8]).square().sum() / torch.linalg.svdvals(true)[:8].square().sum()
+        # the mean is taken out of sums that were rounded with it in them, here a thousand times the largest moment
+        assert reached > (0.9999 if mean == 0 or not centred or dtype == torch.float64 else 0.99)
+        torch.testing.assert_close(found.T @ found, torch.eye(rank, dtype=torch.float64), rtol=0, atol=1e-6)
+        assert (moments[few:] == 0).all() and (moments[:4] > 0).all()
+
+
+def test_about_the_mean_is_about_the_mean():
+    x = decaying(30, 200) + 5.0
+    sketch = Sketch(30, 30, x.device, x.dtype, "x")
+    sketch.add(x)
+    found, _ = sketch.leading(RANK, centred=True)
+    right = torch.linalg.svd(x - x.mean(0), full_matrices=False)[2]
+    assert sines(found, right[:RANK].T).max() < 1e-5
+    mean = torch.nn.functional.normalize(x.mean(0), dim=0)
+    assert (found.T @ mean).abs().max() < 0.5 < (sketch.leading(RANK, centred=False)[0].T @ mean).abs().max()
