@@ -52,9 +52,6 @@ _KEYS = {
 }
 
 
-_HELD = "dev and test rows"
-
-
 def check_complete(header: Mapping[str, Any]) -> None:
     """An error where a log's header has not all that `log_header` writes."""
     if not all(isinstance(header.get(key), kind) for key, kind in _KEYS.items()):
@@ -86,7 +83,8 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
                 f"{key} is {now.get(key)!r}, and the run began with {before.get(key)!r}; give what it began with, "
                 "or another --output."
             )
-    for key, what in (("rows", "training rows"), ("answers", "answers of its training rows"), ("held_rows", _HELD)):
+    parts = {"rows": "training rows", "answers": "answers of its training rows", "held_rows": "dev and test rows"}
+    for key, what in parts.items():
         if found.get(key, own[key]) != own[key]:  # a run of an earlier version has but the first
             raise RequestError(f"data: the {what} are not those that the run began with; put them back.")
     check_model(found, own["model"])

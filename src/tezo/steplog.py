@@ -112,7 +112,7 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            return _read_head(path, file.read(MOST_HEADER))[0]
+            return _read_head(path, file.read(len(MAGIC) + _HEAD.size + MOST_HEADER + _CRC.size))[0]
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
 
