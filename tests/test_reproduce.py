@@ -4,16 +4,19 @@ import csv
 import json
 import re
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from folders import refused, tezo
 from task_folders import write_task
 
-from tezo.config import parse_config
+from tezo.config import overlay, parse_config
 from tezo.reproduce import TABLES, Cell, find_table, make_grid, write_tables
 from tezo.reproduce.layout import tied_with_the_best
-from tezo.reproduce.results import Entry, all_cells, entries
+from tezo.reproduce.results import Entry, all_cells, entries, is_finished
+from tezo.reproduce.runs import run_cell
+from tezo.reproduce.small import small_model
 from tezo.tasks import TASKS
 
 
@@ -148,7 +151,7 @@ def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, n
 def test_a_model_of_the_users_is_never_written(tmp_path, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = small("study", tmp_path / "out", data, "--model", "absent/model", "--only", "mezo,sst2-16")
-    assert done.code == 0 and "failed: model.name" in done.out
+    assert done.code == 1 and "failed: model.name" in done.out
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -179,15 +182,29 @@ def test_a_second_start_runs_what_is_missing_alone(tmp_path, data):
     refused(small("llama-7b", tmp_path / "used", data), "output", "in use")
 
 
-def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, data):
-    root = tmp_path / "data"
+def test_a_cell_that_cannot_run_is_named_the_others_go_on_and_it_is_tried_again(tmp_path, data):
+    root, output = tmp_path / "data", tmp_path / "out"
     root.mkdir()
     (root / "rte").symlink_to(data / "rte")
-    done = small("llama-7b", tmp_path / "out", root, "--only", "mezo,rte,wic")
-    assert done.code == 0, done.err
+    done = small("llama-7b", output, root, "--only", "mezo,rte,wic")
+    assert done.code == 1 and "1 runs could not be run" in done.err
     assert "wic" in done.out and "failed: data.dir" in done.out
-    line = next(line for line in (tmp_path / "out/table.md").read_text().splitlines() if line.startswith("| MeZO"))
-    assert "failed (60.5)" in line and "(69.0)" in line
+    line = next(line for line in body_of(output) if line.startswith("| MeZO"))
+    assert "- (60.5)" in line and "(69.0)" in line
+    (root / "wic").symlink_to(data / "wic")
+    again = small("llama-7b", output, root, "--only", "mezo,rte,wic")
+    assert again.code == 0 and "2 runs, 1 of them finished" in again.out, again.err
+    assert "- (" not in next(line for line in body_of(output) if line.startswith("| MeZO"))
+
+
+def test_a_loss_that_is_no_number_ends_a_run_for_good(tmp_path, data):
+    grid = make_grid(find_table("llama-7b"), model=None, small=True, data_dir=str(data), only=["mezo", "rte"])
+    (cell,) = grid.search()
+    small_model("causal", tmp_path / "model")
+    tree = overlay(cell.tree, [("model.name", str(tmp_path / "model")), ("method.lr", 1e30), ("train.steps", 3)])
+    fault = run_cell(replace(cell, tree=tree), str(tmp_path / "run"), "cpu")
+    assert "the loss is" in fault and (tmp_path / "run/failed.txt").read_text().strip() == fault
+    assert is_finished(tmp_path / "run")
 
 
 def test_the_learning_rate_is_chosen_by_the_dev_loss_and_seeds_are_averaged(tmp_path):

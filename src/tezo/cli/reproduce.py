@@ -27,6 +27,7 @@ def reproduce(
     plan: Annotated[bool, typer.Option("--plan", help="Say what would be run, and run nothing.")] = False,
 ) -> None:
     """Run a table of accuracies cell by cell, and write it beside the published numbers."""
+    from tezo.errors import RunError
     from tezo.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo.reproduce.small import small_model
 
@@ -40,9 +41,13 @@ def reproduce(
     prepare_output(grid, output)
     if own is not None and model is None and not Path(own).exists():
         small_model(chosen.kind, Path(own))
-    run_grid(grid, output, devices.split(","), print)
+    stopped = run_grid(grid, output, devices.split(","), print)
     for path in write_tables(grid, output):
         print(f"written: {path}")
+    if stopped:
+        raise RunError(
+            f"{stopped} runs could not be run, for the reasons above; mend them, and start it again as it is."
+        )
 
 
 def _show(grid: "Grid") -> None:

@@ -12,8 +12,7 @@ from tezo.tasks import task
 from tezo.untrusted import own_object
 
 SUMMARY, FAILED = "summary.json", "failed.txt"
-"""In the folder of a run that is over: what it showed, or why it could not be finished. Delete the latter to try again.
-"""
+"""In the folder of a run that is over: what it showed, or how its loss came to be no number."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ class Entry:
         published: percent; None: there is no such number.
         values: percent, one a seed, at the learning rate that was chosen; empty: nothing finished.
         rate: that learning rate: the one with the lowest mean dev loss on the seeds of the search.
-        failed: runs that failed, at any rate.
-        missing: runs that are not finished.
+        failed: runs whose loss came to be no number, at any rate.
+        missing: runs that are not over.
     """
 
     line: Line

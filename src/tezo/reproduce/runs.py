@@ -14,7 +14,7 @@ import torch
 from transformers.utils import logging
 
 from tezo.config import overlay, parse_config
-from tezo.errors import RequestError, RunError, TezoError
+from tezo.errors import NonFiniteLossError, RequestError, RunError, TezoError
 from tezo.evaluate import Metrics, measure
 from tezo.job import load
 from tezo.probe import probe
@@ -27,8 +27,11 @@ from tezo.train import train
 from tezo.untrusted import own_object
 
 
-def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> None:
+def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> int:
     """Runs what is missing: the search, then the other seeds; what was begun and not finished goes on.
+
+    Returns how many runs were stopped by what is not their own doing, such as rows or a model that cannot be read:
+    they count as missing. Where any run of the search was, the other seeds wait, for the rate is not chosen yet.
 
     Args:
         grid: what to run.
@@ -39,17 +42,17 @@ def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[s
     Raises:
         RunError: a process died; run the command again.
     """
-    _run(grid.search(), output, devices, tell)
-    _run(grid.rest(chooser(grid, output)), output, devices, tell)
+    stopped = _run(grid.search(), output, devices, tell)
+    return stopped or _run(grid.rest(chooser(grid, output)), output, devices, tell)
 
 
-def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> None:
+def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> int:
     planned = list(cells)
     missing = [cell for cell in planned if not is_finished(output / cell.folder)]
     if planned:
         tell(f"{len(planned)} runs, {len(planned) - len(missing)} of them finished")
     if not missing:
-        return
+        return 0
     context, cpus = multiprocessing.get_context("spawn"), sum(not device.startswith("cuda") for device in devices)
     pools = [
         ProcessPoolExecutor(1, mp_context=context, initializer=_begin_process, initargs=(cpus,)) for _ in devices
@@ -62,6 +65,7 @@ def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Call
         for number, job in enumerate(as_completed(jobs), start=1):
             fault = job.result()
             tell(f"{number}/{len(missing)} {jobs[job].folder}" + (f": failed: {fault}" if fault else ""))
+        return sum(not is_finished(output / cell.folder) for cell in missing)
     except BrokenExecutor as error:
         raise RunError(f"a run's process died ({error}); the same command goes on from here.") from None
     finally:
@@ -103,7 +107,7 @@ def prepare_output(grid: Grid, output: Path) -> None:
 
 
 def run_cell(cell: Cell, folder: str, device: str) -> str | None:
-    """One run, in this process; None, or why it failed, which is also written into its folder."""
+    """One run, in this process; None, or why it failed. What would fail so again is noted in its folder."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     path = Path(folder)
@@ -115,9 +119,10 @@ def run_cell(cell: Cell, folder: str, device: str) -> str | None:
             train(config, path, resume=True)
         else:
             _write_summary(path, *(_probed(config) if cell.line.how == "probe" else _as_it_is(config)))
-    except TezoError as error:
-        path.mkdir(parents=True, exist_ok=True)
+    except NonFiniteLossError as error:
         (path / FAILED).write_text(f"{error}\n", encoding="utf-8")
+        return str(error)
+    except TezoError as error:
         return str(error)
     return None
 
