@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,8 +77,20 @@ def test_a_run_that_never_got_better_ends_with_its_base(home, tmp_path, name):
 def test_a_finished_run_is_not_taken_again(home, tmp_path):
     summary = train(config(home), tmp_path / "run")
     before = contents(tmp_path / "run")
-    assert train(config(home), tmp_path / "run", resume=True) == summary
+    assert train(config(home, keep_checkpoints=1), tmp_path / "run", resume=True) == summary
+    with pytest.raises(RequestError, match=r"train.steps is 20, and the run began with 9"):
+        train(config(home, steps=20), tmp_path / "run", resume=True)
     assert contents(tmp_path / "run") == before
+
+
+def test_a_finished_run_is_known_by_a_recipe_that_left_things_to_it(home, tmp_path):
+    made = config(home)
+    left = replace(made, method=replace(made.method, options={**made.method.options, "lr": "auto"}))
+    summary = train(left, tmp_path / "run")
+    assert train(left, tmp_path / "run", resume=True) == summary
+    words = replace(left, data=replace(left.data, label_words={"good": "fine", "bad": "bad"}))
+    with pytest.raises(RequestError, match=r"data\.label_words"):
+        train(words, tmp_path / "run", resume=True)
 
 
 def test_another_run_does_not_go_on_in_its_place(home, tmp_path):

@@ -9,7 +9,7 @@ from tezo.config import to_tree
 from tezo.errors import RequestError
 from tezo.job import Job
 from tezo.machine import versions
-from tezo.methods import Tuner
+from tezo.methods import AUTO, Tuner
 from tezo.objectives import Encoded
 from tezo.recipe import Config, DataConfig, ModelConfig
 
@@ -24,6 +24,9 @@ FREE = frozenset(
     }
 )
 """Settings that may change while a run is under way: they don't change what it computes on one device."""
+
+SETTLED = {"data.shape": "auto", "data.template": None, "data.label_words": None, "method.lr": AUTO}
+"""What a run settles by itself, and how it is left open."""
 
 
 def log_header(job: Job) -> dict[str, Any]:
@@ -76,19 +79,31 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
         optimizer: of what is to go on.
     """
     check_complete(found)
-    before, now = _defaults() | _flat(found["config"]), _flat(own["config"])
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            raise RequestError(
-                f"{key} is {now.get(key)!r}, and the run began with {before.get(key)!r}; give what it began with, "
-                "or another --output."
-            )
+    _check_settings(_defaults() | _flat(found["config"]), _flat(own["config"]))
     parts = {"rows": "training rows", "answers": "answers of its training rows", "held_rows": "dev and test rows"}
     for key, what in parts.items():
         if found.get(key, own[key]) != own[key]:  # a run of an earlier version has but the first
             raise RequestError(f"data: the {what} are not those that the run began with; put them back.")
     check_model(found, own["model"])
     return check_place(found, own, optimizer)
+
+
+def check_unchanged(ended: Config, asked: Config) -> None:
+    """An error where a run that has ended, with its settings resolved, is not the one that is asked for."""
+    now = _flat(to_tree(asked))
+    left_open = {key for key, value in SETTLED.items() if key in now and now[key] == value}
+    before, now = ({key: value for key, value in of.items() if key not in left_open}
+                   for of in (_flat(to_tree(ended)), now))  # fmt: skip
+    _check_settings(before, now)
+
+
+def _check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            raise RequestError(
+                f"{key} is {now.get(key)!r}, and the run began with {before.get(key)!r}; give what it began with, "
+                "or another --output."
+            )
 
 
 def _defaults() -> dict[str, Any]:

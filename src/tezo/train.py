@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from tezo.checkpoint import Checkpoint
+from tezo.config import read_config
 from tezo.errors import RequestError, RunError, nearest
 from tezo.evaluate import Metrics, evaluate
+from tezo.fingerprint import check_unchanged
 from tezo.interruption import Interruption
 from tezo.job import LOSS, Job, prepare
 from tezo.machine import memory_for, peak_memory
@@ -19,7 +21,7 @@ from tezo.optimizer import ZerothOrderOptimizer
 from tezo.ranks import Ranks, join
 from tezo.recipe import Config
 from tezo.result import save_result
-from tezo.runs import Listener, Past, Progress, RunFolder
+from tezo.runs import CONFIG, Listener, Past, Progress, RunFolder
 from tezo.schedule import interval, lr_factor
 from tezo.sharing import Onlooker, check_shareable, shared_rows
 from tezo.spsa import Closure
@@ -34,6 +36,7 @@ def train(config: Config, output: Path, listeners: Sequence[Listener] = (), *, r
         output: run folder; must not exist, or be empty, unless a run is resumed.
         listeners: told of every step and evaluation; see `tezo.callbacks` for transformers' callbacks.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
+            Of one that has ended only the summary is returned.
 
     Raises:
         RequestError: the request is wrong; nothing has been written.
@@ -47,6 +50,7 @@ def train(config: Config, output: Path, listeners: Sequence[Listener] = (), *, r
     ranks.wait()
     try:
         if resume and (summary := folder.summary()) is not None:
+            check_unchanged(read_config(output / CONFIG, []), config)
             return summary
         job = prepare(config)
         check_shareable(job, ranks)
