@@ -1,5 +1,6 @@
 """Sizes of splits: what a task is trained on, chosen by and reported on, and that no row is two of these."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -92,3 +93,21 @@ def test_rows_that_are_trained_on_and_evaluated_on_are_counted(tmp_path):
     (notice,) = notices(dev=str(tmp_path / "dev.jsonl"), test=str(tmp_path / "test.jsonl"))
     assert notice.startswith("3 of the 5 dev and test rows are training rows too")
     assert not any("training rows too" in notice for notice in notices(hold_out=0.25))
+
+
+@pytest.mark.parametrize(
+    ("source", "idle"),
+    [
+        ({"task": "sst2"}, {"subset": "other"}),
+        ({"task": "sst2"}, {"template": "{sentence} It was"}),
+        ({"task": "sst2"}, {"label_words": {"0": "bad", "1": "good"}}),
+        ({"train": __file__}, {"dir": "rows"}),
+        ({"train": __file__}, {"subset": "other"}),
+        ({"train": __file__}, {"train_split": "validation"}),
+        ({"train": "owner/rows"}, {"dir": "rows"}),
+    ],
+)
+def test_a_setting_of_rows_from_elsewhere_is_refused(source, idle):
+    ((name, value),) = idle.items()
+    with pytest.raises(RequestError, match=rf"data\.{name} is {re.escape(repr(value))}, and has no meaning for"):
+        read_splits(DataConfig(**source, **idle))

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from tezo.errors import RequestError
 from tezo.recipe import DataConfig
-from tezo.tasks import Format, Row, Task, hold_out, parts, per_class, read_rows, task
+from tezo.tasks import Fields, Format, Row, Task, hold_out, parts, per_class, read_rows, task
 
 NUM_TRAIN, NUM_TEST = 1000, 1000
 """Rows of a task, as MeZO and the papers after it take them."""
@@ -33,7 +33,22 @@ class Splits:
 
 def read_splits(data: DataConfig) -> Splits:
     """All rows that are named, before any is chosen."""
+    _check_use(data)
     return Splits(training_rows(data), read_part(data, "dev"), evaluation_rows(data))
+
+
+def _check_use(data: DataConfig) -> None:
+    """An error where a setting is of rows from another source than these."""
+    if data.task is not None:
+        source, idle = f"the task {data.task}", [*(f.name for f in fields(Fields)), "subset"]
+    elif Path(str(data.train)).expanduser().is_file():
+        source, idle = "a file", ["dir", "subset", "train_split"]
+    else:
+        source, idle = "a hub data set", ["dir"]
+    for name in idle:
+        value, default = getattr(data, name), getattr(DataConfig, name)
+        if value != default:
+            raise RequestError(f"data.{name} is {value!r}, and has no meaning for {source}; leave it out.")
 
 
 def training_rows(data: DataConfig) -> list[Row]:
