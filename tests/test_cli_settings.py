@@ -69,6 +69,23 @@ def test_a_base_that_was_changed_under_a_run(home, tmp_path):
     assert not out.exists()
 
 
+def test_a_base_that_has_moved_since_the_run(home, tmp_path):
+    base = Path(shutil.copytree(home / "opt", tmp_path / "model"))
+    assert train(base, home / "rows.jsonl", tmp_path / "run").code == 0
+    for command in ("export", "replay"):
+        assert tezo(command, tmp_path / "run", "--output", tmp_path / f"{command}-before").code == 0
+    base.rename(tmp_path / "elsewhere")
+    for command, adapter in (("export", "."), ("replay", "adapter")):
+        output = tmp_path / f"{command}-after"
+        refused(tezo(command, tmp_path / "run", "--output", output), "model.name", str(base))
+        done = tezo(command, tmp_path / "run", "--output", output, "--model", tmp_path / "elsewhere")
+        assert done.code == 0, done.err
+        name = "adapter_model.safetensors"
+        after, before = (load_file(tmp_path / f"{command}-{when}" / adapter / name) for when in ("after", "before"))
+        assert after.keys() == before.keys() and all((after[key] == before[key]).all() for key in before)
+    assert str(tmp_path / "elsewhere") in (tmp_path / "export-after/adapter_config.json").read_text()
+
+
 def test_a_folder_that_cannot_be_written_is_a_sentence(home, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")

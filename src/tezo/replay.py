@@ -18,7 +18,9 @@ from tezo.steplog import LogContents, read_log
 from tezo.untrusted import own_object
 
 
-def replay(run: Path, output: Path, *, step: int | None = None, device: str = "auto") -> dict[str, Any]:
+def replay(
+    run: Path, output: Path, *, step: int | None = None, device: str = "auto", model: str | None = None
+) -> dict[str, Any]:
     """Takes the steps of a run again, without an evaluation, and saves what they lead to.
 
     Args:
@@ -26,6 +28,7 @@ def replay(run: Path, output: Path, *, step: int | None = None, device: str = "a
         output: folder for the result, new.
         step: how many steps; None: those whose parameters the run kept, or all where it did not end.
         device: to do it on. Another than the run's will do for methods that draw nothing on the device.
+        model: folder or hub name of the base, of the same weights; None: as the run names it.
 
     Raises:
         RequestError: the base model is another one, or the log does not say enough for this method and device.
@@ -34,7 +37,8 @@ def replay(run: Path, output: Path, *, step: int | None = None, device: str = "a
         raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
     contents = read_log(run / LOG)
     check_complete(contents.header)
-    config = parse_config(overlay(contents.header["config"], [("model.device", device), ("model.placement", "device")]))
+    here = [("model.device", device), ("model.placement", "device"), *([("model.name", model)] if model else [])]
+    config = parse_config(overlay(contents.header["config"], here))
     loaded = load_for_tuning(config)
     check_model(contents.header, loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, contents.header["untrained"])

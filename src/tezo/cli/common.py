@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from logging import ERROR, getLogger
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ class Options:
 options = Options()
 
 SetOption = typer.Option([], "--set", metavar="KEY=VALUE", help="Any key of a recipe, such as method.lr=1e-4.")
+BaseOption = Annotated[str | None, typer.Option("--model", help="The run's base, where it has moved since.")]
 JsonOption = typer.Option(False, "--json", help="Print JSON, for programs.")
 
 

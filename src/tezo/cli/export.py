@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tezo.cli.common import quiet_libraries
+from tezo.cli.common import BaseOption, quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.models import LoadedModel
@@ -21,6 +21,7 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
     output: Annotated[Path, typer.Option(help="Folder to write, new.")],
     form: Annotated[str, typer.Option("--format", help="lora or merged.")] = "lora",
+    model: BaseOption = None,
 ) -> None:
     """Write a run's result elsewhere: its LoRA adapter, or the whole model with everything merged in."""
     quiet_libraries()
@@ -28,7 +29,7 @@ def export(
     from tezo.export import save_model
     from tezo.models import load_model
 
-    config = _asked(run, output, form)
+    config = _asked(run, output, form, model)
     folder = Path(run)
     if not (folder / "adapter").is_dir():
         loaded = load_model(str(folder / "model"), kind=config.model.kind, dtype=config.model.dtype)
@@ -40,7 +41,7 @@ def export(
     print(f"{form}: {output}")
 
 
-def _asked(run: str, output: Path, form: str) -> "Config":
+def _asked(run: str, output: Path, form: str, model: str | None) -> "Config":
     """The run's configuration, if what is asked of it can be done."""
     from tezo.cli.runs import is_run, no_result, run_config
     from tezo.errors import RequestError
@@ -51,7 +52,7 @@ def _asked(run: str, output: Path, form: str) -> "Config":
         raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
     if form not in ("lora", "merged"):
         raise RequestError(f"format is {form!r}; it must be lora or merged.")
-    config = run_config(run, [("model.placement", "device")])
+    config = run_config(run, [("model.placement", "device"), *([("model.name", model)] if model else [])])
     if form == "merged" and config.model.quantization != "none":
         raise RequestError(
             f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "

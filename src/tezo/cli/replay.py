@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import JsonOption, print_json, quiet_libraries
+from tezo.cli.common import BaseOption, JsonOption, print_json, quiet_libraries
 
 
 def register(app: typer.Typer) -> None:
@@ -18,13 +18,14 @@ def replay(
     output: Annotated[Path, typer.Option(help="Folder to write, new.")],
     step: Annotated[int | None, typer.Option(help="How many steps; default: those that the run kept.")] = None,
     device: Annotated[str, typer.Option(help="To do it on.")] = "auto",
+    model: BaseOption = None,
     json: bool = JsonOption,
 ) -> None:
     """Make the tuned model again from its base and the run's steps.log, without data."""
     quiet_libraries()
     from tezo.replay import replay as take_again
 
-    done = take_again(run, output, step=step, device=device)
+    done = take_again(run, output, step=step, device=device, model=model)
     if json:
         print_json(done)
         return
