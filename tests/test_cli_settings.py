@@ -1,6 +1,9 @@
 """Settings that fit no rule, no rows or no base are refused in a sentence, before anything is written."""
 
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,16 @@ def test_a_base_that_has_moved_since_the_run(home, tmp_path):
         after, before = (load_file(tmp_path / f"{command}-{when}" / adapter / name) for when in ("after", "before"))
         assert after.keys() == before.keys() and all((after[key] == before[key]).all() for key in before)
     assert str(tmp_path / "elsewhere") in (tmp_path / "export-after/adapter_config.json").read_text()
+
+
+@pytest.mark.parametrize("form", ["lora", "merged"])
+def test_an_export_that_does_not_fit_leaves_nothing(home, tmp_path, form):
+    command = ("export", home / "run", "--output", tmp_path / "out", "--format", form)
+    limit = (resource.RLIMIT_FSIZE, (4096, 4096))
+    done = subprocess.run([sys.executable, "-m", "tezo", *map(str, command)], capture_output=True, text=True,
+                          preexec_fn=lambda: resource.setrlimit(*limit))  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr and str(tmp_path / "out") in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(home, tmp_path):

@@ -29,9 +29,9 @@ def storing(path: Path) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return "the disk is full; make room, then go on with --resume"
+            return "the disk is full; make room, then start again, a run with --resume"
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return "its folder is gone; put it back, then go on with --resume"
+            return "its folder is gone; put it back, then start again, a run with --resume"
         return f"{error.strerror or error}"
     return " ".join(str(error).split())[:200]
 

@@ -1,5 +1,8 @@
 """`tezo export`."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,19 +28,11 @@ def export(
 ) -> None:
     """Write a run's result elsewhere: its LoRA adapter, or the whole model with everything merged in."""
     quiet_libraries()
-    from tezo.cli.runs import open_base
-    from tezo.export import save_model
-    from tezo.models import load_model
+    from tezo.durable import new_folder
 
-    config = _asked(run, output, form, model)
-    folder = Path(run)
-    if not (folder / "adapter").is_dir():
-        loaded = load_model(str(folder / "model"), kind=config.model.kind, dtype=config.model.dtype)
-        save_model(loaded.model, loaded.tokenizer, output)
-    elif config.model.peft != "none":
-        _export_peft(open_base(folder, config), folder / "adapter", output, form)
-    else:
-        _export_own(open_base(folder, config), folder / "adapter", output, form, base=config.model.name)
+    write = _writer(Path(run), _asked(run, output, form, model), form)
+    with new_folder(output) as folder:
+        write(folder)
     print(f"{form}: {output}")
 
 
@@ -65,27 +60,43 @@ def _asked(run: str, output: Path, form: str, model: str | None) -> "Config":
     return config
 
 
-def _export_own(loaded: "LoadedModel", saved: Path, output: Path, form: str, *, base: str) -> None:
-    from tezo.export import load_adapter, merge_adapter, save_adapter, save_model
+def _writer(run: Path, config: "Config", form: str) -> Callable[[Path], None]:
+    """What writes the export into a folder; models are opened before."""
+    from tezo.cli.runs import open_base
+    from tezo.models import load_model
+
+    if not (run / "adapter").is_dir():
+        return _model_writer(load_model(str(run / "model"), kind=config.model.kind, dtype=config.model.dtype))
+    loaded = open_base(run, config)
+    if config.model.peft != "none":
+        return _peft_writer(loaded, run / "adapter", form)
+    return _own_writer(loaded, run / "adapter", form, base=config.model.name)
+
+
+def _model_writer(loaded: "LoadedModel") -> Callable[[Path], None]:
+    from tezo.export import save_model
+
+    return partial(save_model, loaded.model, loaded.tokenizer)
+
+
+def _own_writer(loaded: "LoadedModel", saved: Path, form: str, *, base: str) -> Callable[[Path], None]:
+    from tezo.export import load_adapter, merge_adapter, save_adapter
 
     adapter = load_adapter(saved)
-    if form == "lora":
-        save_adapter(adapter, output, model=loaded.model, base=base)
-        print(f"vLLM: --max-lora-rank {adapter.rank} or the next that it allows")
-    else:
+    if form == "merged":
         merge_adapter(loaded.model, adapter)
-        save_model(loaded.model, loaded.tokenizer, output)
+        return _model_writer(loaded)
+    print(f"vLLM: --max-lora-rank {adapter.rank} or the next that it allows")
+    return partial(save_adapter, adapter, model=loaded.model, base=base)
 
 
-def _export_peft(loaded: "LoadedModel", adapter: Path, output: Path, form: str) -> None:
+def _peft_writer(loaded: "LoadedModel", adapter: Path, form: str) -> Callable[[Path], None]:
     from tezo.adapters import open_adapter
     from tezo.errors import RequestError
-    from tezo.export import save_model
 
     opened = open_adapter(loaded, adapter)
     if form == "lora":
-        opened.model.save_pretrained(output)
-    elif hasattr(opened.model, "merge_and_unload"):
-        save_model(opened.model.merge_and_unload(), opened.tokenizer, output)
-    else:
+        return opened.model.save_pretrained  # type: ignore[no-any-return]
+    if not hasattr(opened.model, "merge_and_unload"):
         raise RequestError("format is merged, but a prefix has no weights to merge into; use --format lora.")
+    return _model_writer(replace(opened, model=opened.model.merge_and_unload()))
