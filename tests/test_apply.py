@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from tezo import NonFiniteLossError, RequestError
 from tezo.apply import FromCopy, InForward, require_writable
+from tezo.methods import METHODS
 from tezo.params import Target
 
 STEPS = INTERVAL + 2  # past a refresh
@@ -265,3 +266,32 @@ def test_a_closure_that_raises_leaves_the_parameters_and_the_mode(case):
             optimizer.step(lambda calls=calls, failing=failing: 1 / 0 if next(calls) == failing else 1.0)
         torch.testing.assert_close(effective_weights(optimizer), before, rtol=1e-12, atol=1e-12)
     assert model.training and optimizer.num_steps == 2
+
+
+class ByName(nn.Module):
+    """Calls its modules by position, or with their inputs named."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.named = named
+        self.first, self.norm, self.last = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in (self.first, self.norm, self.last):
+            x = module(input=x) if self.named else module(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("method", ["tezo", "lozo-adam", "mezo"])
+def test_an_input_may_be_passed_by_its_name(method):
+    x, losses, saved = torch.randn(12, 16), [], []
+    for named in (False, True):
+        model = ByName(named)
+        options = {} if method == "mezo" else {"rank": 4}
+        optimizer = METHODS[method].build(model, lr=1e-2, targets=("all",), **options)
+        optimizer.watch(lambda _, model=model: model(x))
+        losses.append([optimizer.step(lambda model=model: model(x)) for _ in range(3)])
+        saved.append(effective_weights(optimizer))
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3
+    torch.testing.assert_close(saved[0], saved[1], rtol=0, atol=0)

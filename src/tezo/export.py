@@ -24,7 +24,7 @@ from tezo.apply.frozen import join
 from tezo.errors import RequestError
 from tezo.models import kind_of
 from tezo.optimizer import ZerothOrderOptimizer
-from tezo.params import layout_of, place_of
+from tezo.params import layout_of, only_input, place_of
 from tezo.tasks.formats import Kind
 from tezo.untrusted import plain_file, read_object
 
@@ -159,14 +159,14 @@ def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         place = place_of(module, weight)
         a_RI, b_OR = a_RI.to(place, dtype), b_OR.to(place, dtype)
-        handles.append(module.register_forward_hook(_adding(a_RI, b_OR)))
+        handles.append(module.register_forward_hook(_adding(a_RI, b_OR), with_kwargs=True))
     return handles
 
 
 def _adding(a_RI: Tensor, b_OR: Tensor) -> Any:
-    def add_term(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def add_term(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
         del module
-        return output + ((args[0].to(a_RI.dtype) @ a_RI.T) @ b_OR.T).to(output.dtype)
+        return output + ((only_input(args, kwargs).to(a_RI.dtype) @ a_RI.T) @ b_OR.T).to(output.dtype)
 
     return add_term
 

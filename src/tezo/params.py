@@ -5,7 +5,7 @@ A `Target` is one parameter, found once however often it is tied, with every mod
 """
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -269,3 +269,8 @@ def never_called(targets: Sequence[Target], run: Callable[[], object]) -> list[T
         for handle in handles:
             handle.remove()
     return [t for t in targets if not any(id(site.module) in called for site in t.sites)]
+
+
+def only_input(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
+    """What a module of one input was called with, by position or by name."""
+    return args[0] if args else next(iter(kwargs.values()))

@@ -18,7 +18,7 @@ from tezo.apply.blocks import Blocks
 from tezo.apply.frozen import MOST_RANK, compress, join, low_rank
 from tezo.apply.interception import EMBEDDING, Interception, unintercepted
 from tezo.directions import Direction, FixedFactors, LowRank
-from tezo.params import Layout, Site, Target
+from tezo.params import Layout, Site, Target, only_input
 from tezo.perturbations import Moment
 
 
@@ -64,18 +64,18 @@ class InForward(MovingParameter):
         add_ = _ADD[site.layout]
 
         @unintercepted
-        def add_term(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def add_term(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
             del module
             if not self._moved:
                 return output
             out, points = self._sum(output), self._points()
             count, split = len(points.coefficient), self._blocks.split
-            blocks = split(out, count, 1), split(args[0].to(out.device, out.dtype), count, 1)
+            blocks = split(out, count, 1), split(only_input(args, kwargs).to(out.device, out.dtype), count, 1)
             for point in self._frozen_and(points):
                 add_(point, *blocks)
             return out.to(output.dtype)
 
-        return site.module.register_forward_hook(add_term)
+        return site.module.register_forward_hook(add_term, with_kwargs=True)
 
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         output: Tensor = EMBEDDING(ids, *others, **options)

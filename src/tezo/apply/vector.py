@@ -11,7 +11,7 @@ from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.apply.blocks import Blocks
 from tezo.apply.interception import unintercepted
 from tezo.directions import Dense, Direction
-from tezo.params import Layout, Site, Target
+from tezo.params import Layout, Site, Target, only_input
 
 
 class VectorInForward(MovingParameter):
@@ -35,16 +35,17 @@ class VectorInForward(MovingParameter):
         perturbed = _PERTURBED[site.layout]
 
         @unintercepted
-        def move(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def move(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
             if self._shift_GN is None:
                 return output
             self.met = True
             count = self._shift_GN.shape[0]
-            x_GTK, out_GTN = (self._blocks.split(values, count, 1) for values in (args[0], output))
+            x = only_input(args, kwargs)
+            x_GTK, out_GTN = (self._blocks.split(values, count, 1) for values in (x, output))
             moved = perturbed(module, x_GTK, out_GTN, self._shift_GN.unsqueeze(1))
             return moved.to(output.dtype).view(output.shape)
 
-        return site.module.register_forward_hook(move)
+        return site.module.register_forward_hook(move, with_kwargs=True)
 
     def show(self, shifts: Sequence[Shift]) -> None:
         moved = [_vector(shift.direction) * shift.scale for shift in shifts]

@@ -19,7 +19,7 @@ from tezo.bases.base import Basis, Draw, FactorStore, Passes, Role, Seen
 from tezo.bases.gaussian import Gaussian, orthonormal
 from tezo.bases.sketch import Sketch, sketch_bytes, width
 from tezo.errors import RequestError
-from tezo.params import Target
+from tezo.params import Target, only_input
 
 MOST_BYTES = 1 << 28
 """Of sketches at a time: the layers of a larger model are looked at in groups, each with forward passes of its own."""
@@ -196,10 +196,11 @@ def recording(
         mask = (dict(zip(parameters, args, strict=False)) | kwargs).get("attention_mask")
         masks.append(mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None)
 
-    def record(sketch: Sketch) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def take(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def record(sketch: Sketch) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], None]:
+        def take(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             del module
-            x_TI, mask = args[0].detach().reshape(-1, args[0].shape[-1]), masks[-1] if masks else None
+            x = only_input(args, kwargs)
+            x_TI, mask = x.detach().reshape(-1, x.shape[-1]), masks[-1] if masks else None
             fits = mask is not None and len(x_TI) == mask.numel()
             sketch.add(x_TI[mask.flatten().to(x_TI.device)] if fits and mask is not None else x_TI)
 
@@ -207,7 +208,8 @@ def recording(
 
     handles = [model.register_forward_pre_hook(enter, with_kwargs=True)]
     for target in targets:
-        handles += [site.module.register_forward_pre_hook(record(sketches[target.name])) for site in target.sites]
+        take = record(sketches[target.name])
+        handles += [site.module.register_forward_pre_hook(take, with_kwargs=True) for site in target.sites]
     try:
         yield lambda: len(masks)
     finally:
