@@ -1,5 +1,6 @@
 """Settings that fit no rule, no rows or no base are refused in a sentence, before anything is written."""
 
+import json
 import resource
 import shutil
 import subprocess
@@ -87,6 +88,20 @@ def test_a_base_that_has_moved_since_the_run(home, tmp_path):
         after, before = (load_file(tmp_path / f"{command}-{when}" / adapter / name) for when in ("after", "before"))
         assert after.keys() == before.keys() and all((after[key] == before[key]).all() for key in before)
     assert str(tmp_path / "elsewhere") in (tmp_path / "export-after/adapter_config.json").read_text()
+
+
+def test_json_is_json_where_a_loss_is_no_number(home, tmp_path):
+    base = Path(shutil.copytree(home / "opt", tmp_path / "model"))
+    weights = load_file(base / "model.safetensors")
+    weights["model.decoder.layers.1.fc2.bias"] += float("nan")
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    done = tezo("eval", base, "--data", home / "rows.jsonl", "--json")
+    assert done.code == 0, done.err
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads(done.out, parse_constant=refuse)["loss"] is None
 
 
 @pytest.mark.parametrize("form", ["lora", "merged"])

@@ -1,6 +1,7 @@
 """What commands share."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from logging import ERROR, getLogger
@@ -35,8 +36,16 @@ def quiet_libraries() -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """One JSON document on standard output; JSON has no NaN or infinity, and null stands for them."""
+    print(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def percent(value: float) -> str:
