@@ -187,7 +187,7 @@ def test_a_cell_that_cannot_run_is_named_the_others_go_on_and_it_is_tried_again(
     root.mkdir()
     (root / "rte").symlink_to(data / "rte")
     done = small("llama-7b", output, root, "--only", "mezo,rte,wic")
-    assert done.code == 1 and "1 runs could not be run" in done.err
+    assert done.code == 1 and "for the reasons above: 1." in done.err
     assert "wic" in done.out and "failed: data.dir" in done.out
     line = next(line for line in body_of(output) if line.startswith("| MeZO"))
     assert "- (60.5)" in line and "(69.0)" in line

@@ -45,9 +45,7 @@ def reproduce(
     for path in write_tables(grid, output):
         print(f"written: {path}")
     if stopped:
-        raise RunError(
-            f"{stopped} runs could not be run, for the reasons above; mend them, and start it again as it is."
-        )
+        raise RunError(f"not run, for the reasons above: {stopped}. Mend them, and start the same command again.")
 
 
 def _show(grid: "Grid") -> None:

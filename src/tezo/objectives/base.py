@@ -83,13 +83,13 @@ class Objective(ABC):
         self.max_length = max_length
         self.options = tuple(options)
         self.cuts = Cuts()
-        met: dict[tuple[int, ...], str] = {}
-        for option in self.options:
-            same = met.setdefault(self.tokens_of(option), option)
-            if same is not option:
+        met: dict[tuple[int, ...], int] = {}
+        for place, option in enumerate(self.options):
+            first = met.setdefault(self.tokens_of(option), place)
+            if first != place:
                 raise RequestError(
-                    f"data.label_words: {same.strip()!r} and {option.strip()!r} are the same tokens to this model; "
-                    "choose words that it can tell apart."
+                    f"data.label_words: {self.options[first].strip()!r} and {option.strip()!r} are the same tokens to "
+                    "this model; choose words that it can tell apart."
                 )
 
     def tokens_of(self, option: str) -> tuple[int, ...]:

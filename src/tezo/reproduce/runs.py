@@ -120,6 +120,7 @@ def run_cell(cell: Cell, folder: str, device: str) -> str | None:
         else:
             _write_summary(path, *(_probed(config) if cell.line.how == "probe" else _as_it_is(config)))
     except NonFiniteLossError as error:
+        path.mkdir(parents=True, exist_ok=True)
         (path / FAILED).write_text(f"{error}\n", encoding="utf-8")
         return str(error)
     except TezoError as error:
