@@ -240,12 +240,6 @@ def test_an_unknown_label_in_test_rows_is_refused_with_its_line(home, tmp_path):
         ("opt", {"data__template": "{txet}"}, ["rows.jsonl, line 1", "'txet'", "'text'"]),
         ("opt", {"data__per_class": 40}, ["data.per_class", "40", "'bad'", "4", "lower"]),
         ("opt", {"data__label_words": "{good: fine, bad: fine}"}, ["data.label_words", "fine"]),
-        ("opt", {"data__label_words": "{good: xyzzy, bad: plugh}"}, ["data.label_words", "'xyzzy'", "'plugh'", "same"]),
-        (
-            "bert",
-            {"data__label_words": "{good: xyzzy, bad: plugh}"},
-            ["data.label_words", "'xyzzy'", "'plugh'", "same"],
-        ),
         ("bert", {"data__shape": "completion"}, ["data.shape", "completion", "encoder"]),
         ("opt", {"data__shape": "messages"}, ["rows.jsonl, line 1", "'messages'"]),
     ],

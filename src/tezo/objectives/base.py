@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.errors import RequestError
 from tezo.objectives.batch import Batch
 from tezo.objectives.chunks import like_lengths
 from tezo.objectives.copies import whole_rows
@@ -65,9 +64,6 @@ class Objective(ABC):
         device: of the batches.
         max_length: longest sequence in tokens; prompts are cut to it, answers never.
         options: what labelled examples choose among; empty for free text.
-
-    Raises:
-        RequestError: the model cannot tell two options apart, or cannot answer one.
     """
 
     side_cut: str
@@ -83,18 +79,6 @@ class Objective(ABC):
         self.max_length = max_length
         self.options = tuple(options)
         self.cuts = Cuts()
-        met: dict[tuple[int, ...], int] = {}
-        for place, option in enumerate(self.options):
-            first = met.setdefault(self.tokens_of(option), place)
-            if first != place:
-                raise RequestError(
-                    f"data.label_words: {self.options[first].strip()!r} and {option.strip()!r} are the same tokens to "
-                    "this model; choose words that it can tell apart."
-                )
-
-    def tokens_of(self, option: str) -> tuple[int, ...]:
-        """An option by itself, in tokens; an error where the model cannot answer it."""
-        return tuple(self.tokenizer(option, add_special_tokens=False)["input_ids"])
 
     @abstractmethod
     def encode(self, example: Example) -> Encoded:

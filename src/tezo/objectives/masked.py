@@ -22,16 +22,16 @@ class MaskedObjective(Objective):
         super().__init__(tokenizer, device, max_length, options)
         if tokenizer.mask_token is None:
             raise RequestError("model.kind is masked, but the tokenizer has no mask token; choose another model.")
-        self.words_O = torch.tensor([self.tokens_of(option)[0] for option in options], device=device)
+        self.words_O = torch.tensor([self._word(option) for option in options], device=device)
 
-    def tokens_of(self, option: str) -> tuple[int, ...]:
-        ids = super().tokens_of(option)
+    def _word(self, option: str) -> int:
+        ids = self.tokenizer(option, add_special_tokens=False)["input_ids"]
         if len(ids) != 1 or ids[0] == self.tokenizer.unk_token_id:
             raise RequestError(
                 f"data.label_words: {option.strip()!r} is not one token to this model, and a masked model needs one; "
                 "choose another word."
             )
-        return ids
+        return int(ids[0])
 
     def encode(self, example: Example) -> Encoded:
         mask = self.tokenizer.mask_token_id
