@@ -90,11 +90,9 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
 
 def check_unchanged(ended: Config, asked: Config) -> None:
     """An error where a run that has ended, with its settings resolved, is not the one that is asked for."""
-    now = _flat(to_tree(asked))
-    left_open = {key for key, value in SETTLED.items() if key in now and now[key] == value}
-    before, now = ({key: value for key, value in of.items() if key not in left_open}
-                   for of in (_flat(to_tree(ended)), now))  # fmt: skip
-    _check_settings(before, now)
+    before, now = _flat(to_tree(ended)), _flat(to_tree(asked))
+    settled = {key: before.get(key) for key, left_open in SETTLED.items() if now.get(key) == left_open}
+    _check_settings(before, now | settled)
 
 
 def _check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
