@@ -14,6 +14,9 @@ ADAPTIVE_RATES = (1e-4, 3e-4, 1e-3)
 PLAIN_BASIS_RATES = (3e-6, 1e-5, 3e-5)
 BASIS_RATES = (3e-5, 1e-4, 3e-4)
 
+# Falling to zero, of the same means over a run.
+LINEAR_RATES = (6e-5, 2e-4, 6e-4)
+
 _TEZO = {"rank": 32}
 _ACT = {"basis": "activation"}
 _FACTOR = {"rank": 8, "basis": "activation"}
@@ -64,7 +67,7 @@ STUDY = Table(
         _factor(" + act, 4 directions", {"num_directions": _DIRECTIONS},
                 ("train.steps", STEPS // _DIRECTIONS), ("train.eval_every", EVERY // _DIRECTIONS)),
         _factor(" + act, clip 3", {"clip": 3.0}),
-        _factor(" + act, linear", {}, ("train.schedule", "linear")),
+        _line("LOZO-Adam + act, linear", "lozo-adam", LINEAR_RATES, _FACTOR, ("train.schedule", "linear")),
         _factor(" + act, stratified", {}, ("train.order", "stratified")),
     ),
     seeds=(13, 21, 42),
@@ -87,7 +90,9 @@ STUDY = Table(
 )  # fmt: skip
 
 _LONGER = 4
-_TO_THE_END = ("zero-shot", "ft", "mezo", "tezo", "tezo-adam", "lozo-adam-act", "lozo-adam-act-stratified")
+_TO_THE_END = (
+    "zero-shot", "ft", "mezo", "tezo", "tezo-adam", "lozo-adam-act", "lozo-adam-act-linear", "lozo-adam-act-stratified",
+)  # fmt: skip
 _LONG_LINES = (
     *(line for line in STUDY.lines if line.key in _TO_THE_END),
     _factor(f" + act, refresh {STEPS}", {"lazy_update_interval": STEPS}),
