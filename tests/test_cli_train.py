@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -270,3 +271,21 @@ def test_the_bar_is_taken_down_when_a_run_fails(home, tmp_path):
     for thread in drawing:
         thread.join(30)  # rich tells it to end, and does not wait
     assert not any(thread.is_alive() for thread in drawing), "the thread that draws the bar runs on"
+
+
+@pytest.mark.parametrize("family", ["opt", "bert"])
+def test_label_words_that_are_alike_to_the_model_are_said(home, tmp_path, family):
+    alike = "'xyzzy' and 'plugh' are the same tokens"
+    words = {"data__label_words": "{good: xyzzy, bad: plugh}"}
+    done = train(model_folder(home, family), home / "rows.jsonl", tmp_path / "run", **words)
+    assert done.code == 0 and done.says(alike, "data.label_words"), done.err
+    assert tezo("eval", tmp_path / "run", "--data", home / "rows.jsonl").says(alike)
+    told_apart = train(model_folder(home, family), home / "rows.jsonl", tmp_path / "other")
+    assert told_apart.code == 0 and not told_apart.says("the same tokens")
+
+
+def test_ctrl_c_before_the_first_step_is_said_and_leaves_nothing(home, tmp_path, monkeypatch):
+    monkeypatch.setattr("tezo.job.load_model", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run")
+    assert done.code == 130 and done.says("interrupted", "--resume")
+    assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tezo.errors import RequestError
-from tezo.job import cut_notices, make_format, make_objective, with_shots
+from tezo.job import make_format, make_objective, token_notices, with_shots
 from tezo.kernels import wide_products
 from tezo.models import LoadedModel
 from tezo.objectives import CausalObjective, Encoded, Objective
@@ -79,7 +79,7 @@ def measure(
     metrics = evaluate(
         loaded.model, objective, encoded, size, measures=form.measures, max_new_tokens=new, calibrate=calibrate
     )
-    return metrics, cut_notices(objective)
+    return metrics, token_notices(objective)
 
 
 def option_scores(

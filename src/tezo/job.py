@@ -1,6 +1,6 @@
 """From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -54,7 +54,8 @@ class Job:
         test: rows for the figures before and after.
         optimizer: on the model.
         untrained: parameters that the loss does not depend on.
-        notices: what the user should know before the start: cuts, parameters left out, held-out rows.
+        notices: what the user should know before the start: cuts, label words that are alike, parameters left out,
+            held-out rows.
     """
 
     config: Config
@@ -98,7 +99,7 @@ def prepare(config: Config) -> Job:
     train = [objective.encode(learnt(row)) for row in rows.train]
     dev, test = ([objective.encode(form.example(row)) for row in part] for part in (rows.dev, rows.test))
     _check_use(config, train, dev)
-    notices += cut_notices(objective)
+    notices += token_notices(objective)
     objective.adapt(loaded.model, train)
     untrained = _untrained(loaded, objective, train, notices)
     optimizer = make_optimizer(config, loaded, untrained)
@@ -216,15 +217,30 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
         ) from None
 
 
-def cut_notices(objective: Objective) -> list[str]:
-    """What was cut off long prompts, in words."""
+def token_notices(objective: Objective) -> list[str]:
+    """What the tokenizer made of the rows so far and of the options, in words: cut prompts, options that are alike."""
+    return [*_of_cuts(objective), *_of_options(objective)]
+
+
+def _of_cuts(objective: Objective) -> Iterator[str]:
     cuts = objective.cuts
-    if not cuts.rows:
-        return []
-    return [
-        f"{cuts.rows} prompt(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
-        f"{cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the bound."
-    ]
+    if cuts.rows:
+        yield (
+            f"{cuts.rows} prompt(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
+            f"{cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the bound."
+        )
+
+
+def _of_options(objective: Objective) -> Iterator[str]:
+    by_tokens: dict[tuple[int, ...], list[str]] = {}
+    for option in objective.options:
+        by_tokens.setdefault(tuple(objective.tokenizer(option)["input_ids"]), []).append(repr(option.strip()))
+    for alike in by_tokens.values():
+        if len(alike) > 1:
+            yield (
+                f"{' and '.join(alike)} are the same tokens to this model, so that no training tells them apart; "
+                "choose other data.label_words, or another model."
+            )
 
 
 def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], notices: list[str]) -> list[str]:

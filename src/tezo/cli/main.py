@@ -10,6 +10,9 @@ from tezo.cli import analyze, bench, doctor, evaluate, export, methods, predict,
 from tezo.cli.common import options
 from tezo.errors import TezoError
 
+INTERRUPTED = 130
+"""What typer makes of KeyboardInterrupt, which it does not let through, and without a word."""
+
 app = typer.Typer(
     help="Fine-tune language models by forward passes alone.",
     no_args_is_help=True,
@@ -27,7 +30,7 @@ def _global(debug: bool = typer.Option(False, "--debug", help="Show a traceback 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line. Exit codes: 0; 1, the run failed; 2, the request was wrong."""
+    """Runs the command line. Exit codes: 0; 1, the run failed; 2, the request was wrong; 130, Ctrl-C."""
     try:
         app(args=arguments)
     except TezoError as error:
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print(f"error: {error.filename or 'the disk'}: {error.strerror or error}; give another path.", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        raise SystemExit(1) from None
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            print("error: interrupted; a run that has a checkpoint goes on with --resume.", file=sys.stderr)
+        raise

@@ -37,7 +37,7 @@ def predict(
     quiet_libraries()
     from tezo.cli.runs import is_run, open_model, run_config
     from tezo.evaluate import predict as answer
-    from tezo.job import cut_notices, make_format, make_objective
+    from tezo.job import make_format, make_objective, token_notices
     from tezo.tasks import read_rows
 
     if not is_run(run):
@@ -53,7 +53,7 @@ def predict(
     new = 0 if form.options else max_new_tokens or form.max_new_tokens or MAX_NEW_TOKENS
     objective = make_objective(config, loaded, form, new)
     encoded = [objective.encode(form.example(row, answered=False)) for row in rows]
-    for notice in cut_notices(objective):
+    for notice in token_notices(objective):
         typer.echo(f"note: {notice}", err=True)
     answers = answer(loaded.model, objective, encoded, config.train.eval_batch_size, new)
     _write(output, rows, answers)
