@@ -14,6 +14,8 @@ SOURCE = Path(tezo.__file__).parent
 # A room is a module or a folder of `tezo`. It may import itself and the rooms before it.
 ORDER = [
     "errors",
+    "quiet",
+    "standard_json",
     "untrusted",
     "digest",
     "ranks",

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from copy import deepcopy
 from dataclasses import replace
@@ -215,7 +216,7 @@ def test_the_learning_rate_is_chosen_by_the_dev_loss_and_seeds_are_averaged(tmp_
         if cell.rate == 1e-4 and cell.seed == 1:
             (folder / "failed.txt").write_text("the loss is nan\n")
             continue
-        dev = {1e-4: 0.0, 1e-5: 0.5, 1e-6: 0.4, 1e-7: 0.6}[cell.rate]
+        dev = {1e-4: 0.0, 1e-5: math.nan, 1e-6: 0.4, 1e-7: 0.6}[cell.rate]
         end(tmp_path, cell, dev, 0.5 + cell.seed / 10 + dev)
     ((entry,),) = entries(grid, tmp_path)
     assert entry.rate == 1e-6 and entry.values == pytest.approx((90.0, 100.0)) and entry.failed == 1

@@ -1,12 +1,12 @@
 """metrics.jsonl: a line every so many steps, and one for each evaluation. It is only ever appended to."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from tezo.durable import append, storing
 from tezo.evaluate import Metrics
+from tezo.standard_json import json_text
 
 MOST_LINE = 1 << 20
 """Bytes of a line, at most."""
@@ -59,6 +59,4 @@ class MetricsLog:
             self._append(step=step, split=split, **metrics)
 
     def _append(self, **line: Any) -> None:
-        # JSON has no NaN: what could not be measured is null
-        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        append(self.path, (json.dumps(line, allow_nan=False) + "\n").encode())
+        append(self.path, f"{json_text(line)}\n".encode())

@@ -5,8 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tezo.cli.common import SetOption, quiet_libraries
+from tezo.cli.common import SetOption
 from tezo.errors import RequestError
+from tezo.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:

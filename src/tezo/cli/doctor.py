@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json, quiet_libraries
+from tezo.cli.common import JsonOption, SetOption, print_json
+from tezo.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tezo.cli.common import BaseOption, quiet_libraries
+from tezo.cli.common import BaseOption
+from tezo.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.models import LoadedModel

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tezo.cli.common import SetOption, quiet_libraries
+from tezo.cli.common import SetOption
+from tezo.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.tasks import Row

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import BaseOption, JsonOption, print_json, quiet_libraries
+from tezo.cli.common import BaseOption, JsonOption, print_json
+from tezo.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import quiet_libraries
 from tezo.errors import RequestError
+from tezo.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:

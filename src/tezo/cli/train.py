@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json, quiet_libraries, readable
+from tezo.cli.common import JsonOption, SetOption, print_json, readable
 from tezo.errors import RequestError
+from tezo.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.recipe import Config

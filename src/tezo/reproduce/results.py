@@ -1,5 +1,6 @@
 """What a grid's runs showed: the learning rate that the search chose, and the figures at it."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def chooser(grid: Grid, output: Path) -> Callable[[Line, Column], float | None]:
         summary = summary_of(output / cell.folder)
         if summary is not None and cell.rate is not None:
             rates = found.setdefault((cell.line.key, cell.column.key), {})
-            rates.setdefault(cell.rate, []).append(summary["dev_loss"] or 0.0)
+            rates.setdefault(cell.rate, []).append(_to_rank(summary["dev_loss"]))
 
     def chosen(line: Line, column: Column) -> float | None:
         losses = found.get((line.key, column.key), {})
@@ -96,6 +97,13 @@ def chooser(grid: Grid, output: Path) -> Callable[[Line, Column], float | None]:
         return min(complete, key=lambda rate: statistics.mean(losses[rate]), default=None)
 
     return chosen
+
+
+def _to_rank(dev_loss: float | None) -> float:
+    """No dev rows: nothing to choose by. NaN: worse than any number."""
+    if dev_loss is None:
+        return 0.0
+    return math.inf if math.isnan(dev_loss) else dev_loss
 
 
 def all_cells(grid: Grid, output: Path) -> Iterator[Cell]:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from tezo.config import overlay, parse_config
+from tezo.durable import write_file
 from tezo.errors import NonFiniteLossError, RequestError, RunError, TezoError
 from tezo.evaluate import Metrics, measure
 from tezo.job import load
 from tezo.probe import probe
+from tezo.quiet import quiet_libraries
 from tezo.recipe import Config
 from tezo.reproduce.cells import Cell, Grid
 from tezo.reproduce.results import FAILED, SUMMARY, chooser, is_finished
@@ -75,6 +76,7 @@ def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Call
 
 def _begin_process(processes: int) -> None:
     """Takes its share of the cores, and ends when the process that started it has, killed or not."""
+    quiet_libraries()
     if processes > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -108,8 +110,6 @@ def prepare_output(grid: Grid, output: Path) -> None:
 
 def run_cell(cell: Cell, folder: str, device: str) -> str | None:
     """One run, in this process; None, or why it failed. What would fail so again is noted in its folder."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     path = Path(folder)
     if not (path / LOG).is_file():
         shutil.rmtree(path, ignore_errors=True)  # begun, without a finished step
@@ -142,4 +142,4 @@ def _probed(config: Config) -> tuple[Metrics, dict[str, int]]:
 def _write_summary(folder: Path, metrics: Metrics, rows: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     summary = {"after": metrics, "dev_loss": None, "rows": rows}
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_file(folder / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
