@@ -164,9 +164,10 @@ def body_of(output: Path) -> list[str]:
     return [line for line in (output / "table.md").read_text().splitlines() if line.startswith("|")]
 
 
-def test_a_second_start_runs_what_is_missing_alone(tmp_path, data):
+def test_a_second_start_runs_what_is_missing_alone(tmp_path, data, capfd):
     output = tmp_path / "out"
     assert small("llama-7b", output, data, "--only", "mezo,tezo,rte").code == 0
+    assert not capfd.readouterr().err, "libraries of the runs' own processes"
     whole = body_of(output)
     finished, unfinished = output / "mezo/rte", output / "tezo/rte"
     (kept,) = finished.rglob("summary.json")

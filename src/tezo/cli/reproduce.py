@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tezo.quiet import quiet_libraries
+
 if TYPE_CHECKING:
     from tezo.reproduce import Grid
 
@@ -31,6 +33,7 @@ def reproduce(
     from tezo.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo.reproduce.small import small_model
 
+    quiet_libraries()
     chosen, small = find_table(table), scale == "small"
     names = [name.strip() for name in only.split(",") if name.strip()]
     own = str(output / "model") if small and model is None else model
