@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.apply.blocks import Blocks
 from tezo.apply.frozen import MOST_RANK, compress, join, low_rank
-from tezo.apply.interception import EMBEDDING, Interception, unintercepted
+from tezo.apply.interception import EMBEDDING, Interception, unintercepted, untraced
 from tezo.directions import Direction, FixedFactors, LowRank
 from tezo.params import Layout, Site, Target, only_input
 from tezo.perturbations import Moment
@@ -75,7 +75,7 @@ class InForward(MovingParameter):
                 add_(point, *blocks)
             return out.to(output.dtype)
 
-        return site.module.register_forward_hook(add_term, with_kwargs=True)
+        return site.module.register_forward_hook(untraced(add_term), with_kwargs=True)
 
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         output: Tensor = EMBEDDING(ids, *others, **options)

@@ -35,6 +35,16 @@ def unintercepted(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` as it is, in a model that torch.compile has compiled.
+
+    For hooks: what they read changes every step, and a model that was compiled with them would be compiled anew each
+    time. The graph breaks there instead.
+    """
+    reason = "directions change every step"
+    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call,no-any-return]
+
+
 class Interception:
     """Replaces torch functions in the forward of `module` when they are called on its weight.
 
@@ -50,12 +60,12 @@ class Interception:
         replacements: Mapping[Any, Replacement],
         active: Callable[[], bool],
     ) -> None:
-        self._replacements = replacements
+        self._replacements = {of: untraced(replacement) for of, replacement in replacements.items()}
         self._active = active
         self._open: list[_Mode | None] = []
         self._handles = [
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
+            module.register_forward_pre_hook(untraced(self._enter)),
+            module.register_forward_hook(untraced(self._leave), always_call=True),
         ]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:

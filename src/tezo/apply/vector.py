@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tezo.apply.base import MovingParameter, Shift, require_writable
 from tezo.apply.blocks import Blocks
-from tezo.apply.interception import unintercepted
+from tezo.apply.interception import unintercepted, untraced
 from tezo.directions import Dense, Direction
 from tezo.params import Layout, Site, Target, only_input
 
@@ -45,7 +45,7 @@ class VectorInForward(MovingParameter):
             moved = perturbed(module, x_GTK, out_GTN, self._shift_GN.unsqueeze(1))
             return moved.to(output.dtype).view(output.shape)
 
-        return site.module.register_forward_hook(move, with_kwargs=True)
+        return site.module.register_forward_hook(untraced(move), with_kwargs=True)
 
     def show(self, shifts: Sequence[Shift]) -> None:
         moved = [_vector(shift.direction) * shift.scale for shift in shifts]
