@@ -21,6 +21,7 @@ OURS: dict[str, tuple[str, Any]] = {
     "tezo-cadam": (COLOURS[5], "-"),
     "tezo-act": (COLOURS[4], "-"),
     "cadam-act": (COLOURS[0], "-"),
+    "lozo-act": (COLOURS[2], "-"),
     "lozo-adam-gauss": (COLOURS[3], "-"),
     "lozo-adam-act": (COLOURS[1], "-"),
 }

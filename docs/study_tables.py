@@ -50,7 +50,7 @@ def study_short(name: str) -> str:
     rows = [
         [line["label"], *shares_of(line), f"{100 * line['basis_share']:.1f} %", "yes" if line["exports"] else "no"]
         for line in made["lines"]
-        if line["passes_to_tezo"]["of"]
+        if line["passes_to_tezo"]["of"] and len(line["columns"]) >= min(2, len(made["columns"]))
     ]
     heads = ["", "budget to TeZO's loss", "to TeZO-Adam's", "passes for the basis", "exact LoRA adapter"]
     best = next((line["label"] for line in made["lines"] if line["key"] == made["best_adapter"]), "none")
@@ -59,6 +59,31 @@ def study_short(name: str) -> str:
         "brackets in how many the "
         f"loss is reached; the lowest median dev loss of an adapter: {best}. `{made['command']}`; {machine(made)}.\n"
     )
+
+
+def study_ranked(name: str) -> str:
+    """All lines without a gradient in the column that most of them were run in, the lowest dev loss first."""
+    made = study_numbers(name)
+    if made is None:
+        return ""
+    lines = [line for line in made["lines"] if line["passes_to_tezo"]["of"]]
+    key = max(made["columns"], key=lambda key: sum(key in line["columns"] for line in lines))
+    ranked = sorted(
+        ((line["label"], line["columns"][key]) for line in lines if key in line["columns"]),
+        key=lambda pair: pair[1]["dev_loss"]["mean"],
+    )
+    rows = [
+        [
+            label,
+            mean_of(column["dev_loss"], "{:.3f}") + rate_of(column),
+            mean_of(column["accuracy"], "{:.1f}", 100),
+            *shares_of(column),
+        ]
+        for label, column in ranked
+    ]
+    heads = [column_head(key), "dev loss at the end (rate)", "test accuracy, percent", "to TeZO's", "to TeZO-Adam's"]
+    seeds = len(made["seeds"])
+    return grid(heads, rows) + f"\nMeans over {seeds} seeds ± standard deviations; shares are medians over them.\n"
 
 
 def study_numbers(name: str) -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from drawing import RESULTS, SHORT, grid, head, machine, read
-from study_tables import study, study_accuracy, study_short
+from study_tables import study, study_accuracy, study_ranked, study_short
 
 from tezo.kernels.products import LEAST_ROWS
 
@@ -194,5 +194,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(study, name) for name in STUDIES},
     **{f"{name}-accuracy": partial(study_accuracy, name) for name in STUDIES},
     **{f"{name}-short": partial(study_short, name) for name in STUDIES},
+    **{f"{name}-ranked": partial(study_ranked, name) for name in STUDIES},
     **{f"figure-{name}": partial(figure, name) for name in FIGURES},
 }

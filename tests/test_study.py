@@ -233,15 +233,18 @@ def test_the_documents_tables_are_drawn_from_the_numbers_or_left_out(tmp_path, m
     import tables
 
     monkeypatch.setattr(drawing, "RESULTS", tmp_path)
-    assert {tables.TABLES[name]() for name in ("study", "study-accuracy", "study-short")} == {""}
+    assert {tables.TABLES[name]() for name in ("study", "study-accuracy", "study-short", "study-ranked")} == {""}
     grid = grid_in(tmp_path / "runs", "sst2-16")
     fill(tmp_path / "runs", grid, lambda cell: (falling(0.2 if "cadam" in cell.line.key else 0.6), 0.7))
     study.main([str(tmp_path / "runs"), "--results", str(tmp_path / "study"), "--figures", str(tmp_path / "figures")])
-    drawn = [tables.TABLES[name]().splitlines() for name in ("study", "study-accuracy", "study-short")]
+    drawn = [tables.TABLES[name]().splitlines() for name in ("study", "study-accuracy", "study-short", "study-ranked")]
     rows = [{line.split("|")[1].strip(): line for line in text if line.startswith("| ")} for text in drawn]
     assert rows[0]["cAdam + act"] == "| cAdam + act | 0.200 ± 0.000 (0.0001) | 50 % (3 of 3) | 50 % (3 of 3) |"
     assert rows[1]["cAdam + act"] == "| cAdam + act | 70.0 ± 0.0 |"
     assert rows[2]["MeZO"] == "| MeZO | 100 % (3 of 3) | 100 % (3 of 3) | 0.0 % | no |"
+    ranked = [line.split("|")[1].strip() for line in drawn[3] if line.startswith("| ")]
+    assert set(ranked[1:3]) == {"cAdam + act", "cAdam + act, refresh 60"} and "FT" not in ranked
+    assert rows[3]["MeZO"] == "| MeZO | 0.600 ± 0.000 (3e-05) | 70.0 ± 0.0 | 100 % (3 of 3) | 100 % (3 of 3) |"
     assert "No gap, FT being less than 2 points above MeZO: SST2, k=16." in drawn[1][-1]
     shutil.rmtree(tmp_path / "study")
     shutil.rmtree(tmp_path / "runs/mezo")
