@@ -12,6 +12,7 @@ PLAIN_RATES = (1e-5, 3e-5, 1e-4)
 ADAPTIVE_RATES = (1e-4, 3e-4, 1e-3)
 # A basis that holds more of the gradient, and of the curvature with it, asks for smaller steps.
 PLAIN_BASIS_RATES = (3e-6, 1e-5, 3e-5)
+FACTOR_BASIS_RATES = (1e-6, 3e-6, 1e-5)
 BASIS_RATES = (3e-5, 1e-4, 3e-4)
 
 # Falling to zero, of the same means over a run.
@@ -56,7 +57,7 @@ STUDY = Table(
         _line("TeZO + act", "tezo", PLAIN_BASIS_RATES, _TEZO | _ACT),
         _line("cAdam + act", "tezo-cadam", BASIS_RATES, _TEZO | _ACT),
         _line("cAdam + act, refresh 60", "tezo-cadam", BASIS_RATES, _TEZO | _ACT | {"lazy_update_interval": 60}),
-        _line("LOZO + act", "lozo", PLAIN_BASIS_RATES, _FACTOR | {"lazy_update_interval": 600}),
+        _line("LOZO + act", "lozo", FACTOR_BASIS_RATES, _FACTOR | {"lazy_update_interval": 1000}),
         _line("LOZO-Adam gauss", "lozo-adam", ADAPTIVE_RATES, _FACTOR | {"basis": "gaussian"}),
         _factor(" + act", {}),
         _factor(" + act, rank 4", {"rank": 4}),
@@ -91,7 +92,8 @@ STUDY = Table(
 
 _LONGER = 4
 _TO_THE_END = (
-    "zero-shot", "ft", "mezo", "tezo", "tezo-adam", "lozo-adam-act", "lozo-adam-act-linear", "lozo-adam-act-stratified",
+    "zero-shot", "ft", "mezo", "tezo", "tezo-adam",
+    "lozo-act", "lozo-adam-act", "lozo-adam-act-linear", "lozo-adam-act-stratified",
 )  # fmt: skip
 _LONG_LINES = (
     *(line for line in STUDY.lines if line.key in _TO_THE_END),
