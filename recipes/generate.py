@@ -32,10 +32,10 @@ def recipes() -> dict[Path, str]:
 
 
 def text_of(cell: Cell) -> str:
-    """A cell's configuration as YAML, without what is not set."""
+    """A cell's configuration as YAML, without what is not set; of a method's options, None may not be the default."""
     tree: dict[str, Any] = {
-        section: {key: value for key, value in values.items() if value is not None or key == "rank"}
-        for section, values in cell.tree.items()
+        name: {key: value for key, value in values.items() if value is not None or name == "method"}
+        for name, values in cell.tree.items()
     }
     return yaml.safe_dump(tree, sort_keys=False)
 

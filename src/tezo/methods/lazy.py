@@ -17,7 +17,7 @@ def lozo(
     *,
     lr: float = 1e-6,
     rank: int = 8,
-    lazy_update_interval: int = 100,
+    lazy_update_interval: int | None = 100,
     scale: Scale = "unit",
     basis: str | Basis = "gaussian",
     **common: Unpack[Common],
@@ -28,7 +28,8 @@ def lozo(
         W <- W - lr kappa Z.
 
     The paper's baseline (Chen et al. 2024). `rank` and the interval: the paper's table. Within an interval
-    W + A V_k^T is computed in the forward pass; A (M x r) is folded into W at each refresh.
+    W + A V_k^T is computed in the forward pass; A (M x r) is folded into W at each refresh. None keeps V for the whole
+    run: W is only read, and the result is an exact LoRA adapter of rank r.
 
     Deviations: the update uses the U that was measured, at refreshes too (the public code draws another
     one there); unit scale divides by sqrt(r).
@@ -43,7 +44,7 @@ def lozo_m(
     lr: float = 1e-6,
     beta: float = 0.9,
     rank: int = 8,
-    lazy_update_interval: int = 100,
+    lazy_update_interval: int | None = 100,
     scale: Scale = "unit",
     basis: str | Basis = "gaussian",
     **common: Unpack[Common],
@@ -53,7 +54,7 @@ def lozo_m(
         M <- beta M + (1 - beta) kappa U_t,   W <- W - lr M V_k^T,
         and at a refresh first M <- M V_old^T V_new / N   (N r^-1 under unit scale).
 
-    State: M (M x r), in float32. Deviations: as `lozo`; M starts at zero, as in TeZO-m, where the public
+    State: M (M x r), in float32. Interval and deviations: as `lozo`; M starts at zero, as in TeZO-m, where the public
     code starts at kappa U.
     """
     perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)

@@ -57,7 +57,7 @@ STUDY = Table(
         _line("TeZO + act", "tezo", PLAIN_BASIS_RATES, _TEZO | _ACT),
         _line("cAdam + act", "tezo-cadam", BASIS_RATES, _TEZO | _ACT),
         _line("cAdam + act, refresh 60", "tezo-cadam", BASIS_RATES, _TEZO | _ACT | {"lazy_update_interval": 60}),
-        _line("LOZO + act", "lozo", FACTOR_BASIS_RATES, _FACTOR | {"lazy_update_interval": 1000}),
+        _line("LOZO + act", "lozo", FACTOR_BASIS_RATES, _FACTOR | {"lazy_update_interval": None}),
         _line("LOZO-Adam gauss", "lozo-adam", ADAPTIVE_RATES, _FACTOR | {"basis": "gaussian"}),
         _factor(" + act", {}),
         _factor(" + act, rank 4", {"rank": 4}),
