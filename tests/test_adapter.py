@@ -23,10 +23,13 @@ from tezo.optimizer import ZerothOrderOptimizer
 
 ADAPTED = ("opt", "llama", "qwen2", "gpt2", "gemma2", "roberta", "bert")
 # Learning rates under which five steps move the outputs visibly.
-RATES = {"tezo": 0.1, "tezo-m": 0.2, "tezo-cadam": 0.03}
+RATES = {"tezo": 0.1, "tezo-m": 0.2, "tezo-cadam": 0.03, "lozo-adam": 0.003}
 every_family = pytest.mark.parametrize("family", ADAPTED)
-every_method = pytest.mark.parametrize("name", RATES)
-every_rank = pytest.mark.parametrize("rank", [4, None], ids=["rank 4", "layer-wise rank"])
+KEPT = {"rank": 4, "lazy_update_interval": None}
+MADE = [
+    *((name, {"rank": rank}) for name in RATES for rank in (4, None) if rank or name != "lozo-adam"),
+    *((name, KEPT | {"basis": basis}) for name, basis in (("lozo", "gaussian"), ("lozo-m", "activation"))),
+]
 
 
 def base_model(family: str) -> nn.Module:
@@ -55,12 +58,11 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-@every_rank
 @every_family
-@every_method
-def test_every_way_of_loading_gives_the_tuned_outputs(name, family, rank, tmp_path):
+@pytest.mark.parametrize(("name", "options"), MADE, ids=[f"{name}-rank {o['rank'] or 'by layer'}" for name, o in MADE])
+def test_every_way_of_loading_gives_the_tuned_outputs(name, options, family, tmp_path):
     model = base_model(family)
-    optimizer = tuned(model, name, rank=rank)
+    optimizer = tuned(model, name, **options)
     expected, before = outputs(model), outputs(base_model(family))
     assert (expected - before).abs().max() > 1e-3
     export_adapter(optimizer, tmp_path)
