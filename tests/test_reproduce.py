@@ -84,8 +84,8 @@ def test_the_longer_study_is_the_same_but_for_its_length():
     short = {str(cell.folder): cell.tree for cell in grid_of("study").search()}
     for cell in grid_of("study-long").search():
         trees = (cell.tree, deepcopy(short[str(cell.folder).replace("-refresh-240", "")]))
-        looks_again = trees[0].get("method", {}).pop("lazy_update_interval", None) == 240
-        assert looks_again == ("refresh-240" in str(cell.folder))
+        if "refresh-240" in str(cell.folder):
+            assert trees[0]["method"].pop("lazy_update_interval") == 240
         lengths = [(tree["train"].pop("steps", None), tree["train"].pop("eval_every")) for tree in trees]
         assert trees[0] == trees[1]
         assert lengths == [(960, 96), (240, 24)] or not cell.line.is_zeroth_order
