@@ -75,7 +75,7 @@ def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Call
 
 
 def _begin_process(processes: int) -> None:
-    """Takes its share of the cores, and ends when the process that started it has, killed or not."""
+    """Is quiet, takes its share of the cores, and ends when the process that started it has, killed or not."""
     quiet_libraries()
     if processes > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
