@@ -47,8 +47,8 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         targets: Sequence[str] = (ALL,),
         seed: int = 0,
     ) -> None:
-        if not 0 <= lr < math.inf:
-            raise RequestError(f"method.lr is {lr}; it must be finite and not negative.")
+        if not 0 <= lr <= 1e30:  # float32 holds steps of that size
+            raise RequestError(f"method.lr is {lr}; it must lie between 0 and 1e30.")
         check_average("betas", betas, eps)
         self.model = model
         self.seed = seed

@@ -17,7 +17,7 @@ from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.perturbations import Moment, Perturbation
 from tezo.ranks import Ranks
 from tezo.saved_state import SavedState
-from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, of_all_ranks, two_point
+from tezo.spsa import MOST_DIRECTIONS, Closure, Estimate, Probe, StepRecord, copies_of_a_pass, of_all_ranks, two_point
 from tezo.updates import Clipped, State, Update
 
 
@@ -288,13 +288,13 @@ class ZerothOrderOptimizer(SavedState):
 
 
 def _check_settings(lr: float, rho: float, decay: float, count: int, frozen: int | None, drawn: Perturbation) -> None:
-    for name, value in (("lr", lr), ("weight_decay", decay)):
-        if not 0 <= value < math.inf:
-            raise RequestError(f"method.{name} is {value}; it must be finite and not negative.")
-    if not 0 < rho < math.inf:
-        raise RequestError(f"method.rho is {rho}; it must be positive and finite.")
-    for name, number in (("num_directions", count), ("frozen_rank", frozen)):
-        if number is not None and number < 1:
-            raise RequestError(f"method.{name} is {number}; it must be at least 1.")
+    for name, value in (("lr", lr), ("weight_decay", decay)):  # a step of float32 numbers stays one of them
+        if not 0 <= value <= 1e30:
+            raise RequestError(f"method.{name} is {value}; it must lie between 0 and 1e30.")
+    if not 0 < rho <= 1e30:
+        raise RequestError(f"method.rho is {rho}; it must be positive, and at most 1e30.")
+    for name, number, most in (("num_directions", count, MOST_DIRECTIONS), ("frozen_rank", frozen, 1 << 16)):
+        if number is not None and not 1 <= number <= most:
+            raise RequestError(f"method.{name} is {number}; it must lie between 1 and {most}.")
     if count > 1 and drawn.single_direction:
         raise RequestError(f"method.num_directions is {count}; this method is defined for 1 only.")

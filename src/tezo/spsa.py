@@ -12,6 +12,9 @@ from tezo.ranks import Ranks
 
 Closure = Callable[[], Tensor | float]
 
+MOST_DIRECTIONS = 1 << 12
+"""Of a step; a step log may claim no more of itself."""
+
 
 @runtime_checkable
 class BlockClosure(Protocol):

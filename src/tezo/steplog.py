@@ -20,11 +20,11 @@ from typing import Any
 
 from tezo.durable import storing, sync, write_all
 from tezo.errors import RequestError
-from tezo.spsa import Probe, StepRecord
+from tezo.spsa import MOST_DIRECTIONS, Probe, StepRecord
 
 MAGIC = b"tezolog1"
-MOST_HEADER, MOST_DIRECTIONS = 1 << 20, 1 << 12
-"""Bounds on what a file may claim of itself, before anything is read by it."""
+MOST_HEADER = 1 << 20
+"""What a file may claim of the size of its header, before anything is read by it."""
 
 _HEAD, _FIXED, _PROBE, _CRC = struct.Struct("<I"), struct.Struct("<QQQdd"), struct.Struct("<ddd"), struct.Struct("<I")
 
