@@ -146,6 +146,24 @@ def test_what_is_no_exact_adapter_is_refused_with_the_reason(name, options, faul
     assert not (tmp_path / "adapter").exists()
 
 
+def test_what_merge_has_put_into_the_weights_is_no_adapter_any_more(tmp_path):
+    optimizer = tuned(base_model("opt"), "tezo-cadam", rank=4)
+    optimizer.merge()
+    with pytest.raises(RequestError, match="in the weights since merge"):
+        export_adapter(optimizer, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_change_to_pefts_own_adapter_is_for_peft_to_save(tmp_path):
+    model = peft.get_peft_model(base_model("opt"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    optimizer = tuned(model, "tezo-cadam", rank=2, targets=["*lora_*"])
+    with pytest.raises(RequestError, match="PEFT's own adapter"):
+        export_adapter(optimizer, tmp_path / "adapter")
+    expected = outputs(model)
+    optimizer.merge().save_pretrained(tmp_path / "adapter")
+    close(outputs(peft.PeftModel.from_pretrained(base_model("opt"), tmp_path / "adapter")), expected)
+
+
 @pytest.mark.parametrize("name", RATES)
 def test_methods_that_promise_an_adapter_are_the_ones_that_have_one(name):
     assert METHODS[name].exports_adapter

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from cases import CASES, INTERVAL, Case, choose, effective_weights, every_method
-from tiny import Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
+from tiny import VOCAB, Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
 from torch import Tensor, nn
 
 from tezo import random
@@ -96,6 +96,72 @@ def test_a_module_that_does_not_see_the_rows_is_found_out_once_and_passes_are_ap
 def test_what_is_moved_in_place_is_never_shown_twice_in_a_pass(case):
     assert_same(case, tiny_moe, [1] * 2 * STEPS, targets=("all-linear", "experts"))
     assert_same(case, tiny_opt, [1] * 2 * STEPS, in_forward=False)
+
+
+class Experts(nn.Module):
+    """A layer whose linear modules are each shown the tokens that choose them, those of all rows together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.router = nn.Embedding(VOCAB, 16), nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.double()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x_TD = self.embedding(input_ids).view(-1, 16)
+        weights_TE, chosen_TE = self.router(x_TD).softmax(-1).topk(2, -1)
+        out_TD = x_TD.clone()
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen_TE == number)
+            out_TD = out_TD.index_add(0, token, expert(x_TD[token]) * weights_TE[token, slot, None])
+        return out_TD.view(*input_ids.shape, -1)
+
+
+def tiny_t5() -> nn.Module:
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4)
+    torch.manual_seed(0)
+    return transformers.T5EncoderModel(config).double().eval()
+
+
+def tiny_mpnet() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    torch.manual_seed(0)
+    return transformers.MPNetModel(transformers.MPNetConfig(vocab_size=VOCAB, **sizes)).double().eval()
+
+
+@dataclass
+class Outputs(Repeated):
+    """A loss of whatever comes out."""
+
+    def __call__(self) -> Tensor:
+        return self.losses(1)[0]
+
+    def losses(self, copies: int) -> Tensor:
+        self.passes.append(copies)
+        found = self.model(input_ids=self.ids.repeat(copies, 1))
+        hidden = found if isinstance(found, Tensor) else found.last_hidden_state
+        return hidden.exp().view(copies, -1).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "rows", "length"),
+    [
+        (Experts, ("experts*",), 1, 8),
+        (Experts, ("experts*",), 2, 8),
+        *((make, ("*relative_attention_bias*",), 2, length) for make in (tiny_t5, tiny_mpnet) for length in (4, 7, 8)),
+        (tiny_t5, ("all-linear",), 2, 8),
+    ],
+)
+@choose("mezo", "lozo", "tezo")
+def test_what_modules_see_beside_rows_is_never_cut_into_blocks(case, make, targets, rows, length):
+    model, passes = make(), []
+    optimizer = case.build(model, targets=targets)
+    closure = Outputs(model, tokens(rows, length), passes)
+    (together,) = optimizer.measure(closure, 1e-2)
+    (apart,) = optimizer.measure(lambda: closure(), 1e-2)
+    assert passes[0] == 2 and abs(apart.projected_grad) > 1e-6
+    assert together.projected_grad == pytest.approx(apart.projected_grad, rel=1e-8)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ ORDER = [
     "spsa",
     "evaluation_mode",
     "updates",
+    "limits",
     "saved_state",
     "optimizer",
     "first_order",

@@ -5,7 +5,7 @@ import torch
 from cases import CASES, choose, effective_weights, every_method
 from tiny import Regression, lm_loss, tiny_opt, tokens
 
-from tezo import RequestError
+from tezo import RequestError, scratch
 
 BESIDE = [name for name in CASES if CASES[name].low_rank and name != "tezo-adam"]
 """Methods that keep what they train beside the weights."""
@@ -32,6 +32,43 @@ def test_a_closure_that_cannot_see_what_is_shown_is_refused(case):
         optimizer.step(lm_loss(other, tokens()))
     torch.testing.assert_close(effective_weights(optimizer), before, rtol=0, atol=0)
     assert optimizer.num_steps == 0
+
+
+@choose("tezo", "mezo")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_half_precision_is_refused(case, dtype):
+    model = tiny_opt(torch.float32)
+    optimizer = case.build(model, lr=1e-2)
+    before = effective_weights(optimizer)
+    loss = lm_loss(model, tokens())
+    with pytest.raises(RequestError, match=r"loss is torch\.b?float16, too coarse.*logits\.float\(\)"):
+        optimizer.step(lambda: loss().to(dtype))
+    torch.testing.assert_close(effective_weights(optimizer), before, rtol=0, atol=0)
+    optimizer.step(lambda: loss().item())
+
+
+@every_method
+def test_a_closure_in_inference_mode_gives_the_same_steps(case):
+    trained = []
+    vars(scratch._kept).clear()
+    for mode in (torch.inference_mode, torch.no_grad):  # what the first keeps, the second may use
+        model = tiny_opt()
+        optimizer = case.build(model, lr=1e-3)
+        loss = mode()(lm_loss(model, tokens()))
+        for _ in range(2):
+            optimizer.step(loss)
+        trained.append(effective_weights(optimizer))
+        optimizer.close()
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
+
+
+@every_method
+def test_layers_that_are_shown_no_tokens_are_passed_by(case):
+    model, without = Regression(), Regression()
+    optimizer, expected = case.build(model, lr=1e-3), case.build(without, lr=1e-3)
+    optimizer.step(lambda: model.loss() + model.layer(model.x[:0]).sum())
+    expected.step(without.loss)
+    assert optimizer.last_step.projected_grads == expected.last_step.projected_grads != (0.0,)
 
 
 @choose(*BESIDE, "tezo-adam")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tezo.bases import FactorStore, Passes
 from tezo.errors import NonFiniteLossError, RequestError
+from tezo.limits import check_rate
 from tezo.params import ALL, select_targets
 from tezo.random import seed_of
 from tezo.spsa import Closure, StepRecord
@@ -47,8 +48,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         targets: Sequence[str] = (ALL,),
         seed: int = 0,
     ) -> None:
-        if not 0 <= lr <= 1e30:  # float32 holds steps of that size
-            raise RequestError(f"method.lr is {lr}; it must lie between 0 and 1e30.")
+        check_rate("lr", lr)
         check_average("betas", betas, eps)
         self.model = model
         self.seed = seed

@@ -251,7 +251,7 @@ def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encode
     if unused:
         names = ", ".join(target.name for target in unused[:3])
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-        notices.append(f"left untrained, since the loss does not depend on them: {names}{more}.")
+        notices.append(f"left untrained, since the loss calls none of their modules: {names}{more}.")
     return [target.name for target in unused]
 
 

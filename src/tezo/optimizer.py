@@ -13,11 +13,12 @@ from tezo.directions import Direction
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.evaluation_mode import evaluation_mode
 from tezo.kernels import wide_products
+from tezo.limits import check_settings
 from tezo.params import ALL_LINEAR, Target, select_targets
 from tezo.perturbations import Moment, Perturbation
 from tezo.ranks import Ranks
 from tezo.saved_state import SavedState
-from tezo.spsa import MOST_DIRECTIONS, Closure, Estimate, Probe, StepRecord, copies_of_a_pass, of_all_ranks, two_point
+from tezo.spsa import Closure, Estimate, Probe, StepRecord, copies_of_a_pass, of_all_ranks, two_point
 from tezo.updates import Clipped, State, Update
 
 
@@ -69,7 +70,7 @@ class ZerothOrderOptimizer(SavedState):
         frozen_rank: int | None = None,
         clip: float | None = None,
     ) -> None:
-        _check_settings(lr, rho, weight_decay, num_directions, frozen_rank, perturbation)
+        check_settings(lr, rho, weight_decay, num_directions, frozen_rank, perturbation)
         self.model = model
         self.perturbation = perturbation
         self.update = update if clip is None else Clipped(update, clip)
@@ -81,6 +82,7 @@ class ZerothOrderOptimizer(SavedState):
         self._update_state: dict[str, State] = {}
         self._ranks = Ranks()
         self._watching = self._closed = False
+        self.merged = False
         perturbation.prepare(self.targets)
         self._blocks = Blocks(model)
         self.moving: dict[str, MovingParameter] = {}
@@ -276,6 +278,7 @@ class ZerothOrderOptimizer(SavedState):
         for moving in self.moving.values():
             if isinstance(moving, InForward):
                 moving.fold()
+        self.merged = True
         self.close()
         return self.model
 
@@ -285,16 +288,3 @@ class ZerothOrderOptimizer(SavedState):
         for moving in self.moving.values():
             moving.close()
         self._blocks.close()
-
-
-def _check_settings(lr: float, rho: float, decay: float, count: int, frozen: int | None, drawn: Perturbation) -> None:
-    for name, value in (("lr", lr), ("weight_decay", decay)):  # a step of float32 numbers stays one of them
-        if not 0 <= value <= 1e30:
-            raise RequestError(f"method.{name} is {value}; it must lie between 0 and 1e30.")
-    if not 0 < rho <= 1e30:
-        raise RequestError(f"method.rho is {rho}; it must be positive, and at most 1e30.")
-    for name, number, most in (("num_directions", count, MOST_DIRECTIONS), ("frozen_rank", frozen, 1 << 16)):
-        if number is not None and not 1 <= number <= most:
-            raise RequestError(f"method.{name} is {number}; it must lie between 1 and {most}.")
-    if count > 1 and drawn.single_direction:
-        raise RequestError(f"method.num_directions is {count}; this method is defined for 1 only.")

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tezo.apply import InForward, MovingParameter
 from tezo.directions import Dense, Direction, LowRank
@@ -21,11 +21,13 @@ class SavedState(torch.optim.Optimizer):
     "basis/BORN/NAME" (factors that came from the data) and "update/NAME/KEY" (moments), NAME being the parameter's.
     """
 
+    model: nn.Module
     moving: dict[str, MovingParameter]
     perturbation: Perturbation
     update: Update
     seed: int
     num_steps: int
+    merged: bool
     _update_state: dict[str, State]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -152,6 +154,10 @@ class SavedState(torch.optim.Optimizer):
 
     def why_no_adapter(self) -> str | None:
         """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
+        if self.merged:
+            return "what was trained is in the weights since merge()"
+        if getattr(self.model, "peft_config", None):
+            return "what was trained is a change to PEFT's own adapter, for its save_pretrained() after merge()"
         for moving in self.moving.values():
             target = moving.target
             if self.writes(moving):

@@ -27,7 +27,8 @@ def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
     buffers: dict[Any, Tensor] = vars(_kept)
     key = (role, dtype, device)
     if key not in buffers or buffers[key].numel() < size:
-        buffers[key] = torch.empty(size, dtype=dtype, device=device)
+        with torch.inference_mode(mode=False):  # or no later pass outside that mode could write to it
+            buffers[key] = torch.empty(size, dtype=dtype, device=device)
     return buffers[key][:size].view(shape)
 
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from tezo.directions import Direction, Tile
+from tezo.errors import RequestError
 from tezo.ranks import Ranks
 
 Closure = Callable[[], Tensor | float]
@@ -79,9 +81,19 @@ class StepRecord:
 def evaluate(closure: Closure, copies: int) -> list[float]:
     """The losses of the `copies` models that are shown."""
     if copies == 1:
-        return [float(closure())]
+        return [float(_fine(closure()))]
     assert isinstance(closure, BlockClosure)
-    return [float(loss) for loss in closure.losses(copies).tolist()]
+    return [float(loss) for loss in _fine(closure.losses(copies)).tolist()]
+
+
+def _fine(loss: Any) -> Any:
+    """The loss, if numbers of its type lie close enough together to tell two points 2 rho apart."""
+    if isinstance(loss, Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
+        raise RequestError(
+            f"the closure's loss is {loss.dtype}, too coarse for the difference of two of them; compute it in "
+            "float32, from logits.float() for one."
+        )
+    return loss
 
 
 def two_point(

@@ -15,10 +15,12 @@ class Blocks:
 
     Attributes:
         rows: the leading dimension of the first tensor that the model was called with; None outside a pass.
+        tokens: that, times its second dimension.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.rows: int | None = None
+        self.tokens: int | None = None
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._leave, always_call=True),
@@ -28,20 +30,27 @@ class Blocks:
         del model
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
         self.rows = tensors[0].shape[0] if tensors else None
+        self.tokens = tensors[0].shape[:2].numel() if tensors else None
 
     def _leave(self, *_: object) -> None:
-        self.rows = None
+        self.rows = self.tokens = None
 
     def split(self, values: Tensor, count: int, keep: int) -> Tensor:
         """(count, T, *the last `keep` dimensions): `values` as so many equal, contiguous blocks of rows.
 
         Raises:
-            NotInBlocksError: the leading dimension is not a multiple of the pass's rows.
+            NotInBlocksError: the leading dimension is neither the pass's rows nor its tokens, so that what is in it
+                are other things, as the tokens of one expert are; or what is looked up differs from block to block.
         """
         leading = values.shape[0] if values.ndim > keep else 1
-        if count > 1 and (leading % count or (self.rows is not None and leading % self.rows)):
+        known = self.rows is None or leading in (self.rows, self.tokens)
+        if count > 1 and (leading % count or not known):
             raise NotInBlocksError
-        return values.reshape(count, -1, *values.shape[values.ndim - keep :])
+        blocks = values.reshape(count, -1, *values.shape[values.ndim - keep :])
+        square = values.ndim == 1 or values.shape[0] == values.shape[1]
+        if count > 1 and keep == 0 and square and not (blocks == blocks[:1]).all():  # distances, and not the rows' ids
+            raise NotInBlocksError
+        return blocks
 
     def close(self) -> None:
         """Removes its hooks from the model."""

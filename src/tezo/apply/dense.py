@@ -62,19 +62,20 @@ class DenseInForward(MovingParameter):
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # out[:, rows] = x (W + scale Z)[rows]^T
         out_GTM = tiled_linear(self._split(x), bias, weight.shape[0], self._tiles())
-        return out_GTM.view(*x.shape[:-1], -1).to(x.dtype)
+        return out_GTM.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
     @unintercepted
     def _transposed(self, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         # out = sum over tiles of x[:, rows] (W + scale Z)[rows]
         del weight
-        return tiled_transposed(self._split(x), bias, self._tiles()).view(*x.shape[:-1], -1).to(x.dtype)
+        width = self.target.stored_shape[1]
+        return tiled_transposed(self._split(x), bias, self._tiles()).view(*x.shape[:-1], width).to(x.dtype)
 
     @unintercepted
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         output: Tensor = EMBEDDING(ids, *others, **options)
         ids_GT = self._blocks.split(ids, len(self._shifts), 0)
-        out_GTN = output.view(*ids_GT.shape, -1)
+        out_GTN = output.view(*ids_GT.shape, output.shape[-1])
         for rows in self.row_tiles():
             met_GT = (ids_GT >= rows.start) & (ids_GT < rows.stop)
             if met_GT.any():
