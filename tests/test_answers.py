@@ -50,6 +50,8 @@ def test_an_answer_in_free_text_ends_with_its_line():
         )
     prompts = ("It was a film", "the meal was cold", "my", "ask the waiter", "we buy bread")
     examples = [objective.encode(Example(prompt, "", (), None, "", ends=False)) for prompt in prompts]
+    # the model's own, which an answer does not go by
+    model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1, num_beams=2, min_length=40)
     whole = [tokenizer.decode(continued(model, e.sequences[0], 12)) for e in examples]
     assert any("\n" in text for text in whole)
     assert predict(model, objective, examples, 2, 12) == [text.partition("\n")[0].strip() for text in whole]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from folders import completion_rows, label_rows, model_folder, refused, tezo, train, write_rows
+from folders import completion_rows, label_rows, message_rows, model_folder, refused, tezo, train, write_rows
 from safetensors.torch import load_file, save_file
 
 
@@ -117,5 +117,34 @@ def test_an_export_that_does_not_fit_leaves_nothing(home, tmp_path, form):
 def test_a_folder_that_cannot_be_written_is_a_sentence(home, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
-    done = tezo("predict", home / "run", "--input", home / "rows.jsonl", "--output", file / "answers.jsonl")
-    assert done.code != 0 and "Traceback" not in done.err and str(file) in done.err
+    done = tezo("predict", home / "run", "--input", home / "rows.jsonl", "--output", file / "new" / "answers.jsonl")
+    refused(done, "output", file)
+    assert "Loading" not in done.err
+
+
+def test_answers_that_do_not_fit_leave_nothing_and_a_field_of_that_name_is_not_written_over(home, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [row | {"more": "x" * 4096} for row in label_rows(4)])
+    command = (sys.executable, "-m", "tezo", "predict", home / "run", "--input", rows, "--output", tmp_path / "out")
+    limit = (resource.RLIMIT_FSIZE, (4096, 4096))
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True,
+                          preexec_fn=lambda: resource.setrlimit(*limit))  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr and str(tmp_path / "out") in done.stderr
+    assert list(tmp_path.iterdir()) == [rows]
+    rows = write_rows(tmp_path / "rows.jsonl", [row | {"prediction": "mine"} for row in label_rows(4)])
+    refused(tezo("predict", home / "run", "--input", rows, "--output", tmp_path / "out"), "'prediction'", "line 1")
+    assert list(tmp_path.iterdir()) == [rows]
+
+
+@pytest.mark.parametrize(("label", "parts"), [("", ("empty",)), (" ", ("empty",)), (" good", ("' good'", "'good'"))])
+def test_labels_that_are_missing_or_mistyped_are_no_labels_of_their_own(home, tmp_path, label, parts):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\n" + "".join(f"{r['text']},{r['label']}\n" for r in label_rows(8)) + f"x,{label}\n")
+    refused(train(home / "opt", rows, tmp_path / "out"), "rows.csv, line 10", *parts)
+    words = "{good: good, bad: bad, '" + label + "': odd}"  # meant so
+    assert train(home / "opt", rows, tmp_path / "out", data__label_words=words).code == 0
+
+
+def test_conversations_are_not_shown_in_a_prompt(home, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", message_rows(8))
+    model = model_folder(tmp_path, "opt", chat=True)
+    refused(tezo("eval", model, "--data", rows, "--shots", "2"), "shots is 2", "conversations")

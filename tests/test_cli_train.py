@@ -232,11 +232,12 @@ def test_methods_and_doctor_answer_people_and_programs(home):
     assert tezo("doctor", "--model", home / "nowhere").code == 2
 
 
-def test_settings_reach_eval_and_predict(home, tmp_path):
+@pytest.mark.parametrize("names", [{"data__template": "{words} Label:"}, {"data__text": "words"}])
+def test_settings_reach_eval_and_predict(home, tmp_path, names):
     assert train(home / "opt", home / "rows.jsonl", tmp_path / "run", "--test", home / "test.jsonl").code == 0
     fields = write_rows(tmp_path / "other.jsonl", [{"words": r["text"], "mood": r["label"]} for r in label_rows(6, 1)])
     own = tezo("eval", tmp_path / "run", "--json")
-    named = settings(data__label="mood", data__template="{words} Label:")
+    named = settings(data__label="mood", **names)
     other = tezo("eval", tmp_path / "run", "--data", fields, "--json", *named)
     assert other.code == 0, other.err
     assert json.loads(other.out) == json.loads(own.out)

@@ -152,7 +152,7 @@ FULL = Config(
         subset="s",
         shape="label",
         template="{a}: {mask} # ümläut",
-        label_words={"1": "no", "0": "yes", "null": "on"},
+        label_words={"1": "no", "0": "yes", "null": "on", "wait\x85": "é\x85"},
         per_class=3,
         max_length=99,
     ),

@@ -66,7 +66,10 @@ def to_tree(config: Config) -> dict[str, Any]:
 
 def dump_config(config: Config) -> str:
     """The configuration as YAML."""
-    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+    tree = to_tree(config)
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    # this one is a line break when it is read
+    return yaml.safe_dump(tree, sort_keys=False) if "\x85" in text else text
 
 
 def parse_setting(text: str) -> tuple[str, str]:

@@ -177,6 +177,17 @@ def _texts(
     return answers
 
 
+_GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+}
+"""The likeliest token each time, whatever the model's own generation_config would have."""
+
+
 def _generate(model: Any, objective: Objective, encoded: Sequence[Encoded], max_new_tokens: int) -> list[str]:
     tokenizer = objective.tokenizer
     prompts = [e.sequences[0][: len(e.sequences[0]) - e.answers[0]] for e in encoded]
@@ -189,7 +200,7 @@ def _generate(model: Any, objective: Objective, encoded: Sequence[Encoded], max_
         input_ids=torch.tensor(padded, device=objective.device),
         attention_mask=torch.tensor(mask, device=objective.device),
         max_new_tokens=max_new_tokens,
-        do_sample=False,
+        **_GREEDY,
         pad_token_id=tokenizer.pad_token_id,
         **stop,
     )

@@ -178,6 +178,8 @@ def with_shots(form: Format, config: Config, loaded: LoadedModel, shots: int) ->
         return form
     if shots < 0 or loaded.kind != "causal":
         raise RequestError(f"shots is {shots} for a model that is {loaded.kind}; it is a count, for causal models.")
+    if form.shape == "messages":
+        raise RequestError(f"shots is {shots}, and these rows are conversations, which cannot be shown in a prompt.")
     return Demonstrated(form, training_rows(config.data), shots, config.train.seed)
 
 
@@ -191,9 +193,12 @@ def make_objective(config: Config, loaded: LoadedModel, form: Format, max_new_to
 
 
 def resolve(config: Config, form: Format) -> Config:
-    """The configuration with the data's shape and labels filled in, so that it means the same on other rows."""
+    """The configuration with the data's shape and labels filled in, so that it means the same on other rows.
+
+    A template that was not given is left open: it follows data.text, which other rows may have by another name.
+    """
     if isinstance(form, LabelFormat):
-        data = replace(config.data, shape="label", template=form.template, label_words=dict(form.words))
+        data = replace(config.data, shape="label", label_words=dict(form.words))
     elif form.shape != "task":
         data = replace(config.data, shape=form.shape)
     else:

@@ -1,6 +1,7 @@
 """`tezo predict`."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,10 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tezo.cli.common import SetOption
+from tezo.errors import RequestError
 from tezo.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.tasks import Row
+
+ANSWER = "prediction"
+"""The field that a row gains."""
 
 MAX_NEW_TOKENS = 64
 """Longest answer of free text, where neither the user nor the task says."""
@@ -33,10 +38,10 @@ def predict(
 ) -> None:
     """Answer new rows with a tuned model."""
     from tezo.config import parse_setting
-    from tezo.errors import RequestError
 
     quiet_libraries()
     from tezo.cli.runs import is_run, open_model, run_config
+    from tezo.durable import write_file
     from tezo.evaluate import predict as answer
     from tezo.job import make_format, make_objective, token_notices
     from tezo.tasks import read_rows
@@ -45,10 +50,12 @@ def predict(
         raise RequestError(f"{run} is not a run folder (it has no config.yaml); give one that tezo train made.")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise RequestError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
-    if output.exists():
-        raise RequestError(f"output: {output} exists; give another --output, or delete it first.")
+    _check_output(output)
     config = run_config(run, [parse_setting(text) for text in settings])
     rows = read_rows(source, key="input")
+    for row in rows:
+        if ANSWER in row.fields:
+            raise RequestError(f"{row.where}: there is a field {ANSWER!r} already; rename it, or take it out.")
     loaded = open_model(run, config)
     form = make_format(config, loaded, rows)
     new = 0 if form.options else max_new_tokens or form.max_new_tokens or MAX_NEW_TOKENS
@@ -57,12 +64,20 @@ def predict(
     for notice in token_notices(objective):
         typer.echo(f"note: {notice}", err=True)
     answers = answer(loaded.model, objective, encoded, config.train.eval_batch_size, new)
-    _write(output, rows, answers)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_file(output, _text(rows, answers).encode())
     print(f"{len(rows)} answers: {output}")
 
 
-def _write(output: Path, rows: "Sequence[Row]", predictions: Sequence[str]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w", encoding="utf-8") as file:
-        for row, prediction in zip(rows, predictions, strict=True):
-            file.write(json.dumps({**row.fields, "prediction": prediction}, ensure_ascii=False, default=str) + "\n")
+def _check_output(output: Path) -> None:
+    if output.exists():
+        raise RequestError(f"output: {output} exists; give another --output, or delete it first.")
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise RequestError(f"output: nothing can be written in {above}; give another --output.")
+
+
+def _text(rows: "Sequence[Row]", predictions: Sequence[str]) -> str:
+    pairs = zip(rows, predictions, strict=True)
+    lines = (json.dumps({**row.fields, ANSWER: answer}, ensure_ascii=False, default=str) for row, answer in pairs)
+    return "".join(line + "\n" for line in lines)

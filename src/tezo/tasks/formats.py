@@ -230,7 +230,17 @@ def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields) -> LabelForma
 
 
 def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
-    return sorted({str(_value(row, label)) for row in rows})
+    found: dict[str, str] = {}
+    for row in rows:
+        name = str(_value(row, label))
+        if not name.strip():
+            raise RequestError(f"{row.where}: the label is empty; fill it in, or leave the row out.")
+        if found.setdefault(name.strip(), name) != name:
+            raise RequestError(
+                f"{row.where}: the label {name!r} differs from {found[name.strip()]!r} by white space alone; "
+                "write them alike, or name all labels in data.label_words."
+            )
+    return sorted(found.values())
 
 
 def _value(row: Row, name: str) -> str | int:
