@@ -48,6 +48,20 @@ def test_settings_of_rows_that_there_are_not(home, tmp_path):
         refused(tezo("eval", home / "run", "--probe", *more), "--probe", "data.test")
 
 
+@pytest.mark.parametrize(
+    ("rows", "values", "parts"),
+    [
+        ("text.jsonl", {"data__template": "{prompt}!"}, ("data.template", "completion rows", "data.shape=label")),
+        ("text.jsonl", {"data__label_words": "{good: great}"}, ("data.label_words", "completion rows")),
+        ("rows.jsonl", {"data__per_class": 2, "data__num_train": 4}, ("data.per_class", "data.num_train")),
+        ("rows.jsonl", {"train__patience": 1, "train__eval_every": 0}, ("train.patience is 1", "eval_every 0")),
+    ],
+)
+def test_a_setting_that_another_makes_void(home, tmp_path, rows, values, parts):
+    refused(train(home / "opt", home / rows, tmp_path / "out", **values), *parts)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_chat_template_that_refuses_a_conversation(home, tmp_path):
     folder = Path(shutil.copytree(home / "opt", tmp_path / "model"))
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"

@@ -156,7 +156,7 @@ FULL = Config(
         per_class=3,
         max_length=99,
     ),
-    train=TrainConfig(steps=3, schedule="cosine", eval_every=0, patience=2, keep_best=False, seed=4),
+    train=TrainConfig(steps=3, schedule="cosine", eval_every=1, patience=2, keep_best=False, seed=4),
 )
 ONE_OF_EACH = {"lr": 1e-7, "betas": (0.5, 0.25), "targets": ["all", "!lm_head"], "in_forward": False, "rank": None}
 

@@ -169,6 +169,10 @@ def _check(config: Config) -> None:
         raise RequestError("train.seed and data.seed must be below 2^63; give a smaller one.")
     if data.train is None and data.task is None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
+    if train.patience is not None and train.eval_every == 0:
+        raise RequestError(f"train.patience is {train.patience} and train.eval_every 0, no evaluation; leave one out.")
+    if data.per_class is not None and data.num_train is not None:
+        raise RequestError("data.per_class and data.num_train both say how many rows train; leave one of them out.")
     if not 0 < data.hold_out < 1:
         raise RequestError(f"data.hold_out is {data.hold_out}; it must lie between 0 and 1.")
 

@@ -181,6 +181,11 @@ def choose_format(rows: Sequence[Row], kind: Kind, fields: Fields, render: Rende
     shape = _shape(rows[0], fields) if fields.shape == "auto" else fields.shape
     if shape == "label":
         return _label_format(rows, kind, fields)
+    for key in ("template", "label_words"):
+        if getattr(fields, key):
+            raise RequestError(
+                f"data.{key} is for labelled rows, and these are {shape} rows; leave it out, or set data.shape=label."
+            )
     if kind != "causal":
         raise RequestError(
             f"data.shape: {shape} rows need a causal model, and this one is {kind}; give labelled rows "
