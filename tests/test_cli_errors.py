@@ -229,10 +229,8 @@ def test_commands_on_what_is_no_run(home, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_eval_without_rows(home, tmp_path):
+def test_eval_without_rows(home):
     refused(tezo("eval", home / "opt"), "data is not set", "--data FILE")
-    assert train(home / "opt", home / "rows.jsonl", tmp_path / "run").code == 0
-    refused(tezo("eval", tmp_path / "run"), "data is not set", "--data FILE")
 
 
 def test_an_adapter_that_a_run_does_not_have(home, tmp_path):

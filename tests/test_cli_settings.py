@@ -62,6 +62,21 @@ def test_a_setting_that_another_makes_void(home, tmp_path, rows, values, parts):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("dev", [None, "rows.jsonl"])
+@pytest.mark.parametrize(("test", "count"), [(None, None), (None, 2), ("rows.jsonl", None)])
+def test_eval_of_a_run_measures_the_rows_that_its_summary_tells_of(home, tmp_path, dev, test, count):
+    values = {"train__keep_best": False, "train__seed": 3, "data__hold_out": 0.4}
+    values |= {f"data__{part}": home / name for part, name in (("dev", dev), ("test", test)) if name is not None}
+    values |= {"data__num_dev": count} if count is not None else {}
+    assert train(home / "opt", home / "rows.jsonl", tmp_path / "run", **values).code == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    done = tezo("eval", tmp_path / "run", "--json")
+    assert done.code == 0, done.err
+    measured = json.loads(done.out)
+    assert measured.pop("rows") == summary["rows"]["test"] and not measured.pop("notices")
+    assert measured == pytest.approx(summary["after"], abs=1e-6)
+
+
 def test_a_chat_template_that_refuses_a_conversation(home, tmp_path):
     folder = Path(shutil.copytree(home / "opt", tmp_path / "model"))
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"

@@ -9,6 +9,9 @@ from tezo.errors import RequestError
 from tezo.recipe import DataConfig
 from tezo.tasks import Fields, Format, Row, Task, hold_out, parts, per_class, read_rows, task
 
+NO_ROWS = "-"
+"""data.train of a base model that is measured as it is: there are none."""
+
 NUM_TRAIN, NUM_TEST = 1000, 1000
 """Rows of a task, as MeZO and the papers after it take them."""
 
@@ -84,16 +87,37 @@ def evaluation_rows(data: DataConfig) -> list[Row]:
     return rows if count is None or len(rows) <= count else parts(rows, [count], 0, "test")[0]
 
 
-def rows_to_report(data: DataConfig, file: str | None) -> tuple[list[Row], str]:
-    """The rows that figures are made of, and in words where they are from: `file`, or what the run was tested on."""
+def rows_to_report(data: DataConfig, seed: int, file: str | None) -> tuple[list[Row], str]:
+    """The rows that figures are made of, and in words where they are from: `file`, or what the run was tested on.
+
+    Args:
+        data: of the run.
+        seed: of the run.
+        file: rows that are named instead.
+    """
     if file is not None:
         return read_rows(file, key="data"), file
     if data.task is not None:
         return evaluation_rows(data), f"{data.task}, {data.test or 'test'}"
-    if data.test is None and data.dev is None:
+    if data.test is not None:
+        return evaluation_rows(data), data.test
+    if data.dev is not None:
+        return _drawn_dev(read_part(data, "dev"), data, seed), data.dev
+    if data.train == NO_ROWS:
         raise RequestError("data is not set; give --data FILE or --task NAME with the rows to evaluate on.")
-    source = data.test or data.dev
-    return (evaluation_rows(data) if data.test is not None else read_part(data, "dev")), str(source)
+    _, held = hold_out(training_rows(data), data.hold_out, _seed_of_draws(data, seed))
+    return _drawn_dev(held, data, seed), f"{data.train}, held out of training"
+
+
+def _seed_of_draws(data: DataConfig, seed: int) -> int:
+    return seed if data.seed is None else data.seed
+
+
+def _drawn_dev(rows: list[Row], data: DataConfig, seed: int) -> list[Row]:
+    """As many as data.num_dev says."""
+    _check_enough(len(rows), data.num_dev, "data.num_dev", data)
+    most = min(data.num_dev or len(rows), len(rows))
+    return parts(rows, [most], _seed_of_draws(data, seed), "dev")[0]
 
 
 def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
@@ -105,7 +129,7 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
         data: sizes.
         seed: of the draws, but for the test rows.
     """
-    seed = seed if data.seed is None else data.seed
+    seed = _seed_of_draws(data, seed)
     if data.task is None and not rows.dev and not rows.test:
         kept, held = hold_out(rows.train, data.hold_out, seed)
         notice = (
@@ -117,9 +141,7 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
     if takes_dev and data.per_class and data.num_dev is not None:
         rows, takes_dev = _with_dev(rows, form, data, seed), False
     chosen = _per_class(rows, form, data, seed, takes_dev) if data.per_class else _plain(rows, data, seed, takes_dev)
-    _check_enough(len(chosen.dev), data.num_dev, "data.num_dev", data)
-    most = min(data.num_dev or len(chosen.dev), len(chosen.dev))
-    used = replace(chosen, dev=parts(chosen.dev, [most], seed, "dev")[0])
+    used = replace(chosen, dev=_drawn_dev(chosen.dev, data, seed))
     return replace(used, notices=used.notices + _of_repeated(used))
 
 

@@ -45,7 +45,7 @@ def evaluate(
     if probe:
         _print_probe(fit_probe(config, open_model(run, config)), json)
         return
-    rows, source = rows_to_report(config.data, data)
+    rows, source = rows_to_report(config.data, config.train.seed, data)
     metrics, notices = measure(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
     if json:
         print_json({"rows": len(rows), **metrics, "notices": notices})

@@ -12,6 +12,7 @@ from tezo.job import load
 from tezo.models import LoadedModel
 from tezo.recipe import Config
 from tezo.runs import LOG
+from tezo.splits import NO_ROWS
 from tezo.steplog import read_header
 
 
@@ -28,7 +29,7 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
         raise RequestError(f"{name} is neither a run folder (no config.yaml) nor a model (no config.json).")
     config = overlay({"model": {"name": name}}, settings)
     if not {"task", "train"} & set(config.get("data", {})):
-        config = overlay(config, [("data.train", "-")])
+        config = overlay(config, [("data.train", NO_ROWS)])
     return parse_config(config)
 
 
