@@ -107,7 +107,7 @@ def test_an_objective_need_not_be_differentiable(case):
     assert min(losses[-20:]) < losses[0] - 0.1
 
 
-@pytest.mark.parametrize("make", [float, torch.tensor, lambda x: torch.tensor([[x]]), lambda x: torch.tensor(x).half()])
+@pytest.mark.parametrize("make", [float, torch.tensor, lambda x: torch.tensor([[x]]), torch.DoubleTensor([1]).mul])
 def test_any_scalar_is_a_loss_and_kappa_is_a_double(make):
     losses = iter([2.5, 1.25])
     scales = []
