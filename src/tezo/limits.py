@@ -5,7 +5,7 @@ from tezo.perturbations import Perturbation
 from tezo.spsa import MOST_DIRECTIONS
 
 MOST_RATE, MOST_RANK = 1e30, 1 << 16
-"""A rate times what it multiplies is a float32 number still; a frozen rank above this compresses no matrix that there is."""
+"""A rate times what it multiplies is a float32 number still; a frozen rank above this compresses nothing."""
 
 
 def check_rate(name: str, value: float) -> None:
