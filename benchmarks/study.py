@@ -27,7 +27,8 @@ from tezo.errors import RequestError, TezoError
 from tezo.metricslog import MetricsLog
 from tezo.reproduce import Cell, Grid, find_table, make_grid
 from tezo.reproduce.results import all_cells, chooser, is_finished, summary_of
-from tezo.runs import METRICS
+from tezo.runs import LOG, METRICS
+from tezo.steplog import forward_passes, read_log
 from tezo.tasks import task
 from tezo.untrusted import own_object
 
@@ -105,8 +106,9 @@ def read_run(cell: Cell, folder: Path, summary: dict[str, Any]) -> dict[str, Any
     found = MetricsLog(folder / METRICS).evaluations if (folder / METRICS).is_file() else {}
     dev = {step: metrics for (split, step), metrics in sorted(found.items()) if split == "dev"}
     losses = [metrics["loss"] for metrics in dev.values()]
+    taken = taken_passes(folder / LOG) if dev else []
     return {
-        "passes": [passes_at(step, cell, int(summary.get("basis_passes") or 0)) for step in dev],
+        "passes": [passes_at(step, cell, taken, int(summary.get("basis_passes") or 0)) for step in dev],
         "dev_loss": [rounded(loss) for loss in losses],
         "dev_accuracy": [rounded(metrics.get(metric, math.nan)) for metrics in dev.values()],
         "final_dev_loss": rounded(losses[-1]) if losses else None,
@@ -122,15 +124,19 @@ def read_run(cell: Cell, folder: Path, summary: dict[str, Any]) -> dict[str, Any
     }
 
 
-def passes_at(step: int, cell: Cell, basis_passes: int) -> float:
-    """Forward passes before the evaluation after `step` steps, those that collect the basis among them.
+def taken_passes(path: Path) -> list[int]:
+    """Forward passes of a run after 0, 1, 2, ... steps."""
+    log = read_log(path)
+    return forward_passes([step.record for step in log.steps], log.header["directions"])
+
+
+def passes_at(step: int, cell: Cell, taken: Sequence[int], basis_passes: int) -> float:
+    """Forward passes before the evaluation after `step` steps: those taken, and those that collect the basis.
 
     A basis that is refreshed is paid for interval by interval, at the first step of each.
     """
-    method = cell.tree["method"]
-    each = 2 * method.get("num_directions", 1) if cell.line.is_zeroth_order else 1
-    interval = method.get("lazy_update_interval") or cell.steps
-    return each * step + basis_passes * math.ceil(step / interval) / math.ceil(cell.steps / interval)
+    interval = cell.tree["method"].get("lazy_update_interval") or cell.steps
+    return taken[step] + basis_passes * math.ceil(step / interval) / math.ceil(cell.steps / interval)
 
 
 def curves_of(grid: Grid, runs: Sequence[dict[str, Any]], failed: Sequence[Path]) -> dict[str, Any]:

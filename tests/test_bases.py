@@ -225,7 +225,7 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     for place in (len(sound) - 3, len(sound) // 2, 20):
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
         with pytest.raises(RequestError, match=r"basis-0\.safetensors is damaged"):
-            FactorFiles(tmp_path, writes=False).load(0)
+            FactorFiles(tmp_path, writes=False).load("basis", 0)
     path.write_bytes(sound)
     assert len(load_file(path)) == len(optimizer.moving)
     other = lozo_adam(tiny_opt(), rank=RANK + 1)

@@ -149,6 +149,8 @@ def _check(config: Config) -> None:
         ("train.eval_batch_size", train.eval_batch_size, 1),
         ("train.log_every", train.log_every, 1),
         ("train.warmup_steps", train.warmup_steps, 0),
+        ("train.feedback_first", train.feedback_first, 0),
+        ("train.feedback_last", train.feedback_last, 0),
         ("train.eval_every", train.eval_every, 0),
         ("train.patience", train.patience, 1),
         ("train.seed", train.seed, 0),

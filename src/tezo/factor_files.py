@@ -1,4 +1,7 @@
-"""What a basis saw of the data, in the folder of a run: `basis-<step>.safetensors`, so that a replay needs no data."""
+"""What was seen of the data, in the folder of a run, so that a replay needs no data: `<kind>-<step>.safetensors`.
+
+Kinds are "basis", what a basis saw, and "feedback", what a feedback step measured.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -27,28 +30,28 @@ class FactorFiles:
         self.folder = folder
         self._writes = writes
 
-    def path(self, born: int) -> Path:
-        """Of the factors born at that step."""
-        return self.folder / f"basis-{born}.safetensors"
+    def path(self, kind: str, step: int) -> Path:
+        """Of what was seen at that step."""
+        return self.folder / f"{kind}-{step}.safetensors"
 
-    def save(self, born: int, seen: Seen) -> None:
+    def save(self, kind: str, step: int, seen: Seen) -> None:
         """Writes it, whole or not at all.
 
         Raises:
             RunError: it cannot be written.
         """
         if self._writes:
-            plain = {name: factor.contiguous() for name, factor in seen.factors.items()}
+            plain = {name: factor.cpu().contiguous() for name, factor in seen.factors.items()}
             about = f"{seen.calls} {_hash(plain, seen.calls)}"  # one entry: several have no fixed order
-            write_file(self.path(born), save(plain, metadata={"calls_sha256": about}))
+            write_file(self.path(kind, step), save(plain, metadata={"calls_sha256": about}))
 
-    def load(self, born: int) -> Seen | None:
+    def load(self, kind: str, step: int) -> Seen | None:
         """Reads and verifies it; None where there is no such file.
 
         Raises:
             RequestError: the file is damaged.
         """
-        path = self.path(born)
+        path = self.path(kind, step)
         if not path.exists():
             return None
         seen, sha256 = None, ""

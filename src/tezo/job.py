@@ -10,6 +10,7 @@ import torch
 from tezo.adapters import add_adapter
 from tezo.bases import Passes
 from tezo.errors import RequestError
+from tezo.feedback import FeedbackOptimizer
 from tezo.methods import AUTO, Tuner, method
 from tezo.models import LoadedModel, load_model
 from tezo.objectives import Batch, Encoded, Objective, objective_for
@@ -103,6 +104,7 @@ def prepare(config: Config) -> Job:
     objective.adapt(loaded.model, train)
     untrained = _untrained(loaded, objective, train, notices)
     optimizer = make_optimizer(config, loaded, untrained)
+    _check_feedback(config, optimizer)
     optimizer.watch(basis_passes(loaded, objective, train, config.train.seed))
     job = Job(
         config=resolve(config, form),
@@ -126,6 +128,18 @@ def _check_use(config: Config, train: Sequence[Encoded], dev: Sequence[Encoded])
         raise RequestError("train.order is stratified, and these rows have no labels; leave it at shuffled.")
     if settings.patience is not None and not dev:
         raise RequestError(f"train.patience is {settings.patience}, and there are no dev rows; give data.dev.")
+
+
+def _check_feedback(config: Config, optimizer: Tuner) -> None:
+    """An error where feedback steps are asked for, and the method or the objective has none."""
+    train = config.train
+    asked = [f"train.{key} is {n}" for key in ("feedback_first", "feedback_last") if (n := getattr(train, key))]
+    if asked and not isinstance(optimizer, FeedbackOptimizer):
+        raise RequestError(f"{asked[0]}, and {config.method.name} takes no such steps; set it to 0, or use lozo-adam.")
+    if asked and train.objective != LOSS:
+        raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
+    if train.feedback_first + train.feedback_last > train.steps:
+        raise RequestError(f"{asked[0]}, and there are {train.steps} steps in all; lower it, or raise train.steps.")
 
 
 def _with_measured_lr(job: Job, rows: Sequence[Row], learnt: Callable[[Row], Example]) -> Job:

@@ -247,11 +247,14 @@ class ZerothOrderOptimizer(SavedState):
         name = moving.target.name
         if name not in self._update_state:
             self._update_state[name] = self.update.init(estimate, moving)
+        self._decay(moving, lr)
+        self.update.step(moving, estimate, self._update_state[name], lr)
+
+    def _decay(self, moving: MovingParameter, lr: float) -> None:
         weight_decay = float(self.param_groups[0]["weight_decay"])
         if weight_decay and moving.target.is_matrix:
             decay = moving.decay_weight_ if self.update.writes_weight else moving.decay_
             decay(1 - lr * weight_decay)
-        self.update.step(moving, estimate, self._update_state[name], lr)
 
     @property
     def cost_of_basis(self) -> tuple[int, float]:

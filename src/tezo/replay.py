@@ -56,7 +56,7 @@ def replay(
 
 
 def _no_data(run: Path, born: int) -> None:
-    path = FactorFiles(run, writes=False).path(born)
+    path = FactorFiles(run, writes=False).path("basis", born)
     raise RequestError(f"{path} is missing, and steps from {born} on depend on it; put it back, or give --step {born}.")
 
 

@@ -4,6 +4,8 @@
     record: step, seed, data position (3 u64) | learning rate, loss (2 f64)
             | loss_plus, loss_minus, projected_grad (3 f64 for each direction) | CRC-32 (u32)
 
+A step that took no directions, a feedback step, has all bits set in their places, as no loss has.
+
 Little-endian. The CRC of a record goes on from the stored one of the record before it (of the header, for the first),
 so that a record is valid only in its place. A process that dies can leave the last record unfinished: an invalid
 tail, with nothing valid after it, is cut off. A fault with valid records after it is damage, and refused.
@@ -14,6 +16,7 @@ import json
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ MOST_HEADER = 1 << 20
 """What a file may claim of the size of its header, before anything is read by it."""
 
 _HEAD, _FIXED, _PROBE, _CRC = struct.Struct("<I"), struct.Struct("<QQQdd"), struct.Struct("<ddd"), struct.Struct("<I")
+
+_NOT_DRAWN = b"\xff" * _PROBE.size
 
 
 @dataclass(frozen=True)
@@ -61,17 +66,34 @@ class LogContents:
     size: int
 
 
-def _pack(step: LoggedStep, crc: int) -> bytes:
+def _pack(step: LoggedStep, directions: int, crc: int) -> bytes:
     record = step.record
     body = _FIXED.pack(record.step, step.seed, step.position, record.lr, record.loss)
-    body += b"".join(_PROBE.pack(p.loss_plus, p.loss_minus, p.projected_grad) for p in record.probes)
+    drawn = b"".join(_PROBE.pack(p.loss_plus, p.loss_minus, p.projected_grad) for p in record.probes)
+    body += drawn or _NOT_DRAWN * directions
     return body + _CRC.pack(zlib.crc32(body, crc))
 
 
 def _unpack(body: bytes) -> LoggedStep:
     number, seed, position, lr, loss = _FIXED.unpack_from(body)
-    probes = tuple(Probe(*values) for values in _PROBE.iter_unpack(body[_FIXED.size :]))
+    drawn = body[_FIXED.size :]
+    drawn = b"" if drawn == _NOT_DRAWN * (len(drawn) // _PROBE.size) else drawn
+    probes = tuple(Probe(*values) for values in _PROBE.iter_unpack(drawn))
     return LoggedStep(StepRecord(number, loss, lr, probes), seed, position)
+
+
+def forward_passes(records: Sequence[StepRecord], directions: int) -> list[int]:
+    """Forward passes after 0, 1, 2, ... steps.
+
+    A step along directions has two for each. A feedback step has one, and two more where it follows none; a step of a
+    run without directions, by gradient, has one beside its backward pass.
+    """
+    passes, fed = [0], False
+    for record in records:
+        begins = directions > 0 and not record.probes and not fed
+        fed = not record.probes
+        passes.append(passes[-1] + (2 * len(record.probes) or 1) + 2 * begins)
+    return passes
 
 
 def _head_bytes(header: dict[str, Any]) -> bytes:
@@ -208,7 +230,7 @@ class StepLog:
         Raises:
             RunError: it cannot be written; the log ends with the step before.
         """
-        data = _pack(step, self._crc)
+        data = _pack(step, self.contents.header["directions"], self._crc)
         with storing(self.path):
             if not self.path.exists():
                 raise FileNotFoundError(2, "no such file")

@@ -12,6 +12,7 @@ from tezo.checkpoint import Checkpoint
 from tezo.config import read_config
 from tezo.errors import RequestError, RunError, nearest
 from tezo.evaluate import Metrics, evaluate
+from tezo.feedback import FeedbackOptimizer
 from tezo.fingerprint import check_unchanged
 from tezo.interruption import Interruption
 from tezo.job import LOSS, Job, prepare
@@ -22,7 +23,7 @@ from tezo.ranks import Ranks, join
 from tezo.recipe import Config
 from tezo.result import save_result
 from tezo.runs import CONFIG, Listener, Past, Progress, RunFolder
-from tezo.schedule import interval, lr_factor
+from tezo.schedule import interval, is_feedback, lr_factor
 from tezo.sharing import Onlooker, check_shareable, shared_rows
 from tezo.spsa import Closure
 from tezo.summary import Outcome, summarize
@@ -201,10 +202,18 @@ class Loop:
             group["lr"] = self.lr * self.lr_factor(step)
         started = time.perf_counter()
         with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
-            self.job.optimizer.step(self._closure(indices))
+            self._take(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % self.settings.compare_every == 0:
             self.ranks.check_equal(self.job.optimizer.resumable_state(), step + 1)
+
+    def _take(self, step: int, indices: Sequence[int]) -> None:
+        job, optimizer = self.job, self.job.optimizer
+        if is_feedback(step, self.settings):
+            assert isinstance(optimizer, FeedbackOptimizer)
+            optimizer.feedback_step(job.objective.closure(job.model, job.batches(indices)))
+        else:
+            optimizer.step(self._closure(indices))
 
     def _closure(self, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""

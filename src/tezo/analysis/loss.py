@@ -34,7 +34,7 @@ def measure_loss(options: LossOptions, given: Given) -> Numbers:
                 "rows": run.config.data.task or run.config.data.train,
                 "losses": rounded([record.loss for record in run.records]),
                 "smoothed": rounded(smooth([record.loss for record in run.records], half)),
-                "forward_passes": [run.passes_per_step * (step + 1) for step in range(len(run.records))],
+                "forward_passes": run.passes[1:],
                 "seconds": seconds_at(run),
             }
             for run in runs

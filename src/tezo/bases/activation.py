@@ -24,6 +24,9 @@ from tezo.params import Target, only_input
 MOST_BYTES = 1 << 28
 """Of sketches at a time: the layers of a larger model are looked at in groups, each with forward passes of its own."""
 
+KIND = "basis"
+"""By which what it saw is kept."""
+
 _TO_KEEP = 2
 """Births: a momentum is carried over from the last factors to the next."""
 
@@ -67,9 +70,9 @@ class Activation(Basis):
     def keep_in(self, store: FactorStore) -> None:
         self._store = store
         for born, seen in self._seen.items():  # before the first step, to choose a learning rate
-            kept = store.load(born)
+            kept = store.load(KIND, born)
             if kept is None:
-                store.save(born, seen)
+                store.save(KIND, born, seen)
             self._seen[born] = kept or seen
 
     def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
@@ -80,11 +83,11 @@ class Activation(Basis):
 
     def _at(self, born: int) -> Mapping[str, Tensor]:
         if born not in self._seen:
-            seen = self._store.load(born) if self._store is not None else None
+            seen = self._store.load(KIND, born) if self._store is not None else None
             if seen is None:
                 seen = self._look(born)
                 if self._store is not None:
-                    self._store.save(born, seen)
+                    self._store.save(KIND, born, seen)
             self._check(seen.factors)
             self._seen[born], self._calls = seen, self._calls + seen.calls
             for old in sorted(self._seen)[:-_TO_KEEP]:

@@ -27,10 +27,10 @@ class Draw:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a basis saw of the data at one step.
+    """What was seen of the data at one step.
 
     Attributes:
-        factors: name -> factor, float64 on the CPU.
+        factors: name -> factor; of a basis float64 on the CPU.
         calls: of the model, that it took.
     """
 
@@ -41,10 +41,10 @@ class Seen:
 class FactorStore(Protocol):
     """Where what was seen of the data is kept, so that steps can be taken again without it."""
 
-    def load(self, born: int) -> Seen | None:
+    def load(self, kind: str, step: int) -> Seen | None:
         """What was seen at that step; None where there is nothing."""
 
-    def save(self, born: int, seen: Seen) -> None:
+    def save(self, kind: str, step: int, seen: Seen) -> None:
         """Keeps it."""
 
 

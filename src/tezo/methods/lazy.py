@@ -5,6 +5,7 @@ from typing import Unpack
 from torch import nn
 
 from tezo.bases import Basis
+from tezo.feedback import FeedbackOptimizer
 from tezo.methods.common import Common
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.perturbations import Lazy, Scale
@@ -71,8 +72,9 @@ def lozo_adam(
     basis: str | Basis = "activation",
     lazy_update_interval: int | None = None,
     scale: Scale = "unit",
+    feedback_scale: float = 0.1,
     **common: Unpack[Common],
-) -> ZerothOrderOptimizer:
+) -> FeedbackOptimizer:
     """LOZO-Adam: Adam on the factor that changes, beside one of leading input directions. Ours, not the paper's.
 
         Z_t = U_t V^T,   U_t (M x r) every step, V (N x r) once,
@@ -87,7 +89,10 @@ def lozo_adam(
     State: A and both moments (3 M x r, in float32), V. `lazy_update_interval` looks at the inputs anew every so many
     steps; A V^T is folded (`frozen_rank`: beside the base), the first moment goes over by projection. `lr` and `rank`
     are those of the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
+
+    Steps of another kind, `feedback_step`, move A along the error at the last hidden states (`tezo.feedback`), at
+    `feedback_scale` times `lr`; a run takes them as `train.feedback_first` and `train.feedback_last` say.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)
-    return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)
+    return FeedbackOptimizer(model, perturbation, update, feedback_scale=feedback_scale, lr=lr, **common)

@@ -185,7 +185,7 @@ def loss_charts(runs: Sequence[Run]) -> list[Chart]:
     unit, size = _unit_of_time([seconds_at(run) for run in runs])
     axes: list[tuple[str, str, Axis]] = [
         ("Loss over steps", "steps", lambda _: float),
-        ("Loss over forward passes", "forward passes", lambda run: lambda step: float(step * run.passes_per_step)),
+        ("Loss over forward passes", "forward passes", lambda run: lambda step: float(run.passes[step])),
         ("Loss over time", f"{unit} spent on steps", lambda run: _clock(run, size)),
     ]
     smoothed = f"Line: exponential average of the step loss with bias correction, half-life {half} steps. "

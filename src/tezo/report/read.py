@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tezo.metricslog import MOST_LINE
 from tezo.recipe import Config
 from tezo.runs import CONFIG, LOG, METRICS, SUMMARY
 from tezo.spsa import StepRecord
-from tezo.steplog import read_log
+from tezo.steplog import forward_passes, read_log
 from tezo.untrusted import UntrustedError, read_bytes, read_json, read_object
 
 MOST_CONFIG, MOST_LOG, MOST_NUMBER, MOST_SIZES = 1 << 20, 1 << 28, 1e15, 8
@@ -74,10 +75,10 @@ class Run:
     plan: Sequence[PlanRow]
     summary: dict[str, Any] | None
 
-    @property
-    def passes_per_step(self) -> int:
-        """Forward passes of a step; a step by gradient has one, and a backward pass."""
-        return 2 * int(self.header["directions"]) or 1
+    @cached_property
+    def passes(self) -> list[int]:
+        """Forward passes after 0, 1, 2, ... steps."""
+        return forward_passes(self.records, self.header["directions"])
 
     def metrics(self, split: str, *, last: bool) -> dict[str, float]:
         """Of the first or last evaluation of `split`; empty where there is none."""

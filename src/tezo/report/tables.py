@@ -117,10 +117,10 @@ def costs(run: Run) -> list[tuple[str, Cell]]:
     summary, steps = run.summary or {}, len(run.records)
     seconds = summary.get("seconds_stepping", run.times[-1][1] if run.times else None)
     timed = steps if "seconds_stepping" in summary else (run.times[-1][0] if run.times else 0)
-    passes = max(1, timed * run.passes_per_step)
+    passes = max(1, run.passes[min(timed, steps)])
     found = [
         ("steps", Cell(f"{steps} of {run.config.train.steps}", steps)),
-        ("forward passes", number(summary.get("num_forward_passes", steps * run.passes_per_step))),
+        ("forward passes", number(summary.get("num_forward_passes", run.passes[-1]))),
         ("seconds spent on steps", number(seconds)),
         ("seconds a step", number(seconds / timed if seconds is not None and timed else None)),
         ("seconds a forward pass", number(seconds / passes if seconds is not None and timed else None)),
