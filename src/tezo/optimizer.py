@@ -196,10 +196,15 @@ class ZerothOrderOptimizer(SavedState):
 
     def _take(self, drawn: dict[str, list[Direction]], record: StepRecord) -> None:
         for name, moving in self.moving.items():
-            estimate = Estimate(drawn[name], record.projected_grads, record.step)
+            estimate = Estimate(drawn[name], record.projected_grads, self._num_estimates)
             self._apply(moving, estimate, record.lr)
         self.last_step = record
         self.num_steps += 1
+
+    @property
+    def _num_estimates(self) -> int:
+        """How many were stepped along so far, which moments are corrected for."""
+        return self.num_steps
 
     def _probes(self, closure: Closure, drawn: dict[str, list[Direction]], rho: float) -> tuple[Probe, ...]:
         def show(points: Sequence[tuple[int, float]]) -> None:

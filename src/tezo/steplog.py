@@ -24,6 +24,7 @@ from typing import Any
 from tezo.durable import storing, sync, write_all
 from tezo.errors import RequestError
 from tezo.spsa import MOST_DIRECTIONS, Probe, StepRecord
+from tezo.writers import PASSES
 
 MAGIC = b"tezolog1"
 MOST_HEADER = 1 << 20
@@ -85,14 +86,14 @@ def _unpack(body: bytes) -> LoggedStep:
 def forward_passes(records: Sequence[StepRecord], directions: int) -> list[int]:
     """Forward passes after 0, 1, 2, ... steps.
 
-    A step along directions has two for each. A feedback step has one, and two more where it follows none; a step of a
-    run without directions, by gradient, has one beside its backward pass.
+    A step along directions has two for each. A feedback step has one, and the first of a run two more; a step of a run
+    without directions, by gradient, has one beside its backward pass.
     """
-    passes, fed = [0], False
+    passes, found = [0], directions == 0
     for record in records:
-        begins = directions > 0 and not record.probes and not fed
-        fed = not record.probes
-        passes.append(passes[-1] + (2 * len(record.probes) or 1) + 2 * begins)
+        begins = not record.probes and not found
+        found = found or begins
+        passes.append(passes[-1] + (2 * len(record.probes) or 1) + (PASSES if begins else 0))
     return passes
 
 

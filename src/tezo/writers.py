@@ -23,6 +23,8 @@ from tezo.params import Target
 from tezo.random import fill_normal_
 from tezo.readout import last_hidden
 
+PASSES = 2
+"""That it takes."""
 SIZE = 0.05
 """Of the noise, as a share of the root mean square of a layer's output."""
 DEVIATIONS = 5.0
