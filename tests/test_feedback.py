@@ -126,7 +126,7 @@ def test_it_lowers_the_loss_and_zeroth_order_steps_go_on_from_there(make):
     assert optimizer.step(closure) == pytest.approx(after, rel=1e-3)
 
 
-def test_every_call_of_the_closure_is_counted():
+def test_every_call_of_the_closure_is_counted_and_a_phase_ends_with_a_step_of_another_kind():
     model = tiny_opt()
     optimizer, calls = built(model, basis="gaussian", num_directions=2), []
     inner = closure_of(model, batch=16)
@@ -138,7 +138,8 @@ def test_every_call_of_the_closure_is_counted():
     for kind in "ffzfffzz":
         (optimizer.feedback_step if kind == "f" else optimizer.step)(closure)
         assert optimizer.num_forward_passes == len(calls)
-    assert len(calls) == 5 + 2 + 3 * 4
+    assert len(calls) == 5 + 2 * 2 + 3 * 4
+    assert not any(key.endswith("exp_avg") for key in optimizer.resumable_state() if key.startswith("feedback/"))
 
 
 def walk(optimizer, model, kinds: str, start: int = 0) -> None:

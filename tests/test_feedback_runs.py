@@ -18,8 +18,7 @@ from tezo.spsa import Probe, StepRecord
 from tezo.steplog import forward_passes, read_log
 from tezo.train import train
 
-EVERY = 3
-FED = -(-STEPS // EVERY)
+FIRST, LAST = 3, 4
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +27,13 @@ def home(tmp_path_factory):
 
 
 def made(home: Path, **more):
-    return config(home, "lozo-adam", **{"feedback_every": EVERY} | more)
+    return config(home, "lozo-adam", **{"feedback_first": FIRST, "feedback_last": LAST} | more)
 
 
-def test_a_run_that_stops_anywhere_goes_on_to_the_bit(home, tmp_path):
+def test_a_run_that_stops_in_or_between_phases_goes_on_to_the_bit(home, tmp_path):
     summary = train(made(home), tmp_path / "whole")
-    assert summary["num_forward_passes"] == 2 + FED + 2 * (STEPS - FED)
-    for step in range(STEPS):
+    assert summary["num_forward_passes"] == FIRST + 2 + 2 * (STEPS - FIRST - LAST) + LAST + 2
+    for step in (0, 1, 2, 3, 4, 6, 7, STEPS - 1):
         stopped(made(home), tmp_path / "run", step)
     train(made(home), tmp_path / "run", resume=True)
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
@@ -54,16 +53,16 @@ def test_a_folder_alone_gives_the_tuned_model_of_every_step(home, tmp_path):
 
 def test_what_a_step_measured_is_needed_and_named(home, tmp_path):
     train(made(home), tmp_path / "run")
-    missing = tmp_path / "run" / "feedback-6.safetensors"
+    missing = tmp_path / "run" / f"feedback-{STEPS - 1}.safetensors"
     missing.unlink()
-    with pytest.raises(RequestError, match=r"feedback step 6 .* missing"):
+    with pytest.raises(RequestError, match=rf"feedback step {STEPS - 1} .* missing"):
         replay(tmp_path / "run", tmp_path / "out", step=STEPS)
-    assert replay(tmp_path / "run", tmp_path / "out", step=6)["steps"] == 6
-    damaged = tmp_path / "run" / "feedback-3.safetensors"
+    assert replay(tmp_path / "run", tmp_path / "out", step=STEPS - 1)["steps"] == STEPS - 1
+    damaged = tmp_path / "run" / "feedback-1.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-3])
     refused(
         tezo("replay", tmp_path / "run", "--output", tmp_path / "two", "--step", STEPS),
-        "feedback-3.safetensors",
+        "feedback-1.safetensors",
         "damaged",
     )
 
@@ -71,30 +70,31 @@ def test_what_a_step_measured_is_needed_and_named(home, tmp_path):
 def test_the_log_tells_steps_apart_and_passes_are_counted_from_it(home, tmp_path):
     summary = train(made(home), tmp_path / "run")
     steps = [step.record for step in read_log(tmp_path / "run" / LOG).steps]
-    assert [len(record.probes) for record in steps] == [0, 1, 1] * FED
+    assert [len(record.probes) for record in steps] == [0] * FIRST + [1] * (STEPS - FIRST - LAST) + [0] * LAST
     run = read_run(tmp_path / "run")
-    assert run.passes == [0, 3, 5, 7, 8, 10, 12, 13, 15, 17] and run.passes[-1] == summary["num_forward_passes"]
+    assert run.passes == [0, 3, 4, 5, 7, 9, 12, 13, 14, 15] and run.passes[-1] == summary["num_forward_passes"]
     assert [line["projected_grads"] == [] for line in read_jsonl(tmp_path / "run/metrics.jsonl")
-            if "seconds" in line] == [False, True, False, False]  # fmt: skip
+            if "seconds" in line] == [True, False, True, True]  # fmt: skip
     gradient, drawn = StepRecord(0, 1.0, 0.1), StepRecord(0, 1.0, 0.1, (Probe(1.0, 1.0, 0.0),) * 3)
     assert forward_passes([gradient] * 3, 0) == [0, 1, 2, 3]
-    assert forward_passes([drawn, gradient, drawn, gradient], 3) == [0, 6, 9, 15, 16]
+    assert forward_passes([drawn, gradient, drawn], 3) == [0, 6, 9, 15]
     assert tezo("report", tmp_path / "run", "--output", tmp_path / "report.html").code == 0
 
 
 def test_the_schedule_of_the_rate_holds_for_them_too(home, tmp_path):
     train(made(home), tmp_path / "run")
     rates = [step.record.lr for step in read_log(tmp_path / "run" / LOG).steps]
-    scale = [0.3, 1.0, 1.0] * FED
+    scale = [0.3] * FIRST + [1.0] * (STEPS - FIRST - LAST) + [0.3] * LAST
     assert rates == pytest.approx([3e-3 * (1 - i / STEPS) * s for i, s in enumerate(scale)])
 
 
 @pytest.mark.parametrize(
     ("more", "parts"),
     [
-        ({"method": "tezo", "train__feedback_every": 1}, ("train.feedback_every is 1", "tezo", "lozo-adam")),
-        ({"train__feedback_every": -1}, ("train.feedback_every is -1", "at least 0")),
-        ({"train__feedback_every": 2, "train__objective": "accuracy"}, ("train.feedback_every is 2", "no gradient")),
+        ({"method": "tezo", "train__feedback_first": 1}, ("train.feedback_first is 1", "tezo", "lozo-adam")),
+        ({"train__feedback_last": 4}, ("train.feedback_last is 4", "3 steps")),
+        ({"train__feedback_last": -1}, ("train.feedback_last is -1", "at least 0")),
+        ({"train__feedback_last": 1, "train__objective": "accuracy"}, ("train.feedback_last is 1", "no gradient")),
     ],
 )
 def test_what_does_not_fit_is_refused(home, tmp_path, more, parts):
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused(home, tmp_path, more, parts):
 
 @pytest.mark.parametrize("share", ["rows", "directions"])
 def test_ranks_take_the_steps_of_one_process(home, tmp_path, share):
-    settings = {"feedback_every": 2, "parallel": share}
+    settings = {"feedback_first": 2, "feedback_last": 1, "parallel": share}
     path = recipe(home, tmp_path, "lozo-adam", 2, **settings)
     done = ranks(2, path, tmp_path / "run")
     assert done.returncode == 0, done.stderr

@@ -43,9 +43,7 @@ UPDATE = Adam((0.9, 0.999), 1e-8, eps_in_sqrt=False, bias_correction=True)
 
 KIND = "feedback"
 """By which what such steps measured is kept."""
-_START, _COUNT = "feedback/", "count"
-Drawn = dict[str, list[Direction]]
-"""The directions of a step, by parameter."""
+_START, _COUNTS = "feedback/", "counts"
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,9 @@ class Fed(Estimate):
 class FeedbackOptimizer(ZerothOrderOptimizer):
     """A zeroth-order optimizer that takes feedback steps too, on the same coefficients.
 
-    `feedback_step(closure)` stands where `step(closure)` does, whenever the caller likes. Each kind of step has moments
-    of its own. The layers that write the residual stream are found at the first feedback step, in two more forward
-    passes.
+    `feedback_step(closure)` stands where `step(closure)` does. Steps of the kind that follow one another are a phase,
+    with Adam's moments of its own; the layers that write the residual stream are found at its first step, in two more
+    forward passes.
 
     Args:
         model: of transformers, or an adapter of PEFT around one.
@@ -82,7 +80,7 @@ class FeedbackOptimizer(ZerothOrderOptimizer):
         self._sides = {target.name: perturbation.fixed(target) for target in self.targets if target.is_matrix}
         self._writers: tuple[nn.Module, list[Target]] | None = None
         self._feedback_state: dict[str, State] = {}
-        self._feedback_steps = 0
+        self._feedback_steps = self._feedback_passes = self._phase = 0
         self._store: FactorStore | None = None
 
     @torch.no_grad()
@@ -91,7 +89,7 @@ class FeedbackOptimizer(ZerothOrderOptimizer):
 
         Args:
             closure: evaluates the objective on this step's batch; the loss must be a tensor that follows from the last
-                hidden states by differentiable steps. It is called once, and twice more by the first of these steps.
+                hidden states by differentiable steps. It is called once, and twice more where a phase begins.
 
         Raises:
             RequestError: there are no last hidden states, no tuned layer that writes them, or no gradient.
@@ -108,7 +106,7 @@ class FeedbackOptimizer(ZerothOrderOptimizer):
         self._take_fed(drawn, StepRecord(self.num_steps, loss, lr), seen)
         return loss
 
-    def _look_back(self, closure: Closure, drawn: Drawn) -> tuple[float, Seen]:
+    def _look_back(self, closure: Closure, drawn: dict[str, list[Direction]]) -> tuple[float, Seen]:
         """(loss, g of each layer that writes the residual stream)."""
         self._writers = self._writers or self._find(closure)
         base, writers = self._writers
@@ -117,36 +115,40 @@ class FeedbackOptimizer(ZerothOrderOptimizer):
         found = {target.name: _gradient(target, errors) for target in writers}
         if not all(math.isfinite(x) for x in (float(loss), *(float(g.abs().max()) for g in found.values()))):
             raise self._not_finite(float(loss))
-        return float(loss), Seen(found, 1 if self._feedback_state else 1 + PASSES)
+        return float(loss), Seen(found, 1 if self._phase else 1 + PASSES)
 
     def _find(self, closure: Closure) -> tuple[nn.Module, list[Target]]:
-        if self._feedback_state:  # they were found before this run was taken up again
+        if self._phase:  # a run that was taken up in the midst of one
             return last_hidden(self.model, closure)[0], [t for t in self.targets if t.name in self._feedback_state]
         facing = [t for t in self.targets if t.is_matrix and self._sides[t.name] == (t.input_role,)]
         base, writers = residual_writers(self.model, facing, closure, self.seed)
         if not writers:
             raise RequestError(
                 "a feedback step found no tuned layer whose output reaches the last hidden states as it is; tune such "
-                "layers with method.targets, or set train.feedback_every=0."
+                "layers with method.targets, or set train.feedback_first=0 and train.feedback_last=0."
             )
         return base, writers
 
-    def _take_fed(self, drawn: Drawn, record: StepRecord, seen: Seen) -> None:
-        _carry_over(self._update_state, drawn)
+    def _take_fed(self, drawn: dict[str, list[Direction]], record: StepRecord, seen: Seen) -> None:
+        for name, state in self._update_state.items():  # which no step of their own takes over to new factors now
+            direction = drawn[name][0]
+            if isinstance(direction, FixedFactors):
+                state["exp_avg"] = direction.carry_over(state["exp_avg"])
         for name, gradient in seen.factors.items():
             moving = self.moving[name]
             g = gradient.to(moving.target.device, moving.target.state_dtype)
-            estimate = Fed(drawn[name], (), self._feedback_steps, g)
+            estimate = Fed(drawn[name], (), self._phase, g)
             if name not in self._feedback_state:
                 self._feedback_state[name] = UPDATE.init(estimate, moving)
             self._decay(moving, record.lr)
             UPDATE.step(moving, estimate, self._feedback_state[name], record.lr)
-        self._feedback_steps += 1
+        self._phase, self._feedback_steps = self._phase + 1, self._feedback_steps + 1
+        self._feedback_passes += seen.calls
         self.last_step = record
         self.num_steps += 1
 
-    def _take(self, drawn: Drawn, record: StepRecord) -> None:
-        _carry_over(self._feedback_state, drawn)
+    def _take(self, drawn: dict[str, list[Direction]], record: StepRecord) -> None:
+        self._writers, self._feedback_state, self._phase = None, {}, 0
         super()._take(drawn, record)
 
     @property
@@ -174,46 +176,41 @@ class FeedbackOptimizer(ZerothOrderOptimizer):
 
     @property
     def num_forward_passes(self) -> int:
-        """Evaluations of the closure so far: one for a feedback step, and two for what the first had to find out."""
-        fed = self._feedback_steps
-        return super().num_forward_passes - (2 * self.num_directions - 1) * fed + (PASSES if fed else 0)
+        """Evaluations of the closure so far: one for a feedback step, and two where a phase begins."""
+        return super().num_forward_passes - 2 * self.num_directions * self._feedback_steps + self._feedback_passes
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {KIND: self._fed_state()}
+        return super().state_dict() | {KIND: self._phase_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._load_fed_state(state_dict.get(KIND, {}))
+        self._load_phase(state_dict.get(KIND, {}))
 
     def resumable_state(self) -> dict[str, Tensor]:
-        own = {f"{_START}{key}": value for key, value in self._fed_state().items()}
+        own = {f"{_START}{key}": value for key, value in self._phase_state().items()}
         return super().resumable_state() | own
 
     def load_resumable_state(self, state: dict[str, Tensor], num_steps: int) -> None:
         super().load_resumable_state({k: v for k, v in state.items() if not k.startswith(_START)}, num_steps)
-        self._load_fed_state({k.removeprefix(_START): v for k, v in state.items() if k.startswith(_START)})
+        self._load_phase({k.removeprefix(_START): v for k, v in state.items() if k.startswith(_START)})
 
-    def _fed_state(self) -> dict[str, Tensor]:
-        """What later feedback steps depend on, as "NAME/KEY"; nothing before the first."""
+    def _phase_state(self) -> dict[str, Tensor]:
+        """What later steps of this kind depend on, as "NAME/KEY"; nothing before the first."""
+        if not self._feedback_steps:
+            return {}
+        counts = torch.tensor([self._feedback_steps, self._feedback_passes, self._phase])
         moments = {f"{name}/{k}": v for name, state in self._feedback_state.items() for k, v in state.items()}
-        return moments | ({_COUNT: torch.tensor(self._feedback_steps)} if moments else {})
+        return {_COUNTS: counts} | moments
 
-    def _load_fed_state(self, state: dict[str, Tensor]) -> None:
-        self._feedback_steps = int(state.get(_COUNT, 0))
+    def _load_phase(self, state: dict[str, Tensor]) -> None:
+        counts = state.get(_COUNTS, torch.zeros(3)).tolist()
+        self._feedback_steps, self._feedback_passes, self._phase = (int(count) for count in counts)
         self._writers, self._feedback_state = None, {}
         for key, value in state.items():
             name, _, role = key.rpartition("/")
-            if key != _COUNT:
+            if key != _COUNTS:
                 place = self.moving[name].target.device
                 self._feedback_state.setdefault(name, {})[role] = value.to(place).clone()
-
-
-def _carry_over(states: dict[str, State], drawn: Drawn) -> None:
-    """Takes the moments of the other kind of step, which is not taken now, over to new factors, if there are any."""
-    for name, state in states.items():
-        direction = drawn[name][0]
-        if isinstance(direction, FixedFactors):
-            state["exp_avg"] = direction.carry_over(state["exp_avg"])
 
 
 def _tap(target: Target, direction: Direction) -> Tap:

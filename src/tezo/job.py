@@ -132,16 +132,14 @@ def _check_use(config: Config, train: Sequence[Encoded], dev: Sequence[Encoded])
 
 def _check_feedback(config: Config, optimizer: Tuner) -> None:
     """An error where feedback steps are asked for, and the method or the objective has none."""
-    every, objective = config.train.feedback_every, config.train.objective
-    if every and not isinstance(optimizer, FeedbackOptimizer):
-        raise RequestError(
-            f"train.feedback_every is {every}, and {config.method.name} takes no such steps; set it to 0, or use "
-            "lozo-adam."
-        )
-    if every and objective != LOSS:
-        raise RequestError(
-            f"train.feedback_every is {every}, and train.objective {objective} has no gradient; leave one of them out."
-        )
+    train = config.train
+    asked = [f"train.{key} is {n}" for key in ("feedback_first", "feedback_last") if (n := getattr(train, key))]
+    if asked and not isinstance(optimizer, FeedbackOptimizer):
+        raise RequestError(f"{asked[0]}, and {config.method.name} takes no such steps; set it to 0, or use lozo-adam.")
+    if asked and train.objective != LOSS:
+        raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
+    if train.feedback_first + train.feedback_last > train.steps:
+        raise RequestError(f"{asked[0]}, and there are {train.steps} steps in all; lower it, or raise train.steps.")
 
 
 def _with_measured_lr(job: Job, rows: Sequence[Row], learnt: Callable[[Row], Example]) -> Job:

@@ -63,7 +63,7 @@ def last_hidden(model: nn.Module, run: Callable[[], object]) -> tuple[nn.Module,
     if not found:
         raise RequestError(
             f"a feedback step needs a model of transformers that gives its last hidden states, and no part of "
-            f"{type(model).__name__} does; set train.feedback_every=0."
+            f"{type(model).__name__} does; set train.feedback_first=0 and train.feedback_last=0."
         )
     base = found[-1][0]
     return base, [hidden for module, hidden in found if module is base]
@@ -87,7 +87,7 @@ def last_errors(
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise RequestError(
             "a feedback step needs a loss that is a tensor and differentiable in the model's last hidden states; "
-            "return one, or set train.feedback_every=0."
+            "return one, or set train.feedback_first=0 and train.feedback_last=0."
         )
     leaves = [call.leaf for call in calls if call.leaf is not None]
     errors = torch.autograd.grad(loss, leaves, allow_unused=True)

@@ -98,8 +98,10 @@ class TrainConfig:
 
     steps: int = 1000
     """Steps; one is two forward passes for each direction."""
-    feedback_every: int = 0
-    """A step in so many is along the error at the last hidden states, see docs/how-to-choose.md; 0: none."""
+    feedback_first: int = 0
+    """Of them, at the start, steps along the error at the last hidden states: see docs/how-to-choose.md."""
+    feedback_last: int = 0
+    """The same at the end."""
     batch_size: int = 16
     """Rows a step. The paper: 16 for LLMs, 64 for RoBERTa."""
     objective: str = "loss"

@@ -72,4 +72,4 @@ def interval(every: int | None, settings: TrainConfig) -> int:
 
 def is_feedback(step: int, settings: TrainConfig) -> bool:
     """Whether a step is one along the error at the last hidden states."""
-    return settings.feedback_every > 0 and step % settings.feedback_every == 0
+    return step < settings.feedback_first or step >= settings.steps - settings.feedback_last

@@ -86,14 +86,14 @@ def _unpack(body: bytes) -> LoggedStep:
 def forward_passes(records: Sequence[StepRecord], directions: int) -> list[int]:
     """Forward passes after 0, 1, 2, ... steps.
 
-    A step along directions has two for each. A feedback step has one, and the first of a run two more; a step of a run
-    without directions, by gradient, has one beside its backward pass.
+    A step along directions has two for each. A feedback step has one, and two more where it follows none; a step of a
+    run without directions, by gradient, has one beside its backward pass.
     """
-    passes, found = [0], directions == 0
+    passes, fed = [0], False
     for record in records:
-        begins = not record.probes and not found
-        found = found or begins
-        passes.append(passes[-1] + (2 * len(record.probes) or 1) + (PASSES if begins else 0))
+        begins = directions > 0 and not record.probes and not fed
+        fed = not record.probes
+        passes.append(passes[-1] + (2 * len(record.probes) or 1) + PASSES * begins)
     return passes
 
 

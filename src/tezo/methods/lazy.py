@@ -91,7 +91,7 @@ def lozo_adam(
     are those of the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
 
     Steps of another kind, `feedback_step`, move A along the error at the last hidden states (`tezo.feedback`), at
-    `feedback_scale` times `lr`; a run takes them as `train.feedback_every` says.
+    `feedback_scale` times `lr`; a run takes them as `train.feedback_first` and `train.feedback_last` say.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)

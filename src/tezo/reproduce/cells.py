@@ -124,6 +124,7 @@ class Grid:
             yield "data.num_dev", SMALL["dev"]
         if line.how == "train":
             yield from (("train.steps", SMALL["steps"]), ("train.batch_size", SMALL["batch"]))
+            yield from ((key, min(count, 1)) for key, count in line.settings if key.startswith("train.feedback"))
             if "rank" in line.options:
                 yield "method.rank", SMALL["rank"]
 

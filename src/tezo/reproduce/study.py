@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tezo.reproduce.table import Column, Line, Table
+from tezo.writers import PASSES
 
 STEPS, EVERY = 240, 24
 """Of each line, and between the evaluations that its curve is read off."""
@@ -34,6 +35,20 @@ def _factor(label: str, options: dict[str, Any], *settings: tuple[str, Any]) -> 
 
 
 _DIRECTIONS = 4
+
+
+def _feedback(label: str, options: dict[str, Any], budget: int, every: int, first: int, last: int) -> Line:
+    """A line whose first and last steps are along the error at the last hidden states, within as many forward passes.
+
+    Each of those takes one pass, and each stretch of them two more.
+    """
+    passes = sum(count + PASSES for count in (first, last) if count)
+    steps = first + last + (budget - passes) // 2
+    places = (("train.feedback_first", first), ("train.feedback_last", last))
+    return _factor(f" + act, {label}", options, ("train.steps", steps), ("train.eval_every", every), *places)
+
+
+_FIRST, _LAST = 15, 60
 
 STUDY = Table(
     name="study",
@@ -70,6 +85,10 @@ STUDY = Table(
         _factor(" + act, clip 3", {"clip": 3.0}),
         _line("LOZO-Adam + act, linear", "lozo-adam", LINEAR_RATES, _FACTOR, ("train.schedule", "linear")),
         _factor(" + act, stratified", {}, ("train.order", "stratified")),
+        _feedback("feedback", {}, 2 * STEPS, EVERY, _FIRST, _LAST),
+        _feedback("feedback first", {}, 2 * STEPS, EVERY, _FIRST, 0),
+        _feedback("feedback last", {}, 2 * STEPS, EVERY, 0, _LAST),
+        _feedback("feedback alone", {}, 2 * STEPS, EVERY, 2 * STEPS - PASSES, 0),
     ),
     seeds=(13, 21, 42),
     search_seeds=3,
@@ -86,7 +105,8 @@ STUDY = Table(
         "number. Where there are fewer rows than 512 a class beside the 100 dev rows, all others train. FT has ten "
         f"epochs, and no more than {STEPS} steps.",
         "act: the leading directions of each layer's inputs; gauss: drawn blindly. 4 directions are as many forward "
-        "passes in a quarter of the steps. Every method tunes the linear layers.",
+        f"passes in a quarter of the steps. feedback: the first {_FIRST} and the last {_LAST} steps are along the error at "
+        "the last hidden states. Every method tunes the linear layers.",
     ),
 )  # fmt: skip
 
@@ -98,6 +118,7 @@ _TO_THE_END = (
 _LONG_LINES = (
     *(line for line in STUDY.lines if line.key in _TO_THE_END),
     _factor(f" + act, refresh {STEPS}", {"lazy_update_interval": STEPS}),
+    _feedback("feedback", {}, 2 * _LONGER * STEPS, _LONGER * EVERY, _FIRST, _LAST),
 )
 
 STUDY_LONG = replace(
@@ -111,6 +132,8 @@ STUDY_LONG = replace(
     settings=(*STUDY.settings, ("train.eval_every", _LONGER * EVERY)),
     notes=(
         *STUDY.notes[:1],
-        "act: the leading directions of each layer's inputs. Every method tunes the linear layers.",
+        "act: the leading directions of each layer's inputs. feedback: the first "
+        f"{_FIRST} and the last {_LAST} steps are along the error at the last hidden states. Every method tunes the linear "
+        "layers.",
     ),
 )
