@@ -27,7 +27,7 @@ def config(home: Path, method: str = "tezo-cadam", *, model: str = "opt", **trai
             "data": {name: str(home / f"{name}.jsonl") for name in ("train", "dev", "test")},
             "method": {"name": method, "lr": 3e-3, **options},
             "train": {"steps": STEPS, "batch_size": 4, "eval_every": 2, "log_every": 2, "schedule": "linear",
-                      "checkpoint_every": 3} | train_settings,
+                      "checkpoint_every": 3, "feedback_first": 0, "feedback_last": 0} | train_settings,
         }
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from tezo.errors import NonFiniteLossError, RequestError
 from tezo.factor_files import FactorFiles
 from tezo.methods import lozo_adam
 from tezo.params import select_targets
+from tezo.perturbations import Moment
 from tezo.readout import last_errors, last_hidden
 from tezo.spsa import StepRecord
 from tezo.writers import residual_writers
@@ -112,6 +113,30 @@ def test_steps_are_those_of_torchs_adam_on_the_coefficients(tmp_path):
         torch.testing.assert_close(optimizer.moving[name].change.coefficient, a_MR.detach())
     others = [m for name, m in optimizer.moving.items() if name not in store.load("feedback", 0).factors]
     assert others and not any(m.trained() for m in others)
+
+
+def test_a_later_phase_begins_like_the_first(tmp_path):
+    model = tiny_opt()
+    optimizer, store = built(model), FactorFiles(tmp_path, writes=True)
+    optimizer.keep_in(store)
+    walk(optimizer, model, "fffz")
+    before = {name: moving.change.coefficient.clone() for name, moving in optimizer.moving.items()}
+    walk(optimizer, model, "f", 4)
+    for name, g in store.load("feedback", 4).factors.items():
+        first = before[name] - LR * SCALE * g / (g.abs() + 1e-8)
+        torch.testing.assert_close(optimizer.moving[name].change.coefficient, first)
+
+
+def test_new_factors_in_a_phase_take_the_moments_of_zeroth_order_steps_along():
+    model = tiny_opt()
+    optimizer = built(model, lazy_update_interval=3)
+    walk(optimizer, model, "zzz")
+    before = {name: state["exp_avg"].clone() for name, state in optimizer._update_state.items()}
+    walk(optimizer, model, "f", 3)
+    for name, state in optimizer._update_state.items():
+        direction = optimizer.perturbation.direction(optimizer.moving[name].target, Moment(0, 3), {})
+        torch.testing.assert_close(state["exp_avg"], direction.carry_over(before[name]))
+        assert not torch.allclose(state["exp_avg"], before[name])
 
 
 @pytest.mark.parametrize("make", WRITERS)

@@ -1,16 +1,32 @@
 """Runs with feedback steps: counted, stopped and gone on with, taken again from their folder, shared by ranks."""
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from folders import model_and_rows, read_jsonl, refused, tezo
+from folders import (
+    completion_rows,
+    label_rows,
+    model_and_rows,
+    model_folder,
+    read_jsonl,
+    refused,
+    saved,
+    tezo,
+    tiny_model,
+    tokenizer_for,
+    write_rows,
+)  # fmt: skip
 from folders import train as trained
 from kills import contents
 from short_runs import STEPS, config, result, same, stopped
 from test_ranks import ranks, recipe, records
 
 from tezo.errors import RequestError
+from tezo.fingerprint import check_same, log_header
+from tezo.job import prepare
 from tezo.replay import replay
 from tezo.report.read import read_run
 from tezo.runs import LOG
@@ -101,6 +117,66 @@ def test_what_does_not_fit_is_refused(home, tmp_path, more, parts):
     more = {"method": "lozo-adam"} | more
     refused(trained(home / "opt", home / "train.jsonl", tmp_path / "out", steps=3, **more), *parts)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("steps", "method", "rows", "expected"),
+    [
+        (1000, "lozo-adam", "train", (15, 60)),
+        (100, "lozo-adam", "train", (5, 20)),
+        (3, "lozo-adam", "train", (0, 0)),
+        (1000, "lozo-adam", "completions", (0, 0)),
+        (1000, "tezo", "train", (0, 0)),
+    ],
+)
+def test_what_is_left_open_goes_by_steps_method_and_rows(home, steps, method, rows, expected):
+    write_rows(home / "completions.jsonl", completion_rows(6))
+    wanted = config(home, method, steps=steps, feedback_first=None, feedback_last=None)
+    wanted = replace(wanted, data=replace(wanted.data, train=str(home / f"{rows}.jsonl"), dev=None, test=None))
+    job = prepare(wanted)
+    assert (job.config.train.feedback_first, job.config.train.feedback_last) == expected
+    half = prepare(replace(wanted, train=replace(wanted.train, feedback_last=0))).config.train
+    assert (half.feedback_first, half.feedback_last) == (expected[0], 0)
+
+
+def test_where_no_layer_qualifies_a_default_is_left_out_and_said_and_a_wish_refused(home, tmp_path):
+    settings = {"method": "lozo-adam", "method__targets": "[q_proj]", "steps": 20}
+    done = trained(home / "opt", home / "train.jsonl", tmp_path / "run", **settings)
+    assert done.code == 0 and done.says("note: there are no feedback steps", "no tuned layer")
+    assert not list((tmp_path / "run").glob("feedback-*"))
+    done = trained(home / "opt", home / "train.jsonl", tmp_path / "out", **settings, train__feedback_first=1)
+    refused(done, "no tuned layer", "method.targets")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_before_there_were_such_steps_goes_on_without(home):
+    job = prepare(made(home, feedback_first=0, feedback_last=0))
+    found = log_header(job)
+    for key in ("feedback_first", "feedback_last"):
+        del found["config"]["train"][key]
+    assert check_same(found, log_header(job), job.optimizer) == []
+    with pytest.raises(RequestError, match=r"train\.feedback_first is 3, and the run began with 0"):
+        check_same(found, log_header(prepare(made(home))), job.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [("bert", ()), ("roberta", ()), ("qwen2", ()), ("gpt2", ()), ("wide opt", ("--quantization", "nf4")),
+     ("opt", ("--quantization", "int8wo")), ("opt", ("--set", "model.dtype=bfloat16"))],
+)  # fmt: skip
+def test_every_kind_of_model_takes_them_and_ends_as_an_adapter(tmp_path, family, flags):
+    if family == "wide opt":  # a CPU unpacks no narrower layers
+        tokenizer, sizes = tokenizer_for("opt"), {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
+        folder = saved(tiny_model("opt", len(tokenizer), **sizes), tokenizer, tmp_path / "wide")
+    else:
+        folder = model_folder(tmp_path, family)
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(24))
+    done = trained(folder, rows, tmp_path / "run", *flags, steps=6, method="lozo-adam", train__feedback_first=2,
+                   train__feedback_last=2, method__lr=1e-3)  # fmt: skip
+    assert done.code == 0, done.err
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["result"]["kind"] == "adapter" and summary["num_forward_passes"] == 4 + 4 + 4
+    assert tezo("eval", tmp_path / "run", "--data", rows).code == 0
 
 
 @pytest.mark.parametrize("share", ["rows", "directions"])

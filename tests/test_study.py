@@ -1,15 +1,20 @@
 """The study's reader, on run folders that are made up: crossings, medians, gaps and passes have closed forms."""
 
+import functools
 import json
 import math
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tezo.feedback_schedule import FIRST, LAST
 from tezo.reproduce import Cell, Grid, find_table, make_grid
+from tezo.spsa import Probe, StepRecord
+from tezo.steplog import LoggedStep, StepLog
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -17,7 +22,8 @@ import study  # noqa: E402
 from study_numbers import crossing, numbers_of  # noqa: E402
 
 SEEDS = (13, 21, 42)
-LINES = ["ft", "mezo", "tezo", "tezo-adam", "cadam-act", "cadam-act-refresh-60", "lozo-adam-act-4-directions"]
+LINES = ["ft", "mezo", "tezo", "tezo-adam", "cadam-act", "cadam-act-refresh-60", "lozo-adam-act-4-directions",
+         "lozo-adam-act-feedback"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -44,6 +50,19 @@ def grid_in(folder: Path, *columns: str) -> Grid:
     return make_grid(find_table("study"), model="m", small=False, data_dir=None, only=[*LINES, *columns])
 
 
+@functools.cache
+def log_of(directions: int, steps: int, first: int, last: int) -> bytes:
+    """A step log, with feedback steps at both ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.log"
+        log, drawn = StepLog(path, {"directions": directions}, 0), (Probe(1.0, 1.0, 0.0),) * directions
+        for i in range(steps):
+            probes = drawn if first <= i < steps - last else ()
+            log.append(LoggedStep(StepRecord(i, 1.0, 0.1, probes), 0, 0))
+        log.close()
+        return path.read_bytes()
+
+
 def end(folder: Path, cell: Cell, losses: list[float], after: float, **more) -> None:
     """A run's folder, with evaluations at equal distances from its first step to its last."""
     own = folder / cell.folder
@@ -53,6 +72,9 @@ def end(folder: Path, cell: Cell, losses: list[float], after: float, **more) -> 
         {"step": step, "split": "dev", "loss": loss, "accuracy": 1 - loss}
         for step, loss in zip(steps, losses, strict=True)
     ]
+    directions = cell.tree["method"].get("num_directions", 1) if cell.line.is_zeroth_order else 0
+    fed = [cell.tree["train"][f"feedback_{place}"] for place in ("first", "last")]
+    (own / "steps.log").write_bytes(log_of(directions, cell.steps, *fed))
     (own / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     made = {"before": {"accuracy": 0.5}, "after": {"accuracy": after}, "dev_loss": losses[-1], "steps": cell.steps}
     made |= {"seconds_stepping": 9.0, "hardware": "a machine", "versions": {"torch": "2", "transformers": "5"}}
@@ -110,6 +132,12 @@ def test_passes_that_collect_a_basis_are_paid_at_the_first_step_of_their_interva
     assert passes["cadam-act"] == [0, *(48 * i + 8 for i in range(1, 11))]
     assert passes["cadam-act-refresh-60"] == [48 * i + 2 * math.ceil(24 * i / 60) for i in range(11)]
     assert passes["lozo-adam-act-4-directions"] == passes["cadam-act"], "as many passes in a quarter of the steps"
+    (fed,) = (line for line in grid.table.lines if line.key == "lozo-adam-act-feedback")
+    steps = dict(fed.settings)["train.steps"]
+    found = passes["lozo-adam-act-feedback"]
+    # two more at the first step of either stretch
+    assert found[1] == 8 + FIRST + 2 + 2 * (round(steps / 10) - FIRST)
+    assert found[-1] == 8 + FIRST + 2 + 2 * (steps - FIRST - LAST) + LAST + 2 <= 488
     line = by_key(numbers_of(made))["cadam-act"]
     assert line["basis_share"] == pytest.approx(8 / 488) and line["seconds_on_basis"] == pytest.approx(4.5)
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tezo.errors import RequestError
-from tezo.job import make_format, make_objective, token_notices, with_shots
+from tezo.job import make_format, make_objective, with_shots
 from tezo.kernels import wide_products
 from tezo.models import LoadedModel
+from tezo.notices import token_notices
 from tezo.objectives import CausalObjective, Encoded, Objective
 from tezo.recipe import Config
 from tezo.tasks import Measure, Row

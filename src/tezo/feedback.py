@@ -117,6 +117,18 @@ class FeedbackOptimizer(ZerothOrderOptimizer):
             raise self._not_finite(float(loss))
         return float(loss), Seen(found, 1 if self._phase else 1 + PASSES)
 
+    def find_writers(self, closure: Closure) -> list[str]:
+        """The tuned parameters that feedback steps move, in two forward passes.
+
+        Args:
+            closure: calls the model on some rows.
+
+        Raises:
+            RequestError: there are none, or no last hidden states.
+        """
+        with evaluation_mode(self.model):
+            return [target.name for target in self._find(closure)[1]]
+
     def _find(self, closure: Closure) -> tuple[nn.Module, list[Target]]:
         if self._phase:  # a run that was taken up in the midst of one
             return last_hidden(self.model, closure)[0], [t for t in self.targets if t.name in self._feedback_state]

@@ -25,8 +25,18 @@ FREE = frozenset(
 )
 """Settings that may change while a run is under way: they don't change what it computes on one device."""
 
-SETTLED = {"data.shape": "auto", "data.template": None, "data.label_words": None, "method.lr": AUTO}
+SETTLED = {
+    "data.shape": "auto",
+    "data.template": None,
+    "data.label_words": None,
+    "method.lr": AUTO,
+    "train.feedback_first": None,
+    "train.feedback_last": None,
+}
 """What a run settles by itself, and how it is left open."""
+
+NEW = {"train.feedback_first": 0, "train.feedback_last": 0}
+"""Settings whose default is not what was done before there were any, and what that was."""
 
 
 def log_header(job: Job) -> dict[str, Any]:
@@ -105,8 +115,8 @@ def _check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def _defaults() -> dict[str, Any]:
-    """What a setting was before there was one: a new one's default is what was done without it."""
-    return _flat(to_tree(Config(model=ModelConfig(name=""), data=DataConfig())))
+    """What a setting was before there was one: its default, but where `NEW` says."""
+    return _flat(to_tree(Config(model=ModelConfig(name=""), data=DataConfig()))) | NEW
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:

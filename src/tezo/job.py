@@ -1,6 +1,6 @@
 """From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from tezo.adapters import add_adapter
 from tezo.bases import Passes
 from tezo.errors import RequestError
-from tezo.feedback import FeedbackOptimizer
+from tezo.feedback_schedule import settle_feedback
 from tezo.methods import AUTO, Tuner, method
 from tezo.models import LoadedModel, load_model
+from tezo.notices import token_notices
 from tezo.objectives import Batch, Encoded, Objective, objective_for
 from tezo.optimizer import ZerothOrderOptimizer
 from tezo.params import ALL, find_targets, never_called
@@ -104,8 +105,11 @@ def prepare(config: Config) -> Job:
     objective.adapt(loaded.model, train)
     untrained = _untrained(loaded, objective, train, notices)
     optimizer = make_optimizer(config, loaded, untrained)
-    _check_feedback(config, optimizer)
     optimizer.watch(basis_passes(loaded, objective, train, config.train.seed))
+    few = objective.closure(loaded.model, objective.batches(train[: config.train.batch_size]))
+    labelled, is_loss = all(row.example.label is not None for row in train), config.train.objective == LOSS
+    config, told = settle_feedback(config, optimizer, few, labelled=labelled, objective_is_loss=is_loss)
+    notices += told
     job = Job(
         config=resolve(config, form),
         loaded=loaded,
@@ -128,18 +132,6 @@ def _check_use(config: Config, train: Sequence[Encoded], dev: Sequence[Encoded])
         raise RequestError("train.order is stratified, and these rows have no labels; leave it at shuffled.")
     if settings.patience is not None and not dev:
         raise RequestError(f"train.patience is {settings.patience}, and there are no dev rows; give data.dev.")
-
-
-def _check_feedback(config: Config, optimizer: Tuner) -> None:
-    """An error where feedback steps are asked for, and the method or the objective has none."""
-    train = config.train
-    asked = [f"train.{key} is {n}" for key in ("feedback_first", "feedback_last") if (n := getattr(train, key))]
-    if asked and not isinstance(optimizer, FeedbackOptimizer):
-        raise RequestError(f"{asked[0]}, and {config.method.name} takes no such steps; set it to 0, or use lozo-adam.")
-    if asked and train.objective != LOSS:
-        raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
-    if train.feedback_first + train.feedback_last > train.steps:
-        raise RequestError(f"{asked[0]}, and there are {train.steps} steps in all; lower it, or raise train.steps.")
 
 
 def _with_measured_lr(job: Job, rows: Sequence[Row], learnt: Callable[[Row], Example]) -> Job:
@@ -234,32 +226,6 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
         raise RequestError(
             f"data.messages: the model's chat template does not take messages of the roles {roles} ({error})."
         ) from None
-
-
-def token_notices(objective: Objective) -> list[str]:
-    """What the tokenizer made of the rows so far and of the options, in words: cut prompts, options that are alike."""
-    return [*_of_cuts(objective), *_of_options(objective)]
-
-
-def _of_cuts(objective: Objective) -> Iterator[str]:
-    cuts = objective.cuts
-    if cuts.rows:
-        yield (
-            f"{cuts.rows} prompt(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
-            f"{cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the bound."
-        )
-
-
-def _of_options(objective: Objective) -> Iterator[str]:
-    by_tokens: dict[tuple[int, ...], list[str]] = {}
-    for option in objective.options:
-        by_tokens.setdefault(tuple(objective.tokenizer(option)["input_ids"]), []).append(repr(option.strip()))
-    for alike in by_tokens.values():
-        if len(alike) > 1:
-            yield (
-                f"{' and '.join(alike)} are the same tokens to this model, so that no training tells them apart; "
-                "choose other data.label_words, or another model."
-            )
 
 
 def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], notices: list[str]) -> list[str]:

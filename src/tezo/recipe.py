@@ -98,10 +98,11 @@ class TrainConfig:
 
     steps: int = 1000
     """Steps; one is two forward passes for each direction."""
-    feedback_first: int = 0
-    """Of them, at the start, steps along the error at the last hidden states: see docs/how-to-choose.md."""
-    feedback_last: int = 0
-    """The same at the end."""
+    feedback_first: int | None = None
+    """The first so many are along the error at the last hidden states. None: 15, or a twentieth, of lozo-adam with
+    labelled rows; else 0."""
+    feedback_last: int | None = None
+    """The last so many likewise. None: 60, or a fifth, likewise."""
     batch_size: int = 16
     """Rows a step. The paper: 16 for LLMs, 64 for RoBERTa."""
     objective: str = "loss"

@@ -4,6 +4,7 @@ config.yaml          resolved: `tezo train config.yaml` is the same run
 plan.json            every parameter: shape, kind, rank, trained or not, and how
 steps.log            every finished step, see `tezo.steplog`
 basis-<step>.safetensors   what a basis that sees the data saw there
+feedback-<step>.safetensors   what a feedback step measured
 metrics.jsonl        a line every `log_every` steps, and one for each evaluation
 checkpoint-<step>/   until the run has ended, see `tezo.checkpoint`
 adapter/             or model/: the result

@@ -68,8 +68,3 @@ def lr_factor(settings: TrainConfig) -> Any:
 def interval(every: int | None, settings: TrainConfig) -> int:
     """Steps between evaluations, or checkpoints: ten a run unless `every` says; 0 is never."""
     return max(1, settings.steps // 10) if every is None else every
-
-
-def is_feedback(step: int, settings: TrainConfig) -> bool:
-    """Whether a step is one along the error at the last hidden states."""
-    return step < settings.feedback_first or step >= settings.steps - settings.feedback_last

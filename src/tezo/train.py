@@ -13,6 +13,7 @@ from tezo.config import read_config
 from tezo.errors import RequestError, RunError, nearest
 from tezo.evaluate import Metrics, evaluate
 from tezo.feedback import FeedbackOptimizer
+from tezo.feedback_schedule import is_feedback
 from tezo.fingerprint import check_unchanged
 from tezo.interruption import Interruption
 from tezo.job import LOSS, Job, prepare
@@ -23,7 +24,7 @@ from tezo.ranks import Ranks, join
 from tezo.recipe import Config
 from tezo.result import save_result
 from tezo.runs import CONFIG, Listener, Past, Progress, RunFolder
-from tezo.schedule import interval, is_feedback, lr_factor
+from tezo.schedule import interval, lr_factor
 from tezo.sharing import Onlooker, check_shareable, shared_rows
 from tezo.spsa import Closure
 from tezo.summary import Outcome, summarize

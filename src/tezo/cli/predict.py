@@ -43,7 +43,8 @@ def predict(
     from tezo.cli.runs import is_run, open_model, run_config
     from tezo.durable import write_file
     from tezo.evaluate import predict as answer
-    from tezo.job import make_format, make_objective, token_notices
+    from tezo.job import make_format, make_objective
+    from tezo.notices import token_notices
     from tezo.tasks import read_rows
 
     if not is_run(run):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from tezo.feedback_schedule import FIRST, LAST
 from tezo.reproduce.table import Column, Line, Table
 from tezo.writers import PASSES
 
@@ -48,8 +49,6 @@ def _feedback(label: str, options: dict[str, Any], budget: int, every: int, firs
     return _factor(f" + act, {label}", options, ("train.steps", steps), ("train.eval_every", every), *places)
 
 
-_FIRST, _LAST = 15, 60
-
 STUDY = Table(
     name="study",
     title="Directions drawn blindly and from the data, on a small encoder (22M parameters), 480 forward passes",
@@ -85,9 +84,9 @@ STUDY = Table(
         _factor(" + act, clip 3", {"clip": 3.0}),
         _line("LOZO-Adam + act, linear", "lozo-adam", LINEAR_RATES, _FACTOR, ("train.schedule", "linear")),
         _factor(" + act, stratified", {}, ("train.order", "stratified")),
-        _feedback("feedback", {}, 2 * STEPS, EVERY, _FIRST, _LAST),
-        _feedback("feedback first", {}, 2 * STEPS, EVERY, _FIRST, 0),
-        _feedback("feedback last", {}, 2 * STEPS, EVERY, 0, _LAST),
+        _feedback("feedback", {}, 2 * STEPS, EVERY, FIRST, LAST),
+        _feedback("feedback first", {}, 2 * STEPS, EVERY, FIRST, 0),
+        _feedback("feedback last", {}, 2 * STEPS, EVERY, 0, LAST),
         _feedback("feedback alone", {}, 2 * STEPS, EVERY, 2 * STEPS - PASSES, 0),
     ),
     seeds=(13, 21, 42),
@@ -99,14 +98,15 @@ STUDY = Table(
     ft_most_steps=STEPS,
     settings=(
         ("data.num_test", 400), ("data.num_dev", 100), ("train.eval_every", EVERY), ("train.keep_best", False),
+        ("train.feedback_first", 0), ("train.feedback_last", 0),
     ),
     notes=(
         "Rows are samples of the data sets and the model is no language model: nothing here compares with a published "
         "number. Where there are fewer rows than 512 a class beside the 100 dev rows, all others train. FT has ten "
         f"epochs, and no more than {STEPS} steps.",
         "act: the leading directions of each layer's inputs; gauss: drawn blindly. 4 directions are as many forward "
-        f"passes in a quarter of the steps. feedback: the first {_FIRST} and the last {_LAST} steps are along the error at "
-        "the last hidden states. Every method tunes the linear layers.",
+        f"passes in a quarter of the steps. feedback: the first {FIRST} and the last {LAST} steps are along the error "
+        "at the last hidden states. Every method tunes the linear layers.",
     ),
 )  # fmt: skip
 
@@ -118,7 +118,7 @@ _TO_THE_END = (
 _LONG_LINES = (
     *(line for line in STUDY.lines if line.key in _TO_THE_END),
     _factor(f" + act, refresh {STEPS}", {"lazy_update_interval": STEPS}),
-    _feedback("feedback", {}, 2 * _LONGER * STEPS, _LONGER * EVERY, _FIRST, _LAST),
+    _feedback("feedback", {}, 2 * _LONGER * STEPS, _LONGER * EVERY, FIRST, LAST),
 )
 
 STUDY_LONG = replace(
@@ -133,7 +133,7 @@ STUDY_LONG = replace(
     notes=(
         *STUDY.notes[:1],
         "act: the leading directions of each layer's inputs. feedback: the first "
-        f"{_FIRST} and the last {_LAST} steps are along the error at the last hidden states. Every method tunes the linear "
-        "layers.",
+        f"{FIRST} and the last {LAST} steps are along the error at the last hidden states. Every method tunes the "
+        "linear layers.",
     ),
 )
