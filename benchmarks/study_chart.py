@@ -24,8 +24,9 @@ OURS: dict[str, tuple[str, Any]] = {
     "lozo-act": (COLOURS[2], "-"),
     "lozo-adam-gauss": (COLOURS[3], "-"),
     "lozo-adam-act": (COLOURS[1], "-"),
+    "lozo-adam-act-feedback": (COLOURS[1], "--"),
 }
-"""Variants of these are in the tables alone."""
+"""Other variants of these are in the tables alone."""
 
 
 def save_chart(curves: dict[str, Any], folder: Path) -> list[Path]:

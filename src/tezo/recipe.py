@@ -99,10 +99,9 @@ class TrainConfig:
     steps: int = 1000
     """Steps; one is two forward passes for each direction."""
     feedback_first: int | None = None
-    """The first so many are along the error at the last hidden states. None: 15, or a twentieth, of lozo-adam with
-    labelled rows; else 0."""
+    """The first so many are along the error at the last hidden states; None: 15 of lozo-adam with labels, else 0."""
     feedback_last: int | None = None
-    """The last so many likewise. None: 60, or a fifth, likewise."""
+    """The last so many likewise; None: 60. Where a run is short, a twentieth and a fifth of it."""
     batch_size: int = 16
     """Rows a step. The paper: 16 for LLMs, 64 for RoBERTa."""
     objective: str = "loss"

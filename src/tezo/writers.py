@@ -67,7 +67,7 @@ def residual_writers(
 
     with _outputs(linear, perturb):
         _, perturbed = last_hidden(model, run)
-    change = [(after - before).double() for before, after in zip(plain, perturbed, strict=True)]
+    change = [after.double() - before.double() for before, after in zip(plain, perturbed, strict=True)]
     found = {t.name: _alpha(change, scale[t.name], seed, t.name) for t in linear}
     least = SHARE * max([alpha for alpha, _ in found.values()], default=0.0)
     return base, [t for t in linear if found[t.name][1] >= DEVIATIONS and found[t.name][0] >= least]
