@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused(home, tmp_path, more, parts):
     [
         (1000, "lozo-adam", "train", (15, 60)),
         (100, "lozo-adam", "train", (5, 20)),
-        (3, "lozo-adam", "train", (0, 0)),
+        (99, "lozo-adam", "train", (0, 0)),
         (1000, "lozo-adam", "completions", (0, 0)),
         (1000, "tezo", "train", (0, 0)),
     ],
@@ -140,7 +140,7 @@ def test_what_is_left_open_goes_by_steps_method_and_rows(home, steps, method, ro
 
 
 def test_where_no_layer_qualifies_a_default_is_left_out_and_said_and_a_wish_refused(home, tmp_path):
-    settings = {"method": "lozo-adam", "method__targets": "[q_proj]", "steps": 20}
+    settings = {"method": "lozo-adam", "method__targets": "[q_proj]", "steps": 100}
     done = trained(home / "opt", home / "train.jsonl", tmp_path / "run", **settings)
     assert done.code == 0 and done.says("note: there are no feedback steps", "no tuned layer")
     assert not list((tmp_path / "run").glob("feedback-*"))

@@ -69,7 +69,7 @@ def test_a_plan_is_shown_and_nothing_run(tmp_path):
 
 
 def test_every_line_of_the_study_spends_the_same_forward_passes_and_is_read_off_as_often():
-    cells = [cell for cell in grid_of("study").search() if cell.line.is_zeroth_order]
+    cells = [cell for cell in grid_of("study").search() if cell.line.is_zeroth_order and not fed_of(cell)]
     spent = {cell.line.key: 2 * cell.tree["method"].get("num_directions", 1) * cell.steps for cell in cells}
     assert set(spent.values()) == {480}
     assert {cell.steps // cell.tree["train"]["eval_every"] for cell in cells} == {10}
@@ -80,6 +80,20 @@ def test_every_line_of_the_study_spends_the_same_forward_passes_and_is_read_off_
     assert all(cell.tree["data"]["num_dev"] == 100 and not cell.tree["train"]["keep_best"] for cell in cells)
 
 
+def fed_of(cell) -> list[int]:
+    """How many steps each of its stretches of feedback steps has."""
+    return [n for place in ("first", "last") if (n := cell.tree.get("train", {}).get(f"feedback_{place}"))]
+
+
+@pytest.mark.parametrize(("study", "budget"), [("study", 480), ("study-long", 1920)])
+def test_lines_with_feedback_steps_spend_no_more_and_no_two_passes_less(study, budget):
+    found = {cell.line.key: cell for cell in grid_of(study).search() if fed_of(cell)}
+    assert len(found) == (4 if study == "study" else 1)
+    for cell in found.values():
+        of_one, rest = fed_of(cell), cell.steps - sum(fed_of(cell))
+        assert budget - 1 <= sum(of_one) + 2 * len(of_one) + 2 * rest <= budget
+
+
 def test_the_longer_study_is_the_same_but_for_its_length():
     short = {str(cell.folder): cell.tree for cell in grid_of("study").search()}
     for cell in grid_of("study-long").search():
@@ -88,7 +102,7 @@ def test_the_longer_study_is_the_same_but_for_its_length():
             assert trees[0]["method"].pop("lazy_update_interval") == 240
         lengths = [(tree["train"].pop("steps", None), tree["train"].pop("eval_every")) for tree in trees]
         assert trees[0] == trees[1]
-        assert lengths == [(960, 96), (240, 24)] or not cell.line.is_zeroth_order
+        assert lengths == [(960, 96), (240, 24)] or not cell.line.is_zeroth_order or fed_of(cell)
 
 
 def test_fine_tuning_has_ten_epochs_of_few_rows_and_of_many_no_more_steps_than_the_other_lines():

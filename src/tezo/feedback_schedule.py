@@ -10,6 +10,8 @@ from tezo.spsa import Closure
 
 FIRST, LAST = 15, 60
 """Of a run, as in the study of docs/experiments.md; no more than a twentieth and a fifth of its steps."""
+LEAST_STEPS = 100
+"""Of a run that has any by default: a stretch of a few would not be worth the passes that it begins with."""
 KEYS = ("feedback_first", "feedback_last")
 
 
@@ -18,8 +20,9 @@ def settle_feedback(
 ) -> tuple[Config, list[str]]:
     """(the configuration with as many feedback steps as there are to be, what the user should know).
 
-    What is left open is `FIRST` and `LAST` where the method takes such steps and the rows have labels, as the study's
-    have; elsewhere none. Answers in free text are left out for the memory that a graph of the head takes there.
+    What is left open is `FIRST` and `LAST` where the method takes such steps, the rows have labels, as the study's
+    have, and there are `LEAST_STEPS`; elsewhere none. Answers in free text are left out for the memory that a graph of
+    the head takes there.
 
     Args:
         config: with numbers, or None for what is left open.
@@ -40,7 +43,7 @@ def settle_feedback(
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
     open_ones = (min(FIRST, train.steps // 20), min(LAST, train.steps // 5))
     notices: list[str] = []
-    if not (takes and labelled and objective_is_loss):
+    if not (takes and labelled and objective_is_loss and train.steps >= LEAST_STEPS):
         open_ones = (0, 0)
     if isinstance(optimizer, FeedbackOptimizer) and (asked or any(open_ones)):
         try:

@@ -101,7 +101,7 @@ class TrainConfig:
     feedback_first: int | None = None
     """The first so many are along the error at the last hidden states; None: 15 of lozo-adam with labels, else 0."""
     feedback_last: int | None = None
-    """The last so many likewise; None: 60. Where a run is short, a twentieth and a fifth of it."""
+    """The last so many likewise; None: 60. Below 300 steps it is a twentieth and a fifth of them, below 100 none."""
     batch_size: int = 16
     """Rows a step. The paper: 16 for LLMs, 64 for RoBERTa."""
     objective: str = "loss"

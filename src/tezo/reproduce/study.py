@@ -38,7 +38,7 @@ def _factor(label: str, options: dict[str, Any], *settings: tuple[str, Any]) -> 
 _DIRECTIONS = 4
 
 
-def _feedback(label: str, options: dict[str, Any], budget: int, every: int, first: int, last: int) -> Line:
+def _feedback(label: str, budget: int, first: int, last: int) -> Line:
     """A line whose first and last steps are along the error at the last hidden states, within as many forward passes.
 
     Each of those takes one pass, and each stretch of them two more.
@@ -46,7 +46,7 @@ def _feedback(label: str, options: dict[str, Any], budget: int, every: int, firs
     passes = sum(count + PASSES for count in (first, last) if count)
     steps = first + last + (budget - passes) // 2
     places = (("train.feedback_first", first), ("train.feedback_last", last))
-    return _factor(f" + act, {label}", options, ("train.steps", steps), ("train.eval_every", every), *places)
+    return _factor(f" + act, {label}", {}, ("train.steps", steps), *places)
 
 
 STUDY = Table(
@@ -84,10 +84,10 @@ STUDY = Table(
         _factor(" + act, clip 3", {"clip": 3.0}),
         _line("LOZO-Adam + act, linear", "lozo-adam", LINEAR_RATES, _FACTOR, ("train.schedule", "linear")),
         _factor(" + act, stratified", {}, ("train.order", "stratified")),
-        _feedback("feedback", {}, 2 * STEPS, EVERY, FIRST, LAST),
-        _feedback("feedback first", {}, 2 * STEPS, EVERY, FIRST, 0),
-        _feedback("feedback last", {}, 2 * STEPS, EVERY, 0, LAST),
-        _feedback("feedback alone", {}, 2 * STEPS, EVERY, 2 * STEPS - PASSES, 0),
+        _feedback("feedback", 2 * STEPS, FIRST, LAST),
+        _feedback("feedback first", 2 * STEPS, FIRST, 0),
+        _feedback("feedback last", 2 * STEPS, 0, LAST),
+        _feedback("feedback alone", 2 * STEPS, 2 * STEPS - PASSES, 0),
     ),
     seeds=(13, 21, 42),
     search_seeds=3,
@@ -118,7 +118,7 @@ _TO_THE_END = (
 _LONG_LINES = (
     *(line for line in STUDY.lines if line.key in _TO_THE_END),
     _factor(f" + act, refresh {STEPS}", {"lazy_update_interval": STEPS}),
-    _feedback("feedback", {}, 2 * _LONGER * STEPS, _LONGER * EVERY, FIRST, LAST),
+    _feedback("feedback", 2 * _LONGER * STEPS, FIRST, LAST),
 )
 
 STUDY_LONG = replace(
