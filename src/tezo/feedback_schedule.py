@@ -41,21 +41,17 @@ def settle_feedback(
         raise RequestError(f"{asked[0]}, and {config.method.name} takes no such steps; set it to 0, or use lozo-adam.")
     if asked and not objective_is_loss:
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
-    open_ones = (min(FIRST, train.steps // 20), min(LAST, train.steps // 5))
+    fits = takes and labelled and objective_is_loss and train.steps >= LEAST_STEPS
+    usual = (min(FIRST, train.steps // 20), min(LAST, train.steps // 5)) if fits else (0, 0)
     notices: list[str] = []
-    if not (takes and labelled and objective_is_loss and train.steps >= LEAST_STEPS):
-        open_ones = (0, 0)
-    if isinstance(optimizer, FeedbackOptimizer) and (asked or any(open_ones)):
+    if isinstance(optimizer, FeedbackOptimizer) and (asked or any(usual)):
         try:
             optimizer.find_writers(closure)
         except RequestError as reason:
             if asked:
                 raise
-            open_ones, notices = (0, 0), [f"there are no feedback steps: {reason}"]
-    first, last = (
-        count if getattr(train, key) is None else getattr(train, key)
-        for key, count in zip(KEYS, open_ones, strict=True)
-    )
+            usual, notices = (0, 0), [f"there are no feedback steps: {reason}"]
+    first, last = (n if (n := getattr(train, key)) is not None else m for key, m in zip(KEYS, usual, strict=True))
     if first + last > train.steps:
         raise RequestError(f"{asked[0]}, and there are {train.steps} steps in all; lower it, or raise train.steps.")
     return replace(config, train=replace(train, feedback_first=first, feedback_last=last)), notices
