@@ -223,6 +223,17 @@ def test_the_torch_face_takes_its_state_along():
         assert torch.equal(effective_weight(second, name), effective_weight(whole, name))
 
 
+def test_a_compiled_model_takes_the_steps_of_a_plain_one():
+    losses = []
+    for compiled in (False, True):
+        model, ids = tiny_opt(torch.float32), tokens(16)
+        optimizer = built(model, feedback_scale=0.1)
+        called = torch.compile(model, backend="eager") if compiled else model
+        closure = lm_loss(called, ids)
+        losses.append([optimizer.feedback_step(closure) for _ in range(4)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("make", [tiny_opt, tiny_gpt2, tiny_bert])
 def test_the_result_is_an_exact_adapter(make, tmp_path):
     model = make(torch.float32)

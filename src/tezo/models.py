@@ -112,6 +112,7 @@ def load_model(
     _check_complete(name, report["missing_keys"])
     if quantization != "none":
         check_unpacks(quantization, model, where)
+        quantizer(quantization).settle(model)
     _set_padding(name, tokenizer)
     model = (model if "device_map" in options else model.to(where)).eval()
     fingerprint = digest(dict(model.named_parameters()))

@@ -21,16 +21,30 @@ class Quantizer:
         bits: of a weight, scales left out.
         inputs_on_cpu: what the inputs of a layer must be a multiple of for a CPU to unpack it rightly.
         config: dtype of the other tensors -> what `from_pretrained` takes as its quantization_config.
+        settle: makes a model that was loaded so keep what is stored as it is.
     """
 
     package: str
     bits: int
     config: Callable[[torch.dtype], Any]
     inputs_on_cpu: int = 1
+    settle: Callable[[nn.Module], None] = lambda _: None
 
 
 def _nf4(dtype: torch.dtype) -> Any:
     return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def _stay_packed(model: nn.Module) -> None:
+    """No layer is packed anew at its first forward, as bitsandbytes 0.50 does on CPUs with AVX512-BF16.
+
+    That changes what is stored, and computes with scales in bfloat16.
+    """
+    from bitsandbytes.nn.modules import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _int8(dtype: torch.dtype) -> Any:
@@ -46,7 +60,8 @@ def _int8wo(dtype: torch.dtype) -> Any:
 
 
 QUANTIZERS = {
-    "nf4": Quantizer("bitsandbytes", 4, _nf4, inputs_on_cpu=64),  # bitsandbytes 0.50, AVX-512: others come back changed
+    # bitsandbytes 0.50, AVX-512: others come back changed
+    "nf4": Quantizer("bitsandbytes", 4, _nf4, inputs_on_cpu=64, settle=_stay_packed),
     "int8": Quantizer("bitsandbytes", 8, _int8),
     "int8wo": Quantizer("torchao", 8, _int8wo),
 }
