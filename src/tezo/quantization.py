@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from tezo.errors import RequestError, nearest
 
 
+def _as_it_is(model: nn.Module) -> None:
+    """Nothing needs to be done."""
+    del model
+
+
 @dataclass(frozen=True)
 class Quantizer:
     """A form of weights.
@@ -28,7 +33,7 @@ class Quantizer:
     bits: int
     config: Callable[[torch.dtype], Any]
     inputs_on_cpu: int = 1
-    settle: Callable[[nn.Module], None] = lambda _: None
+    settle: Callable[[nn.Module], None] = _as_it_is
 
 
 def _nf4(dtype: torch.dtype) -> Any:
