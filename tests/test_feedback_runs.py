@@ -1,7 +1,6 @@
 """Runs with feedback steps: counted, stopped and gone on with, taken again from their folder, shared by ranks."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from kills import contents
 from short_runs import STEPS, config, result, same, stopped
 from test_ranks import ranks, recipe, records
 
+from tezo.config import read_config
 from tezo.errors import RequestError
 from tezo.fingerprint import check_same, log_header
 from tezo.job import prepare
@@ -185,9 +185,6 @@ def test_ranks_take_the_steps_of_one_process(home, tmp_path, share):
     path = recipe(home, tmp_path, "lozo-adam", 2, **settings)
     done = ranks(2, path, tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    from tezo.config import read_config
-
     train(read_config(path, []), tmp_path / "alone")
     for one, other in zip(records(tmp_path / "run"), records(tmp_path / "alone"), strict=True):
         assert len(one.probes) == len(other.probes) and one.loss == pytest.approx(other.loss, rel=1e-5)
-    shutil.rmtree(tmp_path / "alone")

@@ -39,7 +39,7 @@ from tezo.updates import Adam, State, Update
 from tezo.writers import PASSES, residual_writers
 
 UPDATE = Adam((0.9, 0.999), 1e-8, eps_in_sqrt=False, bias_correction=True)
-"""Of feedback steps, whose gradients are no noisier than first-order ones: torch's Adam, with torch's settings."""
+"""Of feedback steps: torch's Adam, with torch's settings."""
 
 KIND = "feedback"
 """By which what such steps measured is kept."""

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tezo.bases.activation import KIND
 from tezo.config import overlay, parse_config
 from tezo.durable import new_folder
 from tezo.errors import RequestError
@@ -56,7 +57,7 @@ def replay(
 
 
 def _no_data(run: Path, born: int) -> None:
-    path = FactorFiles(run, writes=False).path("basis", born)
+    path = FactorFiles(run, writes=False).path(KIND, born)
     raise RequestError(f"{path} is missing, and steps from {born} on depend on it; put it back, or give --step {born}.")
 
 
