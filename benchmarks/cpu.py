@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tezo.bench.memory import measure_memory
-from tezo.bench.report import print_table, write_json
-from tezo.bench.settings import Settings, entries
-from tezo.bench.step import measure_step
+from tezo.studies.bench.peak_memory import measure_memory
+from tezo.studies.bench.result_files import print_table, write_json
+from tezo.studies.bench.settings import Settings, entries
+from tezo.studies.bench.step_time import measure_step
 
 METHODS = ["tezo", "tezo-m", "tezo-cadam", "lozo", "subzo", "tezo-adam", "mezo", "published:mezo"]
 ONE = ["tezo"]

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import torch
 
-from tezo.bench.shapes import build_model
-from tezo.evaluate import evaluate
-from tezo.machine import hardware, versions
-from tezo.objectives import CausalObjective, Encoded
+from tezo.runs.environment import hardware, versions
+from tezo.studies.bench.shapes import build_model
 from tezo.tasks import Example
+from tezo.tasks.evaluation import evaluate
+from tezo.tasks.objectives import CausalObjective, Encoded
 
 OPTIONS = 4
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from tezo.bench.memory import measure_memory
-from tezo.bench.report import print_table, write_json
-from tezo.bench.settings import PREFIX, Settings, entries
-from tezo.bench.shapes import SHAPES, skeleton
-from tezo.bench.step import measure_step
 from tezo.errors import TezoError
+from tezo.studies.bench.peak_memory import measure_memory
+from tezo.studies.bench.result_files import print_table, write_json
+from tezo.studies.bench.settings import PREFIX, Settings, entries
+from tezo.studies.bench.shapes import SHAPES, skeleton
+from tezo.studies.bench.step_time import measure_step
 
 ALL = "opt-125m,opt-350m,opt-1.3b,opt-2.7b,opt-6.7b,llama-7b,opt-13b,llama-13b,opt-30b,llama-30b"
 METHODS = "tezo,tezo-adam,mezo,published:mezo"

@@ -3,7 +3,7 @@
     python benchmarks/products.py [--rounds 15] [--json FILE]
 
 Both ways are timed in turn on the linear layers of OPT-125M, on a CPU that emulates the products; `LEAST_ROWS` of
-`tezo.kernels.products` goes by it.
+`tezo.numerics.products` goes by it.
 """
 
 import argparse
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tezo.kernels.products import is_emulated, wide_linear
-from tezo.machine import hardware, versions
+from tezo.numerics.products import float32_linear, is_emulated
+from tezo.runs.environment import hardware, versions
 
 SHAPES = ((768, 768), (3072, 768), (768, 3072))
 ROWS = (1, 8, 16, 24, 32, 48, 64, 128, 512)
@@ -55,7 +55,7 @@ def main() -> None:
 def case(dtype: torch.dtype, rows: int, shape: tuple[int, int], rounds: int) -> dict[str, Any]:
     """Median seconds of both ways, and the median of their ratio round by round."""
     x, weight, bias = (torch.randn(size).to(dtype) for size in ((rows, shape[1]), shape, shape[:1]))
-    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"emulated": linear, "cast": wide_linear}
+    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"emulated": linear, "cast": float32_linear}
     calls = {name: calls_of(lambda way=way: way(x, weight, bias)) for name, way in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _, (name, way) in itertools.product(range(rounds), ways.items()):

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tezo.machine import hardware, versions
-from tezo.params import select_targets
-from tezo.rank import LayerwiseRank, significant_rank
+from tezo.directions.rank_selection import LayerwiseRank, significant_rank
+from tezo.directions.targets import select_targets
+from tezo.runs.environment import hardware, versions
 
 SHAPES = [(1024, 1024)] * 4 + [(1024, 4096), (4096, 1024)]
 LAYERS = 24

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
-from tezo.reproduce import Grid
+from tezo.studies.reproduce import Grid
 
 SAME = ("table", "title", "model", "small", "seeds")
 """What both must be of."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tables import TABLES
 
-from tezo import recipe
-from tezo.methods import AUTO, METHODS
+from tezo.optim.methods import AUTO, METHODS
+from tezo.training import recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("cost", "experiments", "reliability", "large-models", "many-devices", "figures", "how-to-choose", "theory")

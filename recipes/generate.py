@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from tezo.reproduce import TABLES, make_grid
-from tezo.reproduce.cells import Cell
+from tezo.studies.reproduce import TABLES, make_grid
+from tezo.studies.reproduce.grid import Cell
 
 FOLDER = Path(__file__).parent / "tables"
 

@@ -1,6 +1,6 @@
 """The analyses that need no model, at sizes that take a moment."""
 
-from tezo.analysis import analysis
+from tezo.studies.analysis import analysis
 
 SMALL = {
     "second-moment": {"sizes": [8, 12], "rank": 3, "steps": 30, "draws": 300},

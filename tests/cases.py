@@ -7,9 +7,9 @@ import pytest
 from tiny import lm_loss, tokens
 from torch import Tensor, nn
 
-from tezo.apply import InForward
-from tezo.methods import METHODS
-from tezo.optimizer import ZerothOrderOptimizer
+from tezo.forward import InForward
+from tezo.optim.methods import METHODS
+from tezo.optim.optimizer import ZerothOrderOptimizer
 
 RANK = 3
 INTERVAL = 5

@@ -19,12 +19,15 @@ from typing import Any
 
 from folders import label_rows, model_folder, write_rows
 
-from tezo import checkpoint, durable, runs, steplog
-from tezo.config import parse_config
-from tezo.machine import hardware, versions
-from tezo.methods import method
-from tezo.recipe import Config
-from tezo.train import train
+from tezo import files
+from tezo.optim.methods import method
+from tezo.runs import checkpoints as checkpoint
+from tezo.runs import folder as runs
+from tezo.runs import step_log as steplog
+from tezo.runs.environment import hardware, versions
+from tezo.training.config import parse_config
+from tezo.training.loop import train
+from tezo.training.recipe import Config
 
 OPERATIONS = ("open", "write", "fsync", "replace")
 
@@ -153,7 +156,7 @@ def _watch(operation: int | None, mark: Path) -> None:
 
         return call
 
-    durable.os = steplog.os = Dying()
+    files.os = steplog.os = Dying()
 
 
 def contents(run: Path) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import torch
 from folders import completion_rows, label_rows, tiny_model, tokenizer_for
 
-from tezo.models import LoadedModel
-from tezo.objectives import objective_for
+from tezo.models.loading import LoadedModel
 from tezo.tasks import Example
+from tezo.tasks.objectives import objective_for
 
 CPU = torch.device("cpu")
 OPTIONS = (" good", " bad", " not so good", " very quite bad film")

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from tezo.config import parse_setting, read_config
 from tezo.errors import TezoError
-from tezo.runs import Listener
-from tezo.train import train
+from tezo.training.config import parse_setting, read_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
 
 
 class Fault(Listener):

@@ -8,8 +8,8 @@ from typing import Any
 
 from folders import label_rows, model_folder, train, write_rows
 
-from tezo.spsa import Probe, StepRecord
-from tezo.steplog import LoggedStep, StepLog
+from tezo.estimators.estimate import Probe, StepRecord
+from tezo.runs.step_log import LoggedStep, StepLog
 
 HOSTILE = "<script>alert(1)<\\script> $\\frac{$ & \"x\" '{{ 7*7 }}'"
 

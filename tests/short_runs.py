@@ -8,11 +8,11 @@ import torch
 from cases import CASES
 from safetensors.torch import load_file
 
-from tezo.config import parse_config
-from tezo.methods import METHODS
-from tezo.recipe import Config
-from tezo.runs import Listener
-from tezo.train import train
+from tezo.optim.methods import METHODS
+from tezo.training.config import parse_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
+from tezo.training.recipe import Config
 
 STEPS = 9
 

@@ -11,15 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tezo.errors import RequestError
-from tezo.export import (
-    attach_adapter,
-    export_adapter,
-    load_adapter,
-    merge_adapter,
-    target_modules,
-)
-from tezo.methods import METHODS
-from tezo.optimizer import ZerothOrderOptimizer
+from tezo.models.lora import attach_adapter, export_adapter, load_adapter, merge_adapter, target_modules
+from tezo.optim.methods import METHODS
+from tezo.optim.optimizer import ZerothOrderOptimizer
 
 ADAPTED = ("opt", "llama", "qwen2", "gpt2", "gemma2", "roberta", "bert")
 # Learning rates under which five steps move the outputs visibly.

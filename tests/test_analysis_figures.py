@@ -7,9 +7,9 @@ import pytest
 from analyses import SMALL, options_of
 from folders import refused, settings, tezo
 
-from tezo.analysis import ANALYSES, Given, analysis, drawn
-from tezo.analysis import convergence as conv
-from tezo.analysis import estimator as est
+from tezo.studies.analysis import ANALYSES, Given, analysis, drawn
+from tezo.studies.analysis import convergence as conv
+from tezo.studies.analysis import estimator_variance as est
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import torch
 from analyses import options_of
 from torch import Tensor
 
-from tezo.analysis import Given, analysis
-from tezo.analysis import convergence as conv
-from tezo.analysis import estimator as est
-from tezo.analysis import second_moment as second
-from tezo.methods import METHODS
-from tezo.perturbations import Moment
+from tezo.directions.perturbations import DrawKey
+from tezo.optim.methods import METHODS
+from tezo.studies.analysis import Given, analysis
+from tezo.studies.analysis import convergence as conv
+from tezo.studies.analysis import estimator_variance as est
+from tezo.studies.analysis import second_moment as second
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -140,9 +140,9 @@ def test_the_mean_given_the_factors_is_that_of_many_steps(name):
     (target,) = optimizer.targets
     samples = torch.zeros(4000, 5, 5, dtype=torch.float64)
     for index, z in enumerate(samples):  # several directions of one step have the factors in common
-        optimizer.perturbation.direction(target, Moment(3, 0, index), {}).add_to_(z, 1.0)
+        optimizer.perturbation.direction(target, DrawKey(3, 0, index), {}).add_to_(z, 1.0)
         z *= (grad * z).sum()
-    mean = est.mean_given_factors(optimizer.perturbation.direction(target, Moment(3, 0), {}), grad)
+    mean = est.mean_given_factors(optimizer.perturbation.direction(target, DrawKey(3, 0), {}), grad)
     error = samples.std(dim=0) / len(samples) ** 0.5
     assert error.norm() < 0.2 * mean.norm(), "too few samples to show anything"
     assert ((samples.mean(dim=0) - mean).abs() < 5 * error).all()

@@ -6,12 +6,12 @@ import pytest
 import torch
 from folders import label_rows, model_folder, refused, settings, tezo, train, write_rows
 
-from tezo.analysis import ANALYSES, Given, drawn
-from tezo.analysis.half_precision import HalfOptions, arrived, drift_in_place, drift_ours, measure_half
-from tezo.analysis.loss import LossOptions, measure_loss
-from tezo.report.numbers import smooth
-from tezo.runs import LOG
-from tezo.steplog import read_log
+from tezo.runs.folder import LOG
+from tezo.runs.step_log import read_log
+from tezo.studies.analysis import ANALYSES, Given, drawn
+from tezo.studies.analysis.half_precision import HalfOptions, arrived, drift_in_place, drift_ours, measure_half
+from tezo.studies.analysis.loss_curves import LossOptions, measure_loss
+from tezo.studies.report.curves import smooth
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from folders import bpe_tokenizer, refused, tezo, tiny_model
 from task_folders import form_of, models_and_tasks, rows_of
 
 from tezo.errors import RequestError
-from tezo.evaluate import evaluate, option_scores, predict
-from tezo.objectives import CausalObjective
 from tezo.tasks import Demonstrated, Example, Row
+from tezo.tasks.answer_metrics import squad
 from tezo.tasks.catalogue import example_row
-from tezo.tasks.metrics import squad
+from tezo.tasks.evaluation import evaluate, option_scores, predict
+from tezo.tasks.objectives import CausalObjective
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tezo import NonFiniteLossError, RequestError
-from tezo.apply import FromCopy, InForward, require_writable
-from tezo.methods import METHODS
-from tezo.params import Target
+from tezo.directions.targets import Target
+from tezo.forward import FromCopy, InForward, require_writable
+from tezo.optim.methods import METHODS
 
 STEPS = INTERVAL + 2  # past a refresh
 FAMILIES = {
@@ -290,7 +290,7 @@ def test_an_input_may_be_passed_by_its_name(method):
         model = ByName(named)
         options = {} if method == "mezo" else {"rank": 4}
         optimizer = METHODS[method].build(model, lr=1e-2, targets=("all",), **options)
-        optimizer.watch(lambda _, model=model: model(x))
+        optimizer.set_calibration_passes(lambda _, model=model: model(x))
         losses.append([optimizer.step(lambda model=model: model(x)) for _ in range(3)])
         saved.append(effective_weights(optimizer))
     assert losses[0] == losses[1] and len(set(losses[0])) == 3

@@ -6,12 +6,12 @@ from safetensors.torch import load_file
 from tiny import lm_loss, sines, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.bases import BASES, Activation, Draw, Gaussian, find_basis
-from tezo.bases.activation import groups
+from tezo.directions.bases import BASES, ActivationBasis, Draw, GaussianBasis, find_basis
+from tezo.directions.bases.activation import groups
+from tezo.directions.targets import select_targets
 from tezo.errors import RequestError
-from tezo.factor_files import FactorFiles
-from tezo.methods import METHODS, lozo_adam, tezo_cadam
-from tezo.params import select_targets
+from tezo.optim.methods import METHODS, lozo_adam, tezo_cadam
+from tezo.runs.factor_files import FactorFiles
 
 RANK = 4
 
@@ -32,11 +32,11 @@ def factors_of(optimizer) -> dict[str, Tensor]:
     return {name: factor for name, factor in optimizer.perturbation.state().items() if name != "calls"}
 
 
-def watched(model: nn.Module, basis: str | Activation, **options):
+def watched(model: nn.Module, basis: str | ActivationBasis, **options):
     """lozo-adam on a tiny language model, whose basis sees two batches; and the batches."""
     batches = [tokens(batch=4, length=12, seed=seed) for seed in (50, 51)]
     optimizer = lozo_adam(model, rank=RANK, basis=basis, **options)
-    optimizer.watch(lambda _: [model(input_ids=batch) for batch in batches])
+    optimizer.set_calibration_passes(lambda _: [model(input_ids=batch) for batch in batches])
     return optimizer, batches
 
 
@@ -66,7 +66,7 @@ def test_directions_move_a_layer_along_the_leading_inputs_alone(make, name):
 def test_directions_have_unit_variance_whatever_the_basis(name, method):
     model = tiny_opt()
     optimizer = METHODS[method].build(model, rank=RANK, basis=name, lr=1e-3, seed=5)
-    optimizer.watch(lambda _: model(input_ids=tokens(batch=6, length=16, seed=9)))
+    optimizer.set_calibration_passes(lambda _: model(input_ids=tokens(batch=6, length=16, seed=9)))
     total, count = 0.0, 0
     drawn = optimizer._draw()
     for step in range(300):
@@ -93,7 +93,7 @@ def test_padding_is_not_looked_at():
         lambda _: model(padded, mask),
     ):
         optimizer = lozo_adam(model, rank=RANK)
-        optimizer.watch(call)
+        optimizer.set_calibration_passes(call)
         optimizer._draw()
         found.append(factors_of(optimizer))
         optimizer.close()
@@ -111,7 +111,7 @@ def test_weighted_directions_move_the_output_alike_and_orthonormal_outputs_are_o
         basis = find_basis(name)
         basis.prepare([target], {target.name: RANK})
         batch = tokens(batch=4, length=12, seed=50)
-        basis.watch(model, lambda _: model(input_ids=batch))  # noqa: B023
+        basis.set_calibration_passes(model, lambda _: model(input_ids=batch))  # noqa: B023
         with torch.no_grad():
             factors[name] = {role: basis.factor(role, target, RANK, Draw(target.name, 0, 0)) for role in ("u", "v")}
     x = seen_inputs(model, [tokens(batch=4, length=12, seed=50)], "model.decoder.layers.0.fc1")
@@ -128,7 +128,7 @@ def test_weights_go_by_directions_that_inputs_have():
     (target,) = select_targets(model)
     x = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     basis.prepare([target], {target.name: 8})
-    basis.watch(model, lambda _: model(x))
+    basis.set_calibration_passes(model, lambda _: model(x))
     with torch.no_grad():
         v = basis.factor("v", target, 8, Draw(target.name, 0, 0))
     lengths = v.norm(dim=0)
@@ -141,7 +141,9 @@ def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
     whole, batches = watched(model, "activation")
     whole._draw()
     whole.close()
-    monkeypatch.setattr("tezo.bases.activation.MOST_BYTES", 8000)  # three sketches of 16 x 16 float64 numbers
+    monkeypatch.setattr(
+        "tezo.directions.bases.activation.MOST_BYTES", 8000
+    )  # three sketches of 16 x 16 float64 numbers
     parts, _ = watched(model, "activation")
     parts._draw()
     parts.close()
@@ -170,7 +172,7 @@ def test_looking_changes_neither_the_model_nor_its_mode():
 def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
     model, other = tiny_opt(), tiny_opt()
     plain, told = (lozo_adam(m, rank=RANK, lazy_update_interval=2) for m in (model, other))
-    told.watch(lambda born: other(input_ids=tokens(seed=born)))
+    told.set_calibration_passes(lambda refresh_step: other(input_ids=tokens(seed=refresh_step)))
     for step in range(4):
         assert plain.step(lm_loss(model, tokens(seed=step))) == told.step(lm_loss(other, tokens(seed=step)))
     for name, factor in factors_of(plain).items():
@@ -179,10 +181,10 @@ def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
 
 def test_a_basis_that_sees_nothing_says_what_to_do():
     model = tiny_opt()
-    with pytest.raises(RequestError, match=r"call optimizer\.watch\(passes\)"):
+    with pytest.raises(RequestError, match=r"call optimizer\.set_calibration_passes\(passes\)"):
         lozo_adam(model, rank=RANK)._draw()
     optimizer = lozo_adam(model, rank=RANK)
-    optimizer.watch(lambda _: None)
+    optimizer.set_calibration_passes(lambda _: None)
     with pytest.raises(RequestError, match="do not call it"):
         optimizer.step(lm_loss(model, tokens()))
 
@@ -192,8 +194,8 @@ def test_a_basis_has_a_name_and_factors_of_inputs_are_not_shared():
         find_basis("activations")
     with pytest.raises(RequestError, match="share_factors"):
         tezo_cadam(tiny_opt(), rank=RANK, basis="activation", share_factors=True)
-    assert isinstance(find_basis("gaussian"), Gaussian)
-    own = Activation()
+    assert isinstance(find_basis("gaussian"), GaussianBasis)
+    own = ActivationBasis()
     assert find_basis(own) is own
 
 
@@ -212,12 +214,12 @@ def test_state_goes_to_a_new_optimizer_that_sees_no_data():
 def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     model = tiny_opt()
     optimizer, _ = watched(model, "activation")
-    optimizer.keep_in(FactorFiles(tmp_path, writes=True))
+    optimizer.set_factor_store(FactorFiles(tmp_path, writes=True))
     optimizer._draw()
     (path,) = tmp_path.iterdir()
     assert path.name == "basis-0.safetensors"
     blind = lozo_adam(tiny_opt(), rank=RANK)
-    blind.keep_in(FactorFiles(tmp_path, writes=False))
+    blind.set_factor_store(FactorFiles(tmp_path, writes=False))
     blind._draw()
     for name, factor in factors_of(blind).items():
         assert torch.equal(factor, factors_of(optimizer)[name])
@@ -229,6 +231,6 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     path.write_bytes(sound)
     assert len(load_file(path)) == len(optimizer.moving)
     other = lozo_adam(tiny_opt(), rank=RANK + 1)
-    other.keep_in(FactorFiles(tmp_path, writes=False))
+    other.set_factor_store(FactorFiles(tmp_path, writes=False))
     with pytest.raises(RequestError, match="is not of the shape"):
         other._draw()

@@ -10,8 +10,8 @@ from cases import CASES, INTERVAL, RANK, Case, choose, effective_weights, every_
 from tiny import VOCAB, Regression, lm_loss, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.methods import METHODS
-from tezo.optimizer import ZerothOrderOptimizer
+from tezo.optim.methods import METHODS
+from tezo.optim.optimizer import ZerothOrderOptimizer
 
 MIDDLE = INTERVAL + 2  # of a refresh period
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -5,14 +5,14 @@ import time
 import pytest
 import torch
 
-from tezo.bench.contestants import Contestant, contestant, past_refresh, to_refresh
-from tezo.bench.memory import rows
-from tezo.bench.settings import LENGTHS, Settings, entries
-from tezo.bench.shapes import SHAPES, from_shape, skeleton
-from tezo.bench.step import REFRESH_EVERY, REPEATS, Timed, measure_step, run_rounds
-from tezo.bench.step import rows as step_rows
-from tezo.bench.work import Work
 from tezo.errors import RequestError
+from tezo.studies.bench.cases import Case, make_case, past_refresh, to_refresh
+from tezo.studies.bench.peak_memory import rows
+from tezo.studies.bench.settings import LENGTHS, Settings, entries
+from tezo.studies.bench.shapes import SHAPES, from_shape, skeleton
+from tezo.studies.bench.step_time import REFRESH_EVERY, REPEATS, Timed, measure_step, run_rounds
+from tezo.studies.bench.step_time import rows as step_rows
+from tezo.studies.bench.workload import Work
 
 TINY = Settings(model="tiny", batch=3, length="rte", rank=4, rounds=2)
 # Of the published checkpoints.
@@ -86,13 +86,13 @@ def test_a_twin_shares_weights_and_no_hooks():
 
 def test_nothing_of_a_method_is_left_on_the_stock_model():
     work = Work(TINY)
-    entry = contestant("tezo", work)
+    entry = make_case("tezo", work)
     entry.run()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in work.model.modules())
     assert entry.trained == sum(p.numel() for n, p in work.model.named_parameters() if "layers" in n and p.ndim == 2)
 
 
-class Recorder(Contestant):
+class Recorder(Case):
     """Writes down when it runs."""
 
     def __init__(self, label, log, interval=None, seconds=0.0):
@@ -114,7 +114,7 @@ def recorded(settings, log, seconds=0.0):
 
 
 def test_everything_has_its_turn_in_a_round_and_the_order_turns(monkeypatch):
-    monkeypatch.setattr("tezo.bench.step.REPEATS", 1)
+    monkeypatch.setattr("tezo.studies.bench.step_time.REPEATS", 1)
     log = []
     recorded(Settings(rounds=REFRESH_EVERY + 1, warmup=1), log)
     assert "".join(log) == "abc" + "abcc!" + "bca" + "cab" + "abcc!"
@@ -122,13 +122,13 @@ def test_everything_has_its_turn_in_a_round_and_the_order_turns(monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "repeats"), [(0.0, REPEATS), (0.04, 2), (0.2, 1)])
 def test_the_quick_run_several_times_a_round_and_count_with_their_median(monkeypatch, seconds, repeats):
-    monkeypatch.setattr("tezo.bench.step.PATIENCE", 0.1)
+    monkeypatch.setattr("tezo.studies.bench.step_time.PATIENCE", 0.1)
     log = []
     timed = recorded(Settings(rounds=1, warmup=1), log, seconds)
     assert [entry.repeats for entry in timed] == [repeats] * 3
     assert "".join(log) == "abc" + "a" * repeats + "b" * repeats + "c" * repeats + "c!"
     clock = iter([3.0, 1.0, 2.0, 9.0, 2.0])
-    monkeypatch.setattr("tezo.bench.step._clock", lambda *_: next(clock))
+    monkeypatch.setattr("tezo.studies.bench.step_time._clock", lambda *_: next(clock))
     entry = Timed(Recorder("a", []), repeats=5)
     run_rounds([entry], Settings(rounds=1, warmup=0), lambda: None, 0.0)
     assert entry.rounds == [2.0]
@@ -159,7 +159,7 @@ def test_ratios_are_medians_of_the_ratios_of_rounds():
 @pytest.mark.parametrize("label", ["lozo", "subzo", "published:lozo", "published:subzo"])
 def test_a_refresh_renews_factors_and_a_plain_step_does_not(label):
     work = Work(TINY)
-    entry = contestant(label, work)
+    entry = make_case(label, work)
     stepper = entry._algorithm if label.startswith("published") else entry._optimizer
 
     def factor():
@@ -200,20 +200,20 @@ def test_where_an_interval_is_entered(steps, refresh, plain):
 @pytest.mark.parametrize("label", ["tezo", "published:tezo"])
 def test_what_is_held_is_the_factors_and_little_else(label):
     work = Work(TINY)
-    entry = contestant(label, work)
+    entry = make_case(label, work)
     entry.run()
     sides = [sum(p.shape) for n, p in work.model.named_parameters() if "layers" in n and p.ndim == 2]
     factors = 4 * TINY.rank * sum(sides)
-    assert factors <= entry.held() <= factors + 4 * 8 * TINY.rank * len(sides)
+    assert factors <= entry.state_bytes() <= factors + 4 * 8 * TINY.rank * len(sides)
     entry.close()
 
 
 def test_moments_of_the_weights_shape_are_held():
     work = Work(TINY)
-    entry = contestant("mezo-adam", work)
+    entry = make_case("mezo-adam", work)
     entry.run()
-    assert entry.held() >= 2 * 4 * entry.trained
-    assert contestant("F2", work).held() == 0
+    assert entry.state_bytes() >= 2 * 4 * entry.trained
+    assert make_case("F2", work).state_bytes() == 0
 
 
 def test_what_is_measured_is_what_was_asked_for():

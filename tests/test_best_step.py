@@ -9,13 +9,13 @@ from folders import model_and_rows, read_jsonl
 from long_steps import DENSE, FACTORED, config
 from short_runs import result
 
-from tezo.cli.runs import open_model, run_config
-from tezo.evaluate import evaluate
-from tezo.job import make_format, make_objective
-from tezo.recipe import TrainConfig
-from tezo.schedule import interval
 from tezo.tasks import read_rows
-from tezo.train import train
+from tezo.tasks.evaluation import evaluate
+from tezo.tasks.setup import make_format, make_objective
+from tezo.training.loop import train
+from tezo.training.opening import open_model, run_config
+from tezo.training.recipe import TrainConfig
+from tezo.training.schedule import interval
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def tuned_loss(home: Path, run: Path, method: str) -> float:
     settings = run_config(str(run), [])
     loaded = open_model(str(run), settings)
     rows = read_rows(str(home / "dev.jsonl"), key="data")
-    form = make_format(settings, loaded, rows)
-    objective = make_objective(settings, loaded, form)
+    form = make_format(settings.data, loaded, rows)
+    objective = make_objective(settings.data, loaded, form)
     assert settings.method.name == method
     return evaluate(loaded.model, objective, [objective.encode(form.example(row)) for row in rows], 64)["loss"]
 

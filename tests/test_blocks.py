@@ -9,10 +9,11 @@ from cases import CASES, INTERVAL, Case, choose, effective_weights, every_method
 from tiny import VOCAB, Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
 from torch import Tensor, nn
 
-from tezo import random
-from tezo.apply import NotInBlocksError
-from tezo.apply.blocks import Blocks
-from tezo.spsa import BlockClosure, copies_of_a_pass
+from tezo.estimators.estimate import BlockClosure
+from tezo.estimators.two_point import copies_of_a_pass
+from tezo.forward import NotInBlocksError
+from tezo.forward.blocks import Blocks
+from tezo.numerics import random
 
 STEPS = INTERVAL + 2  # past a refresh
 FAMILIES = {"opt": tiny_opt, "llama": tiny_llama, "gpt2": tiny_gpt2, "roberta": tiny_roberta}
@@ -245,6 +246,6 @@ def test_each_model_of_a_pass_draws_dense_noise_once_for_both_signs():
             return out.square().view(copies, -1).mean(1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tezo.directions.fill_normal_", counted)
+        patch.setattr("tezo.directions.spaces.fill_normal_", counted)
         optimizer.step(Closure())
     assert len(calls) == 2, "once for the evaluations, once for the update"

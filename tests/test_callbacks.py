@@ -7,9 +7,9 @@ import torch
 from folders import label_rows, model_folder, write_rows
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from tezo.callbacks import TrainerCallbacks
-from tezo.config import parse_config
-from tezo.train import train
+from tezo.training.config import parse_config
+from tezo.training.loop import train
+from tezo.training.trainer_callbacks import TrainerCallbacks
 
 
 @pytest.fixture(scope="module")

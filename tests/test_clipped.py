@@ -10,10 +10,10 @@ from tiny import Regression, tiny_opt
 from torch import Tensor
 
 from tezo import RequestError
-from tezo.optimizer import ZerothOrderOptimizer
-from tezo.perturbations import Moment, Subspace
-from tezo.rank import FixedRank
-from tezo.updates import FactoredAdam
+from tezo.directions.perturbations import DrawKey, Subspace
+from tezo.directions.rank_selection import FixedRank
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.updates import FactoredAdam
 
 RHO, BETA = 1e-3, 0.99
 USUAL = [1.0, -0.5, 2.0, -1.5, 0.7, 1.1, -0.9]
@@ -48,7 +48,7 @@ def zs(optimizer: ZerothOrderOptimizer, step: int, index: int = 0) -> dict[str, 
     found = {}
     for target in optimizer.targets:
         z = torch.zeros(target.stored_shape, dtype=torch.float64)
-        optimizer.perturbation.direction(target, Moment(optimizer.seed, step, index), {}).add_to_(z, 1.0)
+        optimizer.perturbation.direction(target, DrawKey(optimizer.seed, step, index), {}).add_to_(z, 1.0)
         found[target.name] = z
     return found
 

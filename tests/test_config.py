@@ -7,10 +7,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from tezo.config import dump_config, parse_config, parse_setting, read_config
 from tezo.errors import RequestError
-from tezo.methods import METHODS, Rate
-from tezo.recipe import Config, DataConfig, ModelConfig, TrainConfig
+from tezo.models.model_config import ModelConfig
+from tezo.optim.methods import METHODS, Rate
+from tezo.tasks.data_config import DataConfig
+from tezo.training.config import dump_config, parse_config, parse_setting, read_config
+from tezo.training.recipe import Config, TrainConfig
 
 LEAST = {"model": {"name": "m"}, "data": {"train": "d"}}
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}

@@ -6,9 +6,9 @@ from folders import CAUSAL, bpe_tokenizer, is_closing, qwen_tokenizer, tiny_mode
 from questions import CPU, slotted
 
 from tezo.errors import RequestError
-from tezo.models import LoadedModel
-from tezo.objectives import CausalObjective, EncoderObjective, MaskedObjective, objective_for
+from tezo.models.loading import LoadedModel
 from tezo.tasks import Example
+from tezo.tasks.objectives import CausalObjective, EncoderObjective, MaskedObjective, objective_for
 
 
 @pytest.mark.parametrize("make", [words_tokenizer, bpe_tokenizer, qwen_tokenizer])

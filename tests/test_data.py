@@ -18,9 +18,9 @@ from folders import (
 )
 
 from tezo.errors import RequestError
-from tezo.job import render_chat
-from tezo.objectives import CausalObjective, MaskedObjective
 from tezo.tasks import Fields, Row, choose_format, read_rows
+from tezo.tasks.objectives import CausalObjective, MaskedObjective
+from tezo.tasks.setup import render_chat
 
 AWKWARD = [
     {"text": 'He said "quite good", twice', "label": "good"},

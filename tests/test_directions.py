@@ -11,10 +11,10 @@ from tiny import lm_loss, tiny_opt, tokens
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tezo.directions import CP, Core, Dense, Direction, Kept, LowRank
-from tezo.optimizer import ZerothOrderOptimizer
-from tezo.params import select_targets
-from tezo.perturbations import Moment
+from tezo.directions.perturbations import DrawKey
+from tezo.directions.spaces import CP, Core, Dense, Direction, FixedCoefficient, LowRank
+from tezo.directions.targets import select_targets
+from tezo.optim.optimizer import ZerothOrderOptimizer
 
 STEPS = 2 * INTERVAL + 2
 RHO = 1e-3
@@ -191,7 +191,7 @@ def test_a_direction_is_a_function_of_seed_step_and_index(case):
         model = nn.Sequential(nn.Linear(4, 5, bias=False, dtype=torch.float64))
         optimizer = case.build(model, seed=order[0][0])
         (target,) = optimizer.targets
-        return {key: dense_z(optimizer.perturbation.direction(target, Moment(*key), {}), 5, 4) for key in order}
+        return {key: dense_z(optimizer.perturbation.direction(target, DrawKey(*key), {}), 5, 4) for key in order}
 
     keys = [(seed, step) for seed in (0, 1) for step in (0, 1, INTERVAL, 2 * INTERVAL + 1)]
     forwards, backwards = draws(keys), draws(keys[::-1])
@@ -219,7 +219,7 @@ def test_every_entry_of_z_has_the_stated_mean_and_variance(name, options, varian
     optimizer = CASES[name].build(model, rank=3, **options) if CASES[name].low_rank else CASES[name].build(model)
     (target,) = optimizer.targets
     draws = torch.stack(
-        [dense_z(optimizer.perturbation.direction(target, Moment(seed, 0), {}), 5, 4) for seed in range(2000)]
+        [dense_z(optimizer.perturbation.direction(target, DrawKey(seed, 0), {}), 5, 4) for seed in range(2000)]
     )
     for samples, expected in ((draws, 0.0), (draws.square(), variance)):
         standard_error = samples.std(dim=0) / len(samples) ** 0.5
@@ -240,11 +240,14 @@ def test_the_four_ways_to_use_a_direction_agree_with_its_dense_form(kind, m, n, 
     u, v = new(m, r), new(n, r)
     coefficient = {"cp": new(r), "low-rank": u, "core": new(r, r)}[kind]
     if kind == "cp":
-        point, z = CP(draw=Kept(coefficient), v_NR=v, born=0, u_MR=u), torch.einsum("s,ms,ns->mn", coefficient, u, v)
+        point, z = (
+            CP(draw=FixedCoefficient(coefficient), v_NR=v, refresh_step=0, u_MR=u),
+            torch.einsum("s,ms,ns->mn", coefficient, u, v),
+        )
     elif kind == "core":
-        point, z = Core(draw=Kept(coefficient), v_NR=v, born=0, u_MR=u), u @ coefficient @ v.T
+        point, z = Core(draw=FixedCoefficient(coefficient), v_NR=v, refresh_step=0, u_MR=u), u @ coefficient @ v.T
     else:
-        point, z = LowRank(draw=Kept(u), v_NR=v, born=0, gram=1.0), u @ v.T
+        point, z = LowRank(draw=FixedCoefficient(u), v_NR=v, refresh_step=0, gram=1.0), u @ v.T
     left, right = point.factors()
     x, x_transposed, ids = new(2, 3, n), new(2, 3, m), torch.randint(m, (2, 3), generator=draw)
     weight = new(m, n)
@@ -270,5 +273,5 @@ def test_the_four_ways_to_use_a_direction_agree_with_its_dense_form(kind, m, n, 
 def test_a_low_rank_method_gives_vectors_dense_noise_and_matrices_factors():
     optimizer = CASES["tezo"].build(tiny_opt(), targets=("all",))
     for target in select_targets(optimizer.model, ("all",)):
-        direction = optimizer.perturbation.direction(target, Moment(0, 0), {})
+        direction = optimizer.perturbation.direction(target, DrawKey(0, 0), {})
         assert isinstance(direction, CP if target.parameter.ndim == 2 else Dense)

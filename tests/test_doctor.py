@@ -9,11 +9,11 @@ import torch
 from folders import model_folder, refused, tezo
 from torch import nn
 
-from tezo.forecast import forecasts
-from tezo.methods import METHODS
-from tezo.methods import tezo as plain_tezo
-from tezo.models import load_model
-from tezo.noise import AROUND, ENOUGH, Noise, measure_noise, recommended
+from tezo.models.loading import load_model
+from tezo.optim.estimate_error import AROUND, ENOUGH, EstimateError, measure_estimate_error, recommended
+from tezo.optim.memory_forecast import forecasts
+from tezo.optim.methods import METHODS
+from tezo.optim.methods import tezo as plain_tezo
 
 RHOS = (1e-1, 3e-2, 1e-2, 3e-3)
 
@@ -36,7 +36,7 @@ def line(directions=4):
 def test_of_a_cubic_the_shift_is_that_of_rho_squared():
     # kappa(rho) = kappa + a rho^2 exactly, so the means at rho and rho' differ by a mean(factor^2) (rho^2 - rho'^2)
     model, optimizer, x = line()
-    noise = measure_noise(optimizer, lambda: model(x).pow(3).sum(), RHOS)
+    noise = measure_estimate_error(optimizer, lambda: model(x).pow(3).sum(), RHOS)
     gaps = [a**2 - b**2 for a, b in itertools.pairwise(RHOS)]
     squares = [factor**2 for factor in AROUND]
     for one, other, gap, wider in zip(noise[1:], noise, gaps[1:], gaps, strict=False):
@@ -52,7 +52,7 @@ def test_of_a_rounded_loss_the_scatter_is_that_of_the_grid():
     # square the central difference is exact, and plus and minus fall on the grid independently.
     model, optimizer, x = line(directions=64)
     q = 1e-5
-    noise = measure_noise(optimizer, lambda: (model(x).square().sum() / q).round() * q, (1e-2, 3e-3))
+    noise = measure_estimate_error(optimizer, lambda: (model(x).square().sum() / q).round() * q, (1e-2, 3e-3))
     exact = optimizer.measure(lambda: model(x).square().sum(), 1e-2)
     size = statistics.fmean(probe.projected_grad**2 for probe in exact) ** 0.5
     for at in noise:
@@ -71,7 +71,7 @@ def test_measuring_takes_no_step():
 
 def test_the_largest_scale_that_is_good_enough_is_recommended():
     def table(*errors):
-        return [Noise(rho, error, 0.0) for rho, error in zip(RHOS, errors, strict=True)]
+        return [EstimateError(rho, error, 0.0) for rho, error in zip(RHOS, errors, strict=True)]
 
     assert recommended(table(0.5, ENOUGH, 0.001, 0.0)).rho == RHOS[1]
     assert recommended(table(0.5, 0.2, 0.1, 0.3)).rho == RHOS[2]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from questions import case
 
-from tezo.evaluate import evaluate, macro_f1, predict
-from tezo.objectives import EncoderObjective
+from tezo.tasks.evaluation import evaluate, macro_f1, predict
+from tezo.tasks.objectives import EncoderObjective
 
 
 @pytest.mark.parametrize("run", [evaluate, lambda *parts: predict(*parts, 1)], ids=["evaluate", "predict"])

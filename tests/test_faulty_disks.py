@@ -14,13 +14,17 @@ from folders import model_and_rows
 from kills import contents
 from short_runs import config, stopped
 
-from tezo import checkpoint, durable, export, steplog
-from tezo.checkpoint import DamagedError, checkpoints, load_checkpoint, newest
-from tezo.config import dump_config
+from tezo import files
 from tezo.errors import RunError, TezoError
-from tezo.runs import LOG, Listener
-from tezo.steplog import read_log
-from tezo.train import train
+from tezo.models import lora as export
+from tezo.runs import checkpoints as checkpoint
+from tezo.runs import step_log as steplog
+from tezo.runs.checkpoints import DamagedError, checkpoints, load_checkpoint, newest
+from tezo.runs.folder import LOG
+from tezo.runs.step_log import read_log
+from tezo.training.config import dump_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ class Faulty:
 
 def faulty(patch: Any, at: int | None) -> Faulty:
     disk = Faulty(at)
-    patch.setattr(durable, "os", disk)
+    patch.setattr(files, "os", disk)
     patch.setattr(steplog, "os", disk)
     patch.setattr(checkpoint, "save_file", disk.faulty("save", checkpoint.save_file))
     patch.setattr(export, "save_file", disk.faulty("save", export.save_file))

@@ -10,14 +10,14 @@ from tiny import Regression, lm_loss, tiny_bert, tiny_gpt2, tiny_llama, tiny_moe
 from torch import Tensor, nn
 
 from tezo import export_adapter
+from tezo.directions.perturbations import DrawKey
+from tezo.directions.targets import select_targets
 from tezo.errors import NonFiniteLossError, RequestError
-from tezo.factor_files import FactorFiles
-from tezo.methods import lozo_adam
-from tezo.params import select_targets
-from tezo.perturbations import Moment
-from tezo.readout import last_errors, last_hidden
-from tezo.spsa import StepRecord
-from tezo.writers import residual_writers
+from tezo.estimators.estimate import StepRecord
+from tezo.estimators.readout import last_errors, last_hidden
+from tezo.estimators.residual_writers import residual_writers
+from tezo.optim.methods import lozo_adam
+from tezo.runs.factor_files import FactorFiles
 
 RANK = 4
 LR, SCALE = 1e-2, 0.5
@@ -89,7 +89,7 @@ def test_of_the_last_layer_the_gradient_is_the_true_one(dtype, tmp_path):
     model = without_norm().to(dtype)
     closure, name = closure_of(model, batch=16), "model.decoder.layers.1.fc2.weight"
     optimizer = built(model)
-    optimizer.keep_in(FactorFiles(tmp_path, writes=True))
+    optimizer.set_factor_store(FactorFiles(tmp_path, writes=True))
     loss = closure()
     (whole,) = torch.autograd.grad(loss, model.get_parameter(name))
     assert optimizer.feedback_step(closure) == pytest.approx(float(loss.detach()))
@@ -101,7 +101,7 @@ def test_of_the_last_layer_the_gradient_is_the_true_one(dtype, tmp_path):
 def test_steps_are_those_of_torchs_adam_on_the_coefficients(tmp_path):
     model = tiny_opt()
     optimizer, store = built(model, weight_decay=0.1), FactorFiles(tmp_path, writes=True)
-    optimizer.keep_in(store)
+    optimizer.set_factor_store(store)
     for step in range(4):
         optimizer.feedback_step(closure_of(model, seed=step, batch=16))
     for name, g in store.load("feedback", 0).factors.items():
@@ -118,7 +118,7 @@ def test_steps_are_those_of_torchs_adam_on_the_coefficients(tmp_path):
 def test_a_later_phase_begins_like_the_first(tmp_path):
     model = tiny_opt()
     optimizer, store = built(model), FactorFiles(tmp_path, writes=True)
-    optimizer.keep_in(store)
+    optimizer.set_factor_store(store)
     walk(optimizer, model, "fffz")
     before = {name: moving.change.coefficient.clone() for name, moving in optimizer.moving.items()}
     walk(optimizer, model, "f", 4)
@@ -134,7 +134,7 @@ def test_new_factors_in_a_phase_take_the_moments_of_zeroth_order_steps_along():
     before = {name: state["exp_avg"].clone() for name, state in optimizer._update_state.items()}
     walk(optimizer, model, "f", 3)
     for name, state in optimizer._update_state.items():
-        direction = optimizer.perturbation.direction(optimizer.moving[name].target, Moment(0, 3), {})
+        direction = optimizer.perturbation.direction(optimizer.moving[name].target, DrawKey(0, 3), {})
         torch.testing.assert_close(state["exp_avg"], direction.carry_over(before[name]))
         assert not torch.allclose(state["exp_avg"], before[name])
 
@@ -191,8 +191,8 @@ def test_it_goes_on_from_its_state_to_the_bit(stop):
 def test_it_is_taken_again_from_what_was_kept_and_not_without(tmp_path):
     models = [tiny_opt(), tiny_opt()]
     whole, again = (built(model) for model in models)
-    whole.keep_in(FactorFiles(tmp_path, writes=True))
-    again.keep_in(FactorFiles(tmp_path, writes=False))
+    whole.set_factor_store(FactorFiles(tmp_path, writes=True))
+    again.set_factor_store(FactorFiles(tmp_path, writes=False))
     records = []
     for step, kind in enumerate("ffzf"):
         walk(whole, models[0], kind, step)

@@ -23,16 +23,16 @@ from kills import contents
 from short_runs import STEPS, config, result, same, stopped
 from test_ranks import ranks, recipe, records
 
-from tezo.config import read_config
 from tezo.errors import RequestError
-from tezo.fingerprint import check_same, log_header
-from tezo.job import prepare
-from tezo.replay import replay
-from tezo.report.read import read_run
-from tezo.runs import LOG
-from tezo.spsa import Probe, StepRecord
-from tezo.steplog import forward_passes, read_log
-from tezo.train import train
+from tezo.estimators.estimate import Probe, StepRecord
+from tezo.runs.fingerprint import check_same, log_header
+from tezo.runs.folder import LOG
+from tezo.runs.reader import read_run
+from tezo.runs.step_log import forward_passes, read_log
+from tezo.training.config import read_config
+from tezo.training.job import prepare
+from tezo.training.loop import train
+from tezo.training.replay import replay
 
 FIRST, LAST = 3, 4
 

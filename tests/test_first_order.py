@@ -11,7 +11,7 @@ from peft import PeftModel
 from tiny import lm_loss, tiny_opt, tokens
 
 from tezo.errors import NonFiniteLossError, RequestError
-from tezo.methods import adam
+from tezo.optim.methods import adam
 
 
 def test_its_steps_are_those_of_torchs_adamw():

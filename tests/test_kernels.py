@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tezo import kernels
-from tezo.kernels.factored_adam import AdamFactors, factored_adam_
+from tezo.numerics import factored_adam
+from tezo.numerics.factored_adam import AdamFactors, factored_adam_
 
 LR = 1e-3
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -49,7 +49,7 @@ def write(request):
     """(weight, factors, lr, seed): in place."""
     if request.param == "torch":
         return lambda weight, factors, lr, seed: factored_adam_(weight, factors, lr, generator(seed))
-    from tezo.kernels.triton_factored_adam import triton_factored_adam_
+    from tezo.numerics.triton_factored_adam import triton_factored_adam_
 
     return triton_factored_adam_
 
@@ -124,8 +124,8 @@ def test_a_write_needs_no_more_than_its_tiles(monkeypatch):
     weight, factors = problem(70, 90, 5)
     whole, parts = weight.clone(), weight.clone()
     factored_adam_(whole, factors, LR, generator(0))
-    monkeypatch.setattr("tezo.kernels.factored_adam.TILE", 200)
-    buffers = {(a.data_ptr(), b.data_ptr()) for _, a, b in kernels.factored_adam._tiles(weight, torch.float32)}
+    monkeypatch.setattr("tezo.numerics.factored_adam.TILE", 200)
+    buffers = {(a.data_ptr(), b.data_ptr()) for _, a, b in factored_adam._tiles(weight, torch.float32)}
     assert len(buffers) == 1
     factored_adam_(parts, factors, LR, generator(0))
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-7)
@@ -143,7 +143,7 @@ COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tezo.kernels.triton_factored_adam import _kernel
+from tezo.numerics.triton_factored_adam import _kernel
 
 for dtype in ("bf16", "fp16", "fp32"):
     pointers = {"weight": "*" + dtype, "u": "*bf16", "v": "*bf16", "tau_m": "*fp32", "tau_v": "*fp32"}

@@ -1,4 +1,4 @@
-"""Imports run down one list of rooms, and `import tezo` is quick."""
+"""The packages of tezo: imports run down one list, no name is used twice, and `import tezo` is quick."""
 
 import ast
 import subprocess
@@ -11,74 +11,21 @@ import tezo
 
 SOURCE = Path(tezo.__file__).parent
 
-# A room is a module or a folder of `tezo`. It may import itself and the rooms before it.
+# A package, or a module beside the packages. It may import itself and those before it.
 ORDER = [
     "errors",
-    "quiet",
-    "standard_json",
-    "untrusted",
-    "digest",
-    "ranks",
-    "scratch",
-    "random",
-    "params",
-    "rank",
-    "bases",
-    "tasks",
-    "placement",
-    "quantization",
-    "models",
-    "objectives",
-    "notices",
-    "rounding",
-    "kernels",
+    "files",
+    "distributed",
+    "numerics",
     "directions",
-    "perturbations",
-    "apply",
-    "spsa",
-    "readout",
-    "writers",
-    "evaluation_mode",
-    "updates",
-    "limits",
-    "saved_state",
-    "optimizer",
-    "feedback",
-    "first_order",
-    "methods",
-    "recipe",
-    "schedule",
-    "coerce",
-    "config",
-    "feedback_schedule",
-    "splits",
-    "adapters",
-    "durable",
-    "factor_files",
-    "export",
-    "forecast",
-    "step_size",
-    "job",
-    "noise",
-    "evaluate",
-    "probe",
-    "machine",
-    "steplog",
-    "checkpoint",
-    "fingerprint",
-    "metricslog",
-    "interruption",
-    "result",
+    "forward",
+    "estimators",
+    "optim",
+    "models",
+    "tasks",
     "runs",
-    "sharing",
-    "summary",
-    "callbacks",
-    "train",
-    "replay",
-    "report",
-    "analysis",
-    "bench",
-    "reproduce",
+    "training",
+    "studies",
     "cli",
     "__main__",
 ]
@@ -86,12 +33,12 @@ ORDER = [
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> list[tuple[int, str]]:
-    """(line, room) of every import of this package, in functions and under TYPE_CHECKING too."""
+def imported_packages(path: Path) -> list[tuple[int, str]]:
+    """(line, package) of every import of this library, in functions and under TYPE_CHECKING too."""
     found = []
     package = ("tezo", *path.relative_to(SOURCE).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -108,33 +55,75 @@ def imported_rooms(path: Path) -> list[tuple[int, str]]:
     return found
 
 
-def test_every_room_has_a_place_in_the_order():
-    missing = sorted({room_of(path) for path in FILES} - set(ORDER))
-    assert not missing, f"{missing}: say in tests/test_layers.py, in ORDER, which rooms may import these"
+def upward_imports() -> list[str]:
+    found = []
+    for path in FILES:
+        package = package_of(path)
+        for line, other in imported_packages(path):
+            if other not in ORDER or ORDER.index(other) > ORDER.index(package):
+                found.append(f"{path.relative_to(SOURCE)}:{line}: {package} must not import {other}")
+    return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(SOURCE)) for path in FILES])
-def test_a_room_imports_only_itself_and_the_rooms_before_it(path):
-    room = room_of(path)
-    place = ORDER.index(room) if room in ORDER else -1
-    for line, other in imported_rooms(path):
-        assert other in ORDER, f"{path.name}:{line} imports {other}, which has no place in ORDER"
-        assert ORDER.index(other) <= place, f"{path.name}:{line}: {room} must not import {other}, which is above it"
+def test_every_package_has_a_place_in_the_order():
+    assert sorted({package_of(path) for path in FILES} - set(ORDER)) == []
+    assert len(ORDER) <= 15  # fourteen, and __main__
+
+
+def test_a_package_imports_only_itself_and_the_packages_before_it():
+    assert upward_imports() == []
+
+
+def test_no_module_or_package_has_the_name_of_another():
+    names = [path.stem if path.stem != "__init__" else path.parent.name for path in FILES]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_every_package_says_what_it_is_what_it_gives_and_what_it_may_import():
+    for name in {package_of(path) for path in FILES}:
+        path = SOURCE / name / "__init__.py"
+        if path.exists():
+            said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            assert "May import" in said and said.count(".") >= 2, f"{name}/__init__.py"
 
 
 def test_the_reader_of_imports_sees_all_their_forms(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
-    (tmp_path / "apply").mkdir()
-    file = tmp_path / "apply" / "base.py"
+    (tmp_path / "forward").mkdir()
+    file = tmp_path / "forward" / "blocks.py"
     file.write_text(
-        "import tezo.rank as r\nfrom tezo import rounding, spsa\nfrom tezo.updates.sgd import SGD\nimport tezo\n"
-        "from . import in_place\nfrom ..train import x\nfrom .base import y\nimport torch\n"
-        "if TYPE_CHECKING:\n    from tezo.optimizer import z\ndef f():\n    from tezo.methods import mezo\n"
+        "import tezo.runs as r\nfrom tezo import numerics, estimators\nfrom tezo.optim.updates.sgd import SGD\n"
+        "import tezo\nfrom . import in_place\nfrom ..training import x\nfrom .base import y\nimport torch\n"
+        "if TYPE_CHECKING:\n    from tezo.optim import z\ndef f():\n    from tezo.tasks import task\n"
     )
-    assert sorted(imported_rooms(file)) == [
-        (1, "rank"), (2, "rounding"), (2, "spsa"), (3, "updates"), (4, "tezo itself"), (5, "apply"), (6, "train"),
-        (7, "apply"), (10, "optimizer"), (12, "methods"),
+    assert sorted(imported_packages(file)) == [
+        (1, "runs"), (2, "estimators"), (2, "numerics"), (3, "optim"), (4, "tezo itself"), (5, "forward"),
+        (6, "training"), (7, "forward"), (10, "optim"), (12, "tasks"),
     ]  # fmt: skip
+
+
+OTHERS_PRIVATE = {
+    "_C": "torch's switch for function overrides has no public name",
+    "_hf_hook": "where accelerate keeps a module's hook",
+    "_attn_implementation": "which attention transformers has chosen",
+}
+
+
+def private_uses(path: Path) -> list[str]:
+    """Uses of a private name of another object or module."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not own and node.attr not in OTHERS_PRIVATE:
+                found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.ImportFrom):
+            found += [f"{path.name}:{node.lineno}: {a.name}" for a in node.names if a.name.startswith("_")]
+    return found
+
+
+def test_no_code_reaches_a_private_name_of_another_object():
+    assert [use for path in FILES for use in private_uses(path)] == []
 
 
 def test_importing_the_package_imports_no_heavy_library():
@@ -144,7 +133,7 @@ def test_importing_the_package_imports_no_heavy_library():
     assert done.stdout.strip() == "[]"
 
 
-def test_the_face_gives_every_public_name_when_it_is_first_asked_for():
+def test_the_package_gives_every_public_name_when_it_is_first_asked_for():
     code = "import tezo; print(all(hasattr(tezo, name) for name in dir(tezo)) and tezo.tezo_adam.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "tezo_adam"

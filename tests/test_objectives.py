@@ -10,10 +10,10 @@ from folders import CAUSAL, label_rows, tiny_model, tokenizer_for, words_tokeniz
 from questions import CPU, OPTIONS, case, free_text, labelled, masked_examples, masked_texts
 from torch.nn import functional
 
-from tezo.objectives import CausalObjective, EncoderObjective, MaskedObjective
-from tezo.objectives.encoder import SCALE
-from tezo.objectives.logits import logits_at
 from tezo.tasks import Example
+from tezo.tasks.objectives import CausalObjective, EncoderObjective, MaskedObjective
+from tezo.tasks.objectives.encoder import SCALE
+from tezo.tasks.objectives.logits import logits_at
 
 HEADED = (*CAUSAL, "roberta", "xlm-roberta")
 

@@ -10,8 +10,8 @@ from questions import OPTIONS, free_text, labelled, masked_examples
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tezo.models import LoadedModel
-from tezo.objectives import objective_for
+from tezo.models.loading import LoadedModel
+from tezo.tasks.objectives import objective_for
 
 CASES = [
     *((family, shape) for family in ("opt", "llama", "gpt2", "gemma2") for shape in ("plain", "packed", "text")),

@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from tezo import RequestError
-from tezo.methods import METHODS, method
-from tezo.optimizer import ZerothOrderOptimizer
-from tezo.params import Target
-from tezo.perturbations import Annealing, Gaussian, Lazy, Moment, SimulatedMomentum, Subspace
-from tezo.rank import FixedRank
-from tezo.spsa import two_point
-from tezo.updates import SGD, Adam, AdaMU, FactoredAdam
+from tezo.directions.perturbations import Annealing, DenseGaussian, DrawKey, Lazy, SimulatedMomentum, Subspace
+from tezo.directions.rank_selection import FixedRank
+from tezo.directions.targets import Target
+from tezo.estimators.two_point import two_point
+from tezo.optim.methods import METHODS, method
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.updates import SGD, Adam, AdaMU, FactoredAdam
 
 RHO = 1e-3
 
 
 def dense_z(optimizer: ZerothOrderOptimizer, target: Target, step: int, index: int = 0) -> Tensor:
     z = torch.zeros(target.stored_shape, dtype=torch.float64)
-    optimizer.perturbation.direction(target, Moment(optimizer.seed, step, index), {}).add_to_(z, 1.0)
+    optimizer.perturbation.direction(target, DrawKey(optimizer.seed, step, index), {}).add_to_(z, 1.0)
     return z
 
 
@@ -200,7 +200,7 @@ def test_a_method_that_is_defined_for_one_direction_refuses_two():
             AdaMU(1e-8),
             "AdaMU takes directions of type MomentumNoise; Subspace",
         ),
-        (Gaussian(), AdaMU(1e-8), "Gaussian draws Dense for layer.weight"),
+        (DenseGaussian(), AdaMU(1e-8), "DenseGaussian draws Dense for layer.weight"),
         (
             Subspace(FixedRank(rank=2), "unit", interval=5),
             FactoredAdam((0.9, 0.99), 1e-5, eps_in_sqrt=True, bias_correction=False),
@@ -293,7 +293,7 @@ def test_layers_of_one_shape_can_share_factors_and_keep_their_own_temporal_facto
     assert shared.perturbation.factor_bytes == sum(4 * RANK * (m + n) for m, n in sizes)
     assert own.perturbation.factor_bytes == sum(4 * RANK * sum(target.matrix_shape) for target in own.targets)
     first, second = [t for t in shared.targets if t.matrix_shape == (16, 16)][:2]
-    a, b = (shared.perturbation.direction(t, Moment(0, 0), {}) for t in (first, second))
+    a, b = (shared.perturbation.direction(t, DrawKey(0, 0), {}) for t in (first, second))
     assert a.u_MR is b.u_MR and a.v_NR is b.v_NR and not torch.equal(a.coefficient, b.coefficient)
     losses = [shared.step(lm_loss(model, tokens())) for _ in range(3)]
     assert len(set(losses)) == 3

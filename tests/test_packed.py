@@ -6,12 +6,12 @@ import transformers
 from folders import POSITIONS, label_rows, tiny_model, tokenizer_for, words_tokenizer
 from torch import nn
 
-from tezo.evaluate import evaluate, predict
-from tezo.objectives import CausalObjective
-from tezo.objectives.chunks import like_lengths
-from tezo.objectives.packed import takes_packed
-from tezo.objectives.rows import common_prefix, packed_row, tree_mask
 from tezo.tasks import Example
+from tezo.tasks.evaluation import evaluate, predict
+from tezo.tasks.objectives import CausalObjective
+from tezo.tasks.objectives.chunks import like_lengths
+from tezo.tasks.objectives.packed import takes_packed
+from tezo.tasks.objectives.token_rows import common_prefix, packed_row, tree_mask
 
 CPU = torch.device("cpu")
 TREES = ("opt", "llama", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "neox", "phi")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tezo import RequestError
-from tezo.params import find_targets, never_called, select_targets
-from tezo.perturbations import Moment
+from tezo.directions.perturbations import DrawKey
+from tezo.directions.targets import find_targets, never_called, select_targets
 
 MODELS = {
     "opt": tiny_opt, "llama": tiny_llama, "qwen2": tiny_qwen2, "gpt2": tiny_gpt2, "roberta": tiny_roberta,
@@ -158,7 +158,7 @@ def test_an_embedding_with_a_forward_of_its_own_is_perturbed_at_its_lookup(case)
     optimizer = case.build(model, lr=0.0, targets=("all",))
     optimizer.step(closure)
     z = torch.zeros_like(before)
-    optimizer.perturbation.direction(optimizer.targets[0], Moment(0, 0), {}).add_to_(z, 1.0)
+    optimizer.perturbation.direction(optimizer.targets[0], DrawKey(0, 0), {}).add_to_(z, 1.0)
     for output, sign in zip(seen, (1, -1), strict=True):
         torch.testing.assert_close(output, (before + sign * 1e-3 * z)[ids] * 3.0)
     assert torch.equal(module.weight, before)
@@ -172,7 +172,7 @@ def test_experts_are_found_when_asked_for_and_all_of_them_move(case):
     experts = {n: m.target for n, m in optimizer.moving.items() if "experts" in n}
     assert len(experts) == 4  # two a layer
     before = {name: target.parameter.detach().clone() for name, target in experts.items()}
-    directions = {n: optimizer.perturbation.direction(t, Moment(0, 0), {}) for n, t in experts.items()}
+    directions = {n: optimizer.perturbation.direction(t, DrawKey(0, 0), {}) for n, t in experts.items()}
     optimizer.step(lm_loss(model, tokens()))
     kappa = optimizer.last_step.projected_grads[0]
     for name, target in experts.items():
@@ -214,7 +214,7 @@ def test_a_parameter_used_outside_any_module_call_is_moved_in_place(case):
     (kappa,) = optimizer.last_step.projected_grads
     assert kappa != 0
     expected = before.clone()
-    optimizer.perturbation.direction(optimizer.targets[0], Moment(0, 0), {}).add_to_(expected, -1e-2 * kappa)
+    optimizer.perturbation.direction(optimizer.targets[0], DrawKey(0, 0), {}).add_to_(expected, -1e-2 * kappa)
     torch.testing.assert_close(model.matrix.detach(), expected, rtol=1e-8, atol=1e-12)
 
 
@@ -226,7 +226,7 @@ def test_a_weight_that_attention_reads_past_its_module_is_moved_in_place(case):
     optimizer = case.build(attention, lr=1e-2, rho=1e-3, targets=("out_proj",))
     optimizer.step(lambda: attention(x, x, x)[0].square().mean())
     assert optimizer.last_step.projected_grads != (0.0,)
-    assert {optimizer.manner(t.name)[1] for t in optimizer.targets} == {"in place", "from copy"}
+    assert {optimizer.application(t.name)[1] for t in optimizer.targets} == {"in place", "from copy"}
 
 
 def test_parameters_that_no_forward_pass_meets_are_reported():

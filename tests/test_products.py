@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tiny import tiny_gpt2, tiny_llama, tiny_opt
 from torch.nn import functional
 
-from tezo.apply.dense import _groups
-from tezo.kernels import products
-from tezo.kernels.products import is_emulated, wide_addmm, wide_linear, wide_products
+from tezo.forward.dense_in_forward import _groups
+from tezo.numerics import products
+from tezo.numerics.products import float32_addmm, float32_linear, float32_on_emulating_cpu, is_emulated
 
 MODELS = {"opt": tiny_opt, "gpt2": tiny_gpt2, "llama": tiny_llama}
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -34,11 +34,11 @@ def test_wide_products_are_rounded_once(monkeypatch, dtype, tile, height, width,
     x = normal(*leading, width, dtype=dtype)
     weight, bias = normal(height, width, dtype=dtype, seed=1), normal(height, dtype=dtype, seed=2)
     for b in (bias, None):
-        out = wide_linear(x, weight, b)
+        out = float32_linear(x, weight, b)
         exact = functional.linear(x.double(), weight.double(), None if b is None else b.double())
         assert out.shape == exact.shape and out.dtype == dtype and close_to_rounding(out, exact)
     flat = x.reshape(-1, width)
-    out = wide_addmm(bias, flat, weight.T.contiguous())
+    out = float32_addmm(bias, flat, weight.T.contiguous())
     assert close_to_rounding(out, torch.addmm(bias.double(), flat.double(), weight.T.double()))
 
 
@@ -54,7 +54,7 @@ def test_a_model_in_half_precision_gets_nearer_to_its_exact_outputs(monkeypatch,
     ids = torch.randint(90, (4, 12), generator=torch.Generator().manual_seed(0))
     errors = {"stock": 0.0, "wide": 0.0}
     used = []
-    for name in ("wide_linear", "wide_addmm"):
+    for name in ("float32_linear", "float32_addmm"):
         original = getattr(products, name)
         monkeypatch.setattr(products, name, lambda *args, f=original: used.append(1) or f(*args))
     for seed in range(4):
@@ -65,7 +65,7 @@ def test_a_model_in_half_precision_gets_nearer_to_its_exact_outputs(monkeypatch,
             exact = exact_model(ids).logits
             errors["stock"] += float((model(ids).logits.double() - exact).square().mean())
             assert not used
-            with wide_products(model):
+            with float32_on_emulating_cpu(model):
                 errors["wide"] += float((model(ids).logits.double() - exact).square().mean())
             assert used
             used.clear()
@@ -77,19 +77,19 @@ def test_where_there_are_instructions_or_no_half_weights_nothing_is_replaced(mon
     assert is_emulated(torch.bfloat16) and is_emulated(torch.float16)
     assert not is_emulated(torch.float32) and not is_emulated(torch.float64)
     float32 = MODELS["opt"](torch.float32)
-    assert type(wide_products(float32)).__name__ == "nullcontext"
+    assert type(float32_on_emulating_cpu(float32)).__name__ == "nullcontext"
     emulating(monkeypatch, has=True)
     assert not is_emulated(torch.bfloat16)
-    assert type(wide_products(MODELS["opt"](torch.bfloat16))).__name__ == "nullcontext"
+    assert type(float32_on_emulating_cpu(MODELS["opt"](torch.bfloat16))).__name__ == "nullcontext"
 
 
 @HALF
 def test_few_rows_and_other_dtypes_take_the_stock_product(monkeypatch, dtype):
     emulating(monkeypatch, has=False)
     taken = []
-    monkeypatch.setattr(products, "wide_linear", lambda x, *_: taken.append(len(x)) or x)
+    monkeypatch.setattr(products, "float32_linear", lambda x, *_: taken.append(len(x)) or x)
     least, half = products.LEAST_ROWS[dtype], normal(8, 8, dtype=dtype)
-    with wide_products(torch.nn.Linear(8, 8, dtype=dtype)):
+    with float32_on_emulating_cpu(torch.nn.Linear(8, 8, dtype=dtype)):
         for rows in (least - 1, least):
             functional.linear(normal(rows, 8, dtype=dtype), half)
         functional.linear(normal(64, 8, dtype=torch.float32), half.float())

@@ -9,14 +9,14 @@ import pytest
 import torch
 from cases import INTERVAL, RANK, effective_weights
 
-from tezo.bench.published import PUBLISHED, TorchDraws
-from tezo.bench.settings import Settings
-from tezo.bench.work import Work
-from tezo.directions import row_tiles
-from tezo.methods import METHODS
-from tezo.params import select_targets
-from tezo.perturbations import Annealing, Moment
-from tezo.perturbations.momentum import MomentumNoise
+from tezo.directions.perturbations import Annealing, DrawKey
+from tezo.directions.perturbations.momentum_noise import MomentumNoise
+from tezo.directions.spaces import row_tiles
+from tezo.directions.targets import select_targets
+from tezo.optim.methods import METHODS
+from tezo.studies.bench.published import PUBLISHED, TorchDraws
+from tezo.studies.bench.settings import Settings
+from tezo.studies.bench.workload import Work
 
 STEPS = 2 * INTERVAL + 2
 RHO, LR, SEED = 1e-3, 1e-4, 7
@@ -36,7 +36,7 @@ class OurDraws:
 
     def direction(self, name):
         target = self.optimizer.moving[name].target
-        return self.optimizer.perturbation.direction(target, Moment(SEED, self.step), {})
+        return self.optimizer.perturbation.direction(target, DrawKey(SEED, self.step), {})
 
     def normal(self, name, role, shape, like):
         point = self.direction(name)

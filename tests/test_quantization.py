@@ -18,18 +18,18 @@ from folders import (
 )  # fmt: skip
 from torch import nn
 
-from tezo.apply import Shift
-from tezo.config import parse_config
-from tezo.digest import digest
+from tezo.directions.perturbations import DrawKey
+from tezo.directions.rank_selection import significant_rank
+from tezo.directions.targets import is_packed, matrix_of, select_targets
 from tezo.errors import RequestError
-from tezo.job import load, make_optimizer
-from tezo.methods import METHODS, mezo, tezo_cadam
-from tezo.models import load_model
-from tezo.optimizer import ZerothOrderOptimizer
-from tezo.params import is_packed, matrix_of, select_targets
-from tezo.perturbations import Moment
-from tezo.quantization import QUANTIZERS, stored_bytes
-from tezo.rank import significant_rank
+from tezo.forward import Shift
+from tezo.models.loading import load_model
+from tezo.models.quantization import QUANTIZERS, stored_bytes
+from tezo.numerics.hashing import digest
+from tezo.optim.methods import METHODS, mezo, tezo_cadam
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.training.config import parse_config
+from tezo.training.job import load, make_optimizer
 
 BESIDE = ("tezo", "tezo-m", "tezo-cadam", "lozo-adam")
 FOLDED = ("lozo", "lozo-m", "subzo")
@@ -65,15 +65,15 @@ def test_a_direction_adds_x_times_its_transpose_to_a_packed_layer(home, form):
     model = load_model(str(home / "opt"), quantization=form).model
     optimizer = tezo_cadam(model, rank=4, seed=3)
     for name, moving in optimizer.moving.items():
-        direction = optimizer.perturbation.direction(moving.target, Moment(3, 0), {})
+        direction = optimizer.perturbation.direction(moving.target, DrawKey(3, 0), {})
         left_MR, right_NR = direction.factors()
         module: nn.Module = moving.target.sites[0].module
         x = torch.randn(5, moving.target.shape[1])
         before = module(x)
-        moving.begin(direction, Moment(3, 0))
-        moving.show([Shift(direction, 0.1)])
+        moving.begin(direction, DrawKey(3, 0))
+        moving.set_perturbations([Shift(direction, 0.1)])
         added = module(x) - before
-        moving.show([])
+        moving.set_perturbations([])
         assert torch.allclose(added, 0.1 * x @ right_NR @ left_MR.T, atol=1e-5), name
         assert torch.equal(module(x), before)
 
@@ -169,7 +169,7 @@ def test_replay_and_resume_on_a_packed_base(home, tmp_path):
 def test_lora_over_a_packed_base_trains_the_adapter_alone(home):
     tree = {"name": str(home / "opt"), "quantization": "nf4", "peft": "lora", "lora_rank": 2}
     config = parse_config({"model": tree, "data": "-", "method": {"name": "mezo"}})
-    from tezo.job import load_for_tuning
+    from tezo.training.job import load_for_tuning
 
     loaded = load_for_tuning(config)
     optimizer = make_optimizer(config, loaded, ())
@@ -229,7 +229,7 @@ def test_layers_that_a_cpu_unpacks_wrongly_are_refused(home, tmp_path):
 
 
 def test_a_quantiser_that_is_not_installed_is_named(home, monkeypatch):
-    monkeypatch.setattr("tezo.quantization.find_spec", lambda _: None)
+    monkeypatch.setattr("tezo.models.quantization.find_spec", lambda _: None)
     with pytest.raises(RequestError, match="needs bitsandbytes; pip install bitsandbytes"):
         load(parse_config({"model": {"name": str(home / "opt"), "quantization": "nf4"}, "data": "-"}))
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tiny import lm_loss, tiny_opt, tokens
 from torch import Tensor
 
-from tezo import random
-from tezo.directions import Dense
+from tezo.directions.spaces import Dense
+from tezo.numerics import random
 
 CPU = torch.device("cpu")
 Key = tuple[int, int, str, str]
@@ -177,7 +177,7 @@ def test_dense_noise_is_the_same_at_every_call(rows, columns):
 
 
 def test_dense_noise_covers_a_parameter_of_several_tiles_once(monkeypatch):
-    monkeypatch.setattr("tezo.directions.TILE", 8)
+    monkeypatch.setattr("tezo.directions.spaces.TILE", 8)
     noise = Dense(shape=torch.Size((7, 3)), device=torch.device("cpu"), dtype=torch.float64, seed=0, step=1, name="w")
     tiles = [(rows, values.clone()) for rows, values in noise.tiles()]
     assert [row for rows, _ in tiles for row in range(7)[rows]] == list(range(7))
@@ -204,7 +204,7 @@ def test_as_many_numbers_are_drawn_as_the_paper_counts(name, options, elements):
     m, n, steps = 7, 5, 10
     model = torch.nn.Sequential(torch.nn.Linear(n, m, bias=False))
     x = torch.ones(2, n)
-    with random.counting() as drawn:
+    with random.count_draws() as drawn:
         optimizer = CASES[name].build(model, **options)
         for _ in range(steps):
             optimizer.step(lambda: model(x).square().mean())

@@ -11,8 +11,16 @@ from tiny import tiny_llama, tiny_moe
 from torch import Tensor, nn
 
 from tezo import RequestError
-from tezo.params import Target, select_targets
-from tezo.rank import FixedRank, LayerwiseRank, block_of, content_hash, default_cache, rank_rule, significant_rank
+from tezo.directions.rank_selection import (
+    FixedRank,
+    LayerwiseRank,
+    block_of,
+    default_cache,
+    rank_rule,
+    significant_rank,
+)
+from tezo.directions.targets import Target, select_targets
+from tezo.numerics.hashing import content_hash
 
 
 def matrix_with(spectrum: list[float], rows: int, columns: int, seed: int = 0) -> Tensor:

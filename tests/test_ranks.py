@@ -11,10 +11,10 @@ import pytest
 from folders import label_rows, model_folder, refused, tezo, write_rows
 from short_runs import result
 
-from tezo.config import dump_config, parse_config
-from tezo.runs import LOG
-from tezo.steplog import read_log
-from tezo.train import train
+from tezo.runs.folder import LOG
+from tezo.runs.step_log import read_log
+from tezo.training.config import dump_config, parse_config
+from tezo.training.loop import train
 
 STEPS = 6
 

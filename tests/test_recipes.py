@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tezo.config import dump_config, parse_config, read_config
-from tezo.methods import METHODS, method
-from tezo.reproduce import TABLES
+from tezo.optim.methods import METHODS, method
+from tezo.studies.reproduce import TABLES
+from tezo.training.config import dump_config, parse_config, read_config
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))

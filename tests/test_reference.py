@@ -18,7 +18,7 @@ from reference.zo_adamu import zo_adamu
 from tiny import lm_loss, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import nn
 
-from tezo.methods import METHODS
+from tezo.optim.methods import METHODS
 
 LONG = 50
 SHORT = 15

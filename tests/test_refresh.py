@@ -14,19 +14,19 @@ from tiny import lm_loss, tiny_gpt2, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo import NonFiniteLossError
-from tezo.apply import InForward
-from tezo.apply.frozen import compress
-from tezo.config import parse_config
-from tezo.digest import digest
-from tezo.directions import CP, Kept, LowRank, TransposedLowRank
-from tezo.export import export_adapter
-from tezo.methods import METHODS
-from tezo.models import load_model
-from tezo.optimizer import ZerothOrderOptimizer
-from tezo.perturbations import Moment
-from tezo.replay import replay
-from tezo.runs import LOG
-from tezo.train import train as run_config
+from tezo.directions.perturbations import DrawKey
+from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowRank
+from tezo.forward import InForward
+from tezo.forward.frozen_factors import compress
+from tezo.models.loading import load_model
+from tezo.models.lora import export_adapter
+from tezo.numerics.hashing import digest
+from tezo.optim.methods import METHODS
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.runs.folder import LOG
+from tezo.training.config import parse_config
+from tezo.training.loop import train as run_config
+from tezo.training.replay import replay
 
 RANK, INTERVAL = 3, 4
 REFRESHED = ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "lozo-adam")
@@ -35,7 +35,9 @@ REFRESHED = ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "lozo-adam")
 def built(model: nn.Module, name: str, **options) -> ZerothOrderOptimizer:
     given = {"rank": RANK, "lazy_update_interval": INTERVAL, "basis": "activation", "lr": 3e-2} | options
     optimizer = METHODS[name].build(model, seed=2, **given)
-    optimizer.watch(lambda born: model(input_ids=tokens(batch=4, length=12, seed=70 + born)))
+    optimizer.set_calibration_passes(
+        lambda refresh_step: model(input_ids=tokens(batch=4, length=12, seed=70 + refresh_step))
+    )
     return optimizer
 
 
@@ -109,7 +111,7 @@ def test_a_momentum_goes_over_to_new_factors_by_projection():
     draw = torch.Generator().manual_seed(1)
     u, v, new_u, new_v = (torch.randn(size, RANK, generator=draw, dtype=torch.float64) for size in (8, 7, 8, 7))
     tau = torch.randn(RANK, generator=draw, dtype=torch.float64)
-    point = CP(draw=Kept(tau), u_MR=new_u, v_NR=new_v, born=4, before=lambda: {"u": u, "v": v})
+    point = CP(draw=FixedCoefficient(tau), u_MR=new_u, v_NR=new_v, refresh_step=4, before=lambda: {"u": u, "v": v})
     momentum = (u * tau) @ v.T
     for s, value in enumerate(point.carry_over(tau)):
         term = torch.outer(new_u[:, s], new_v[:, s])
@@ -119,7 +121,9 @@ def test_a_momentum_goes_over_to_new_factors_by_projection():
     for kind in (LowRank, TransposedLowRank):
         scaled = turned * torch.tensor([1.0, 2.0, 3.0])  # orthogonal columns, of several lengths
         gram = scaled.square().sum(0)
-        low = kind(draw=Kept(coefficient), v_NR=scaled, born=4, before=lambda: {"v": old}, gram=gram)
+        low = kind(
+            draw=FixedCoefficient(coefficient), v_NR=scaled, refresh_step=4, before=lambda: {"v": old}, gram=gram
+        )
         projected = coefficient @ old.T @ turned @ turned.T
         torch.testing.assert_close(low.carry_over(coefficient) @ scaled.T, projected)
 
@@ -129,7 +133,7 @@ def test_a_transposed_point_is_the_transpose_of_a_point():
     u, v, x, y = (
         torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((5, 2), (4, 2), (1, 6, 5), (1, 6, 4))
     )
-    point = TransposedLowRank(draw=Kept(u), v_NR=v, born=0, gram=1.0)
+    point = TransposedLowRank(draw=FixedCoefficient(u), v_NR=v, refresh_step=0, gram=1.0)
     left, right = point.factors()
     z = left @ right.T
     assert z.shape == (4, 5)
@@ -175,7 +179,7 @@ def test_state_after_a_refresh_that_failed_has_the_factors_before_it_too(name):
     with pytest.raises(NonFiniteLossError):
         optimizer.step(lambda: math.nan)
     other.load_state_dict(model.state_dict())
-    fresh.watch(lambda _: pytest.fail("what was seen is in the state"))
+    fresh.set_calibration_passes(lambda _: pytest.fail("what was seen is in the state"))
     fresh.load_state_dict(optimizer.state_dict())
     assert steps(fresh, 20, 22) == steps(optimizer, 20, 22)
 
@@ -185,7 +189,7 @@ def test_a_momentum_over_shared_factors_is_carried_over_from_those():
     optimizer = METHODS["tezo-m"].build(model, rank=RANK, lr=1e-3, lazy_update_interval=INTERVAL, share_factors=True)
     target = optimizer.targets[0]
     used = optimizer.perturbation.factors(target, optimizer.seed, 0)
-    before = optimizer.perturbation.before(target, Moment(optimizer.seed, INTERVAL))()
+    before = optimizer.perturbation.before(target, DrawKey(optimizer.seed, INTERVAL))()
     assert all(torch.equal(before[role], used[role]) for role in "uv")
 
 

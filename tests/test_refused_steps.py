@@ -5,7 +5,8 @@ import torch
 from cases import CASES, choose, effective_weights, every_method
 from tiny import Regression, lm_loss, tiny_opt, tokens
 
-from tezo import RequestError, scratch
+from tezo import RequestError
+from tezo.numerics import scratch
 
 BESIDE = [name for name in CASES if CASES[name].low_rank and name != "tezo-adam"]
 """Methods that keep what they train beside the weights."""

@@ -11,11 +11,11 @@ from folders import model_and_rows, model_folder, refused, tezo
 from short_runs import STEPS, config, result, same
 
 from tezo.errors import RequestError
-from tezo.methods import METHODS
-from tezo.replay import replay
-from tezo.runs import LOG
-from tezo.steplog import LoggedStep, StepLog, read_log
-from tezo.train import train
+from tezo.optim.methods import METHODS
+from tezo.runs.folder import LOG
+from tezo.runs.step_log import LoggedStep, StepLog, read_log
+from tezo.training.loop import train
+from tezo.training.replay import replay
 
 
 @pytest.fixture(scope="module")

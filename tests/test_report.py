@@ -13,9 +13,10 @@ import pytest
 from folders import refused, tezo
 from reports import HOSTILE, Page, hostile, made, two_runs
 
-from tezo.report import charts, numbers, page
-from tezo.report.read import read_run
-from tezo.steplog import MAGIC, read_log
+from tezo.runs.reader import read_run
+from tezo.runs.step_log import MAGIC, read_log
+from tezo.studies.report import charts, page
+from tezo.studies.report import curves as numbers
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,7 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(home, tmp_path, mon
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tezo.durable.write_all", full)
+    monkeypatch.setattr("tezo.files.write_all", full)
     done = tezo("report", home / "two", "--output", tmp_path / "report.html")
     refused(done, "report.html cannot be written", "No space left")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

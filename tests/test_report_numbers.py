@@ -7,8 +7,9 @@ import random
 import pytest
 from reports import made
 
-from tezo.report import charts, numbers
-from tezo.report.read import PlanRow, read_run
+from tezo.runs.reader import PlanRow, read_run
+from tezo.studies.report import charts
+from tezo.studies.report import curves as numbers
 
 
 def test_the_smoothed_curve_is_the_weighted_mean_of_what_came_before():

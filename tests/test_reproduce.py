@@ -12,13 +12,13 @@ import pytest
 from folders import refused, tezo
 from task_folders import write_task
 
-from tezo.config import overlay, parse_config
-from tezo.reproduce import TABLES, Cell, find_table, make_grid, write_tables
-from tezo.reproduce.layout import tied_with_the_best
-from tezo.reproduce.results import Entry, all_cells, entries, is_finished
-from tezo.reproduce.runs import run_cell
-from tezo.reproduce.small import small_model
+from tezo.studies.reproduce import TABLES, Cell, find_table, make_grid, write_tables
+from tezo.studies.reproduce.grid_runs import run_cell
+from tezo.studies.reproduce.layout import tied_with_the_best
+from tezo.studies.reproduce.results import Entry, all_cells, entries, is_finished
+from tezo.studies.reproduce.small_models import small_model
 from tezo.tasks import TASKS
+from tezo.training.config import overlay, parse_config
 
 
 def grid_of(name: str, **options):

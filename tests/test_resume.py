@@ -13,17 +13,18 @@ from kills import contents
 from safetensors.torch import load_file
 from short_runs import STEPS, config, result, same, stopped
 
-from tezo import export
-from tezo.checkpoint import checkpoints
-from tezo.config import parse_config, to_tree
 from tezo.errors import NonFiniteLossError, RequestError, RunError
-from tezo.fingerprint import check_same, log_header
-from tezo.job import prepare
-from tezo.methods import METHODS
-from tezo.replay import replay
-from tezo.runs import LOG, Listener
-from tezo.steplog import read_log
-from tezo.train import train
+from tezo.models import lora as export
+from tezo.optim.methods import METHODS
+from tezo.runs.checkpoints import checkpoints
+from tezo.runs.fingerprint import check_same, log_header
+from tezo.runs.folder import LOG
+from tezo.runs.step_log import read_log
+from tezo.training.config import parse_config, to_tree
+from tezo.training.job import prepare
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
+from tezo.training.replay import replay
 
 
 @pytest.fixture(scope="module")

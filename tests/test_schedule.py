@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tezo.random import permutation
-from tezo.recipe import TrainConfig
-from tezo.schedule import BatchSampler, lr_factor
+from tezo.numerics.random import permutation
+from tezo.training.recipe import TrainConfig
+from tezo.training.schedule import BatchSampler, lr_factor
 
 
 def strata_of(rows: int, classes: int) -> list[int | None]:

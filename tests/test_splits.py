@@ -9,9 +9,9 @@ from folders import write_rows
 from task_folders import form_of, rows_of, write_task
 
 from tezo.errors import RequestError
-from tezo.recipe import DataConfig
-from tezo.splits import divide, evaluation_rows, read_splits
 from tezo.tasks import Fields, choose_format
+from tezo.tasks.data_config import DataConfig
+from tezo.tasks.splits import divide, evaluation_rows, read_splits
 
 
 def divided(root: Path, name: str, kind: str, run_seed: int = 0, **data):

@@ -13,13 +13,13 @@ from folders import Result, completion_rows, label_rows, model_folder, refused, 
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo import step_size
-from tezo.config import read_config
-from tezo.runs import Listener
-from tezo.step_size import DIRECTIONS, StepSize, choose_lr
-from tezo.steplog import read_log
-from tezo.train import train
-from tezo.updates import SGD, Adam, AdaMU, Clipped, FactoredAdam, NormalizedSGD
+from tezo.optim import learning_rate as step_size
+from tezo.optim.learning_rate import DIRECTIONS, StepSize, choose_lr
+from tezo.optim.updates import SGD, Adam, AdaMU, Clipped, FactoredAdam, NormalizedSGD
+from tezo.runs.step_log import read_log
+from tezo.training.config import read_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
 
 SIDE, BATCH, ROWS = 12, 16, 8
 SIGNAL, NOISE, BEND = 8.0, 90.0, 0.75  # |mu|^2, the noise of one row's gradient, the curvature of every entry

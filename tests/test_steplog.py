@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tezo.errors import RequestError
-from tezo.spsa import Probe, StepRecord
-from tezo.steplog import MAGIC, LoggedStep, StepLog, read_log
+from tezo.estimators.estimate import Probe, StepRecord
+from tezo.runs.step_log import MAGIC, LoggedStep, StepLog, read_log
 
 HEADER = {"directions": 2, "note": "of a test"}
 floats = st.floats(allow_nan=True)
@@ -157,7 +157,7 @@ def test_a_second_writer_is_refused_and_takes_over_when_the_first_is_gone(tmp_pa
     path = tmp_path / "run" / "steps.log"
     path.parent.mkdir()
     code = (
-        "import sys, time; from pathlib import Path; from tezo.steplog import StepLog\n"
+        "import sys, time; from pathlib import Path; from tezo.runs.step_log import StepLog\n"
         "log = StepLog(Path(sys.argv[1]), {'directions': 2}, 1); print('open', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as other:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tezo.feedback_schedule import FIRST, LAST
-from tezo.reproduce import Cell, Grid, find_table, make_grid
-from tezo.spsa import Probe, StepRecord
-from tezo.steplog import LoggedStep, StepLog
+from tezo.estimators.estimate import Probe, StepRecord
+from tezo.runs.step_log import LoggedStep, StepLog
+from tezo.studies.reproduce import Cell, Grid, find_table, make_grid
+from tezo.training.feedback_schedule import FIRST, LAST
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -8,9 +8,9 @@ import pytest
 
 from tezo.errors import RequestError
 from tezo.tasks import Row
+from tezo.tasks.answer_metrics import drop_exact_and_f1, exact_and_f1, normalized
 from tezo.tasks.catalogue import CAUSAL, MASKED, TASKS, example_row, task
-from tezo.tasks.metrics import drop_exact_and_f1, exact_and_f1, normalized
-from tezo.tasks.task import TaskFormat
+from tezo.tasks.wordings import TaskFormat
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDENS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(GOLDEN.glob("*.json"))}

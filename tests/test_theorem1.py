@@ -11,9 +11,9 @@ import torch
 from cases import CASES, effective_weights
 from torch import Tensor, nn
 
-from tezo.methods import METHODS
-from tezo.optimizer import ZerothOrderOptimizer
-from tezo.perturbations import Moment
+from tezo.directions.perturbations import DrawKey
+from tezo.optim.methods import METHODS
+from tezo.optim.optimizer import ZerothOrderOptimizer
 
 M, N, R = 4, 3, 2
 G = torch.randn(M, N, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -37,7 +37,7 @@ def build(name: str = "tezo", seed: int = 0, **options: object) -> ZerothOrderOp
     return METHODS[name].build(Contraction(), lr=1.0, seed=seed, **rank, **options)
 
 
-def estimates(optimizer: ZerothOrderOptimizer, moments: list[Moment]) -> Tensor:
+def estimates(optimizer: ZerothOrderOptimizer, moments: list[DrawKey]) -> Tensor:
     (target,) = optimizer.targets
     found = torch.zeros(len(moments), M, N, dtype=torch.float64)
     for ghat, moment in zip(found, moments, strict=True):
@@ -65,7 +65,7 @@ def unconditional() -> Tensor:
     (target,) = optimizer.targets
     rows = []
     for seed in range(12_000):
-        z = optimizer.perturbation.direction(target, Moment(seed, 0), {})
+        z = optimizer.perturbation.direction(target, DrawKey(seed, 0), {})
         u, v = z.u_MR.view(blocks, M, R), z.v_NR.view(blocks, N, R)
         z_BMN = torch.einsum("s,bms,bns->bmn", z.coefficient, u, v)
         rows.append((z_BMN * G).sum(dim=(1, 2), keepdim=True) * z_BMN)
@@ -84,18 +84,18 @@ def test_the_variance_is_that_of_theorem_1(unconditional):
 
 def test_mezos_variance_is_its_own_so_the_theorem_tells_the_two_apart():
     # For dense Gaussian noise E|ghat - G|^2 = (mn + 1) |G|^2.
-    ghat = estimates(build("mezo"), [Moment(0, step) for step in range(4000)])
+    ghat = estimates(build("mezo"), [DrawKey(0, step) for step in range(4000)])
     squared_error = (ghat - G).square().sum(dim=(1, 2)) / G.square().sum()
     assert_mean(squared_error[:, None], torch.tensor([M * N + 1.0], dtype=torch.float64), 0.06)
 
 
 @pytest.mark.parametrize("name", ["mezo", "lozo", "subzo"])
 def test_the_baselines_are_unbiased_under_unit_scale_too(name):
-    assert_mean(estimates(build(name), [Moment(seed, 0) for seed in range(4000)]), G, 0.2)
+    assert_mean(estimates(build(name), [DrawKey(seed, 0) for seed in range(4000)]), G, 0.2)
 
 
 def test_the_raw_scale_has_mean_r_times_the_gradient():
-    assert_mean(estimates(build(scale="raw"), [Moment(seed, 0) for seed in range(4000)]), R * G, 0.2)
+    assert_mean(estimates(build(scale="raw"), [DrawKey(seed, 0) for seed in range(4000)]), R * G, 0.2)
 
 
 def test_steps_are_unbiased_end_to_end_over_seeds():

@@ -11,15 +11,16 @@ from folders import completion_rows, model_and_rows, read_jsonl, write_rows
 from long_steps import DENSE, FACTORED, config
 from short_runs import result, same
 
-from tezo.config import parse_config
+from tezo.distributed import Ranks
 from tezo.errors import NonFiniteLossError, RunError
-from tezo.evaluate import evaluate
-from tezo.interruption import Interruption
-from tezo.job import prepare
-from tezo.machine import memory_for
-from tezo.ranks import Ranks
-from tezo.runs import Listener, RunFolder
-from tezo.train import Loop, train
+from tezo.runs.environment import memory_for
+from tezo.runs.folder import RunFolder
+from tezo.tasks.evaluation import evaluate
+from tezo.training.config import parse_config
+from tezo.training.interruption import Interruption
+from tezo.training.job import prepare
+from tezo.training.listeners import Listener
+from tezo.training.loop import Loop, train
 
 
 @pytest.fixture(scope="module")

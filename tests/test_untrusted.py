@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tezo.checkpoint import DamagedError, load_checkpoint
 from tezo.errors import RequestError
-from tezo.export import load_adapter
+from tezo.models.lora import load_adapter
+from tezo.runs.checkpoints import DamagedError, load_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -14,40 +14,40 @@ from tezo.errors import RunError as RunError
 from tezo.errors import TezoError as TezoError
 
 if TYPE_CHECKING:
-    from tezo.export import export_adapter as export_adapter
-    from tezo.methods import METHODS as METHODS
-    from tezo.methods import lozo as lozo
-    from tezo.methods import lozo_adam as lozo_adam
-    from tezo.methods import lozo_m as lozo_m
-    from tezo.methods import mezo as mezo
-    from tezo.methods import mezo_adam as mezo_adam
-    from tezo.methods import mezo_m as mezo_m
-    from tezo.methods import subzo as subzo
-    from tezo.methods import tezo as tezo
-    from tezo.methods import tezo_adam as tezo_adam
-    from tezo.methods import tezo_cadam as tezo_cadam
-    from tezo.methods import tezo_m as tezo_m
-    from tezo.methods import zo_adamu as zo_adamu
-    from tezo.optimizer import ZerothOrderOptimizer as ZerothOrderOptimizer
+    from tezo.models.lora import export_adapter as export_adapter
+    from tezo.optim.methods import METHODS as METHODS
+    from tezo.optim.methods import lozo as lozo
+    from tezo.optim.methods import lozo_adam as lozo_adam
+    from tezo.optim.methods import lozo_m as lozo_m
+    from tezo.optim.methods import mezo as mezo
+    from tezo.optim.methods import mezo_adam as mezo_adam
+    from tezo.optim.methods import mezo_m as mezo_m
+    from tezo.optim.methods import subzo as subzo
+    from tezo.optim.methods import tezo as tezo
+    from tezo.optim.methods import tezo_adam as tezo_adam
+    from tezo.optim.methods import tezo_cadam as tezo_cadam
+    from tezo.optim.methods import tezo_m as tezo_m
+    from tezo.optim.methods import zo_adamu as zo_adamu
+    from tezo.optim.optimizer import ZerothOrderOptimizer as ZerothOrderOptimizer
 
 __version__ = version("tezo")
 
 _HOMES = {
-    "METHODS": "tezo.methods",
-    "ZerothOrderOptimizer": "tezo.optimizer",
-    "export_adapter": "tezo.export",
-    "lozo": "tezo.methods",
-    "lozo_adam": "tezo.methods",
-    "lozo_m": "tezo.methods",
-    "mezo": "tezo.methods",
-    "mezo_adam": "tezo.methods",
-    "mezo_m": "tezo.methods",
-    "subzo": "tezo.methods",
-    "tezo": "tezo.methods",
-    "tezo_adam": "tezo.methods",
-    "tezo_cadam": "tezo.methods",
-    "tezo_m": "tezo.methods",
-    "zo_adamu": "tezo.methods",
+    "METHODS": "tezo.optim.methods",
+    "ZerothOrderOptimizer": "tezo.optim.optimizer",
+    "export_adapter": "tezo.models.lora",
+    "lozo": "tezo.optim.methods",
+    "lozo_adam": "tezo.optim.methods",
+    "lozo_m": "tezo.optim.methods",
+    "mezo": "tezo.optim.methods",
+    "mezo_adam": "tezo.optim.methods",
+    "mezo_m": "tezo.optim.methods",
+    "subzo": "tezo.optim.methods",
+    "tezo": "tezo.optim.methods",
+    "tezo_adam": "tezo.optim.methods",
+    "tezo_cadam": "tezo.optim.methods",
+    "tezo_m": "tezo.optim.methods",
+    "zo_adamu": "tezo.optim.methods",
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tezo import random
+from tezo.numerics import random
 
 Weights = dict[str, Tensor]
 Loss = Callable[[Weights, int], float]

@@ -1,1 +1,4 @@
-"""The command line: one file a command. Nothing here imports torch before a command runs."""
+"""The command line: one file for each command, which parses and prints alone.
+
+It gives `main`; no command's file imports torch before the command runs. May import everything.
+"""

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tezo.standard_json import json_text
+from tezo.files import json_text
 
 
 @dataclass

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 import typer
 
-from tezo.cli import analyze, bench, doctor, evaluate, export, methods, predict, replay, report, reproduce, tasks, train
+from tezo.cli import analyze_command as analyze
+from tezo.cli import bench_command as bench
+from tezo.cli import doctor_command as doctor
+from tezo.cli import eval_command as evaluate
+from tezo.cli import export_command as export
+from tezo.cli import methods_command as methods
+from tezo.cli import predict_command as predict
+from tezo.cli import replay_command as replay
+from tezo.cli import report_command as report
+from tezo.cli import reproduce_command as reproduce
+from tezo.cli import tasks_command as tasks
+from tezo.cli import train_command as train
 from tezo.cli.common import options
 from tezo.errors import TezoError
 

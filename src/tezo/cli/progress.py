@@ -4,10 +4,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tezo.cli.common import readable
-from tezo.evaluate import Metrics
-from tezo.job import Job
-from tezo.runs import Listener, plan
-from tezo.runs import Progress as StepProgress
+from tezo.tasks.evaluation import Metrics
+from tezo.training.job import Job
+from tezo.training.listeners import Listener
+from tezo.training.listeners import Progress as StepProgress
+from tezo.training.plan import plan
 
 
 class Screen(Listener):

@@ -1,18 +1,22 @@
-"""Examples, prompts, label words: what a model is asked and what it should answer. Knows no model."""
+"""Rows, prompts and label words, and the objectives that put them to a model.
 
-from tezo.tasks.base import Example as Example
-from tezo.tasks.base import Row as Row
+It gives the paper's sixteen tasks, the formats of rows, splits, objectives, evaluation and linear probes. May import
+models and what that may import.
+"""
+
+from tezo.tasks.answer_metrics import Measure as Measure
 from tezo.tasks.catalogue import TASKS as TASKS
 from tezo.tasks.catalogue import task as task
 from tezo.tasks.demonstrations import Demonstrated as Demonstrated
+from tezo.tasks.examples import Example as Example
+from tezo.tasks.examples import Row as Row
 from tezo.tasks.formats import Fields as Fields
 from tezo.tasks.formats import Format as Format
 from tezo.tasks.formats import LabelFormat as LabelFormat
 from tezo.tasks.formats import choose_format as choose_format
-from tezo.tasks.metrics import Measure as Measure
-from tezo.tasks.rows import read_rows as read_rows
+from tezo.tasks.row_files import read_rows as read_rows
 from tezo.tasks.sampling import hold_out as hold_out
 from tezo.tasks.sampling import parts as parts
 from tezo.tasks.sampling import per_class as per_class
-from tezo.tasks.task import Task as Task
-from tezo.tasks.task import TaskFormat as TaskFormat
+from tezo.tasks.wordings import Task as Task
+from tezo.tasks.wordings import TaskFormat as TaskFormat

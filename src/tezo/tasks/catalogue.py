@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from importlib import resources
 
 from tezo.errors import RequestError, nearest
-from tezo.tasks.base import Row
-from tezo.tasks.formats import Kind
-from tezo.tasks.metrics import drop, squad
-from tezo.tasks.task import MASK, Choice, FreeText, Hub, OwnOptions, Task, Wording, index_of
+from tezo.models.kinds import Kind
+from tezo.tasks.answer_metrics import drop, squad
+from tezo.tasks.examples import Row
+from tezo.tasks.wordings import MASK, Choice, FreeText, Hub, OwnOptions, Task, Wording, index_of
 
 SUPER_GLUE, GLUE = "aps/super_glue", "nyu-mll/glue"
 

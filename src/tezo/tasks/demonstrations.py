@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tezo.errors import RequestError
-from tezo.random import permutation
-from tezo.tasks.base import Example, Row
+from tezo.numerics.random import permutation
+from tezo.tasks.answer_metrics import Measure
+from tezo.tasks.examples import Example, Row
 from tezo.tasks.formats import Format
-from tezo.tasks.metrics import Measure
 
 JOINT = "\n\n"
 """Between demonstrations, as MeZO and the papers after it have it."""

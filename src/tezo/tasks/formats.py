@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from tezo.errors import RequestError, nearest
-from tezo.tasks.base import Example, Row
-from tezo.tasks.metrics import Measure
-
-Kind = Literal["causal", "masked", "encoder"]
-"""How a model answers: by continuing a text, by filling in a mask, or by the likeness of embeddings."""
+from tezo.models.kinds import Kind
+from tezo.tasks.answer_metrics import Measure
+from tezo.tasks.examples import Example, Row
 
 RenderChat = Callable[[list[dict[str, Any]]], str]
 """Messages -> the prompt that asks for the next one, special tokens included."""

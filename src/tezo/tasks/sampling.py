@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from tezo.errors import RequestError
-from tezo.random import permutation
+from tezo.numerics.random import permutation
 
 T = TypeVar("T")
 

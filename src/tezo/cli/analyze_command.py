@@ -1,0 +1,49 @@
+"""`tezo analyze`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tezo.cli.common import SetOption
+from tezo.cli.quiet import quiet_libraries
+from tezo.errors import RequestError
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("analyze")(analyze)
+
+
+def analyze(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Without one, list them.")] = None,
+    paths: Annotated[list[Path] | None, typer.Argument(metavar="[RUN|FILE]...", help="Runs, or JSON of bench.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for NAME.png, NAME.svg and NAME.json.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL, CSV, TSV or Parquet file, or hub data set.")] = None,
+    task: Annotated[str | None, typer.Option(help="Instead of --data: one of `tezo tasks`.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
+    settings: list[str] = SetOption,
+) -> None:
+    """Draw a figure of the paper from your own model, runs or benchmarks, with the numbers behind it."""
+    quiet_libraries()
+    from tezo.studies.analysis import ANALYSES, Given, analysis, save
+    from tezo.training.config import overlay, parse_config, parse_setting
+
+    if name is None:
+        for entry in ANALYSES.values():
+            print(f"{entry.name:<18} {entry.paper:<32} {entry.summary}")
+        return
+    entry = analysis(name)
+    if output is None:
+        raise RequestError("output is not set; give --output FOLDER for the figure and its numbers.")
+    pairs: list[tuple[str, Any]] = [parse_setting(text) for text in settings]
+    named = [("model.name", model), ("data.train", data), ("data.task", task), ("data.dir", data_dir)]
+    recipe = [(key, value) for key, value in named if value is not None] + [pair for pair in pairs if "." in pair[0]]
+    config = parse_config(overlay({}, recipe)) if recipe else None
+    options = entry.read_options([pair for pair in pairs if "." not in pair[0]])
+    numbers = entry.run(options, Given(config, tuple(paths or ())))
+    written = save(entry, numbers, output)
+    print(numbers["caption"])
+    for path in written:
+        print(f"  {path}")

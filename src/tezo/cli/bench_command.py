@@ -1,0 +1,111 @@
+"""`tezo bench`: step and memory."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tezo.cli.common import print_json
+from tezo.cli.quiet import quiet_libraries
+
+Model = Annotated[str, typer.Option(help="Shape with random weights (opt-125m, llama-7b, ...), folder, or hub name.")]
+Methods = Annotated[str, typer.Option(help="Names, by commas; published:NAME is that one as published.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Batch = Annotated[int, typer.Option(help="Rows.")]
+Length = Annotated[str, typer.Option(help="Tokens of each row, or rte for lengths like its.")]
+Rank = Annotated[int, typer.Option(help="Of the low-rank methods.")]
+Targets = Annotated[str, typer.Option(help="all-linear or all.")]
+Rounds = Annotated[int, typer.Option(help="How often everything is measured.")]
+Warmup = Annotated[int, typer.Option(help="Rounds before those, not counted.")]
+Seconds = Annotated[float | None, typer.Option(help="Time for it all: ends rounds early, after three at the least.")]
+WithPublished = Annotated[bool, typer.Option("--published/--no-published", help="Measure published forms too.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - prints it.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.add_typer(bench, name="bench", help="Measure what a step costs, in time and memory.")
+
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@bench.command("step")
+def step(
+    model: Model = "opt-125m",
+    methods: Methods = "tezo,tezo-adam,mezo",
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    batch: Batch = 1,
+    length: Length = "32",
+    rank: Rank = 32,
+    targets: Targets = "all-linear",
+    rounds: Rounds = 7,
+    warmup: Warmup = 1,
+    seconds: Seconds = None,
+    published: WithPublished = True,
+    json: Json = None,
+) -> None:
+    """Time a step of each method against two plain forward passes and its published form."""
+    named = {"model": model, "dtype": dtype, "device": device, "batch": batch, "length": length, "rank": rank}
+    named |= {"targets": targets, "rounds": rounds, "warmup": warmup, "seconds": seconds}
+    _run("step", named, methods, published, json)
+
+
+@bench.command("memory")
+def memory(
+    model: Model = "opt-125m",
+    methods: Methods = "tezo,tezo-adam,mezo",
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    batch: Batch = 1,
+    length: Length = "32",
+    rank: Rank = 32,
+    targets: Targets = "all-linear",
+    rounds: Rounds = 3,
+    seconds: Annotated[float | None, typer.Option(help="Time for it all: ends rounds early.")] = None,
+    published: WithPublished = True,
+    json: Json = None,
+) -> None:
+    """Peak memory of each method over inference: reserved on a GPU, resident in a fresh process on a CPU."""
+    named = {"model": model, "dtype": dtype, "device": device, "batch": batch, "length": length, "rank": rank}
+    named |= {"targets": targets, "rounds": rounds, "seconds": seconds}
+    _run("memory", named, methods, published, json)
+
+
+def _run(kind: str, named: dict[str, Any], methods: str, published: bool, json: Path | None) -> None:
+    quiet_libraries()
+    from tezo.models.loading import choose_device
+    from tezo.studies.bench.peak_memory import measure_memory
+    from tezo.studies.bench.result_files import check_target, print_table, write_json
+    from tezo.studies.bench.settings import Settings, entries
+    from tezo.studies.bench.step_time import measure_step
+
+    to_screen = json == Path("-")
+    settings = Settings(**named | {"device": str(choose_device(named["device"]))})
+    labels = entries([name.strip() for name in methods.split(",") if name.strip()], published=published)
+    if not to_screen:
+        check_target(json)
+    measure = {"step": measure_step, "memory": measure_memory}[kind]
+    with _progress() as tell:
+        result = measure(settings, labels, tell)
+    if to_screen:
+        print_json(result)
+        return
+    print_table(result)
+    if json is not None:
+        write_json(json, result)
+        print(f"written: {json}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    # What is being measured, on a terminal; gone when it ends.
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("building the model") as status:
+        yield status.update

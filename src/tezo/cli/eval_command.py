@@ -1,0 +1,68 @@
+"""`tezo eval`."""
+
+from typing import Annotated
+
+import typer
+
+from tezo.cli.common import JsonOption, SetOption, print_json, readable
+from tezo.cli.quiet import quiet_libraries
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, or a base model.")],
+    data: Annotated[str | None, typer.Option(help="Rows to evaluate on; default: the run's test rows.")] = None,
+    task: Annotated[str | None, typer.Option(help="Its test rows, instead of --data: one of `tezo tasks`.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
+    shots: Annotated[int, typer.Option(help="Training rows shown, solved, before each question.")] = 0,
+    calibrate: Annotated[bool, typer.Option(help="Score options against a prompt without the row's text.")] = False,
+    probe: Annotated[bool, typer.Option(help="Fit a linear probe to the training rows, and measure that.")] = False,
+    settings: list[str] = SetOption,
+    json: bool = JsonOption,
+) -> None:
+    """Measure a run, or a model as it is, on rows with answers."""
+    from tezo.errors import RequestError
+    from tezo.training.config import parse_setting
+
+    quiet_libraries()
+    from tezo.tasks.evaluation import measure
+    from tezo.tasks.probing import probe as fit_probe
+    from tezo.tasks.splits import rows_to_report
+    from tezo.training.opening import open_model, run_config
+
+    named = [("data.task", task), ("data.dir", data_dir)]
+    given = [(key, value) for key, value in named if value is not None]
+    config = run_config(run, [*given, *(parse_setting(text) for text in settings)])
+    if probe and (data is not None or shots or calibrate):
+        raise RequestError(
+            "--probe is fitted to the rows of the run and measured on its test rows; leave out --data, "
+            "--shots and --calibrate, or name rows with --set data.train and --set data.test."
+        )
+    sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
+    if probe:
+        _print_probe(fit_probe(config.data, open_model(run, config), **sizes), json)
+        return
+    rows, source = rows_to_report(config.data, config.train.seed, data)
+    metrics, notices = measure(config.data, open_model(run, config), rows, **sizes, shots=shots, calibrate=calibrate)
+    if json:
+        print_json({"rows": len(rows), **metrics, "notices": notices})
+        return
+    for notice in notices:
+        typer.echo(f"note: {notice}", err=True)
+    print(f"{len(rows)} rows of {source}")
+    for name, value in metrics.items():
+        print(f"  {name:<15} {readable(name, value)}")
+
+
+def _print_probe(found: tuple[dict[str, float], dict[str, int]], json: bool) -> None:
+    metrics, rows = found
+    if json:
+        print_json({"rows": rows, **metrics})
+        return
+    print(f"a linear probe on {rows['train']} training rows, {rows['test']} test rows")
+    for name, value in metrics.items():
+        print(f"  {name:<15} {readable(name, value)}")

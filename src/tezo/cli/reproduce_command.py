@@ -1,0 +1,62 @@
+"""`tezo reproduce`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tezo.cli.quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from tezo.studies.reproduce import Grid
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("reproduce")(reproduce)
+
+
+def reproduce(
+    table: Annotated[
+        str, typer.Argument(help="roberta-large, opt-13b or llama-7b, the paper's; encoder or study, ours.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of all runs; the same one goes on where it stopped.")],
+    only: Annotated[str, typer.Option(help="Methods and tasks to run, by commas; default: all.")] = "",
+    model: Annotated[str | None, typer.Option(help="Instead of the paper's.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the tasks' rows; default: the hub.")] = None,
+    scale: Annotated[Literal["full", "small"], typer.Option(help="small cuts all, to see that it runs.")] = "full",
+    devices: Annotated[str, typer.Option(help="By commas: one run at a time on each, such as cpu,cpu.")] = "auto",
+    plan: Annotated[bool, typer.Option("--plan", help="Say what would be run, and run nothing.")] = False,
+) -> None:
+    """Run a table of accuracies cell by cell, and write it beside the published numbers."""
+    from tezo.errors import RunError
+    from tezo.studies.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
+    from tezo.studies.reproduce.small_models import small_model
+
+    quiet_libraries()
+    chosen, small = find_table(table), scale == "small"
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    own = str(output / "model") if small and model is None else model
+    grid = make_grid(chosen, model=own, small=small, data_dir=data_dir, only=names)
+    if plan:
+        _show(grid)
+        return
+    prepare_output(grid, output)
+    if own is not None and model is None and not Path(own).exists():
+        small_model(chosen.kind, Path(own))
+    stopped = run_grid(grid, output, devices.split(","), print)
+    for path in write_tables(grid, output):
+        print(f"written: {path}")
+    if stopped:
+        raise RunError(f"not run, for the reasons above: {stopped}. Mend them, and start the same command again.")
+
+
+def _show(grid: "Grid") -> None:
+    cells = list(grid.search())
+    for cell in cells:
+        print(cell.folder)
+    others = list(grid.rest(lambda line, _: line.recommended))
+    print(f"{len(cells)} runs, {sum(cell.steps for cell in cells)} steps")
+    if others:
+        steps = sum(cell.steps for cell in others)
+        print(f"then {len(others)} runs at the learning rates that these choose, {steps} steps")

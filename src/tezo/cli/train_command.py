@@ -1,0 +1,100 @@
+"""`tezo train`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tezo.cli.common import JsonOption, SetOption, print_json, readable
+from tezo.cli.quiet import quiet_libraries
+from tezo.errors import RequestError
+
+if TYPE_CHECKING:
+    from tezo.training.recipe import Config
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("train")(train)
+
+
+def train(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Recipe.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL, CSV, TSV or Parquet file, or hub data set.")] = None,
+    task: Annotated[str | None, typer.Option(help="Instead of --data: one of `tezo tasks`.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
+    test: Annotated[str | None, typer.Option(help="Rows for the figures before and after.")] = None,
+    method: Annotated[str | None, typer.Option(help="See `tezo methods`.")] = None,
+    lr: Annotated[str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; auto measures one.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Of the base's linear layers: nf4, int8, int8wo.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of directions, data order and sampling.")] = None,
+    settings: list[str] = SetOption,
+    output: Annotated[Path | None, typer.Option(help="Run folder, new.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, if there is one.")] = False,
+    json: bool = JsonOption,
+) -> None:
+    """Tune a model on your rows. Without a recipe, --model and --data (or --task) say it all."""
+    if output is None:
+        raise RequestError("output is not set; give --output FOLDER for the run.")
+    named = [
+        ("model.name", model),
+        ("data.train", data),
+        ("data.task", task),
+        ("data.dir", data_dir),
+        ("data.test", test),
+        ("method.name", method),
+        ("method.lr", lr),
+        ("model.quantization", quantization),
+        ("train.steps", steps),
+        ("train.seed", seed),
+    ]
+    if resume and recipe is None and (output / "config.yaml").is_file():
+        recipe = output / "config.yaml"
+    config = _configured(recipe, named, settings)
+    quiet_libraries()
+    from tezo.cli.progress import Screen
+    from tezo.training.loop import train as run
+
+    summary = run(config, output, [] if json else [Screen()], resume=resume)
+    if json:
+        print_json(summary)
+    else:
+        _print_end(summary, output)
+
+
+def _configured(recipe: Path | None, named: Sequence[tuple[str, Any]], settings: Sequence[str]) -> "Config":
+    from tezo.training.config import parse_setting, read_config
+
+    given = [(key, value) for key, value in named if value is not None]
+    return read_config(recipe, [*given, *map(parse_setting, settings)])
+
+
+def _print_end(summary: dict[str, Any], output: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{summary['rows']['test']} test rows", title_justify="left")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    for metric, value in summary["before"].items():
+        table.add_row(metric, readable(metric, value), readable(metric, summary["after"][metric]))
+    console = Console()
+    console.print(table)
+    result = output / summary["result"]["folder"]
+    console.print(
+        f"{summary['steps']} steps, {summary['num_forward_passes']} forward passes, "
+        f"{summary['seconds_stepping']:.0f} s; step {summary['kept_step']} kept.",
+        highlight=False,
+    )
+    if summary["result"]["kind"] == "adapter":
+        print(f"LoRA adapter of rank {summary['result']['rank']}: {result}")
+        print(f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})")
+    elif summary["result"]["kind"] == "peft":
+        print(f"{summary['result']['adapter']} adapter: {result}")
+        print(f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})")
+    else:
+        print(f"model: {result}  (no adapter: {summary['result']['why_no_adapter']})")
+    print(f"  new rows:  tezo predict {output} --input ROWS.jsonl --output ANSWERS.jsonl")

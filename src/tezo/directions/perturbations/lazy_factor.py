@@ -1,0 +1,58 @@
+"""LOZO's perturbation: one factor fresh every step, the other kept over an interval."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tezo.directions.bases import Draw, Role
+from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
+from tezo.directions.spaces import LowRank, TransposedLowRank
+from tezo.directions.targets import Target
+from tezo.numerics.random import fill_normal_
+
+
+class Lazy(LowRankPerturbation):
+    """Z_t = U_t V_k^T: u_MR drawn every step, v_NR once an interval, or a run.
+
+    Unit scale: V carries r^(-1/2). V is on the side of the columns, as published; a basis that sees the data has it on
+    the side of the inputs, which in GPT-2's layers is that of the rows.
+    """
+
+    draws = LowRank
+
+    def matrix_direction(self, target: Target, key: DrawKey) -> LowRank:
+        refresh_step = self.refresh_step(key.step)
+        v_IR = self.factors(target, key.seed, refresh_step)["v"]
+        return (LowRank if self._role(target) == "v" else TransposedLowRank)(
+            draw=partial(self._u, target, key),
+            v_NR=v_IR,
+            refresh_step=refresh_step,
+            before=self.before(target, key),
+            gram=self._gram(target, v_IR),
+        )
+
+    def fixed(self, target: Target) -> tuple[Role, ...]:
+        return (self._role(target),)
+
+    def _role(self, target: Target) -> Role:
+        return (target.input_role or "v") if self.basis.data_dependent else "v"
+
+    def _gram(self, target: Target, v_IR: Tensor) -> float | Tensor:
+        if self.basis.data_dependent:  # columns are orthogonal, and may be of several lengths
+            return v_IR.to(target.state_dtype).square().sum(0)
+        return len(v_IR) * self._factor(self._ranks[target.name]) ** 2
+
+    def _u(self, target: Target, key: DrawKey) -> Tensor:
+        # M x r numbers every step are too many for the CPU: like dense noise they come from the weight's device
+        rows = target.matrix_shape[0 if self._role(target) == "v" else 1]
+        u_MR = torch.empty((rows, self._ranks[target.name]), dtype=target.state_dtype, device=target.device)
+        return fill_normal_(u_MR, seed=key.seed, step=key.step, name=target.name, role=f"u.{key.index}")
+
+    def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        rank = self._ranks[target.name]
+        v_IR = self.basis.factor(self._role(target), target, rank, Draw(owner, seed, refresh_step))
+        return {"v": v_IR * self._factor(rank)}
+
+    def _factor(self, rank: int) -> float:
+        return 1.0 if self.scale == "raw" else float(rank**-0.5)

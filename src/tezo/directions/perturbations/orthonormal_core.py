@@ -1,0 +1,33 @@
+"""SubZO's perturbation: an r x r core between two orthonormal factors."""
+
+from torch import Tensor
+
+from tezo.directions.bases.gaussian import orthonormal
+from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
+from tezo.directions.spaces import Core, FixedCoefficient
+from tezo.directions.targets import Target
+from tezo.numerics.random import normal
+
+
+class Subspace(LowRankPerturbation):
+    """Z_t = U_k S_t V_k^T: core_RR standard normal every step, U and V orthonormal for an interval.
+
+    Unit scale: U carries (m/r)^(1/2) and V (n/r)^(1/2), together the published sqrt(m n)/r.
+    """
+
+    draws = Core
+
+    def matrix_direction(self, target: Target, key: DrawKey) -> Core:
+        refresh_step = self.refresh_step(key.step)
+        factors = self.factors(target, key.seed, refresh_step)
+        rank = self._ranks[target.name]
+        core_RR = self.coefficient((rank, rank), target, key, "core")
+        return Core(draw=FixedCoefficient(core_RR), u_MR=factors["u"], v_NR=factors["v"], refresh_step=refresh_step)
+
+    def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        rank = self._ranks[target.name]
+        drawn = {}
+        for role, size in zip("uv", target.matrix_shape, strict=True):
+            q = orthonormal(normal((size, rank), seed=seed, step=refresh_step, name=owner, role=role))
+            drawn[role] = q if self.scale == "raw" else q * (size / rank) ** 0.5
+        return drawn

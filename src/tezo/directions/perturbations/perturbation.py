@@ -1,0 +1,242 @@
+"""What a perturbation is: it draws a direction for a parameter, as a pure function of (seed, step, index)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from tezo.directions.bases import Basis, FactorStore, Passes, Role, find_basis
+from tezo.directions.rank_selection import RankRule
+from tezo.directions.spaces import Dense, Direction, FixedFactors
+from tezo.directions.targets import Target
+from tezo.errors import RequestError
+from tezo.numerics.random import normal
+
+Scale = Literal["unit", "raw"]
+"""Of low-rank directions. "unit": every entry of Z has variance 1, as MeZO's has, so that rho and the
+learning rate carry over between methods, ranks and layers, and the estimate is the unbiased one of
+Theorem 1. "raw": Algorithm 1 to the letter. With entries of standard deviation s, (rho, lr) under raw is
+(rho s, lr s^2) under unit for plain and momentum steps, and (rho s, lr) for Adam."""
+
+
+@dataclass(frozen=True)
+class DrawKey:
+    """When a direction is drawn: the run's seed, the step from 0, and which of the step's directions."""
+
+    seed: int
+    step: int
+    index: int = 0
+
+
+class Perturbation(ABC):
+    """A rule that draws directions. Update and perturbation use the one direction that it returns."""
+
+    single_direction = False
+    """Whether only one direction a step is defined."""
+
+    interval: int | None = None
+    """Steps between two sets of fixed factors, when the change is folded; None: they stay."""
+
+    draws: type[Direction] = Dense
+    """Of the directions of matrices."""
+
+    def prepare(self, targets: Sequence[Target]) -> None:
+        """Called once, with what will be tuned."""
+        del targets
+
+    def direction_type(self, target: Target) -> type[Direction]:
+        """Of the directions for `target`; nothing is drawn."""
+        del target
+        return self.draws
+
+    def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
+        """What a basis that sees the data is to look at; see `tezo.directions.bases`."""
+        del model, passes
+
+    def set_factor_store(self, store: FactorStore) -> None:
+        """Where it is to keep what it saw."""
+        del store
+
+    @property
+    def cost_of_basis(self) -> tuple[int, float]:
+        """(calls of the model, seconds) that looking has taken so far."""
+        return 0, 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        """What directions depend on and cannot be drawn again."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Puts a `state` back."""
+        del state
+
+    def rank_of(self, name: str) -> int | None:
+        """The rank of a parameter's directions; None where they are dense."""
+        del name
+        return None
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of what is kept for drawing directions."""
+        return 0
+
+    @abstractmethod
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
+        """The direction for `target` at `key`; `state` is what the update rule keeps for it."""
+
+
+def dense(target: Target, key: DrawKey) -> Dense:
+    """Standard normal noise for `target`."""
+    return Dense(
+        shape=target.stored_shape,
+        device=target.device,
+        dtype=target.state_dtype,
+        seed=key.seed,
+        step=key.step,
+        name=target.name,
+        role=f"z.{key.index}",
+    )
+
+
+class LowRankPerturbation(Perturbation):
+    """Low-rank directions for matrices, dense noise for 1-D parameters.
+
+    Args:
+        rank: rule that gives each matrix its rank.
+        scale: see `Scale`.
+        basis: where fixed factors come from.
+        interval: steps that they are kept for; None: the whole run.
+        share_factors: one set of fixed factors for all matrices of the same shape and rank, dtype and device.
+    """
+
+    def __init__(
+        self,
+        rank: RankRule,
+        scale: Scale,
+        *,
+        basis: str | Basis = "gaussian",
+        interval: int | None = None,
+        share_factors: bool = False,
+    ) -> None:
+        if scale not in get_args(Scale):
+            raise RequestError(f"method.scale is {scale!r}; it must be one of {', '.join(get_args(Scale))}.")
+        if interval is not None and interval < 1:
+            raise RequestError(f"method.lazy_update_interval is {interval}; it must be at least 1.")
+        self.rank = rank
+        self.scale: Scale = scale
+        self.basis = find_basis(basis)
+        self.interval = interval
+        if share_factors and self.basis.data_dependent:
+            raise RequestError(
+                "method.share_factors is true, and method.basis sees each matrix's own inputs; set one or the other."
+            )
+        self.share_factors = share_factors
+        self._ranks: dict[str, int] = {}
+        self._matrices: list[Target] = []
+        self._factors: dict[tuple[str, torch.device, torch.dtype], tuple[tuple[int, int], dict[str, Tensor]]] = {}
+
+    def prepare(self, targets: Sequence[Target]) -> None:
+        self._matrices = [target for target in targets if target.is_matrix]
+        self._ranks = self.rank.ranks(self._matrices)
+        self._factors.clear()
+        self.basis.prepare(self._matrices, self._ranks)
+
+    def direction_type(self, target: Target) -> type[Direction]:
+        return self.draws if target.is_matrix else Dense
+
+    def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
+        self.basis.set_calibration_passes(model, passes)
+
+    def set_factor_store(self, store: FactorStore) -> None:
+        self.basis.set_factor_store(store)
+        self._factors.clear()
+
+    @property
+    def cost_of_basis(self) -> tuple[int, float]:
+        return self.basis.cost
+
+    def state(self) -> dict[str, Tensor]:
+        return self.basis.state()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.basis.load_state(state)
+        self._factors.clear()
+
+    def rank_of(self, name: str) -> int | None:
+        return self._ranks.get(name)
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
+        del state
+        return self.matrix_direction(target, key) if target.is_matrix else dense(target, key)
+
+    @abstractmethod
+    def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
+        """The low-rank direction for a matrix."""
+
+    def fixed(self, target: Target) -> tuple[Role, ...]:
+        """The sides of a matrix whose factors are fixed."""
+        del target
+        return ("u", "v")
+
+    @abstractmethod
+    def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        """The factors that stay fixed from step `refresh_step` on, in float64 on the CPU, scale included.
+
+        Args:
+            target: whose shape and rank they have.
+            owner: name that they are drawn by.
+            seed: of the run.
+            refresh_step: the first step of theirs.
+        """
+
+    def refresh_step(self, step: int) -> int:
+        """The step from which on the factors of `step` hold."""
+        return 0 if self.interval is None else step - step % self.interval
+
+    def before(self, target: Target, key: DrawKey) -> Callable[[], dict[str, Tensor]] | None:
+        """Draws the factors that were in use until the last step, if there were others."""
+        refresh_step = self.refresh_step(key.step)
+        if refresh_step == 0 or refresh_step != key.step:
+            return None
+        return partial(self._placed, target, self._owner(target), key.seed, self.refresh_step(refresh_step - 1))
+
+    def _placed(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        drawn = self.draw_factors(target, owner, seed, refresh_step)
+        return {role: factor.to(*self._place_of(target)) for role, factor in drawn.items()}
+
+    def factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        """`draw_factors`, cast to the parameter's dtype and device; the newest set is kept for the next call."""
+        owner, place = self._owner(target), self._place_of(target)
+        kept = self._factors.get((owner, *place))
+        if kept is None or kept[0] != (seed, refresh_step):
+            kept = ((seed, refresh_step), self._placed(target, owner, seed, refresh_step))
+            self._factors[(owner, *place)] = kept
+        return kept[1]
+
+    def _owner(self, target: Target) -> str:
+        rows, columns = target.matrix_shape
+        return f"{rows} x {columns}, rank {self._ranks[target.name]}" if self.share_factors else target.name
+
+    @staticmethod
+    def _place_of(target: Target) -> tuple[torch.device, torch.dtype]:
+        stored = target.parameter.dtype
+        return target.device, stored if stored.is_floating_point else torch.float32
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the fixed factors."""
+        own = {(self._owner(target), *self._place_of(target)): target for target in self._matrices}
+        return sum(
+            self._ranks[target.name] * sum(target.matrix_shape["uv".index(role)] for role in self.fixed(target))
+            * dtype.itemsize
+            for (_, _, dtype), target in own.items()
+        )  # fmt: skip
+
+    def coefficient(self, shape: tuple[int, ...], target: Target, key: DrawKey, role: str) -> Tensor:
+        """A fresh standard normal coefficient in the target's state dtype, on its device."""
+        drawn = normal(shape, seed=key.seed, step=key.step, name=target.name, role=f"{role}.{key.index}")
+        return drawn.to(target.device, target.state_dtype)

@@ -1,0 +1,32 @@
+"""TeZO's perturbation: low-rank over the model and over time (Eq. 3, Algorithm 1)."""
+
+from torch import Tensor
+
+from tezo.directions.bases import Draw
+from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
+from tezo.directions.spaces import CP, FixedCoefficient
+from tezo.directions.targets import Target
+
+
+class Temporal(LowRankPerturbation):
+    """Z_t = U diag(tau_t) V^T: u_MR and v_NR once a run, or an interval; tau_R ~ N(0, I_r) drawn every step.
+
+    Unit scale: V carries r^(-1/2).
+    """
+
+    draws = CP
+
+    def matrix_direction(self, target: Target, key: DrawKey) -> CP:
+        refresh_step = self.refresh_step(key.step)
+        factors = self.factors(target, key.seed, refresh_step)
+        tau_R = self.coefficient((self._ranks[target.name],), target, key, "tau")
+        before = self.before(target, key)
+        return CP(
+            draw=FixedCoefficient(tau_R), u_MR=factors["u"], v_NR=factors["v"], refresh_step=refresh_step, before=before
+        )
+
+    def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        rank, draw = self._ranks[target.name], Draw(owner, seed, refresh_step)
+        u_MR = self.basis.factor("u", target, rank, draw)
+        v_NR = self.basis.factor("v", target, rank, draw)
+        return {"u": u_MR, "v": v_NR if self.scale == "raw" else v_NR * rank**-0.5}

@@ -1,0 +1,290 @@
+"""What a direction is: a point Z of the space that a perturbation draws from, at unit scale.
+
+Every type is linear in its `coefficient`, the part that changes from step to step; whatever is fixed
+over several steps (the factors) is the rest. Estimates, momenta and accumulated changes are then
+coefficients too, and update rules are written once, on coefficients:
+
+| type      | Z                  | coefficient | fixed        | drawn by            |
+|-----------|--------------------|-------------|--------------|---------------------|
+| `CP`      | U diag(tau) V^T    | tau_R       | u_MR, v_NR   | TeZO                |
+| `LowRank` | U V^T              | u_MR        | v_NR         | LOZO, LOZO-Adam     |
+| `Core`    | U S V^T            | core_RR     | u_MR, v_NR   | SubZO               |
+| `Dense`   | z                  | z itself    | nothing      | MeZO, ZO-AdaMU, 1-D |
+
+Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, G blocks of T rows of inputs.
+The scale that gives every entry of Z variance 1 is inside the fixed factors (see `perturbations`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tezo.numerics.random import fill_normal_
+from tezo.numerics.scratch import row_slices, scratch
+
+TILE = 1 << 18
+"""Entries of a dense tile: the largest temporary that a dense draw or write makes."""
+
+Tile = tuple[slice, Tensor]
+
+
+def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
+    """Slices of the leading dimension, each of at most `TILE` entries (at least one row).
+
+    They depend on the shape alone: each tile of a dense direction is a draw of its own.
+    """
+    yield from row_slices(shape, TILE)
+
+
+class Direction(ABC):
+    """A direction Z for one parameter."""
+
+    @abstractmethod
+    def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
+        """The coefficient times `factor`, in parts: (rows, values), float32 or wider; the next may overwrite a part."""
+
+    @abstractmethod
+    def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
+        """Weight += alpha * Z, in place and without building Z."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Direction):
+    """Standard normal noise of the parameter's shape.
+
+    A matrix of it is redrawn from its key, tile by tile, whenever it is needed; a vector is kept with the direction.
+    """
+
+    shape: torch.Size
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    step: int
+    name: str
+    role: str = "z"
+
+    def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
+        if len(self.shape) == 1:
+            yield slice(None), self.vector * factor
+            return
+        for rows in row_tiles(self.shape):
+            z = self.tile(rows)
+            yield rows, z if factor == 1.0 else z.mul_(factor)
+
+    def tile(self, rows: slice) -> Tensor:
+        """Z[rows], for one of the slices of `row_tiles(shape)`, in scratch memory: the next tile overwrites it."""
+        return self.noise(rows, self.role)
+
+    def noise(self, rows: slice, role: str) -> Tensor:
+        """Standard normal numbers of the shape of Z[rows], in the scratch memory of `role`."""
+        out = scratch(role, (rows.stop - rows.start, *self.shape[1:]), self.dtype, self.device)
+        return fill_normal_(out, seed=self.seed, step=self.step, name=self.name, role=f"{role}.{rows.start}")
+
+    @cached_property
+    def vector(self) -> Tensor:
+        """Z of a vector, in memory of its own."""
+        return torch.cat([self.tile(rows).clone() for rows in row_tiles(self.shape)])
+
+    def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
+        for rows, z in self.tiles(alpha):
+            weight_MN[rows] += z.to(weight_MN.dtype)
+
+
+@dataclass(frozen=True)
+class FixedCoefficient:
+    """A coefficient that is drawn once."""
+
+    coefficient: Tensor
+
+    def __call__(self) -> Tensor:
+        """It."""
+        return self.coefficient
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedFactors(Direction):
+    """A low-rank direction: at least one factor stays fixed from step `refresh_step` on.
+
+    `draw` returns the coefficient: a `FixedCoefficient`, or one that is drawn anew at each use, where those of all
+    matrices together would take memory.
+
+    A coefficient with a leading dimension G stands for G points of one space. `add_linear_` and its kin then
+    take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike. They compute in the
+    dtype of the output, whatever the factors are stored in.
+
+    On the first step of an interval `before` draws the factors of the interval before, by which a momentum is carried
+    over.
+    """
+
+    draw: Callable[[], Tensor]
+    v_NR: Tensor
+    refresh_step: int
+    before: Callable[[], Mapping[str, Tensor]] | None = None
+
+    @property
+    def coefficient(self) -> Tensor:
+        """Where in the space the direction lies."""
+        return self.draw()
+
+    def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
+        yield slice(None), self.coefficient * factor
+
+    def with_coefficient(self, coefficient: Tensor) -> Self:
+        """The point with another coefficient and the same fixed factors."""
+        return replace(self, draw=FixedCoefficient(coefficient))
+
+    def origin(self) -> Self:
+        """The zero of the space."""
+        return self.with_coefficient(torch.zeros_like(self.coefficient))
+
+    def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
+        # W += alpha * left @ right^T
+        left_MR, right_NR = self.factors()
+        weight_MN.addmm_(left_MR.to(weight_MN.dtype), right_NR.to(weight_MN.dtype).T, alpha=alpha)
+
+    @abstractmethod
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(left_MR, right_NR) with Z = left @ right^T."""
+
+    def split_factors(self) -> tuple[Tensor, Tensor]:
+        """`factors`, with the coefficient's size shared out between them where that can be done."""
+        return self.factors()
+
+    @abstractmethod
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        """Out += X Z^T, what a Linear with weight Z puts out; `out_GTM` is contiguous and of the dtype of X."""
+
+    @abstractmethod
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        """Out += X Z, what a Conv1D with weight Z puts out; likewise."""
+
+    @abstractmethod
+    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
+        """Out += rows of Z, what an Embedding with weight Z puts out; contiguous, in the coefficient's dtype."""
+
+    def carry_over(self, coefficient: Tensor) -> Tensor:
+        """A coefficient of the last step's space, expressed in this one's."""
+        return coefficient
+
+
+@dataclass(frozen=True, kw_only=True)
+class CP(FixedFactors):
+    """Z = U diag(tau) V^T (Eq. 3): the coefficient is tau_R.
+
+    The factors may be in half precision; the coefficient is not rounded to it, or c + rho tau would lose tau
+    as c grows.
+    """
+
+    u_MR: Tensor
+
+    def carry_over(self, coefficient: Tensor) -> Tensor:
+        if self.before is None:
+            return coefficient
+        # <sum_j m_j u'_j v'_j^T, u_s v_s^T> / |u_s v_s^T|^2: the new terms are all but orthogonal
+        old, dtype = self.before(), coefficient.dtype
+        u_MR, v_NR = self.u_MR.to(dtype), self.v_NR.to(dtype)
+        overlap_RR = (u_MR.T @ old["u"].to(dtype)) * (v_NR.T @ old["v"].to(dtype))
+        return (overlap_RR @ coefficient) / (u_MR.square().sum(0) * v_NR.square().sum(0))
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.u_MR * self.coefficient, self.v_NR
+
+    def split_factors(self) -> tuple[Tensor, Tensor]:
+        root = self.coefficient.abs().sqrt()
+        return self.u_MR * (root * self.coefficient.sign()), self.v_NR * root
+
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        _add_product_(out_GTM, self._scaled(x_GTN @ self.v_NR.to(x_GTN.dtype)), self.u_MR.T)
+
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        _add_product_(out_GTN, self._scaled(x_GTM @ self.u_MR.to(x_GTM.dtype)), self.v_NR.T)
+
+    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
+        _add_product_(out_GTN, self._scaled(self.u_MR[ids_GT].to(out_GTN.dtype)), self.v_NR.T)
+
+    def _scaled(self, h_GTR: Tensor) -> Tensor:
+        return (h_GTR * self.coefficient.unsqueeze(-2)).to(h_GTR.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(FixedFactors):
+    """Z = U V^T with V fixed over an interval: the coefficient is u_MR.
+
+    `gram` is the diagonal that V^T V has, of random columns in expectation: it carries a momentum over.
+    """
+
+    gram: float | Tensor
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.coefficient, self.v_NR
+
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        _add_product_(out_GTM, x_GTN @ self.v_NR.to(x_GTN.dtype), self.coefficient.mT)
+
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        _add_product_(out_GTN, x_GTM @ self.coefficient.to(x_GTM.dtype), self.v_NR.T)
+
+    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
+        u_GMR = self.coefficient if self.coefficient.ndim == 3 else self.coefficient.unsqueeze(0)
+        rows_GTR = torch.take_along_dim(u_GMR, ids_GT.unsqueeze(-1), dim=1)
+        _add_product_(out_GTN, rows_GTR.to(out_GTN.dtype), self.v_NR.T)
+
+    def carry_over(self, coefficient: Tensor) -> Tensor:
+        if self.before is None:
+            return coefficient
+        # M <- M V_old^T V_new / E[V^T V]
+        overlap_RR = self.before()["v"].T.to(coefficient.dtype) @ self.v_NR.to(coefficient.dtype)
+        return coefficient @ overlap_RR / self.gram
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransposedLowRank(LowRank):
+    """Z = V U^T, for a weight that is stored with its inputs as rows: V is fixed there, and u_NR is the coefficient."""
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.v_NR, self.coefficient
+
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        super().add_transposed_(out_GTM, x_GTN)
+
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        super().add_linear_(out_GTN, x_GTM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core(FixedFactors):
+    """Z = U S V^T with U and V fixed over an interval: the coefficient is core_RR."""
+
+    u_MR: Tensor
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.u_MR @ self._core(), self.v_NR
+
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        h_GTR = x_GTN @ self.v_NR.to(x_GTN.dtype) @ self.coefficient.to(x_GTN.dtype).mT
+        _add_product_(out_GTM, h_GTR, self.u_MR.T)
+
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        h_GTR = x_GTM @ self.u_MR.to(x_GTM.dtype) @ self.coefficient.to(x_GTM.dtype)
+        _add_product_(out_GTN, h_GTR, self.v_NR.T)
+
+    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
+        dtype = out_GTN.dtype
+        _add_product_(out_GTN, self.u_MR[ids_GT].to(dtype) @ self.coefficient.to(dtype), self.v_NR.T)
+
+    def _core(self) -> Tensor:
+        return self.coefficient.to(self.u_MR.dtype)
+
+
+def _add_product_(out_GTK: Tensor, left_GTR: Tensor, right: Tensor) -> None:
+    """Out += left @ right in place, right being (R, K) for all blocks or (G, R, K)."""
+    left_GTR, right = left_GTR.to(out_GTK.dtype), right.to(out_GTK.dtype)  # autocast may have lowered left
+    if right.ndim == 3:
+        out_GTK.baddbmm_(left_GTR, right)
+    else:  # one product is faster than G
+        out_GTK.view(-1, out_GTK.shape[-1]).addmm_(left_GTR.reshape(-1, left_GTR.shape[-1]), right)

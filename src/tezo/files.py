@@ -1,0 +1,190 @@
+"""Files: written whole or not at all, and read as if a stranger had made them.
+
+A file is written beside its place and renamed; a folder of files is written beside its place, each file and the
+folder forced to disk, and renamed. A process that is killed leaves the old one, or the new one, or a name that
+starts with a dot. What is read has a bounded size and is a plain file, and JSON follows its standard.
+"""
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from tezo.errors import RequestError, RunError
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turns what an operating system says of a write into an error that names the file and the way out."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is whole.") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return "the disk is full; make room, then start again, a run with --resume"
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return "its folder is gone; put it back, then start again, a run with --resume"
+        return f"{error.strerror or error}"
+    return " ".join(str(error).split())[:200]
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Puts `data` at `path`, whole or not at all.
+
+    Raises:
+        RunError: it cannot be written; what was there is as before.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    with storing(path):
+        try:
+            _write(beside, data)
+            os.replace(beside, path)  # noqa: PTH105
+            sync(path.parent)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_all(handle, data)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Writes all of `data`; a disk that fills up takes a part, and says why at the next try."""
+    written = os.write(handle, data)
+    while written < len(data):
+        written += os.write(handle, data[written:])
+
+
+def append(path: Path, data: bytes) -> None:
+    """Adds `data` to a file with one write, and leaves it to the operating system when it goes to disk.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    with storing(path):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            write_all(handle, data)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `path` when the block ends well; else nothing changes.
+
+    Raises:
+        RunError: something cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    with storing(path):
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        try:
+            yield beside
+            for inside in sorted(beside.rglob("*")):
+                sync(inside)
+            sync(beside)
+            _exchange(beside, path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _exchange(beside: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.replace(path, old)  # noqa: PTH105
+    os.replace(beside, path)  # noqa: PTH105
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or a folder's list of names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+MOST_JSON = 1 << 24
+"""Bytes of a JSON file, at most."""
+
+
+class UntrustedError(ValueError):
+    """A file that cannot be used, and why, in a few words."""
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A file's bytes; `UntrustedError` where it is no plain file, or has more than `most`."""
+    try:
+        if not path.is_file():
+            raise UntrustedError(f"{path.name} is missing")
+        if path.stat().st_size > most:
+            raise UntrustedError(f"{path.name} has more than {most} bytes")
+        return path.read_bytes()
+    except OSError:
+        raise UntrustedError(f"{path.name} cannot be read") from None
+
+
+def read_json(path: Path) -> Any:
+    """JSON from a file of bounded size; `UntrustedError` for anything else."""
+    data = read_bytes(path, MOST_JSON)
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError):
+        raise UntrustedError(f"{path.name} cannot be read") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size; `UntrustedError` for anything else."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UntrustedError(f"{path.name} is no JSON object")
+    return value
+
+
+def own_object(path: Path, way_out: str) -> dict[str, Any]:
+    """`read_object` of a file that this library wrote; a `RequestError` with the way out where it is damaged."""
+    try:
+        return read_object(path)
+    except UntrustedError as error:
+        raise RequestError(f"{path.parent}: {error}; {way_out}.") from None
+
+
+def plain_file(path: Path) -> Path:
+    """The path, if it is a file of its folder and no link out of it."""
+    if path.is_symlink() or not path.is_file():
+        raise UntrustedError(f"{path.name} is missing, or is a link")
+    return path
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """The document of dicts, lists, tuples, strings, numbers and None."""
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,38 @@
+"""How a model computes with W + rho Z: in the forward pass, in place, or in place with an exact copy.
+
+It gives `moving_parameter`, which picks the way for a parameter, and the evaluation mode of a step. May import
+directions and what that may import.
+"""
+
+from tezo.directions.spaces import Direction, FixedFactors
+from tezo.directions.targets import Target
+from tezo.forward.blocks import Blocks as Blocks
+from tezo.forward.blocks import NotInBlocksError as NotInBlocksError
+from tezo.forward.dense_in_forward import DenseInForward as DenseInForward
+from tezo.forward.in_place import FromCopy as FromCopy
+from tezo.forward.in_place import InPlace as InPlace
+from tezo.forward.low_rank_in_forward import InForward as InForward
+from tezo.forward.moving_parameter import MovingParameter as MovingParameter
+from tezo.forward.moving_parameter import Shift as Shift
+from tezo.forward.moving_parameter import require_writable as require_writable
+from tezo.forward.vector_in_forward import VectorInForward as VectorInForward
+
+
+def moving_parameter(
+    target: Target, kind: type[Direction], blocks: Blocks, *, in_forward: bool = True, frozen_rank: int | None = None
+) -> MovingParameter:
+    """The way `target` is moved along directions of a type.
+
+    Args:
+        target: the parameter.
+        kind: type of the directions that the method draws for it.
+        blocks: of the model's forward pass.
+        in_forward: False moves everything in place, as published code does (for comparison).
+        frozen_rank: see `InForward`.
+    """
+    if in_forward and target.in_forward:
+        if not target.is_matrix:
+            return VectorInForward(target, blocks)
+        low_rank = issubclass(kind, FixedFactors)
+        return InForward(target, blocks, frozen_rank) if low_rank else DenseInForward(target, blocks)
+    return InPlace(target) if target.is_matrix else FromCopy(target)

@@ -1,0 +1,65 @@
+"""Directions added to the stored tensor itself, and taken back after the two evaluations."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tezo.directions.perturbations import DrawKey
+from tezo.directions.spaces import Direction, FixedFactors
+from tezo.directions.targets import Target
+from tezo.forward.moving_parameter import MovingParameter, Shift, require_writable
+
+
+class InPlace(MovingParameter):
+    """A matrix moved where it lies: W + rho Z, W - rho Z, W, each by one add.
+
+    What it costs is exactness: W + a - 2a + a differs from W by rounding, little in float32, much more in
+    half precision.
+    """
+
+    application = "in place"
+    was_called = True
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        require_writable(target, "this perturbation")
+        self._shown: Shift | None = None
+
+    def set_perturbations(self, shifts: Sequence[Shift]) -> None:
+        new = shifts[0] if shifts else None
+        if new is not None and self._shown is not None and new.direction is self._shown.direction:
+            new.direction.add_to_(self.weight, new.scale - self._shown.scale)
+        else:
+            for shift, sign in ((self._shown, -1), (new, 1)):
+                if shift is not None:
+                    shift.direction.add_to_(self.weight, sign * shift.scale)
+        self._shown = new
+
+    def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
+        if isinstance(direction, FixedFactors):
+            left_MR, right_NR = direction.with_coefficient(delta.to(direction.v_NR.dtype)).factors()
+            for tile in self.row_tiles():
+                self.write_(tile, (left_MR[tile] @ right_NR.T).to(self.target.state_dtype), alpha)
+        else:
+            super().add_(direction, rows, delta, alpha)
+
+
+class FromCopy(MovingParameter):
+    """A vector that no hook can perturb, moved in place and put back from a copy, exactly."""
+
+    application = "from copy"
+    was_called = True
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        require_writable(target, "training 1-D parameters")
+        self._copy = target.parameter.data.new_empty(0)
+
+    def begin(self, direction: Direction, key: DrawKey) -> None:
+        super().begin(direction, key)
+        self._copy = self.weight.clone()
+
+    def set_perturbations(self, shifts: Sequence[Shift]) -> None:
+        self.weight.copy_(self._copy)
+        for shift in shifts:
+            shift.direction.add_to_(self.weight, shift.scale)

@@ -1,0 +1,197 @@
+"""Low-rank directions in the forward pass: the stored tensor is read, never written.
+
+The output of a Linear with weight W becomes x (W + F + D)^T = x W^T + x F^T + ((x V) * c) U^T, where D has what
+was trained since the factors were drawn and, during an evaluation, plus or minus rho Z, and F what was trained with
+earlier ones, if that is kept beside the base. Every module that owns the parameter gets the hook, so tied weights
+move together.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tezo.directions.perturbations import DrawKey
+from tezo.directions.spaces import Direction, FixedFactors, LowRank
+from tezo.directions.targets import Layout, Site, Target, only_input
+from tezo.forward.blocks import Blocks
+from tezo.forward.frozen_factors import MOST_RANK, compress, join, low_rank
+from tezo.forward.interception import EMBEDDING, Interception, unintercepted, untraced
+from tezo.forward.moving_parameter import MovingParameter, Shift, require_writable
+
+
+class InForward(MovingParameter):
+    """A matrix moved in the forward pass: W_t = W + F + D, with D in the space of the current fixed factors.
+
+    When a direction comes with new fixed factors, D is folded once, and starts again from zero: into the stored
+    tensor, or into F, factors of a bounded rank beside it. Where factors never change, stored tensors stay
+    bit-identical.
+
+    Args:
+        target: the matrix.
+        blocks: of the model's forward pass.
+        most_rank: of F; None: D is folded into the stored tensor, where that can be written.
+
+    Attributes:
+        change: D.
+        frozen: F.
+        lost: by compression of F, each time as a share of its norm, added up.
+    """
+
+    writes_weight = False
+    in_blocks = True
+
+    def __init__(self, target: Target, blocks: Blocks, most_rank: int | None = None) -> None:
+        super().__init__(target)
+        self.change: FixedFactors | None = None
+        self.frozen: LowRank | None = None
+        self.lost = 0.0
+        self._most_rank = most_rank if target.is_writable or most_rank is not None else MOST_RANK
+        self._blocks = blocks
+        self._shifts: tuple[Shift, ...] = ()
+        self._changed = False
+        # CPUs without half-precision instructions multiply float32 faster, by much where the matrices are thin
+        self._dtype = target.state_dtype if target.device.type == "cpu" else None
+        self._handles += [self._hook(site) for site in target.sites]
+
+    def _hook(self, site: Site) -> RemovableHandle | Interception:
+        if site.layout == "embedding":
+            table = {EMBEDDING: self._lookup}
+            return Interception(site.module, table, lambda: self._moved)
+        assert site.layout is not None
+        add_ = _ADD[site.layout]
+
+        @unintercepted
+        def add_term(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+            del module
+            if not self._moved:
+                return output
+            out, points = self._sum(output), self._points()
+            count, split = len(points.coefficient), self._blocks.split
+            blocks = split(out, count, 1), split(only_input(args, kwargs).to(out.device, out.dtype), count, 1)
+            for point in self._frozen_and(points):
+                add_(point, *blocks)
+            return out.to(output.dtype)
+
+        return site.module.register_forward_hook(untraced(add_term), with_kwargs=True)
+
+    def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
+        output: Tensor = EMBEDDING(ids, *others, **options)
+        out, points = self._sum(output), self._points()
+        count, split = len(points.coefficient), self._blocks.split
+        for point in self._frozen_and(points):
+            point.add_lookup_(split(out, count, 1), split(ids, count, 0))
+        return out.to(output.dtype)
+
+    def _frozen_and(self, points: FixedFactors) -> tuple[FixedFactors, ...]:
+        return (points,) if self.frozen is None else (self.frozen, points)
+
+    def _sum(self, output: Tensor) -> Tensor:
+        """What the term is added to: the output itself where that can be written, else a copy."""
+        out = output.to(self._dtype) if self._dtype is not None else output
+        # a weight of a tensor subclass may give outputs that ignore an add in place
+        writable = out is not output or (type(output) is Tensor and output.is_contiguous())
+        return out.contiguous() if writable else out.clone(memory_format=torch.contiguous_format)
+
+    @property
+    def _moved(self) -> bool:
+        """Whether the model is to compute with anything but the stored tensor."""
+        return bool(self._shifts) or self._changed or self.frozen is not None
+
+    def _points(self) -> FixedFactors:
+        """D plus what is shown, a point a block, made where it is used: all layers' at once would take memory."""
+        assert self.change is not None
+        if not self._shifts:
+            return self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
+        self.was_called = True
+        directions = {id(shift.direction): shift.direction for shift in self._shifts}
+        drawn = {key: _coefficient(direction) for key, direction in directions.items()}  # once for both signs
+        steps = [shift.scale * drawn[id(shift.direction)] for shift in self._shifts]
+        return self.change.with_coefficient(torch.stack(steps).add_(self.change.coefficient))
+
+    def begin(self, direction: Direction, key: DrawKey) -> None:
+        super().begin(direction, key)
+        assert isinstance(direction, FixedFactors)
+        if self.change is not None and self.change.refresh_step != direction.refresh_step:
+            self.retire()
+        if self.change is None or not self._changed:
+            self.change = direction.origin()
+
+    def set_perturbations(self, shifts: Sequence[Shift]) -> None:
+        self._shifts = tuple(shifts)
+
+    def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
+        del direction
+        assert self.change is not None
+        self.change.coefficient[rows].add_(delta, alpha=alpha)
+        self._changed = True
+
+    def decay_(self, factor: float) -> None:
+        """Multiplies what was trained, F + D, by `factor`; the base is left alone."""
+        if self.change is not None and self._changed:
+            self.change.coefficient.mul_(factor)
+        if self.frozen is not None:
+            self.frozen.coefficient.mul_(factor)
+
+    @property
+    def folds_into_weight(self) -> bool:
+        """Whether new factors mean that the stored tensor is written."""
+        return self._most_rank is None
+
+    def trained(self) -> list[tuple[Tensor, Tensor]]:
+        """(left, right) of F and of D, those that there are: their sum is the change of the weight."""
+        frozen = [] if self.frozen is None else [self.frozen.factors()]
+        return frozen + ([self.change.split_factors()] if self.change is not None and self._changed else [])
+
+    def retire(self) -> None:
+        """D = 0, and what it was goes into the stored tensor or into F."""
+        if self._most_rank is None:
+            self.fold()
+        elif self._changed:
+            left, right, lost = compress(*join(self.trained(), self.target.state_dtype), self._most_rank)
+            self.frozen, self.lost = low_rank(left, right), self.lost + lost
+        self.change, self._changed = None, False
+
+    def fold(self) -> None:
+        """W += F + D, F = D = 0: one pass over the stored tensor."""
+        parts = self.trained()
+        if parts:
+            require_writable(self.target, "folding trained factors into the base")
+            left_MR, right_NR = join(parts, self.target.state_dtype)
+            for rows in self.row_tiles():
+                self.write_(rows, left_MR[rows] @ right_NR.T, 1.0)
+        self.change, self.frozen, self._changed = None, None, False
+
+    def state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        if self.change is not None and self._changed:
+            state = {"coefficient": self.change.coefficient, "born": torch.tensor(self.change.refresh_step)}
+        if self.frozen is not None:
+            lost = torch.tensor(self.lost, dtype=torch.float64)
+            state |= {"frozen_left": self.frozen.coefficient, "frozen_right": self.frozen.v_NR, "frozen_lost": lost}
+        return state
+
+    def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
+        self.change, self.frozen, self.lost, self._changed = None, None, 0.0, False
+        if "coefficient" in state:
+            direction = draw(int(state["born"]) if "born" in state else None)
+            assert isinstance(direction, FixedFactors)
+            self.change = direction.with_coefficient(state["coefficient"].to(direction.coefficient).clone())
+            self._changed = True
+        if "frozen_left" in state:
+            place = self.target.device, self.target.state_dtype
+            self.frozen = low_rank(*(state[key].to(*place).clone() for key in ("frozen_left", "frozen_right")))
+            self.lost = float(state["frozen_lost"])
+
+
+def _coefficient(direction: Direction) -> Tensor:
+    assert isinstance(direction, FixedFactors)
+    return direction.coefficient
+
+
+_ADD: dict[Layout, Callable[[FixedFactors, Tensor, Tensor], None]] = {
+    "linear": lambda point, out, x: point.add_linear_(out, x),
+    "transposed": lambda point, out, x: point.add_transposed_(out, x),
+}

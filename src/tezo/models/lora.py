@@ -1,0 +1,187 @@
+"""What a run leaves behind: an exact LoRA adapter where there is one, else the model itself.
+
+For `tezo`, `tezo-m` and `tezo-cadam` on linear layers, W_t = W_0 + U diag(c) V^T is a LoRA of rank r:
+
+    B = U sign(c) sqrt|c|  (M x r),   A = (V sqrt|c|)^T  (r x N),   W_t = W_0 + B A.
+
+The file is PEFT's: float32, every layer padded with zeros to one rank R, lora_alpha = R so that the scale is
+1. Uniform rank is the one form that PEFT, vLLM and llama.cpp read alike (vLLM drops rank patterns).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tezo.directions.targets import layout_of, only_input, place_of
+from tezo.errors import RequestError
+from tezo.files import plain_file, read_object
+from tezo.forward import InForward
+from tezo.forward.frozen_factors import join
+from tezo.models.kinds import Kind, kind_of
+from tezo.optim.optimizer import ZerothOrderOptimizer
+
+_PREFIX = "base_model.model."
+_TASK_TYPES: dict[Kind, str | None] = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter of uniform rank and scale 1.
+
+    Attributes:
+        rank: R.
+        pairs: module -> (A_RI, B_OR): the module's output gains x A^T B^T, for x of I columns.
+    """
+
+    rank: int
+    pairs: dict[str, tuple[Tensor, Tensor]]
+
+
+def make_adapter(optimizer: ZerothOrderOptimizer) -> Adapter:
+    """The adapter of a run that is exactly one."""
+    reason = optimizer.why_no_adapter()
+    if reason is not None:
+        raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
+    moved = [m for m in optimizer.moving.values() if isinstance(m, InForward)]
+    own = (optimizer.perturbation.rank_of(m.target.name) or 1 for m in moved)
+    rank = max(*own, *(sum(left.shape[1] for left, _ in m.trained()) for m in moved))
+    return Adapter(rank, {m.target.sites[0].name: _pair(m, rank) for m in moved})
+
+
+def _pair(moving: InForward, rank: int) -> tuple[Tensor, Tensor]:
+    rows, columns = moving.target.matrix_shape
+    left_MR, right_NR = torch.zeros(rows, rank), torch.zeros(columns, rank)
+    parts = moving.trained()
+    if parts:
+        left, right = (factor.cpu() for factor in join(parts, torch.float32))
+        left_MR[:, : left.shape[1]], right_NR[:, : right.shape[1]] = left, right
+    if moving.target.sites[0].layout == "transposed":  # Conv1D: x W, with W = left right^T
+        left_MR, right_NR = right_NR, left_MR
+    return right_NR.T.contiguous(), left_MR.contiguous()
+
+
+def export_adapter(optimizer: ZerothOrderOptimizer, folder: str | Path) -> Adapter:
+    """Writes the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
+
+    Raises:
+        RequestError: the run is no exact adapter; `optimizer.merge()` gives the whole model.
+    """
+    adapter = make_adapter(optimizer)
+    save_adapter(adapter, Path(folder), model=optimizer.model, base=getattr(optimizer.model, "name_or_path", ""))
+    return adapter
+
+
+def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> None:
+    """Writes adapter_model.safetensors and adapter_config.json, as PEFT has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, (a_RI, b_OR) in adapter.pairs.items():
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = a_RI
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = b_OR
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    transposed = {layout_of(model.get_submodule(name)) == "transposed" for name in adapter.pairs}
+    config = {
+        "peft_type": "LORA",
+        "task_type": _TASK_TYPES[kind_of([type(model).__name__])],
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": transposed == {True},
+        "target_modules": target_modules(model, set(adapter.pairs)),
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def target_modules(model: nn.Module, names: set[str]) -> list[str]:
+    """The shortest names that mean these modules and no others: last parts where they suffice."""
+    suffixes = {name.rpartition(".")[2] for name in names}
+    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in suffixes}
+    return sorted(suffixes if meant == names else names)
+
+
+def load_adapter(folder: Path) -> Adapter:
+    """Reads an adapter that `save_adapter` wrote.
+
+    Raises:
+        RequestError: a file is missing or damaged, or is another kind of adapter.
+    """
+    try:
+        config = read_object(plain_file(folder / "adapter_config.json"))
+        tensors = load_file(plain_file(folder / "adapter_model.safetensors"))
+        if config["peft_type"] != "LORA" or config["r"] != config["lora_alpha"]:
+            raise RequestError(
+                f"{folder} is not an adapter of this library (LoRA with lora_alpha = r); use peft to load it."
+            )
+        return Adapter(int(config["r"]), _pairs(tensors, int(config["r"])))
+    except RequestError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
+        raise RequestError(f"{folder} is not an adapter that can be read ({error}); export the run again.") from None
+
+
+def _pairs(tensors: dict[str, Tensor], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    names = [key.removeprefix(_PREFIX).removesuffix(".lora_A.weight") for key in tensors if ".lora_A." in key]
+    pairs = {n: (tensors[f"{_PREFIX}{n}.lora_A.weight"], tensors[f"{_PREFIX}{n}.lora_B.weight"]) for n in names}
+    for name, (a_RI, b_OR) in pairs.items():
+        if a_RI.ndim != 2 or b_OR.ndim != 2 or a_RI.shape[0] != rank or b_OR.shape[1] != rank:
+            raise ValueError(f"{name} has not the shapes of rank {rank}")
+    return pairs
+
+
+def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
+    """Adds the adapter in the forward pass, by the arithmetic that training used; the base is only read."""
+    handles = []
+    for name, (a_RI, b_OR) in adapter.pairs.items():
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise RequestError(
+                f"the adapter has a layer {name}, which this model lacks; give the base it was made on."
+            ) from None
+        weight = module.get_parameter("weight")
+        shape = (b_OR.shape[0], a_RI.shape[1]) if layout_of(module) != "transposed" else (a_RI.shape[1], b_OR.shape[0])
+        if weight.is_floating_point() and tuple(weight.shape) != shape:
+            raise RequestError(
+                f"the adapter's {name} is for a weight of {shape}, and this model's has {tuple(weight.shape)}; "
+                "give the base it was made on."
+            )
+        dtype = weight.dtype if weight.is_floating_point() else torch.float32
+        place = place_of(module, weight)
+        a_RI, b_OR = a_RI.to(place, dtype), b_OR.to(place, dtype)
+        handles.append(module.register_forward_hook(_adding(a_RI, b_OR), with_kwargs=True))
+    return handles
+
+
+def _adding(a_RI: Tensor, b_OR: Tensor) -> Any:
+    def add_term(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+        del module
+        return output + ((only_input(args, kwargs).to(a_RI.dtype) @ a_RI.T) @ b_OR.T).to(output.dtype)
+
+    return add_term
+
+
+@torch.no_grad()
+def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
+    """Adds the adapter to the weights of a plain float model."""
+    for name, (a_RI, b_OR) in adapter.pairs.items():
+        module = model.get_submodule(name)
+        weight = module.get_parameter("weight")
+        change = (b_OR @ a_RI).to(weight.device)
+        change = change.T if layout_of(module) == "transposed" else change
+        weight.copy_(weight.to(torch.promote_types(weight.dtype, torch.float32)) + change)
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """The whole model, as transformers saves it: safetensors, configuration, tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,181 @@
+"""Adam on gradients, with the face of the zeroth-order optimizer: the baseline in the same loop."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tezo.directions.bases import FactorStore, Passes
+from tezo.directions.targets import ALL, select_targets
+from tezo.errors import NonFiniteLossError, RequestError
+from tezo.estimators.estimate import Closure, StepRecord
+from tezo.numerics.random import seed_of
+from tezo.optim.limits import check_rate
+from tezo.optim.updates.update import check_average
+
+
+class FirstOrderOptimizer(torch.optim.AdamW):
+    """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (dropout included).
+
+    Args:
+        model: to be tuned; parameters that are not chosen are frozen, and need no gradient's memory.
+        lr: learning rate.
+        betas: (beta1, beta2).
+        eps: smoothing term.
+        weight_decay: decoupled.
+        targets: patterns that choose the parameters, see `tezo.directions.targets.select_targets`.
+        seed: of dropout, together with the step.
+
+    Raises:
+        RequestError: a setting is out of range, or a chosen parameter has no gradient (quantised weights).
+        NonFiniteLossError: from `step`; the parameters are as before the step.
+    """
+
+    num_directions = 0
+    """That are drawn in a step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        targets: Sequence[str] = (ALL,),
+        seed: int = 0,
+    ) -> None:
+        check_rate("lr", lr)
+        check_average("betas", betas, eps)
+        self.model = model
+        self.seed = seed
+        self.num_steps = 0
+        self.last_step: StepRecord | None = None
+        self.targets = select_targets(model, targets)
+        for target in self.targets:
+            if not target.is_writable:
+                raise RequestError(
+                    f"method.name is adam, and {target.name} ({type(target.parameter).__name__}, "
+                    f"{target.parameter.dtype}) cannot be written in place; use lozo-adam or tezo-cadam."
+                )
+        chosen = {id(target.parameter) for target in self.targets}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+        super().__init__([t.parameter for t in self.targets], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+        """One step; returns the loss before it.
+
+        Args:
+            closure: evaluates the objective on this step's batch, differentiably.
+        """
+        if closure is None:
+            raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
+        self.zero_grad()
+        with torch.enable_grad(), _training(self.model, self.seed, self.num_steps):
+            loss = closure()
+            if not isinstance(loss, Tensor) or not loss.requires_grad:
+                raise RequestError("method.name is adam, but the objective has no gradient; use a zeroth-order method.")
+            loss.backward()  # type: ignore[no-untyped-call]
+        value, lr = float(loss.detach()), float(self.param_groups[0]["lr"])
+        if not math.isfinite(value):
+            last = self.last_step.loss if self.last_step is not None else None
+            raise NonFiniteLossError(self.num_steps, value, last)
+        super().step()
+        self.zero_grad()
+        self.last_step = StepRecord(self.num_steps, value, lr)
+        self.num_steps += 1
+        return value
+
+    @property
+    def num_forward_passes(self) -> int:
+        """Evaluations of the closure so far; each was followed by a backward pass."""
+        return self.num_steps
+
+    def drawn_on_the_device(self) -> str | None:
+        """A parameter whose steps depend on the type of its device: all do."""
+        return self.targets[0].name
+
+    def set_calibration_passes(self, passes: Passes) -> None:
+        """There is no basis that looks."""
+        del passes
+
+    def set_factor_store(self, store: FactorStore) -> None:
+        """There is nothing to keep."""
+        del store
+
+    @property
+    def cost_of_basis(self) -> tuple[int, float]:
+        """None."""
+        return 0, 0.0
+
+    @property
+    def factor_bytes(self) -> int:
+        """Nothing is drawn."""
+        return 0
+
+    def application(self, name: str) -> tuple[int | None, str]:
+        """(None, how a parameter is changed, in words)."""
+        del name
+        return None, "by its gradient"
+
+    def why_no_adapter(self) -> str | None:
+        """In words, what stands in the way of an exact adapter."""
+        return "gradients change whole weights"
+
+    def merge(self) -> nn.Module:
+        """The model; nothing is kept beside it."""
+        return self.model
+
+    def tuned_state(self) -> dict[str, Tensor]:
+        """Copies, on the CPU, of all that training changes."""
+        return {key: weight.detach().cpu().clone() for key, weight in self._weights().items()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {f"weight/{target.name}": target.parameter.data for target in self.targets}
+
+    @torch.no_grad()
+    def load_tuned_state(self, tuned: dict[str, Tensor], num_steps: int) -> None:
+        """Puts a `tuned_state` back."""
+        del num_steps
+        for target in self.targets:
+            target.parameter.copy_(tuned[f"weight/{target.name}"])
+
+    def resumable_state(self) -> dict[str, Tensor]:
+        """Weights, and Adam's moments and counts as "update/NAME/KEY"; the tensors themselves, not copies."""
+        moments = {
+            f"update/{target.name}/{key}": value
+            for target in self.targets
+            for key, value in self.state[target.parameter].items()
+        }
+        return self._weights() | moments
+
+    def load_resumable_state(self, state: dict[str, Tensor], num_steps: int) -> None:
+        """Puts a `resumable_state` taken after `num_steps` steps back; the next step is the one that followed it."""
+        self.load_tuned_state(state, num_steps)
+        for target in self.targets:
+            start = f"update/{target.name}/"
+            own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+            place = target.parameter.device
+            self.state[target.parameter] = {
+                k: v.clone() if k == "step" else v.to(place).clone() for k, v in own.items()
+            }
+        self.num_steps = num_steps
+
+
+@contextmanager
+def _training(model: nn.Module, seed: int, step: int) -> Iterator[None]:
+    """The model in training mode, with dropout a function of (seed, step); afterwards all is as before."""
+    modes: dict[nn.Module, Any] = {module: module.training for module in model.modules()}
+    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed_of(seed, step, "dropout"))
+        model.train()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode

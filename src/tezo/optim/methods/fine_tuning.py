@@ -1,0 +1,32 @@
+"""First-order fine-tuning, the baseline that zeroth-order methods are measured against."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from tezo.directions.targets import ALL
+from tezo.optim.first_order import FirstOrderOptimizer
+
+
+def adam(
+    model: nn.Module,
+    *,
+    lr: float = 1e-5,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    targets: Sequence[str] = (ALL,),
+    seed: int = 0,
+) -> FirstOrderOptimizer:
+    """Adam: first-order fine-tuning by backpropagation, for comparison.
+
+        m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2,
+        W <- W - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps),   g the gradient.
+
+    The papers' FT; with `model.peft` their FT (LoRA) and FT (prefix). State: m and v, of the weights' shape and
+    dtype, and gradients and activations beside them: several times the memory of inference. `lr`: MeZO's for FT.
+    `betas`, `eps`: torch's. Weight decay is decoupled.
+    """
+    return FirstOrderOptimizer(
+        model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, targets=targets, seed=seed
+    )

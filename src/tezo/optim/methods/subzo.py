@@ -1,0 +1,35 @@
+"""SubZO: a core between two orthonormal factors."""
+
+from typing import Unpack
+
+from torch import nn
+
+from tezo.directions.perturbations import Scale, Subspace
+from tezo.directions.rank_selection import FixedRank
+from tezo.optim.methods.common_options import Common
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.updates import SGD
+
+
+def subzo(
+    model: nn.Module,
+    *,
+    lr: float = 1e-6,
+    rank: int = 64,
+    lazy_update_interval: int = 500,
+    scale: Scale = "unit",
+    **common: Unpack[Common],
+) -> ZerothOrderOptimizer:
+    """SubZO: a random core between two orthonormal factors kept over an interval.
+
+        Z = U_k S_t V_k^T sqrt(M N) / r,   S_t (r x r) every step, U_k and V_k every interval,
+        W <- W - lr kappa Z.
+
+    The paper's baseline (Yu et al. 2024). `rank` and the interval: the paper's table. Within an interval
+    W + U_k C V_k^T is computed in the forward pass; C (r x r) is folded into W at each refresh.
+
+    Deviations: `scale="unit"` is what the public code does; "raw" leaves sqrt(M N) / r out, as in the
+    formula of the TeZO paper.
+    """
+    perturbation = Subspace(FixedRank(rank=rank), scale, interval=lazy_update_interval)
+    return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)

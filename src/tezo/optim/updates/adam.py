@@ -1,0 +1,97 @@
+"""Adam on coefficients, and TeZO-Adam's form of it on the matrix they stand for."""
+
+import torch
+from torch import Tensor
+
+from tezo.directions.spaces import CP, Core, Dense, Direction, FixedFactors, LowRank
+from tezo.estimators.estimate import Estimate
+from tezo.forward import MovingParameter
+from tezo.numerics.factored_adam import AdamFactors, factored_adam_
+from tezo.optim.updates.update import State, Update, check_average, zeros_like_coefficient
+
+
+class Adam(Update):
+    """Adam, entry by entry, on the coefficient of the estimate g:
+
+        m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2,   W -= lr * m / sqrt(v + eps).
+
+    On a dense direction this is Adam on the weight; on a CP direction, on the temporal coefficients. Where fixed
+    factors change, m is carried over to the new ones; v, about kappa^2 in any of them, stays.
+
+    Args:
+        betas: (beta1, beta2).
+        eps: smoothing term.
+        eps_in_sqrt: m / sqrt(v + eps), as Algorithm 1 has it; False: m / (sqrt(v) + eps), as torch has it.
+        bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, as torch does and Algorithm 1 does not.
+    """
+
+    takes: tuple[type[Direction], ...] = (Dense, CP, Core, LowRank)
+
+    def __init__(self, betas: tuple[float, float], eps: float, *, eps_in_sqrt: bool, bias_correction: bool) -> None:
+        check_average("betas", betas, eps)
+        self.betas = betas
+        self.eps = eps
+        self.eps_in_sqrt = eps_in_sqrt
+        self.bias_correction = bias_correction
+
+    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+        return {name: zeros_like_coefficient(estimate, moving) for name in ("exp_avg", "exp_avg_sq")}
+
+    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+        if isinstance(estimate.direction, FixedFactors):
+            state["exp_avg"] = estimate.direction.carry_over(state["exp_avg"])
+        for rows, grad in estimate.tiles():
+            exp_avg, exp_avg_sq = state["exp_avg"][rows], state["exp_avg_sq"][rows]
+            self.average_(exp_avg, exp_avg_sq, grad)
+            moving.add_(estimate.direction, rows, self.ratio(exp_avg, exp_avg_sq, estimate.step), -lr)
+
+    def average_(self, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
+        """Takes `grad` into both moments, in place."""
+        beta1, beta2 = self.betas
+        exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+    def corrected(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Both moments with the start at zero taken out of them, if so configured; new tensors, or the same."""
+        if not self.bias_correction:
+            return exp_avg, exp_avg_sq
+        beta1, beta2 = self.betas
+        return exp_avg / (1 - beta1 ** (step + 1)), exp_avg_sq / (1 - beta2 ** (step + 1))
+
+    def ratio(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
+        """M / sqrt(v), smoothed and corrected as configured; a new tensor."""
+        exp_avg, exp_avg_sq = self.corrected(exp_avg, exp_avg_sq, step)
+        if self.eps_in_sqrt:
+            return torch.add(exp_avg_sq, self.eps).rsqrt_().mul_(exp_avg)
+        return torch.sqrt(exp_avg_sq).add_(self.eps).reciprocal_().mul_(exp_avg)
+
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        # that of the farthest step: without bias correction m rises before v does, and an early step goes farther
+        (beta1, beta2), mean_sq = self.betas, kappa_sq / num_directions
+        start = 1.0 if self.bias_correction else min((1 - beta2**t) ** 0.5 / (1 - beta1**t) for t in range(1, 1000))
+        return float(start * ((mean_sq + self.eps) ** 0.5 if self.eps_in_sqrt else mean_sq**0.5 + self.eps))
+
+
+class FactoredAdam(Adam):
+    """TeZO-Adam (Algorithm 1, Eq. 8): both moments kept as temporal factors, r numbers each, and merged
+
+        M = sum_s tau_M,s u_s v_s^T,   V = sum_s tau_V,s u_s^2 (v_s^2)^T,   W -= lr * M / sqrt(V + eps).
+
+    The division is entry by entry, so the step is dense: one pass over the weight, tile by tile. 1-D
+    parameters, whose directions are dense, take plain Adam steps of the same form.
+    """
+
+    takes: tuple[type[Direction], ...] = (Dense, CP)
+    writes_weight = True
+
+    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+        point = estimate.direction
+        if not isinstance(point, CP):
+            super().step(moving, estimate, state, lr)
+            return
+        tau_exp_avg, tau_exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        for _, grad in estimate.tiles():
+            self.average_(tau_exp_avg, tau_exp_avg_sq, grad)
+        tau_m, tau_v = self.corrected(tau_exp_avg, tau_exp_avg_sq, estimate.step)
+        factors = AdamFactors(point.u_MR, point.v_NR, tau_m, tau_v, self.eps, self.eps_in_sqrt)
+        factored_adam_(moving.weight, factors, lr, moving.rounding)

@@ -1,0 +1,35 @@
+"""ZO-AdaMU's step: the momentum lies in the perturbation itself."""
+
+import torch
+
+from tezo.directions.perturbations.momentum_noise import MomentumNoise
+from tezo.directions.spaces import row_tiles
+from tezo.estimators.estimate import Estimate
+from tezo.forward import MovingParameter
+from tezo.optim.updates.update import State, Update, check_average, zeros_like_coefficient
+
+
+class AdaMU(Update):
+    """With z = beta1 z1 + (1 - beta1) z2 the perturbation and kappa the projected gradient,
+
+    v = beta2 z1^2 + (1 - beta2) z2^2,   W -= lr * kappa z / sqrt(v + eps),   and z is the next step's history.
+    """
+
+    takes = (MomentumNoise,)
+
+    def __init__(self, eps: float) -> None:
+        check_average("eps", (), eps)
+        self.eps = eps
+
+    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+        return {"exp_avg": zeros_like_coefficient(estimate, moving)}
+
+    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+        noise, (kappa,) = estimate.direction, estimate.projected_grads
+        assert isinstance(noise, MomentumNoise)
+        for rows in row_tiles(noise.shape):
+            z1, z2 = noise.parts(rows)
+            z = noise.beta1 * z1 + (1 - noise.beta1) * z2
+            v = noise.beta2 * z1.square() + (1 - noise.beta2) * z2.square()
+            moving.add_(noise, rows, kappa * z / torch.sqrt(v + self.eps), -lr)
+            state["exp_avg"][rows] = z

@@ -1,0 +1,29 @@
+"""Steps along an exponential average of the estimates."""
+
+from tezo.directions.spaces import FixedFactors
+from tezo.estimators.estimate import Estimate
+from tezo.forward import MovingParameter
+from tezo.optim.updates.update import State, Update, check_average, zeros_like_coefficient
+
+
+class Momentum(Update):
+    """m = beta m + (1 - beta) g, W -= lr * m, on the coefficient of whatever direction it is given.
+
+    TeZO-m's tau_M is this on tau; LOZO-m's M is this on U, carried over when V changes.
+    """
+
+    def __init__(self, beta: float) -> None:
+        check_average("beta", (beta,))
+        self.beta = beta
+
+    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+        return {"exp_avg": zeros_like_coefficient(estimate, moving)}
+
+    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+        direction = estimate.direction
+        if isinstance(direction, FixedFactors):
+            state["exp_avg"] = direction.carry_over(state["exp_avg"])
+        for rows, grad in estimate.tiles():
+            exp_avg = state["exp_avg"][rows]
+            exp_avg.mul_(self.beta).add_(grad, alpha=1 - self.beta)
+            moving.add_(direction, rows, exp_avg, -lr)

@@ -1,0 +1,42 @@
+"""Plain steps over a running root mean square of the projected gradient: one number a run."""
+
+import torch
+
+from tezo.estimators.estimate import Estimate
+from tezo.forward import MovingParameter
+from tezo.optim.updates.update import State, Update, check_average
+
+
+class NormalizedSGD(Update):
+    """With kappa_i of the step's q directions and g their estimate:
+
+        v = beta v + (1 - beta) mean_i kappa_i^2,   W -= lr * g / (sqrt(v / (1 - beta^t)) + eps).
+
+    The second moment that Adam keeps of kappa z is close to that of kappa, since z^2 averages to 1 over a matrix:
+    this is Adam without its entries, and an honest comparison for it. Every parameter's v is the same.
+
+    Args:
+        beta: of the second moment.
+        eps: smoothing term.
+    """
+
+    def __init__(self, beta: float, eps: float) -> None:
+        check_average("beta", (beta,), eps)
+        self.beta = beta
+        self.eps = eps
+
+    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+        del estimate
+        target = moving.target
+        return {"kappa_sq": torch.zeros((), dtype=target.state_dtype, device=target.device)}
+
+    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+        mean = sum(kappa**2 for kappa in estimate.projected_grads) / len(estimate.projected_grads)
+        kappa_sq = state["kappa_sq"].mul_(self.beta).add_(mean, alpha=1 - self.beta)
+        corrected = float(kappa_sq) / (1 - self.beta ** (estimate.step + 1))
+        for rows, grad in estimate.tiles():
+            moving.add_(estimate.direction, rows, grad, -lr / (corrected**0.5 + self.eps))
+
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        del num_directions
+        return float(kappa_sq**0.5 + self.eps)

@@ -1,0 +1,29 @@
+"""The paper's figures and proofs, drawn from the reader's own model: a row of `ANALYSES` each."""
+
+from tezo.errors import RequestError, nearest
+from tezo.studies.analysis.convergence import CONVERGENCE
+from tezo.studies.analysis.costs import MEMORY, STEP_TIME
+from tezo.studies.analysis.estimator_variance import ESTIMATOR
+from tezo.studies.analysis.figure import Analysis as Analysis
+from tezo.studies.analysis.figure import Given as Given
+from tezo.studies.analysis.figure import drawn as drawn
+from tezo.studies.analysis.figure import save as save
+from tezo.studies.analysis.gradient_spectrum import SPECTRUM
+from tezo.studies.analysis.gradient_subspace import SUBSPACE
+from tezo.studies.analysis.half_precision import HALF_PRECISION
+from tezo.studies.analysis.loss_curves import LOSS_CURVES
+from tezo.studies.analysis.second_moment import SECOND_MOMENT
+from tezo.studies.analysis.weight_rank import WEIGHT_RANK
+
+_ROWS = (
+    SPECTRUM, SUBSPACE, WEIGHT_RANK, SECOND_MOMENT, ESTIMATOR, CONVERGENCE, HALF_PRECISION, MEMORY, STEP_TIME,
+    LOSS_CURVES,
+)  # fmt: skip
+ANALYSES: dict[str, Analysis] = {entry.name: entry for entry in _ROWS}
+
+
+def analysis(name: str) -> Analysis:
+    """The analysis of that name; an error with the nearest one where there is none."""
+    if name not in ANALYSES:
+        raise RequestError(f"there is no analysis {name!r}. " + nearest(name, ANALYSES))
+    return ANALYSES[name]

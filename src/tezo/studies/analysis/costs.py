@@ -1,0 +1,175 @@
+"""Figure 1 (c), the figure and the appendix tables of memory and time: our benchmarks beside the paper's numbers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tezo.errors import RequestError
+from tezo.files import UntrustedError, read_json
+from tezo.studies.analysis.figure import COLOURS, Analysis, Given, Numbers
+
+MODELS = ("OPT 125M", "OPT 1.3B", "OPT 2.7B", "OPT 6.7B", "OPT 13B", "OPT 30B", "LLaMA 7B", "LLaMA 13B", "LLaMA 30B")
+
+GIGABYTES: dict[str, tuple[float | None, ...]] = {
+    "zero-shot": (0.36, 2.90, 5.44, 12.73, 24.39, 56.46, 12.92, 24.89, 61.86),
+    "mezo": (0.57, 3.48, 6.40, 14.40, 26.43, 60.31, 13.91, 26.12, 63.77),
+    "subzo": (0.54, 3.28, 5.92, 14.91, 26.97, 61.18, 14.28, 26.67, 64.45),
+    "lozo": (0.52, 3.31, 5.95, 13.66, 25.50, 57.93, 13.44, 25.77, 62.38),
+    "tezo": (0.54, 3.28, 5.92, 13.68, 25.52, 57.95, 13.47, 25.79, 62.40),
+    "mezo-m": (0.89, 6.31, 11.77, 27.19, 51.32, None, 26.85, 51.31, None),
+    "lozo-m": (0.53, 3.32, 5.97, 13.68, 25.53, 57.99, 13.47, 25.80, 62.44),
+    "tezo-m": (0.55, 3.29, 5.93, 13.69, 25.52, 57.96, 13.48, 25.79, 62.40),
+    "mezo-adam": (1.19, 9.15, 16.90, 39.98, 75.27, None, 39.50, 75.69, None),
+    "tezo-adam": (0.57, 3.48, 6.16, 14.07, 26.01, 58.64, 13.71, 26.16, 62.80),
+}
+"""The paper's max memory reserved on an H100, RTE; None: above 80."""
+
+ADAPTERS: dict[str, tuple[float, float]] = {
+    "ft": (105.24, 238.26),
+    "ft, LoRA": (37.96, 73.19),
+    "ft, prefix": (38.23, 73.13),
+    "mezo, LoRA": (13.04, 24.82),
+    "mezo, prefix": (13.06, 24.81),
+}
+"""The paper's, for OPT 6.7B and 13B, in gigabytes."""
+
+MILLISECONDS: dict[str, tuple[float | None, ...]] = {
+    "mezo": (33, 69, 111, 212, 388, 871, 212, 372, 942),
+    "subzo": (39, 75, 121, 211, 373, 939, 218, 385, 988),
+    "lozo": (34, 71, 109, 191, 341, 745, 195, 350, 832),
+    "tezo": (36, 67, 106, 178, 316, 680, 186, 325, 775),
+    "mezo-m": (32, 76, 123, 236, 437, None, 236, 422, None),
+    "lozo-m": (40, 78, 104, 181, 312, 677, 180, 316, 759),
+    "tezo-m": (37, 70, 100, 172, 303, 653, 176, 308, 738),
+    "mezo-adam": (39, 104, 173, 348, 642, None, 342, 624, None),
+    "tezo-adam": (54, 92, 134, 224, 394, 841, 227, 397, 937),
+}
+"""The paper's wall-clock time of an iteration on an H100, RTE."""
+
+
+MEMORY_UNITS = {"unit": "peak memory over a forward pass's", "paper_unit": "memory over zero-shot"}
+TIME_UNITS = {"unit": "a step over two forward passes", "paper_unit": "an iteration over MeZO's"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostOptions:
+    """Of the comparison."""
+
+    paper_model: str = "OPT 13B"
+    """Whose numbers of the paper are drawn beside ours."""
+
+
+def measure_memory(options: CostOptions, given: Given) -> Numbers:
+    """Peak memory over that of inference, from `tezo bench memory`, beside the paper's."""
+    place = paper_place(options)
+    base = GIGABYTES["zero-shot"][place]
+    assert base is not None
+    papers = {name: value / base for name, row in GIGABYTES.items() if (value := row[place]) is not None}
+    if options.paper_model in ("OPT 6.7B", "OPT 13B"):
+        papers |= {name: row[options.paper_model == "OPT 13B"] / base for name, row in ADAPTERS.items()}
+    ours = results(given.paths, "memory", lambda row: row["over_F"]["ratio"] if "over_F" in row else None)
+    return {"ours": ours, "paper": papers, "paper_model": options.paper_model} | MEMORY_UNITS
+
+
+def measure_time(options: CostOptions, given: Given) -> Numbers:
+    """Time of a step over that of two plain forward passes, from `tezo bench step`, beside the paper's over MeZO's."""
+    place = paper_place(options)
+    base = MILLISECONDS["mezo"][place]
+    assert base is not None
+    papers = {name: value / base for name, row in MILLISECONDS.items() if (value := row[place]) is not None}
+    ours = results(given.paths, "step", lambda row: row["to_F2"])
+    return {"ours": ours, "paper": papers, "paper_model": options.paper_model} | TIME_UNITS
+
+
+def results(paths: Sequence[Path], kind: str, figure: Callable[[dict[str, Any]], float | None]) -> list[dict[str, Any]]:
+    """{"setting": in words, "figures": {make_case: figure}} for each result of one kind in files of `tezo bench`."""
+    found = []
+    for path in paths:
+        try:
+            read = read_json(path)
+            for result in read if isinstance(read, list) else [read]:
+                if result["kind"] == kind:
+                    figures = {row["label"]: figure(row) for row in result["rows"]}
+                    found.append({"setting": in_words(result["settings"]), "figures": figures})
+        except (UntrustedError, KeyError, TypeError, AttributeError):
+            raise RequestError(f"{path} is not a result of this version's tezo bench; measure again.") from None
+    if not found:
+        raise RequestError(f"{', '.join(map(str, paths))}: no result of tezo bench {kind}; run that first.")
+    return found
+
+
+def in_words(settings: dict[str, Any]) -> str:
+    """A setting of a benchmark."""
+    batch = f"{settings['batch']} x {settings['length']}"
+    return f"{settings['model']} {settings['dtype']} {batch}, {settings['targets']}"
+
+
+def paper_place(options: CostOptions) -> int:
+    """The column of the paper's tables."""
+    if options.paper_model not in MODELS:
+        raise RequestError(f"paper_model is {options.paper_model!r}; it must be one of {', '.join(MODELS)}.")
+    return MODELS.index(options.paper_model)
+
+
+def draw_costs(numbers: Numbers, figure: Any) -> None:
+    """Bars: ours on the left, a colour a setting; the paper's on the right."""
+    shown = numbers["ours"][: len(COLOURS)]
+    figure.set_size_inches(8.0, 4.6)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    every = dict.fromkeys(name for row in shown for name in row["figures"])
+    names = [name for name in every if any(row["figures"].get(name) is not None for row in shown)]
+    height = 0.8 / len(shown)
+    for i, (row, colour) in enumerate(zip(shown, COLOURS, strict=False)):
+        bars = [(j + i * height, row["figures"].get(name)) for j, name in enumerate(names)]
+        known = [(place, value) for place, value in bars if value is not None]
+        left.barh(*zip(*known, strict=True), height, color=colour, label=row["setting"])
+    left.set_yticks([j + 0.4 - height / 2 for j in range(len(names))], names)
+    left.axvline(1, color="black", linewidth=0.8)
+    left.set(xlabel=numbers["unit"], title="ours")
+    left.invert_yaxis()
+    figure.legend(fontsize=6, loc="outside lower left", ncols=2)
+    papers = numbers["paper"]
+    right.barh(list(papers), list(papers.values()), color="0.45", height=0.6)
+    right.axvline(1, color="black", linewidth=0.8)
+    right.set(
+        xlabel="over MeZO" if "step" in numbers["unit"] else "over zero-shot",
+        title=f"the paper's, {numbers['paper_model']}",
+    )
+    right.invert_yaxis()
+
+
+def caption_memory(numbers: Numbers) -> str:
+    """What was computed on what."""
+    return (
+        f"Peak memory over that of a plain forward pass, for {len(numbers['ours'])} settings of tezo bench memory; "
+        f"beside it the paper's own, over zero-shot, for {numbers['paper_model']} on an H100."
+    )
+
+
+def caption_time(numbers: Numbers) -> str:
+    """What was computed on what."""
+    return (
+        f"Time of a step over that of two plain forward passes, for {len(numbers['ours'])} settings of tezo bench "
+        f"step; beside it the paper's own, over MeZO, for {numbers['paper_model']} on an H100."
+    )
+
+
+MEMORY = Analysis(
+    name="memory",
+    paper="Fig. 1c, App. A.4, A.5",
+    needs="benchmarks",
+    options=CostOptions,
+    measure=measure_memory,
+    draw=draw_costs,
+    caption=caption_memory,
+)
+STEP_TIME = Analysis(
+    name="step-time",
+    paper="Fig. 3b, App. A.4",
+    needs="benchmarks",
+    options=CostOptions,
+    measure=measure_time,
+    draw=draw_costs,
+    caption=caption_time,
+)

@@ -1,0 +1,168 @@
+"""The gradients of a first-order run, layer by layer, as the paper looks at them; none is kept whole.
+
+A run of `adam` takes its steps, and every chosen layer's gradient is handed to a `Watcher` the moment it is there.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tezo.directions.rank_selection import squared_singular_values
+from tezo.directions.targets import ALL_LINEAR, Target, select_targets
+from tezo.errors import RequestError
+from tezo.optim.first_order import FirstOrderOptimizer
+from tezo.studies.analysis.figure import Given, Numbers
+from tezo.training.job import Job, prepare
+from tezo.training.recipe import MethodConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientOptions:
+    """Of the run whose gradients are looked at."""
+
+    layers: Sequence[str] = ()
+    """Patterns of parameters; none: four linear layers, spread over the depth."""
+    steps: int = 50
+    """Steps of first-order training. The paper: 500."""
+    lr: float = 5e-5
+    """Of Adam."""
+    batch_size: int = 16
+    """Rows a step. The paper: 16."""
+
+
+class Watcher(ABC):
+    """Sees one layer's gradient, step after step."""
+
+    @abstractmethod
+    def see(self, gradient_MN: Tensor) -> None:
+        """The gradient of the next step."""
+
+
+def watched_run(
+    options: GradientOptions, given: Given, make: Any, least_steps: int = 2
+) -> tuple[dict[str, Any], list[float], Job]:
+    """(watcher by layer, loss by step, job) of a short first-order run.
+
+    Args:
+        options: of the run.
+        given: model and rows.
+        make: target -> its `Watcher`.
+        least_steps: that the figure needs.
+
+    Raises:
+        RequestError: too few steps, or a pattern that no matrix matches.
+    """
+    if options.steps < least_steps:
+        raise RequestError(f"steps is {options.steps}, and the figure needs at least {least_steps}; raise it.")
+    assert given.config is not None
+    train = replace(given.config.train, batch_size=options.batch_size, steps=options.steps)
+    job = prepare(replace(given.config, method=MethodConfig(name="adam", options={"lr": options.lr}), train=train))
+    assert isinstance(job.optimizer, FirstOrderOptimizer)
+    targets = chosen_layers(job, options.layers)
+    watchers = {target.name: make(target) for target in targets}
+    handles = [
+        target.parameter.register_hook(partial(_see, watchers[target.name]))  # type: ignore[no-untyped-call]
+        for target in targets
+    ]
+    losses, sampler = [], job.sampler()
+    try:
+        for step in range(options.steps):
+            batches = job.batches(sampler.rows(step))
+            job.optimizer.step(partial(job.objective.loss, job.model, *batches))
+            assert job.optimizer.last_step is not None
+            losses.append(job.optimizer.last_step.loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watchers, losses, job
+
+
+def _see(watcher: Watcher, gradient: Tensor) -> None:
+    watcher.see(gradient.detach().flatten(0, -2))
+
+
+def chosen_layers(job: Job, patterns: Sequence[str]) -> list[Target]:
+    """The matrices that `patterns` choose, or four linear layers spread over the depth; those that have a gradient."""
+    matrices = [target for target in select_targets(job.model, patterns or (ALL_LINEAR,)) if target.is_matrix]
+    with torch.enable_grad():
+        loss = job.objective.loss(job.model, *job.batches([0]))
+        found = torch.autograd.grad(loss, [target.parameter for target in matrices], allow_unused=True)
+    matrices = [target for target, gradient in zip(matrices, found, strict=True) if gradient is not None]
+    if not matrices:
+        raise RequestError(
+            f"layers is {list(patterns)}, which chooses no matrix that the loss depends on; name another."
+        )
+    places = {round(i * (len(matrices) - 1) / 3) for i in range(4)}
+    return matrices if patterns else [matrices[place] for place in sorted(places)]
+
+
+def described(options: GradientOptions, losses: Sequence[float], job: Job) -> Numbers:
+    """What belongs to every figure of a run."""
+    config = job.config
+    return {
+        "model": config.model.name,
+        "rows": config.data.task or config.data.train,
+        "losses": [round(loss, 5) for loss in losses],
+        "steps": options.steps,
+        "batch_size": options.batch_size,
+    }
+
+
+def on_what(numbers: Numbers) -> str:
+    """The end of a caption: the run that was looked at."""
+    first, last = numbers["losses"][0], numbers["losses"][-1]
+    return (
+        f"{numbers['model']}, {numbers['steps']} steps of Adam on {numbers['batch_size']} rows each of "
+        f"{numbers['rows']}; the batch loss went from {first:.2f} to {last:.2f}"
+    )
+
+
+def singular_values(matrix_MN: Tensor) -> Tensor:
+    """All, in falling order, in float64."""
+    return squared_singular_values(matrix_MN).clamp(min=0).sqrt().flip(0)
+
+
+def rounded(values: Any, digits: int = 5) -> list[float]:
+    """Numbers for JSON, with so many significant digits."""
+    return [float(f"{float(value):.{digits}g}") for value in values]
+
+
+class Sketch:
+    """Inner products of long vectors from short ones, that of a vector with itself kept.
+
+    With k numbers and random signs s, S(x)_j = sum of s_i x_i over i = j mod k; E <S x, S y> = <x, y>, with a standard
+    error of at most about sqrt(2 / k) for unit vectors. Vectors of at most k entries are kept as they are. For a matrix
+    of 4096 x 4096 over 500 steps, k = 65521 takes 131 MB for the sketches and 17 MB for the signs; gradients themselves
+    would take 33 GB.
+
+    Args:
+        length: of the vectors.
+        size: k; a prime keeps the entries of one column apart.
+    """
+
+    def __init__(self, length: int, size: int = 65521) -> None:
+        self.exact = length <= size
+        self._size = size
+        signs = torch.randint(0, 2, (0 if self.exact else length,), generator=torch.Generator().manual_seed(0))
+        self._signs = signs.to(torch.int8).mul_(2).sub_(1)
+
+    @property
+    def standard_error(self) -> float:
+        """Of the inner product of two unit vectors."""
+        return 0.0 if self.exact else math.sqrt(2 / self._size)
+
+    def of(self, vector: Tensor) -> Tensor:
+        """S(x), float32 on the CPU."""
+        vector = vector.float().cpu()
+        if self.exact:
+            return vector
+        signed = vector * self._signs
+        padded = torch.nn.functional.pad(signed, (0, -len(signed) % self._size))
+        short: Tensor = padded.view(-1, self._size).sum(0)
+        return short

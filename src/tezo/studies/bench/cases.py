@@ -1,0 +1,165 @@
+"""What is measured, each with one way to run it: plain passes, our methods, the published algorithms."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tezo.directions.targets import select_targets
+from tezo.errors import RequestError
+from tezo.optim.methods import method
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.studies.bench.published import PUBLISHED
+from tezo.studies.bench.settings import PREFIX
+from tezo.studies.bench.workload import Work
+
+
+class Case(ABC):
+    """One row of the table.
+
+    Attributes:
+        label: F2, N2, J2, a method's name, or "published:" and a method's name.
+        interval: steps from one refresh of lazy factors to the next; None where there are none.
+        trained: how many numbers of the model it trains.
+    """
+
+    def __init__(self, label: str, *, interval: int | None = None, trained: int = 0) -> None:
+        self.label, self.interval, self.trained = label, interval, trained
+
+    @abstractmethod
+    def run(self) -> None:
+        """Two passes, or one step that is not a refresh."""
+
+    def run_refresh(self) -> None:
+        """A step that renews the lazy factors and folds what was trained with the old ones."""
+        raise NotImplementedError(f"{self.label} has no interval")
+
+    def state_bytes(self) -> int:
+        """Bytes that it keeps from step to step beside the model: factors, coefficients, moments."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027 - plain passes have nothing to undo
+        """Takes off what it attached."""
+
+
+class PlainPasses(Case):
+    """Plain forward passes of the stock model, no perturbation."""
+
+    def __init__(self, label: str, loss: Callable[[], Tensor], count: int = 2) -> None:
+        super().__init__(label)
+        self._loss, self._count = loss, count
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for _ in range(self._count):
+            float(self._loss())
+
+
+class LibraryCase(Case):
+    """A method of the library."""
+
+    def __init__(self, label: str, work: Work) -> None:
+        self._model = work.twin()
+        optimizer = method(label).build(self._model, **work.settings.options(label))
+        if not isinstance(optimizer, ZerothOrderOptimizer):
+            raise RequestError(f"methods: {label} takes gradients; bench measures zeroth-order methods.")
+        self._optimizer = optimizer
+        interval = optimizer.perturbation.interval
+        trained = sum(target.parameter.numel() for target in self._optimizer.targets)
+        super().__init__(label, interval=interval, trained=trained)
+        self._closure = work.closure(self._model)
+
+    def run(self) -> None:
+        past_refresh(self._optimizer, self.interval)
+        self._optimizer.step(self._closure)
+
+    def run_refresh(self) -> None:
+        to_refresh(self._optimizer, self.interval)
+        self._optimizer.step(self._closure)
+
+    def state_bytes(self) -> int:
+        optimizer, model = self._optimizer, self._model
+        roots = (optimizer.perturbation, optimizer.moving, optimizer._update_state)
+        return stored_bytes(roots, (*model.parameters(), *model.buffers()))
+
+    def close(self) -> None:
+        self._optimizer.close()
+
+
+class PublishedCase(Case):
+    """A published algorithm as its authors wrote it, with full logits."""
+
+    def __init__(self, label: str, work: Work) -> None:
+        name, settings = label.removeprefix(PREFIX), work.settings
+        self._model = work.twin()
+        targets = select_targets(self._model, (settings.targets,))
+        defaults = method(name).defaults()
+        shared = {key: defaults[key] for key in ("lr", "rho")}
+        shared |= {"interval": defaults["lazy_update_interval"]} if PUBLISHED[name].lazy else {}
+        named = [(target.name, target.parameter) for target in targets]
+        self._algorithm = PUBLISHED[name](named, rank=settings.rank, **shared)
+        interval = self._algorithm.interval if self._algorithm.lazy else None
+        super().__init__(label, interval=interval, trained=sum(t.parameter.numel() for t in targets))
+        self._loss = work.stock_loss(self._model)
+
+    def run(self) -> None:
+        past_refresh(self._algorithm, self.interval)
+        self._algorithm.step(self._loss)
+
+    def run_refresh(self) -> None:
+        to_refresh(self._algorithm, self.interval)
+        self._algorithm.step(self._loss)
+
+    def state_bytes(self) -> int:
+        return stored_bytes(self._algorithm.state)
+
+
+def make_case(label: str, work: Work) -> Case:
+    """The make_case of that label, made for `work`."""
+    plain = {"F": (work.stock_loss, 1), "N": (work.needed_loss, 1)}
+    plain |= {"F2": (work.stock_loss, 2), "N2": (work.needed_loss, 2), "J2": (work.joint_loss, 1)}
+    if label in plain:
+        make, count = plain[label]
+        return PlainPasses(label, make(work.twin()), count)
+    return PublishedCase(label, work) if label.startswith(PREFIX) else LibraryCase(label, work)
+
+
+def to_refresh(stepper: Any, interval: int | None) -> None:
+    """Moves the number of steps taken on to the next at which factors are renewed."""
+    assert interval is not None
+    stepper.num_steps += -stepper.num_steps % interval
+
+
+def past_refresh(stepper: Any, interval: int | None) -> None:
+    """Moves the number of steps taken off one at which factors are renewed, but for the very first."""
+    if interval is not None and interval > 1 and stepper.num_steps and stepper.num_steps % interval == 0:
+        stepper.num_steps -= interval - 1
+
+
+def stored_bytes(root: Any, known: Iterable[Tensor] = ()) -> int:
+    """Bytes of the distinct storages of tensors that can be reached from `root`, those of `known` tensors aside."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(root, set())}
+    for tensor in known:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    # Through containers and the library's own objects; modules, and the model with them, are left out.
+    if id(value) in seen or isinstance(value, torch.nn.Module):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif type(value).__module__.startswith("tezo."):
+        inner = list(getattr(value, "__dict__", {}).values())
+    for item in inner:
+        yield from _tensors(item, seen)

@@ -1,0 +1,144 @@
+"""Peak memory over that of inference.
+
+On a GPU the most that the allocator reserved, the paper's measure. On a CPU the peak resident set of a fresh process
+for each make_case and round, so that one does not hide another: it builds the model, has the kernel forget the
+peak so far, runs, and reads it. The C library is told to give freed blocks back at once.
+
+    python -m tezo.studies.bench.peak_memory '{"label": "tezo", "threads": 2, "settings": {...}}'
+
+is such a process; it prints one JSON document.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tezo.errors import RunError
+from tezo.models.loading import choose_device
+from tezo.studies.bench.cases import make_case
+from tezo.studies.bench.result_files import circumstances, describe, silent, spread
+from tezo.studies.bench.settings import Settings
+from tezo.studies.bench.workload import Work
+
+INFERENCE = ("F", "N")
+STEPS = 3
+"""Steps before the peak is read; after them, one refresh where there are lazy factors."""
+
+_ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def measure_memory(settings: Settings, labels: Sequence[str], tell: Callable[[str], None] = silent) -> Any:
+    """Measures F (one forward pass), N (needed logits only) and `labels`; returns what the JSON file has."""
+    started, runs = time.perf_counter(), {label: list[dict[str, Any]]() for label in (*INFERENCE, *labels)}
+    on_cuda = choose_device(settings.device).type == "cuda"
+    for number in range(settings.rounds):
+        for label, found in runs.items():
+            tell(f"round {number + 1}: {label}")
+            found.append(peak_of(label, settings) if on_cuda else peak_of_fresh_process(label, settings))
+        elapsed = time.perf_counter() - started
+        if settings.seconds is not None and elapsed * (number + 2) / (number + 1) > settings.seconds:
+            break
+    head = {"kind": "memory", "settings": describe(settings)} | runs["F"][0]["circumstances"]
+    return head | {"rounds": len(runs["F"]), "rows": rows(runs, head["model"]["bytes"])}
+
+
+def rows(runs: dict[str, list[dict[str, Any]]], model_bytes: int) -> list[dict[str, Any]]:
+    """One row a make_case: its peak, and what of it is over inference, with and without what it holds."""
+    peaks = {label: statistics.median(run["peak"] for run in found) for label, found in runs.items()}
+    made = []
+    for label, found in runs.items():
+        all_peaks, held = [run["peak"] for run in found], found[0]["held"]
+        row: dict[str, Any] = {"label": label, "peak": spread(all_peaks), "held": held}
+        for base in INFERENCE:
+            over = peaks[label] - peaks[base]
+            row[f"over_{base}"] = {
+                "bytes": int(over),
+                "ratio": round(peaks[label] / peaks[base], 4),
+                "percent": round(100 * over / model_bytes, 3),
+                "percent_less_held": round(100 * (over - held) / model_bytes, 3),
+            }
+        made.append(row | {"rounds": all_peaks, "peak_reset": found[0]["peak_reset"]})
+    return made
+
+
+def peak_of(label: str, settings: Settings) -> dict[str, Any]:
+    """The peak of one make_case in this process."""
+    gc.collect()  # what was measured before may hang in cycles
+    work = Work(settings)
+    peak_reset = forget_peak(work.device)
+    entry = make_case(label, work)
+    for _ in range(STEPS):
+        entry.run()
+    if entry.interval is not None:
+        entry.run_refresh()
+    work.synchronize()
+    found = {"peak": peak_now(work.device), "held": entry.state_bytes(), "peak_reset": peak_reset}
+    entry.close()
+    return found | {"circumstances": circumstances(work)}
+
+
+def peak_of_fresh_process(label: str, settings: Settings) -> dict[str, Any]:
+    """The same in a process of its own, with as many threads as this one."""
+    request = {"label": label, "threads": torch.get_num_threads(), "settings": asdict(settings)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tezo.studies.bench.peak_memory", json.dumps(request)],
+        env=os.environ | _ALLOCATOR,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it was ended from outside, perhaps for want of memory"])[-1]
+        raise RunError(f"the process that measured {label} ended with code {done.returncode}: {last}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    found["circumstances"]["command"] = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return found
+
+
+def forget_peak(device: torch.device) -> bool:
+    """Starts the peak again from what is in use now; False where the system does not let us."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def peak_now(device: torch.device) -> int:
+    """Bytes: the most reserved on the GPU, or the peak resident set of this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_reserved(device))
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.is_file() else []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main() -> None:
+    """Measures what the one argument asks for."""
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(request["threads"])
+    print(json.dumps(peak_of(request["label"], Settings(**request["settings"]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The work of a setting: a model, a batch, and its loss by plain forward passes and for the optimizer."""
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tezo.estimators.estimate import Closure
+from tezo.models.loading import choose_device
+from tezo.studies.bench.settings import Settings
+from tezo.studies.bench.shapes import build_model
+from tezo.tasks import Example
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.logits import logits_at
+from tezo.tasks.objectives.objective import Encoded
+
+
+class LastPosition(CausalObjective):
+    """The loss at the last position of each row, where its first token is expected: no token is read in vain."""
+
+    def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
+        del answer
+        return [len(sequence) - 1], [sequence[0]]
+
+
+class Work:
+    """A model and one batch: rows of given lengths, the loss at the last position of each.
+
+    Attributes:
+        model: as transformers made it; nothing is ever attached to it.
+        inputs: the batch, padded to its longest row, as published code and stock passes take it.
+        tokens: of the batch, padding aside.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.device = choose_device(settings.device)
+        self.model = build_model(settings.model, settings.dtype, self.device)
+        lengths, vocabulary = settings.lengths(), int(self.model.config.vocab_size)
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (len(lengths), max(lengths)), generator=draw)
+        mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)).long()
+        self.tokens = sum(lengths)
+        self.inputs = {"input_ids": (ids * mask).to(self.device), "attention_mask": mask.to(self.device)}
+        self._last_S1 = torch.tensor(lengths, device=self.device).unsqueeze(1) - 1
+        rows = [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths, strict=True)]
+        self._encoded = [Encoded((row,), (1,), Example("", "", (), None, "the benchmark")) for row in rows]
+        self._objective = LastPosition(SimpleNamespace(pad_token_id=0), self.device, max(lengths), ())
+
+    def twin(self) -> Any:
+        """Another module tree over the very same weights: what is hooked to one does not show in another."""
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        return copy.deepcopy(self.model, {id(tensor): tensor for tensor in tensors})
+
+    def stock_loss(self, model: Any) -> Callable[[], Tensor]:
+        """The loss by a plain forward pass with its default logits, those of all positions."""
+        rows_S1 = torch.arange(len(self._last_S1), device=self.device).unsqueeze(1)
+        return lambda: self._cross_entropy(model(**self.inputs).logits[rows_S1, self._last_S1])
+
+    def needed_loss(self, model: Any) -> Callable[[], Tensor]:
+        """The loss by a plain forward pass whose head is applied at the last positions alone."""
+        return lambda: self._cross_entropy(logits_at(model, self.inputs, self._last_S1))
+
+    def joint_loss(self, model: Any) -> Callable[[], Tensor]:
+        """The sum of two losses by one pass over the batch twice, as both signs of a step share a pass."""
+        closure = self._objective.closure(model, self._objective.batches(self._encoded))
+        return lambda: closure.losses(2).sum()
+
+    def _cross_entropy(self, logits_SKV: Tensor) -> Tensor:
+        wide = logits_SKV.to(torch.promote_types(logits_SKV.dtype, torch.float32))
+        return functional.cross_entropy(wide.flatten(0, 1), self.inputs["input_ids"][:, 0])
+
+    def closure(self, model: Any) -> Closure:
+        """What `optimizer.step` is given, made as the trainer makes it. The one place that says how."""
+        return self._objective.closure(model, self._objective.batches(self._encoded))
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,22 @@
+"""Tables of accuracies, cell by cell: what each run is, the runs, the table beside the published one."""
+
+from tezo.errors import RequestError, nearest
+from tezo.studies.reproduce.encoder_table import ENCODER
+from tezo.studies.reproduce.grid import Cell as Cell
+from tezo.studies.reproduce.grid import Grid as Grid
+from tezo.studies.reproduce.grid import make_grid as make_grid
+from tezo.studies.reproduce.grid_runs import prepare_output as prepare_output
+from tezo.studies.reproduce.grid_runs import run_grid as run_grid
+from tezo.studies.reproduce.layout import write_tables as write_tables
+from tezo.studies.reproduce.paper_tables import LLAMA, OPT, ROBERTA
+from tezo.studies.reproduce.study_tables import STUDY, STUDY_LONG
+from tezo.studies.reproduce.table import Table as Table
+
+TABLES = {table.name: table for table in (ROBERTA, OPT, LLAMA, ENCODER, STUDY, STUDY_LONG)}
+
+
+def find_table(name: str) -> Table:
+    """The table of that name; an error with the nearest one where there is none."""
+    if name not in TABLES:
+        raise RequestError(f"table: there is no table {name!r}. " + nearest(name, TABLES))
+    return TABLES[name]

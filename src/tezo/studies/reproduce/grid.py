@@ -1,0 +1,174 @@
+"""A table as a grid of runs."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tezo.errors import RequestError, nearest
+from tezo.studies.reproduce.table import Column, Line, Table, key_of
+from tezo.tasks import task
+from tezo.tasks.splits import NUM_TRAIN
+from tezo.training.config import overlay
+
+SMALL = {"steps": 3, "batch": 4, "train": 16, "dev": 8, "test": 12, "rank": 4}
+"""What `--scale small` cuts a table to, beside one seed and one learning rate; see `Grid.title`."""
+SMALL_SHOTS = {16: 2, 512: 4}
+"""Rows a class there."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a line and a column of the table at a learning rate and a seed.
+
+    Attributes:
+        line: of the table.
+        column: of the table.
+        rate: learning rate; None: nothing is trained.
+        seed: of the run and of the choice of rows.
+        tree: configuration, as nested mappings.
+    """
+
+    line: Line
+    column: Column
+    rate: float | None
+    seed: int
+    tree: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """How many it takes."""
+        return int(self.tree["train"]["steps"]) if self.line.how == "train" else 0
+
+    @property
+    def folder(self) -> Path:
+        """Of the run, below the grid's."""
+        rate = self.line.how if self.rate is None else f"lr-{self.rate:g}"
+        return Path(self.line.key, self.column.key, rate, f"seed-{self.seed}")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is to be run.
+
+    Attributes:
+        table: lines and columns, those that were chosen.
+        model: folder or hub name.
+        small: whether everything was cut to `SMALL`.
+        data_dir: folder of the tasks' rows; None: the hub.
+    """
+
+    table: Table
+    model: str
+    small: bool
+    data_dir: str | None
+
+    @property
+    def title(self) -> str:
+        """Of the written table."""
+        if not self.small:
+            return f"{self.table.title}, with {self.model}"
+        return (
+            f"{self.table.title}: SMALL SCALE. Random weights of a tiny configuration, {SMALL['steps']} steps, at most "
+            f"{SMALL['train']} rows, one seed, one learning rate: it shows that the cells run, and no accuracy"
+        )
+
+    def search(self) -> Iterator[Cell]:
+        """The runs that need nothing known: every learning rate, on the seeds of the search."""
+        for column, line in self._entries():
+            for rate in line.rates or (None,):
+                # the model as it is gives the same on every seed, whose test rows are the same
+                seeds = self.table.seeds[:1] if line.how == "zero-shot" else self.table.seeds[: self.table.search_seeds]
+                for seed in self.table.seeds if line.how == "probe" else seeds:
+                    yield self._cell(line, column, rate, seed)
+
+    def rest(self, chosen: Callable[[Line, Column], float | None]) -> Iterator[Cell]:
+        """The other seeds, at the learning rate that the search has `chosen`, or none where it has not."""
+        for column, line in self._entries():
+            rate = chosen(line, column) if line.how == "train" else None
+            for seed in self.table.seeds[self.table.search_seeds :] if rate is not None else ():
+                yield self._cell(line, column, rate, seed)
+
+    def _entries(self) -> Iterable[tuple[Column, Line]]:
+        return ((column, line) for column in self.table.columns for line in self.table.lines)
+
+    def _cell(self, line: Line, column: Column, rate: float | None, seed: int) -> Cell:
+        return Cell(line, column, rate, seed, self._tree(line, column, rate, seed))
+
+    def _tree(self, line: Line, column: Column, rate: float | None, seed: int) -> dict[str, Any]:
+        data: dict[str, Any] = {"task": column.task, "dir": self.data_dir, "seed": seed}
+        if column.per_class is not None:
+            data |= {"per_class": column.per_class, "allow_fewer": True}
+        tree: dict[str, Any] = {"model": {"name": self.model}, "data": data}
+        if line.how == "train":
+            steps, batch = self._length(line, column)
+            tree["method"] = {"name": line.method, "targets": list(self.table.targets), "lr": rate, **line.options}
+            tree["train"] = {"steps": steps, "batch_size": batch}
+        tree["train"] = {**tree.get("train", {}), "seed": seed}
+        cuts = list(self._cuts(line, column)) if self.small else []
+        return overlay(tree, [*self.table.settings, *line.settings, *cuts])
+
+    def _length(self, line: Line, column: Column) -> tuple[int, int]:
+        if line.is_zeroth_order:
+            return self.table.steps, self.table.batch_size
+        classes = len(task(column.task).wording(self.table.kind).words)
+        rows = NUM_TRAIN if column.per_class is None else column.per_class * classes
+        steps, most = self.table.ft_epochs * rows // self.table.ft_batch, self.table.ft_most_steps
+        return max(1, steps if most is None else min(steps, most)), self.table.ft_batch
+
+    def _cuts(self, line: Line, column: Column) -> Iterator[tuple[str, Any]]:
+        yield "data.num_test", SMALL["test"]
+        if column.per_class is None:
+            yield "data.num_train", SMALL["train"]
+        if column.per_class is None or "data.num_dev" in dict(self.table.settings):
+            yield "data.num_dev", SMALL["dev"]
+        if line.how == "train":
+            yield from (("train.steps", SMALL["steps"]), ("train.batch_size", SMALL["batch"]))
+            yield from ((key, min(count, 1)) for key, count in line.settings if key.startswith("train.feedback"))
+            if "rank" in line.options:
+                yield "method.rank", SMALL["rank"]
+
+
+def make_grid(table: Table, *, model: str | None, small: bool, data_dir: str | None, only: Sequence[str] = ()) -> Grid:
+    """The runs of a table.
+
+    Args:
+        table: methods against tasks.
+        model: instead of the table's.
+        small: cut everything, to see that it runs.
+        data_dir: folder with the tasks' rows.
+        only: methods (as the table prints them, in any case), tasks and columns (such as sst2-16) to keep; empty: all.
+
+    Raises:
+        RequestError: `only` names neither a method nor a task of the table.
+    """
+    lines = {line.key for line in table.lines}
+    tasks = {name for column in table.columns for name in (column.task, column.key)}
+    wanted = {key_of(name) for name in only}
+    for name in sorted(wanted - lines - tasks):
+        raise RequestError(f"only: {name!r} is no method or task of {table.name}. " + nearest(name, [*lines, *tasks]))
+    places = [
+        place
+        for place, column in enumerate(table.columns)
+        if not wanted & tasks or {column.task, column.key} & wanted
+    ]  # fmt: skip
+    kept = replace(
+        table,
+        columns=tuple(table.columns[place] for place in places),
+        lines=tuple(
+            replace(line, published=tuple(line.published[place] for place in places) if line.published else ())
+            for line in table.lines
+            if not wanted & lines or line.key in wanted
+        ),
+    )
+    return Grid(_small(kept) if small else kept, model or table.model, small, data_dir)
+
+
+def _small(table: Table) -> Table:
+    return replace(
+        table,
+        seeds=table.seeds[:1],
+        search_seeds=1,
+        columns=tuple(replace(c, per_class=SMALL_SHOTS.get(c.per_class or 0, c.per_class)) for c in table.columns),
+        lines=tuple(replace(line, rates=line.rates[1:2]) for line in table.lines),
+    )

@@ -1,0 +1,144 @@
+"""Runs the cells of a grid, those that are not finished, one after another on each device."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tezo.cli.quiet import quiet_libraries
+from tezo.errors import NonFiniteLossError, RequestError, RunError, TezoError
+from tezo.files import own_object, write_file
+from tezo.runs.folder import LOG
+from tezo.studies.reproduce.grid import Cell, Grid
+from tezo.studies.reproduce.results import FAILED, SUMMARY, chooser, is_finished
+from tezo.tasks.evaluation import Metrics, measure
+from tezo.tasks.probing import probe
+from tezo.tasks.splits import evaluation_rows
+from tezo.training.config import overlay, parse_config
+from tezo.training.job import load
+from tezo.training.loop import train
+from tezo.training.recipe import Config
+
+
+def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> int:
+    """Runs what is missing: the search, then the other seeds; what was begun and not finished goes on.
+
+    Returns how many runs were stopped by what is not their own doing, such as rows or a model that cannot be read:
+    they count as missing. Where any run of the search was, the other seeds wait, for the rate is not chosen yet.
+
+    Args:
+        grid: what to run.
+        output: of all runs, see `prepare_output`.
+        devices: one run at a time on each, in a process of its own; those on the CPU share its cores.
+        tell: is told of every run that ends.
+
+    Raises:
+        RunError: a process died; run the command again.
+    """
+    stopped = _run(grid.search(), output, devices, tell)
+    return stopped or _run(grid.rest(chooser(grid, output)), output, devices, tell)
+
+
+def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> int:
+    planned = list(cells)
+    missing = [cell for cell in planned if not is_finished(output / cell.folder)]
+    if planned:
+        tell(f"{len(planned)} runs, {len(planned) - len(missing)} of them finished")
+    if not missing:
+        return 0
+    context, cpus = multiprocessing.get_context("spawn"), sum(not device.startswith("cuda") for device in devices)
+    pools = [
+        ProcessPoolExecutor(1, mp_context=context, initializer=_begin_process, initargs=(cpus,)) for _ in devices
+    ]  # fmt: skip
+    try:
+        jobs = {
+            pools[i % len(pools)].submit(run_cell, cell, str(output / cell.folder), devices[i % len(pools)]): cell
+            for i, cell in enumerate(missing)
+        }
+        for number, job in enumerate(as_completed(jobs), start=1):
+            fault = job.result()
+            tell(f"{number}/{len(missing)} {jobs[job].folder}" + (f": failed: {fault}" if fault else ""))
+        return sum(not is_finished(output / cell.folder) for cell in missing)
+    except BrokenExecutor as error:
+        raise RunError(f"a run's process died ({error}); the same command goes on from here.") from None
+    finally:
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin_process(processes: int) -> None:
+    """Is quiet, takes its share of the cores, and ends when the process that started it has, killed or not."""
+    quiet_libraries()
+    if processes > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def prepare_output(grid: Grid, output: Path) -> None:
+    """Makes the folder, and notes what its runs are of.
+
+    Raises:
+        RequestError: it has the runs of another grid, or something else.
+    """
+    note = output / "grid.json"
+    own = {"table": grid.table.name, "model": grid.model, "small": grid.small}
+    if note.is_file():
+        found = own_object(note, "give another --output")
+        if found != own:
+            raise RequestError(f"output: {output} has runs of {found}, not of {own}; give another --output.")
+        return
+    if output.exists() and any(output.iterdir()):
+        raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
+    output.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+
+
+def run_cell(cell: Cell, folder: str, device: str) -> str | None:
+    """One run, in this process; None, or why it failed. What would fail so again is noted in its folder."""
+    path = Path(folder)
+    if not (path / LOG).is_file():
+        shutil.rmtree(path, ignore_errors=True)  # begun, without a finished step
+    try:
+        config = parse_config(overlay(cell.tree, [("model.device", device)]))
+        if cell.line.how == "train":
+            train(config, path, resume=True)
+        else:
+            _write_summary(path, *(_probed(config) if cell.line.how == "probe" else _as_it_is(config)))
+    except NonFiniteLossError as error:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / FAILED).write_text(f"{error}\n", encoding="utf-8")
+        return str(error)
+    except TezoError as error:
+        return str(error)
+    return None
+
+
+def _as_it_is(config: Config) -> tuple[Metrics, dict[str, int]]:
+    """The model's metrics on the rows that runs are reported on."""
+    rows = evaluation_rows(config.data)
+    metrics, _ = measure(config.data, load(config), rows, batch_size=config.train.eval_batch_size)
+    return metrics, {"test": len(rows)}
+
+
+def _probed(config: Config) -> tuple[Metrics, dict[str, int]]:
+    return probe(config.data, load(config), batch_size=config.train.eval_batch_size, seed=config.train.seed)
+
+
+def _write_summary(folder: Path, metrics: Metrics, rows: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    summary = {"after": metrics, "dev_loss": None, "rows": rows}
+    write_file(folder / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())

@@ -1,0 +1,115 @@
+"""Answering by continuing a text."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tezo.errors import RequestError
+from tezo.tasks import Example
+from tezo.tasks.objectives.batch import Batch
+from tezo.tasks.objectives.logits import hidden_at, logits_at
+from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.objectives.packed import longest_packed, takes_packed
+from tezo.tasks.objectives.token_rows import Row, packed_row, padded
+
+
+class CausalObjective(Objective):
+    """The likelihood of the answer after the prompt.
+
+    Free text: the loss is the mean negative log-likelihood of the answer's tokens. With options: each
+    option's score is the mean log-probability of its tokens, and the loss the cross-entropy over scores.
+    The options of an example share one row, in a tree, where `adapt` found that the model heeds it.
+    """
+
+    side_cut = "the beginning of the prompt"
+
+    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
+        super().__init__(tokenizer, device, max_length, options)
+        self._model: weakref.ref[Any] | None = None
+        self._most: int | None = None
+
+    def encode(self, example: Example) -> Encoded:
+        texts = example.options or (example.answer,)
+        prompt = self._tokens(example.prompt, example)
+        sequences, answers = [], []
+        for text in texts:
+            whole = self._tokens(example.prompt + text, example)
+            if whole[: len(prompt)] != prompt:  # the tokenizer joins them: take the answer by itself
+                whole = prompt + list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            if not example.options and example.ends and self.tokenizer.eos_token_id is not None:
+                whole = [*whole, int(self.tokenizer.eos_token_id)]
+            sequences.append(whole)
+            answers.append(len(whole) - len(prompt))
+        over = max(0, max(len(s) for s in sequences) - self.max_length)
+        if over:
+            sequences = [self._cut(s, over, len(prompt), example) for s in sequences]
+            self.cuts.add(over, example.where)
+        if len(prompt) == 0 or (example.answer and min(answers) == 0):
+            raise RequestError(f"{example.where}: the prompt or the answer is empty; fill in or leave out that row.")
+        return Encoded(tuple(tuple(s) for s in sequences), tuple(answers), example)
+
+    def _tokens(self, text: str, example: Example) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=not example.chat)["input_ids"])
+
+    def _cut(self, sequence: list[int], over: int, prompt: int, example: Example) -> list[int]:
+        first = 1 if sequence[0] == self.tokenizer.bos_token_id else 0
+        if first + over >= prompt:
+            raise RequestError(
+                f"{example.where}: the answer alone has more tokens than data.max_length {self.max_length} allows; "
+                "raise it or leave out that row."
+            )
+        return sequence[:first] + sequence[first + over :]
+
+    def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
+        start = len(sequence) - answer
+        return list(range(start - 1, len(sequence) - 1)), list(sequence[start:])
+
+    def adapt(self, model: Any, encoded: Sequence[Encoded]) -> None:
+        several = [e for e in encoded if len(e.sequences) > 1]
+        if several and (self._model is None or self._model() is not model):
+            longest = max(several, key=lambda e: e.length)
+            self.packs = takes_packed(model, longest.sequences[0])
+            self._most, self._model = longest_packed(model), weakref.ref(model)
+
+    def rows(self, encoded: Sequence[Encoded]) -> list[list[Row]]:
+        if not self.packs:
+            return super().rows(encoded)
+        rows = [self._packed(e) for e in encoded]
+        # One mask serves all rows of a batch, so one that is too long keeps all of them plain.
+        fits = self._most is None or max(len(row.tokens) for row in rows) <= self._most
+        return [[row] for row in rows] if fits else super().rows(encoded)
+
+    def _packed(self, encoded: Encoded) -> Row:
+        pairs = zip(encoded.sequences, encoded.answers, strict=True)
+        return packed_row(encoded.sequences, [self.asked(s, a)[0] for s, a in pairs])
+
+    def log_probs(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(log-probabilities of the answer tokens, argmax hits), both (S, K), zero where not valid."""
+        logits_RUV = logits_at(model, batch.inputs(model.dtype), batch.reads_RU)
+        row_S1 = batch.row_S.unsqueeze(1)
+        chosen = logits_RUV.log_softmax(-1)[row_S1, batch.slots_SK, batch.tokens_SK]
+        hits = logits_RUV.argmax(-1)[row_S1, batch.slots_SK] == batch.tokens_SK
+        return chosen * batch.valid_SK, hits & batch.valid_SK
+
+    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        batch = batch.repeated(copies)
+        chosen, _ = self.log_probs(model, batch)
+        table = chosen.new_full(batch.shape_BO, float("-inf"))
+        table[batch.example_S, batch.option_S] = chosen.sum(1) / batch.valid_SK.sum(1)
+        return table
+
+    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
+        prompts = [e.sequences[0][: len(e.sequences[0]) - e.answers[0]] for e in encoded]
+        ids_BL = padded(prompts, int(self.tokenizer.pad_token_id)).to(self.device)
+        last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=self.device)
+        mask_BL = (torch.arange(ids_BL.shape[1], device=self.device) <= last_B1).long()
+        return hidden_at(model, {"input_ids": ids_BL, "attention_mask": mask_BL}, last_B1)[:, 0]
+
+    def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
+        if batch.labels_B is not None:
+            return super().total(model, batch, copies)
+        chosen, _ = self.log_probs(model, batch.repeated(copies))
+        return -chosen.view(copies, -1).sum(1), int(batch.valid_SK.sum())

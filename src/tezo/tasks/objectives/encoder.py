@@ -1,0 +1,83 @@
+"""Answering by the likeness of embeddings, for encoders without a language-model head."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tezo.errors import RequestError
+from tezo.tasks import Example
+from tezo.tasks.objectives.batch import Batch
+from tezo.tasks.objectives.objective import Encoded, Objective
+
+SCALE = 20.0
+"""Of the cosine, before the softmax: the default of sentence-transformers' ranking loss."""
+
+
+class EncoderObjective(Objective):
+    """Scaled cosine between the mean-pooled text and the mean-pooled description of each label.
+
+        score_o = SCALE cos(mean_t h_t(text), mean_t h_t(description_o)),
+
+    and the loss is the cross-entropy over scores. Nothing is added to the model, so the accuracy before
+    training is the zero-shot one. Descriptions are encoded by the model that is tuned.
+    """
+
+    side_cut = "the end of the text"
+
+    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
+        super().__init__(tokenizer, device, max_length, options)
+        described = tokenizer(list(options), padding=True, return_tensors="pt")
+        for option, mask in zip(options, described["attention_mask"], strict=True):
+            length = int(mask.sum())
+            if length > max_length:
+                raise RequestError(
+                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the bound of {max_length}; "
+                    "shorten it, or raise data.max_length if the model takes more."
+                )
+        self._labels_COD: Tensor | None = None
+        self.descriptions = {name: described[name].to(device) for name in ("input_ids", "attention_mask")}
+        self.shared_tokens = self.descriptions["input_ids"].numel()
+
+    @contextmanager
+    def sharing(self, model: Any, copies: int = 1) -> Iterator[None]:
+        self._labels_COD = self._described(model, copies)
+        try:
+            yield
+        finally:
+            self._labels_COD = None
+
+    def encode(self, example: Example) -> Encoded:
+        ids = list(self.tokenizer(example.prompt)["input_ids"])
+        over = len(ids) - self.max_length
+        if over > 0:
+            del ids[-1 - over : -1]  # before the closing special token
+            self.cuts.add(over, example.where)
+        return Encoded((tuple(ids),), (0,), example)
+
+    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        texts_TD = mean_pooled(model, **batch.repeated(copies).inputs(model.dtype))
+        labels_COD = self._labels_COD if self._labels_COD is not None else self._described(model, copies)
+        texts_CBD = functional.normalize(texts_TD, dim=-1).reshape(copies, *batch.shape_BO[:1], -1)
+        scores_CBO: Tensor = SCALE * texts_CBD @ functional.normalize(labels_COD, dim=-1).mT
+        return scores_CBO.flatten(0, 1)
+
+    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
+        return mean_pooled(model, **self.collate(encoded).inputs(model.dtype))
+
+    def _described(self, model: Any, copies: int) -> Tensor:
+        """(copies, O, D): the descriptions, encoded by each copy."""
+        repeated = {name: value.repeat(copies, 1) for name, value in self.descriptions.items()}
+        return mean_pooled(model, **repeated).reshape(copies, len(self.options), -1)
+
+
+def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean of the last hidden states over the tokens of each row: (B, D), float32 or wider."""
+    hidden_BLD = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
+    weights_BL1 = attention_mask.unsqueeze(-1).to(wide)
+    pooled_BD: Tensor = (hidden_BLD.to(wide) * weights_BL1).sum(1) / weights_BL1.sum(1)
+    return pooled_BD

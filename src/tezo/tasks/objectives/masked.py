@@ -1,0 +1,66 @@
+"""Answering by filling in a mask."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tezo.errors import RequestError
+from tezo.tasks import Example
+from tezo.tasks.objectives.batch import Batch
+from tezo.tasks.objectives.logits import hidden_at, logits_at
+from tezo.tasks.objectives.objective import Encoded, Objective
+
+
+class MaskedObjective(Objective):
+    """The logits of the label words, each a single token, at the mask; the loss is the cross-entropy over them."""
+
+    side_cut = "the longer side of the mask, at its far end"
+
+    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
+        super().__init__(tokenizer, device, max_length, options)
+        if tokenizer.mask_token is None:
+            raise RequestError("model.kind is masked, but the tokenizer has no mask token; choose another model.")
+        self.words_O = torch.tensor([self._word(option) for option in options], device=device)
+
+    def _word(self, option: str) -> int:
+        ids = self.tokenizer(option, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1 or ids[0] == self.tokenizer.unk_token_id:
+            raise RequestError(
+                f"data.label_words: {option.strip()!r} is not one token to this model, and a masked model needs one; "
+                "choose another word."
+            )
+        return int(ids[0])
+
+    def encode(self, example: Example) -> Encoded:
+        mask = self.tokenizer.mask_token_id
+        before, after = example.prompt[: example.slot], example.prompt[example.slot :]
+        ids = list(self.tokenizer(before + self.tokenizer.mask_token + after)["input_ids"])
+        if ids.count(mask) != 1:
+            raise RequestError(
+                f"{example.where}: the text has the model's mask token {self.tokenizer.mask_token!r} in it; remove it."
+            )
+        over = len(ids) - self.max_length
+        if over > 0:
+            where = ids.index(mask)
+            first, last = 1, len(ids) - 1  # behind the opening, before the closing special token
+            cut = slice(first, first + over) if where - first > last - where else slice(last - over, last)
+            if cut.start < first or cut.start <= where < cut.stop:
+                raise RequestError(f"{example.where}: its prompt does not fit data.max_length {self.max_length}.")
+            del ids[cut]
+            self.cuts.add(over, example.where)
+        return Encoded((tuple(ids),), (1,), example)
+
+    def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
+        del answer
+        mask = self.tokenizer.mask_token_id
+        return [list(sequence).index(mask)], [mask]
+
+    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        batch = batch.repeated(copies)
+        return logits_at(model, batch.inputs(model.dtype), batch.reads_RU)[:, 0, self.words_O]
+
+    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
+        batch = self.collate(encoded)
+        return hidden_at(model, batch.inputs(model.dtype), batch.reads_RU)[:, 0]

@@ -1,0 +1,59 @@
+"""From the data settings and a model: the format of the rows and the objective on them."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import jinja2
+
+from tezo.errors import RequestError
+from tezo.models.loading import LoadedModel
+from tezo.tasks import Demonstrated, Fields, Format, Row, TaskFormat, choose_format, task
+from tezo.tasks.data_config import DataConfig
+from tezo.tasks.objectives import Objective, objective_for
+from tezo.tasks.splits import training_rows
+
+
+def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> Format:
+    """The format of the rows that the settings describe."""
+    if data.task is not None:
+        entry = task(data.task)
+        return TaskFormat(entry, entry.wording(loaded.kind))
+    named = {f.name: getattr(data, f.name) for f in fields(Fields)}
+    return choose_format(rows, loaded.kind, Fields(**named), lambda messages: render_chat(loaded.tokenizer, messages))
+
+
+def with_shots(form: Format, data: DataConfig, loaded: LoadedModel, shots: int, seed: int) -> Format:
+    """The format with so many training rows shown before each question."""
+    if shots == 0:
+        return form
+    if shots < 0 or loaded.kind != "causal":
+        raise RequestError(f"shots is {shots} for a model that is {loaded.kind}; it is a count, for causal models.")
+    if form.shape == "messages":
+        raise RequestError(f"shots is {shots}, and these rows are conversations, which cannot be shown in a prompt.")
+    return Demonstrated(form, training_rows(data), shots, seed)
+
+
+def make_objective(data: DataConfig, loaded: LoadedModel, form: Format, max_new_tokens: int | None = None) -> Objective:
+    """The objective of a model on these rows, with room for an answer of `max_new_tokens`, or of the format's own."""
+    new = form.max_new_tokens or 0 if max_new_tokens is None else max_new_tokens
+    room = loaded.max_length - new
+    if room < 1:
+        raise RequestError(f"max_new_tokens is {new}, but the model takes {loaded.max_length} tokens in all.")
+    return objective_for(loaded, form.options, min(data.max_length or room, room))
+
+
+def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """The prompt that asks for the next message."""
+    if tokenizer.chat_template is None:
+        raise RequestError(
+            "data.messages: the tokenizer of this model has no chat template; use a chat model, or rows with "
+            "'prompt' and 'completion'."
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages) or "none"
+        raise RequestError(
+            f"data.messages: the model's chat template does not take messages of the roles {roles} ({error})."
+        ) from None

@@ -1,0 +1,191 @@
+"""What a run is asked to do: YAML and `key=value` settings to the sections of a recipe, each checked once.
+
+A recipe has four sections (model, data, method, train). `model: NAME`, `data: FILE` and `method: NAME` are
+short for their first key. The resolved configuration is written into the run folder and reads back the same.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from tezo.errors import RequestError, nearest
+from tezo.models.model_config import ModelConfig
+from tezo.optim.methods import AUTO, BASELINES, method
+from tezo.tasks.data_config import DataConfig
+from tezo.training.coercion import coerce
+from tezo.training.recipe import Config, MethodConfig, TrainConfig
+
+_SHORT = {"model": "name", "data": "train", "method": "name"}
+
+
+def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Config:
+    """The configuration of a recipe file with settings laid over it.
+
+    Args:
+        path: YAML file; None starts from nothing.
+        settings: (dotted key, value) pairs; later ones win.
+
+    Raises:
+        RequestError: no such file, an unknown key, a value of the wrong type or out of range.
+    """
+    tree = _read_yaml(path) if path is not None else {}
+    return parse_config(overlay(tree, settings))
+
+
+def overlay(tree: dict[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Nested mappings with (dotted key, value) pairs laid over them; later ones win."""
+    for key, value in settings:
+        _set(tree, key, value)
+    return tree
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """A configuration from nested mappings."""
+    _known_keys(tree, {"model", "data", "method", "train"}, "")
+    sections = {key: _long(key, value) for key, value in tree.items()}
+    if "name" not in sections.get("model", {}):
+        raise RequestError("model.name is not set; give --model or a recipe that has it.")
+    config = Config(
+        model=_build(ModelConfig, sections["model"], "model"),
+        data=_build(DataConfig, sections.get("data", {}), "data"),
+        method=_method(sections.get("method", {})),
+        train=_build(TrainConfig, sections.get("train", {}), "train"),
+    )
+    _check(config)
+    _check_lr(config)
+    return config
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """Nested mappings that `parse_config` reads back to the same configuration."""
+    tree = {section.name: dataclasses.asdict(getattr(config, section.name)) for section in dataclasses.fields(config)}
+    tree["method"] = {"name": config.method.name, **config.method.options}
+    return tree
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML."""
+    tree = to_tree(config)
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    # this one is a line break when it is read
+    return yaml.safe_dump(tree, sort_keys=False) if "\x85" in text else text
+
+
+def parse_setting(text: str) -> tuple[str, str]:
+    """("a.b", "value") of "a.b=value"."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise RequestError(f"--set {text!r} is not key=value; write for example --set method.lr=1e-4.")
+    return key, value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RequestError(f"there is no recipe {path}; check the path.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(f"{path} cannot be read as YAML ({' '.join(str(error).split())[:200]}).") from None
+    if not isinstance(tree, dict):
+        raise RequestError(f"{path} is not a recipe; it needs the sections model, data, method, train.")
+    return tree
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    section, _, rest = key.partition(".")
+    if not rest:
+        tree[section] = {**_long(section, tree.get(section, {})), _SHORT.get(section, "name"): value}
+        return
+    parent: dict[str, Any] = _long(section, tree.get(section, {}))
+    tree[section] = parent
+    *middle, last = rest.split(".")
+    for name in middle:
+        if not isinstance(parent.get(name, {}), Mapping):
+            raise RequestError(f"{key}: there is no such key, since {name} has a value of its own.")
+        parent[name] = dict(parent.get(name, {}))
+        parent = parent[name]
+    parent[last] = value
+
+
+def _long(section: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str) and section in _SHORT:
+        return {_SHORT[section]: value}
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{section} is {value!r}; it must be a section of key: value lines.")
+    return dict(value)
+
+
+def _known_keys(tree: Mapping[str, Any], known: set[str], prefix: str) -> None:
+    for key in tree:
+        if key not in known:
+            raise RequestError(f"{prefix}{key}: there is no such key. {nearest(str(key), sorted(known))}")
+
+
+def _build(cls: type[Any], tree: Mapping[str, Any], section: str) -> Any:
+    hints = get_type_hints(cls)
+    _known_keys(tree, set(hints), f"{section}.")
+    return cls(**{key: coerce(f"{section}.{key}", value, hints[key]) for key, value in tree.items()})
+
+
+def _method(tree: Mapping[str, Any]) -> MethodConfig:
+    name = str(tree.get("name", MethodConfig().name))
+    types_of = method(name).options()
+    options = {key: value for key, value in tree.items() if key != "name"}
+    for key in options:
+        if key not in types_of:
+            raise RequestError(f"method.{key}: {name} has no such option. {nearest(str(key), types_of)}")
+    return MethodConfig(name=name, options={k: coerce(f"method.{k}", v, types_of[k]) for k, v in options.items()})
+
+
+def _check(config: Config) -> None:
+    train, data = config.train, config.data
+    for key, value, least in (
+        ("model.lora_rank", config.model.lora_rank, 1),
+        ("model.lora_alpha", config.model.lora_alpha, 1),
+        ("model.prefix_length", config.model.prefix_length, 1),
+        ("train.steps", train.steps, 1),
+        ("train.batch_size", train.batch_size, 1),
+        ("train.eval_batch_size", train.eval_batch_size, 1),
+        ("train.log_every", train.log_every, 1),
+        ("train.warmup_steps", train.warmup_steps, 0),
+        ("train.feedback_first", train.feedback_first, 0),
+        ("train.feedback_last", train.feedback_last, 0),
+        ("train.eval_every", train.eval_every, 0),
+        ("train.patience", train.patience, 1),
+        ("train.seed", train.seed, 0),
+        ("data.seed", data.seed, 0),
+        ("train.sync_every", train.sync_every, 0),
+        ("train.checkpoint_every", train.checkpoint_every, 0),
+        ("train.keep_checkpoints", train.keep_checkpoints, 1),
+        ("train.compare_every", train.compare_every, 1),
+        ("data.num_train", data.num_train, 1),
+        ("data.num_dev", data.num_dev, 1),
+        ("data.num_test", data.num_test, 1),
+        ("data.per_class", data.per_class, 1),
+        ("data.max_length", data.max_length, 4),
+    ):
+        if value is not None and value < least:
+            raise RequestError(f"{key} is {value}; it must be at least {least}.")
+    if max(train.seed, data.seed or 0) >= 2**63:
+        raise RequestError("train.seed and data.seed must be below 2^63; give a smaller one.")
+    if data.train is None and data.task is None:
+        raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
+    if train.patience is not None and train.eval_every == 0:
+        raise RequestError(f"train.patience is {train.patience} and train.eval_every 0, no evaluation; leave one out.")
+    if data.per_class is not None and data.num_train is not None:
+        raise RequestError("data.per_class and data.num_train both say how many rows train; leave one of them out.")
+    if not 0 < data.hold_out < 1:
+        raise RequestError(f"data.hold_out is {data.hold_out}; it must lie between 0 and 1.")
+
+
+def _check_lr(config: Config) -> None:
+    name, lr, objective = config.method.name, config.method.options.get("lr"), config.train.objective
+    if lr != AUTO:
+        return
+    if name in BASELINES:
+        raise RequestError(f"method.lr is auto, which is for zeroth-order methods; give {name} a number.")
+    if objective != TrainConfig().objective:
+        raise RequestError(f"method.lr is auto and train.objective is {objective}; give a number, or leave it at loss.")

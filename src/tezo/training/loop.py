@@ -1,0 +1,299 @@
+"""The loop: evaluate, step, evaluate, save."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tezo.distributed import Ranks, join
+from tezo.errors import RequestError, RunError, nearest
+from tezo.estimators.estimate import Closure
+from tezo.estimators.feedback import FeedbackOptimizer
+from tezo.models.saving import save_result
+from tezo.numerics.hashing import digest
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.runs.checkpoints import Checkpoint
+from tezo.runs.environment import memory_for, peak_memory
+from tezo.runs.fingerprint import check_unchanged
+from tezo.runs.folder import CONFIG, ResumeState, RunFolder
+from tezo.tasks.evaluation import Metrics, evaluate
+from tezo.tasks.objectives import Encoded
+from tezo.training.config import read_config
+from tezo.training.data_parallel import ReadOnlyRunFolder, check_shareable, shared_rows
+from tezo.training.feedback_schedule import is_feedback
+from tezo.training.interruption import Interruption
+from tezo.training.job import LOSS, Job, prepare
+from tezo.training.listeners import Listener, Progress
+from tezo.training.recipe import Config
+from tezo.training.schedule import interval, lr_factor
+from tezo.training.summary import Outcome, summarize
+
+
+def train(config: Config, output: Path, listeners: Sequence[Listener] = (), *, resume: bool = False) -> dict[str, Any]:
+    """Runs a configuration from start to end; returns the summary that is also in `output`/summary.json.
+
+    Args:
+        config: what to do.
+        output: run folder; must not exist, or be empty, unless a run is resumed.
+        listeners: told of every step and evaluation; see `tezo.training.trainer_callbacks` for transformers' callbacks.
+        resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
+            Of one that has ended only the summary is returned.
+
+    Raises:
+        RequestError: the request is wrong; nothing has been written.
+        NonFiniteLossError: a loss was NaN or infinite; the folder has what was logged until then.
+        RunError: the run was interrupted, or something could not be written; it can be resumed.
+    """
+    ranks = join()
+    folder = RunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
+    if not (resume and folder.has_begun):
+        folder.check_free()
+    ranks.wait()
+    try:
+        if resume and (summary := folder.summary()) is not None:
+            check_unchanged(read_config(output / CONFIG, []), config)
+            return summary
+        job = prepare(config)
+        check_shareable(job, ranks)
+        with Interruption() as interruption:
+            return Loop(job, folder, [folder, *listeners], interruption, ranks).run()
+    finally:
+        ranks.close()
+
+
+@dataclass
+class Best:
+    """The evaluation with the lowest dev loss so far, and the parameters it was made with."""
+
+    step: int
+    loss: float
+    state: dict[str, Tensor] | None
+    since: int = 0
+    """Evaluations since."""
+
+
+class Loop:
+    """One run of a job.
+
+    Args:
+        job: what `prepare` returned.
+        folder: where the result goes.
+        listeners: told of everything, in order.
+        interruption: whether the process was asked to end.
+        ranks: that share the run.
+    """
+
+    def __init__(
+        self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption, ranks: Ranks
+    ) -> None:
+        self.job = job
+        self.settings = job.config.train
+        self.folder = folder
+        self.listeners = listeners
+        self.interruption = interruption
+        self.ranks = ranks
+        self.sampler = job.sampler()
+        self.lr = float(job.optimizer.param_groups[0]["lr"])
+        self.lr_factor = lr_factor(self.settings)
+        self.resume_state = ResumeState()
+        self.best: Best | None = None
+        self.dev_loss: float | None = None
+        self.step_seconds = 0.0
+
+    def run(self) -> dict[str, Any]:
+        """Everything, from the first evaluation to the saved result."""
+        try:
+            return self._run()
+        finally:
+            for listener in self.listeners:
+                listener.closed()
+
+    def _run(self) -> dict[str, Any]:
+        self._check_objective()
+        self.resume_state = self._begin()
+        self.job = replace(self.job, notices=(*self.job.notices, *self.resume_state.notices))
+        start = self._restore_checkpoint(self.resume_state)
+        for listener in self.listeners:
+            listener.started(self.job)
+        before = self._evaluate("test", 0)
+        steps = self._steps(start, before)
+        self._restore_best(steps)
+        after = self._evaluate("test", steps)
+        return self._finish(steps, before, after)
+
+    def _begin(self) -> ResumeState:
+        """What the folder knows; the first rank puts it in order before the others read it."""
+        resumed = self.folder.begin(self.job) if self.ranks.is_first else None
+        self.ranks.wait()
+        resumed = resumed or self.folder.begin(self.job)
+        self.ranks.wait()  # before the first rank writes again
+        return resumed
+
+    def _restore_checkpoint(self, resumed: ResumeState) -> int:
+        """Puts the newest checkpoint back; the steps that it had."""
+        self.step_seconds = resumed.seconds
+        if resumed.checkpoint is None:
+            return 0
+        step, tensors, best = resumed.checkpoint.step, resumed.checkpoint.tensors, resumed.checkpoint.state["best"]
+        parts: dict[str, dict[str, Tensor]] = {"run": {}, "best": {}}
+        for key, value in tensors.items():
+            part, _, name = key.partition("/")
+            parts[part][name] = value
+        self.job.optimizer.load_resumable_state(parts["run"], step)
+        self.job.optimizer.last_step = resumed.steps[step - 1].record
+        if best is not None:
+            # with the state of the base, which has no tensors, told from none
+            self.best = Best(best["step"], best["loss"], parts["best"] if best["kept"] else None, best["since"])
+        return step
+
+    def _steps(self, start: int, before: Metrics) -> int:
+        """All steps from `start` on, with their evaluations and checkpoints; how many the run has then."""
+        settings = self.settings
+        every = interval(settings.eval_every, settings) if self.job.dev else 0
+        keep_every = interval(settings.checkpoint_every, settings)
+        if every and start == 0:
+            self._evaluate_dev(0, before)
+        for steps in range(start + 1, settings.steps + 1):
+            self._step(steps - 1)
+            last = steps == settings.steps or self._any(self._asked_to_stop())
+            if every and (steps % every == 0 or last):
+                self._evaluate_dev(steps, None)
+            if last or self._any(self._asked_to_stop()) or self._patience_exhausted():
+                return steps
+            interrupted = self._any(self.interruption.signal is not None)
+            if interrupted or (keep_every and steps % keep_every == 0):
+                self._keep(steps)
+            if interrupted:
+                by = self.interruption.signal or "a signal to another rank"
+                raise RunError(f"stopped by {by} after step {steps}; go on with --resume.")
+        return start
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return self.ranks.max([float(flag)])[0] > 0
+
+    def _keep(self, steps: int) -> None:
+        if steps <= len(self.resume_state.steps):
+            return  # a step that is taken again
+        tensors = {f"run/{key}": value for key, value in self.job.optimizer.resumable_state().items()}
+        state: dict[str, Any] = {"best": None}
+        if self.best is not None:
+            tensors |= {f"best/{key}": value for key, value in (self.best.state or {}).items()}
+            figures = {"step": self.best.step, "loss": self.best.loss, "since": self.best.since}
+            state["best"] = {**figures, "kept": self.best.state is not None}
+        self.folder.save(Checkpoint(steps, tensors, state))
+
+    def _step(self, step: int) -> None:
+        for listener in self.listeners:
+            listener.stepping(step)
+        optimizer = self.job.optimizer
+        if step < len(self.resume_state.steps) and isinstance(optimizer, ZerothOrderOptimizer):
+            optimizer.replay(self.resume_state.steps[step].record)
+        else:
+            self._measured_step(step)
+        record = optimizer.last_step
+        assert record is not None
+        for listener in self.listeners:
+            listener.stepped(Progress(record, self.step_seconds, peak_memory()))
+
+    def _measured_step(self, step: int) -> None:
+        indices = self.sampler.rows(step)
+        for group in self.job.optimizer.param_groups:
+            group["lr"] = self.lr * self.lr_factor(step)
+        started = time.perf_counter()
+        with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
+            self._take(step, indices)
+        self.step_seconds += time.perf_counter() - started
+        if (step + 1) % self.settings.compare_every == 0:
+            self.ranks.check_equal(digest(self.job.optimizer.resumable_state()), step + 1)
+
+    def _take(self, step: int, indices: Sequence[int]) -> None:
+        job, optimizer = self.job, self.job.optimizer
+        if is_feedback(step, self.settings):
+            assert isinstance(optimizer, FeedbackOptimizer)
+            optimizer.feedback_step(job.objective.closure(job.model, job.batches(indices)))
+        else:
+            optimizer.step(self._closure(indices))
+
+    def _closure(self, indices: Sequence[int]) -> Closure:
+        """What a step minimises on these rows."""
+        job, name = self.job, self.settings.objective
+        if self.ranks.size > 1 and self.settings.parallel == "rows":
+            return shared_rows(job, indices, self.ranks)
+        if name == LOSS:
+            return job.objective.closure(job.model, job.batches(indices))
+        rows = [job.train[i] for i in indices]
+        return lambda: -self._metrics(rows, written=True)[name]
+
+    def _check_objective(self) -> None:
+        """An error where the objective is not a metric of these rows, or has no gradient and needs one."""
+        name, optimizer = self.settings.objective, self.job.optimizer
+        if name == LOSS:
+            return
+        if not isinstance(optimizer, ZerothOrderOptimizer):
+            raise RequestError(f"train.objective is {name}, which has no gradient; use a zeroth-order method.")
+        known = self._metrics(self.job.train[:1], written=True)
+        if name not in known or name == LOSS:
+            raise RequestError(f"train.objective: there is no metric {name!r} of these rows. " + nearest(name, known))
+
+    def _metrics(self, encoded: Sequence[Encoded], *, written: bool) -> Metrics:
+        # written answers take a pass a token: dev rows, which choose by the loss alone, go without
+        job, form = self.job, self.job.format
+        measures = form.measures if written else ()
+        new = form.max_new_tokens or 0
+        size = self.settings.eval_batch_size
+        return evaluate(job.model, job.objective, encoded, size, measures=measures, max_new_tokens=new)
+
+    def _evaluate(self, split: str, step: int) -> Metrics:
+        encoded = self.job.test if split == "test" else self.job.dev
+        size = self.settings.eval_batch_size
+        longest = sorted(encoded, key=lambda row: row.length)[-size:]
+        metrics = self.resume_state.evaluations.get((split, step))
+        if metrics is None:
+            with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
+                metrics = self._metrics(encoded, written=split == "test")
+        for listener in self.listeners:
+            listener.evaluated(split, step, metrics)
+        return metrics
+
+    def _evaluate_dev(self, step: int, known: Metrics | None) -> None:
+        same = known is not None and self.job.dev is self.job.test
+        loss = known["loss"] if same and known is not None else self._evaluate("dev", step)["loss"]
+        (loss,) = self.ranks.first([loss])
+        self.dev_loss = loss
+        if self.best is None or loss < self.best.loss:
+            state = self.job.optimizer.tuned_state() if self.settings.keep_best else None
+            self.best = Best(step, loss, state)
+        else:
+            self.best.since += 1
+
+    def _asked_to_stop(self) -> bool:
+        return any(listener.wants_stop for listener in self.listeners)
+
+    def _patience_exhausted(self) -> bool:
+        patience = self.settings.patience
+        return patience is not None and self.best is not None and self.best.since >= patience
+
+    def _restore_best(self, steps: int) -> None:
+        if self.best is not None and self.best.state is not None and self.best.step != steps:
+            self.job.optimizer.load_tuned_state(self.best.state, self.best.step)
+
+    def _finish(self, steps: int, before: Metrics, after: Metrics) -> dict[str, Any]:
+        best = self.best
+        outcome = Outcome(
+            steps,
+            best.step if best is not None and self.settings.keep_best else steps,
+            best.loss if best is not None and self.settings.keep_best else self.dev_loss,
+            self.step_seconds,
+            before,
+            after,
+        )
+        # in this order: saving a whole model merges the change into it
+        result = save_result(self.job.config, self.job.loaded, self.job.optimizer, self.folder.result)
+        summary = summarize(self.job, outcome, self.ranks, result)
+        for listener in self.listeners:
+            listener.finished(summary)
+        return summary

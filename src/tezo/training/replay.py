@@ -1,0 +1,75 @@
+"""From the base model and the step log alone to the tuned model."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tezo.directions.bases.activation import KIND
+from tezo.errors import RequestError
+from tezo.files import new_folder, own_object
+from tezo.models.saving import save_result
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.runs.environment import versions
+from tezo.runs.factor_files import FactorFiles
+from tezo.runs.fingerprint import check_complete, check_model, check_place
+from tezo.runs.folder import LOG, SUMMARY
+from tezo.runs.step_log import LogContents, read_log
+from tezo.training.config import overlay, parse_config
+from tezo.training.job import load_for_tuning, make_optimizer
+
+
+def replay(
+    run: Path, output: Path, *, step: int | None = None, device: str = "auto", model: str | None = None
+) -> dict[str, Any]:
+    """Takes the steps of a run again, without an evaluation, and saves what they lead to.
+
+    Args:
+        run: folder with a steps.log; a run that was cut short will do.
+        output: folder for the result, new.
+        step: how many steps; None: those whose parameters the run kept, or all where it did not end.
+        device: to do it on. Another than the run's will do for methods that draw nothing on the device.
+        model: folder or hub name of the base, of the same weights; None: as the run names it.
+
+    Raises:
+        RequestError: the base model is another one, or the log does not say enough for this method and device.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
+    contents = read_log(run / LOG)
+    check_complete(contents.header)
+    here = [("model.device", device), ("model.placement", "device"), *([("model.name", model)] if model else [])]
+    config = parse_config(overlay(contents.header["config"], here))
+    loaded = load_for_tuning(config)
+    check_model(contents.header, loaded.fingerprint)
+    optimizer = make_optimizer(config, loaded, contents.header["untrained"])
+    if not isinstance(optimizer, ZerothOrderOptimizer):
+        raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
+    optimizer.set_factor_store(FactorFiles(run, writes=False))
+    optimizer.set_calibration_passes(partial(_no_data, run))
+    own = {"device": loaded.device.type, "versions": versions(("tezo", "torch"))}
+    notices = check_place(contents.header, own, optimizer)
+    wanted = _wanted(run, contents, step)
+    for logged in contents.steps[:wanted]:
+        optimizer.replay(logged.record)
+    result = save_result(config, loaded, optimizer, lambda name: new_folder(output / name))
+    return {"steps": wanted, "result": result, "notices": notices}
+
+
+def _no_data(run: Path, refresh_step: int) -> None:
+    path = FactorFiles(run, writes=False).path(KIND, refresh_step)
+    raise RequestError(
+        f"{path} is missing, and steps from {refresh_step} on depend on it; put it back, or give --step {refresh_step}."
+    )
+
+
+def _wanted(run: Path, contents: LogContents, step: int | None) -> int:
+    if step is None and (run / SUMMARY).is_file():
+        found = own_object(run / SUMMARY, "give --step").get("kept_step")
+        if not isinstance(found, int):
+            raise RequestError(f"{run / SUMMARY} does not say which step was kept; give --step.")
+        step = found
+    if step is None:
+        return len(contents.steps)
+    if not 0 <= step <= len(contents.steps):
+        raise RequestError(f"step is {step}, and the log has {len(contents.steps)}; give one up to that.")
+    return step

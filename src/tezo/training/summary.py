@@ -1,0 +1,74 @@
+"""What a run has come to: summary.json."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tezo.distributed import Ranks
+from tezo.models.quantization import stored_bytes
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.runs.environment import hardware, peak_memory, versions
+from tezo.tasks.evaluation import Metrics
+from tezo.training.job import Job
+from tezo.training.plan import parameter_counts, plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a run that has ended.
+
+    Attributes:
+        steps: that were taken.
+        kept_step: after which the parameters are as they were kept.
+        dev_loss: of the dev rows, with the parameters that were kept; None where there were none.
+        seconds: spent on steps.
+        before: metrics of the test rows at the start.
+        after: those at the end.
+    """
+
+    steps: int
+    kept_step: int
+    dev_loss: float | None
+    seconds: float
+    before: Metrics
+    after: Metrics
+
+
+def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) -> dict[str, Any]:
+    """JSON: figures, cost, and where they were come by.
+
+    Args:
+        job: of the run.
+        outcome: what it showed.
+        ranks: that shared it.
+        result: what was saved.
+    """
+    optimizer = job.optimizer
+    calls, seconds = optimizer.cost_of_basis
+    error = optimizer.compression_error if isinstance(optimizer, ZerothOrderOptimizer) else 0.0
+    return {
+        "method": job.config.method.name,
+        "model": job.config.model.name,
+        "before": outcome.before,
+        "after": outcome.after,
+        "rows": {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)},
+        "steps": outcome.steps,
+        "kept_step": outcome.kept_step,
+        "dev_loss": outcome.dev_loss,
+        "num_forward_passes": optimizer.num_forward_passes,
+        "basis_passes": calls,
+        "seconds_stepping": round(outcome.seconds, 3),
+        "seconds_on_basis": round(seconds, 3),
+        "compression_error": error,
+        "peak_memory": peak_memory(),
+        "model_bytes": stored_bytes(job.model),
+        "parameters": parameter_counts(plan(job.model, optimizer)),
+        "result": result,
+        "prompt_shared_by_options": job.objective.packs,
+        "notices": list(job.notices),
+        "seed": job.config.train.seed,
+        "ranks": ranks.size,
+        "bytes_sent": ranks.bytes_sent,
+        "exchanges": ranks.exchanges,
+        "hardware": hardware(),
+        "versions": versions(),
+    }

@@ -1,0 +1,95 @@
+"""transformers' TrainerCallbacks as a listener: `train(config, output, [TrainerCallbacks([MyCallback()])])`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
+
+from tezo.errors import RequestError
+from tezo.tasks.evaluation import Metrics
+from tezo.training.job import Job
+from tezo.training.listeners import Listener, Progress
+
+
+class TrainerCallbacks(Listener):
+    """Fires on_train_begin, on_step_begin, on_step_end, on_log, on_evaluate and on_train_end.
+
+    `state` has global_step, max_steps, epoch and log_history; `control.should_training_stop` ends the run.
+    Dev metrics are named "eval_loss" and so on, as in Trainer, those of the test rows "test_loss".
+
+    Args:
+        callbacks: instances of transformers.TrainerCallback.
+        output_dir: what the callbacks see as `args.output_dir`.
+
+    Raises:
+        RequestError: accelerate, which transformers' TrainingArguments need, is not installed.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], output_dir: str = ".") -> None:
+        self._callbacks = [DefaultFlowCallback(), *callbacks]
+        self._output_dir = output_dir
+        self.state = TrainerState()
+        self.control = TrainerControl()
+        self._handler: Any = None
+
+    def started(self, job: Job) -> None:
+        settings = job.config.train
+        try:
+            self._args = TrainingArguments(
+                output_dir=self._output_dir,
+                max_steps=settings.steps,
+                learning_rate=job.optimizer.param_groups[0]["lr"],
+                per_device_train_batch_size=settings.batch_size,
+                logging_steps=settings.log_every,
+                seed=settings.seed,
+                eval_strategy="steps",
+                load_best_model_at_end=False,
+                metric_for_best_model="eval_loss",
+                greater_is_better=False,
+                report_to="none",
+                use_cpu=job.model.device.type == "cpu",
+            )
+        except ImportError as error:
+            raise RequestError(f"callbacks need accelerate ({error}); pip install accelerate.") from None
+        self._rows, self._settings = len(job.train), settings
+        self._handler = CallbackHandler(self._callbacks, job.model, job.loaded.tokenizer, job.optimizer, None)
+        self.state.max_steps = settings.steps
+        self.control = self._handler.on_train_begin(self._args, self.state, self.control)
+
+    def stepping(self, step: int) -> None:
+        del step
+        self.control = self._handler.on_step_begin(self._args, self.state, self.control)
+
+    def stepped(self, progress: Progress) -> None:
+        step = progress.record.step + 1
+        self.state.global_step = step
+        self.state.epoch = step * self._settings.batch_size / self._rows
+        self.control = self._handler.on_step_end(self._args, self.state, self.control)
+        if step % self._settings.log_every == 0:
+            record = progress.record
+            kappa = {"projected_grad": record.projected_grads[0]} if record.probes else {}
+            self._log({"loss": record.loss, **kappa, "learning_rate": record.lr})
+
+    def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
+        del step
+        prefix = "eval" if split == "dev" else split
+        named = {f"{prefix}_{key}": value for key, value in metrics.items()}
+        self._log(named)
+        if split == "dev":
+            self.control = self._handler.on_evaluate(self._args, self.state, self.control, named)
+            best = self.state.best_metric
+            if best is None or metrics["loss"] < best:
+                self.state.best_metric = metrics["loss"]
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        del summary
+        self.control = self._handler.on_train_end(self._args, self.state, self.control)
+
+    @property
+    def wants_stop(self) -> bool:
+        return bool(self.control.should_training_stop)
+
+    def _log(self, logs: dict[str, float]) -> None:
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self._handler.on_log(self._args, self.state, self.control, logs)
