@@ -103,6 +103,7 @@ def test_the_reader_of_imports_sees_all_their_forms(tmp_path, monkeypatch):
 
 
 OTHERS_PRIVATE = {
+    "_exit": "os ends a process at once by this name alone",
     "_C": "torch's switch for function overrides has no public name",
     "_hf_hook": "where accelerate keeps a module's hook",
     "_attn_implementation": "which attention transformers has chosen",

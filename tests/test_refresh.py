@@ -102,7 +102,7 @@ def test_what_lies_beside_the_base_keeps_to_its_rank_and_the_run_says_what_that_
         assert isinstance(moving, InForward)
         assert moving.frozen.coefficient.shape[1] == RANK + 1
         share = float((after[name] - before[name]).norm() / (before[name] - base[name]).norm())
-        assert moving.lost == pytest.approx(share, rel=1e-6)
+        assert moving.compression_error == pytest.approx(share, rel=1e-6)
         shares.append(share)
     assert 0 < optimizer.compression_error == pytest.approx(max(shares), rel=1e-6)
 

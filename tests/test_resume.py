@@ -17,7 +17,6 @@ from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.models import lora as export
 from tezo.optim.methods import METHODS
 from tezo.runs.checkpoints import checkpoints
-from tezo.runs.fingerprint import check_same, log_header
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.training.config import parse_config, to_tree
@@ -25,6 +24,7 @@ from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.replay import replay
+from tezo.training.run_header import check_same, log_header
 
 
 @pytest.fixture(scope="module")

@@ -55,10 +55,16 @@ def log_of(directions: int, steps: int, first: int, last: int) -> bytes:
     """A step log, with feedback steps at both ends."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.log"
-        log, drawn = StepLog(path, {"directions": directions}, 0), (Probe(1.0, 1.0, 0.0),) * directions
+        log, drawn = (
+            StepLog(path, {"directions": directions, "kinds": ["two-point", "feedback"]}, 0),
+            (Probe(1.0, 1.0, 0.0),) * directions,
+        )
         for i in range(steps):
-            probes = drawn if first <= i < steps - last else ()
-            log.append(LoggedStep(StepRecord(i, 1.0, 0.1, probes), 0, 0))
+            along = first <= i < steps - last
+            begins = directions > 0 and i in ({0} if first else set()) | ({steps - last} if last else set())
+            passes = 2 * directions or 1 if along else 1 + 2 * begins
+            kind = "two-point" if along else "feedback"
+            log.append(LoggedStep(StepRecord(i, 1.0, 0.1, drawn if along else (), kind, passes), 0, 0))
         log.close()
         return path.read_bytes()
 

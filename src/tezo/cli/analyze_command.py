@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from tezo.cli.common import SetOption
-from tezo.cli.quiet import quiet_libraries
 from tezo.errors import RequestError
+from tezo.models.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:

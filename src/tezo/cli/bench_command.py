@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tezo.cli.common import print_json
-from tezo.cli.quiet import quiet_libraries
+from tezo.models.quiet import quiet_libraries
 
 Model = Annotated[str, typer.Option(help="Shape with random weights (opt-125m, llama-7b, ...), folder, or hub name.")]
 Methods = Annotated[str, typer.Option(help="Names, by commas; published:NAME is that one as published.")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tezo.cli.common import BaseOption
-from tezo.cli.quiet import quiet_libraries
+from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.models.loading import LoadedModel

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tezo.cli.common import SetOption
-from tezo.cli.quiet import quiet_libraries
 from tezo.errors import RequestError
+from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.tasks import Row

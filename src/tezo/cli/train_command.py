@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tezo.cli.common import JsonOption, SetOption, print_json, readable
-from tezo.cli.quiet import quiet_libraries
 from tezo.errors import RequestError
+from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.training.recipe import Config

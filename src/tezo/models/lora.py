@@ -22,10 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from tezo.directions.targets import layout_of, only_input, place_of
 from tezo.errors import RequestError
 from tezo.files import plain_file, read_object
-from tezo.forward import InForward
 from tezo.forward.frozen_factors import join
 from tezo.models.kinds import Kind, kind_of
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.tuner import LowRankChange, Tuner
 
 _PREFIX = "base_model.model."
 _TASK_TYPES: dict[Kind, str | None] = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
@@ -44,30 +43,32 @@ class Adapter:
     pairs: dict[str, tuple[Tensor, Tensor]]
 
 
-def make_adapter(optimizer: ZerothOrderOptimizer) -> Adapter:
-    """The adapter of a run that is exactly one."""
+def make_adapter(optimizer: Tuner) -> Adapter:
+    """The adapter that an optimizer has trained.
+
+    Raises:
+        RequestError: what it trained is not exactly an adapter.
+    """
     reason = optimizer.why_no_adapter()
     if reason is not None:
         raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
-    moved = [m for m in optimizer.moving.values() if isinstance(m, InForward)]
-    own = (optimizer.perturbation.rank_of(m.target.name) or 1 for m in moved)
-    rank = max(*own, *(sum(left.shape[1] for left, _ in m.trained()) for m in moved))
-    return Adapter(rank, {m.target.sites[0].name: _pair(m, rank) for m in moved})
+    changes = optimizer.low_rank_changes()
+    rank = max(max(change.rank, sum(left.shape[1] for left, _ in change.parts)) for change in changes)
+    return Adapter(rank, {change.target.sites[0].name: _pair(change, rank) for change in changes})
 
 
-def _pair(moving: InForward, rank: int) -> tuple[Tensor, Tensor]:
-    rows, columns = moving.target.matrix_shape
+def _pair(change: LowRankChange, rank: int) -> tuple[Tensor, Tensor]:
+    rows, columns = change.target.matrix_shape
     left_MR, right_NR = torch.zeros(rows, rank), torch.zeros(columns, rank)
-    parts = moving.trained()
-    if parts:
-        left, right = (factor.cpu() for factor in join(parts, torch.float32))
+    if change.parts:
+        left, right = (factor.cpu() for factor in join(change.parts, torch.float32))
         left_MR[:, : left.shape[1]], right_NR[:, : right.shape[1]] = left, right
-    if moving.target.sites[0].layout == "transposed":  # Conv1D: x W, with W = left right^T
+    if change.target.sites[0].layout == "transposed":  # Conv1D: x W, with W = left right^T
         left_MR, right_NR = right_NR, left_MR
     return right_NR.T.contiguous(), left_MR.contiguous()
 
 
-def export_adapter(optimizer: ZerothOrderOptimizer, folder: str | Path) -> Adapter:
+def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
     """Writes the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
 
     Raises:

@@ -5,7 +5,6 @@ from typing import Any
 
 from tezo.distributed import Ranks
 from tezo.models.quantization import stored_bytes
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.tasks.evaluation import Metrics
 from tezo.training.job import Job
@@ -44,7 +43,6 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
     """
     optimizer = job.optimizer
     calls, seconds = optimizer.cost_of_basis
-    error = optimizer.compression_error if isinstance(optimizer, ZerothOrderOptimizer) else 0.0
     return {
         "method": job.config.method.name,
         "model": job.config.model.name,
@@ -58,7 +56,7 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
         "basis_passes": calls,
         "seconds_stepping": round(outcome.seconds, 3),
         "seconds_on_basis": round(seconds, 3),
-        "compression_error": error,
+        "compression_error": optimizer.compression_error,
         "peak_memory": peak_memory(),
         "model_bytes": stored_bytes(job.model),
         "parameters": parameter_counts(plan(job.model, optimizer)),

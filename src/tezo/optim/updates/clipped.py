@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Estimate
+from tezo.estimators.estimate import ParameterEstimate
 from tezo.forward import MovingParameter
 from tezo.optim.updates.update import State, Update
 
@@ -40,14 +40,14 @@ class Clipped(Update):
         self.takes = inner.takes
         self.writes_weight = inner.writes_weight
 
-    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         target = moving.target
         zero = torch.zeros((), dtype=target.state_dtype, device=target.device)
         return {_KEY: zero, **self.inner.init(estimate, moving)}
 
-    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         mean_sq = float(state[_KEY])
-        limit = self.clip * math.sqrt(mean_sq / (1 - BETA**estimate.step)) if mean_sq > 0 else math.inf
+        limit = self.clip * math.sqrt(mean_sq / (1 - BETA**estimate.count)) if mean_sq > 0 else math.inf
         kappas = [max(-limit, min(limit, kappa)) for kappa in estimate.projected_grads]
         mean = sum(kappa**2 for kappa in kappas) / len(kappas)
         state[_KEY].mul_(BETA).add_(mean, alpha=1 - BETA)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tezo.directions.targets import select_targets
 from tezo.errors import RequestError
-from tezo.optim.methods import method
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.methods import METHODS, method
 from tezo.studies.bench.published import PUBLISHED
 from tezo.studies.bench.settings import PREFIX
 from tezo.studies.bench.workload import Work
@@ -62,9 +61,9 @@ class LibraryCase(Case):
 
     def __init__(self, label: str, work: Work) -> None:
         self._model = work.twin()
-        optimizer = method(label).build(self._model, **work.settings.options(label))
-        if not isinstance(optimizer, ZerothOrderOptimizer):
+        if label not in METHODS:
             raise RequestError(f"methods: {label} takes gradients; bench measures zeroth-order methods.")
+        optimizer = METHODS[label].build(self._model, **work.settings.options(label))
         self._optimizer = optimizer
         interval = optimizer.perturbation.interval
         trained = sum(target.parameter.numel() for target in self._optimizer.targets)
@@ -72,16 +71,16 @@ class LibraryCase(Case):
         self._closure = work.closure(self._model)
 
     def run(self) -> None:
-        past_refresh(self._optimizer, self.interval)
+        past_refresh(self._optimizer.progress, self.interval)
         self._optimizer.step(self._closure)
 
     def run_refresh(self) -> None:
-        to_refresh(self._optimizer, self.interval)
+        to_refresh(self._optimizer.progress, self.interval)
         self._optimizer.step(self._closure)
 
     def state_bytes(self) -> int:
         optimizer, model = self._optimizer, self._model
-        roots = (optimizer.perturbation, optimizer.moving, optimizer._update_state)
+        roots = (optimizer.perturbation, optimizer.moving, optimizer.progress.moments)
         return stored_bytes(roots, (*model.parameters(), *model.buffers()))
 
     def close(self) -> None:
@@ -126,16 +125,16 @@ def make_case(label: str, work: Work) -> Case:
     return PublishedCase(label, work) if label.startswith(PREFIX) else LibraryCase(label, work)
 
 
-def to_refresh(stepper: Any, interval: int | None) -> None:
-    """Moves the number of steps taken on to the next at which factors are renewed."""
+def to_refresh(counted: Any, interval: int | None) -> None:
+    """Moves `counted.num_steps` on to the next step at which factors are renewed."""
     assert interval is not None
-    stepper.num_steps += -stepper.num_steps % interval
+    counted.num_steps += -counted.num_steps % interval
 
 
-def past_refresh(stepper: Any, interval: int | None) -> None:
-    """Moves the number of steps taken off one at which factors are renewed, but for the very first."""
-    if interval is not None and interval > 1 and stepper.num_steps and stepper.num_steps % interval == 0:
-        stepper.num_steps -= interval - 1
+def past_refresh(counted: Any, interval: int | None) -> None:
+    """Moves `counted.num_steps` off a step at which factors are renewed, except for the very first."""
+    if interval is not None and interval > 1 and counted.num_steps and counted.num_steps % interval == 0:
+        counted.num_steps -= interval - 1
 
 
 def stored_bytes(root: Any, known: Iterable[Tensor] = ()) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from tezo.cli.quiet import quiet_libraries
 from tezo.errors import NonFiniteLossError, RequestError, RunError, TezoError
 from tezo.files import own_object, write_file
+from tezo.models.quiet import quiet_libraries
 from tezo.runs.folder import LOG
 from tezo.studies.reproduce.grid import Cell, Grid
 from tezo.studies.reproduce.results import FAILED, SUMMARY, chooser, is_finished
