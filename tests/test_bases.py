@@ -68,10 +68,10 @@ def test_directions_have_unit_variance_whatever_the_basis(name, method):
     optimizer = METHODS[method].build(model, rank=RANK, basis=name, lr=1e-3, seed=5)
     optimizer.set_calibration_passes(lambda _: model(input_ids=tokens(batch=6, length=16, seed=9)))
     total, count = 0.0, 0
-    drawn = optimizer._draw()
+    drawn = optimizer.draw().directions
     for step in range(300):
-        optimizer.num_steps = step
-        drawn = optimizer._draw()
+        optimizer.progress.num_steps = step
+        drawn = optimizer.draw().directions
         for (direction,) in drawn.values():
             left, right = direction.factors()
             total += float((left @ right.T).square().sum())
@@ -94,7 +94,7 @@ def test_padding_is_not_looked_at():
     ):
         optimizer = lozo_adam(model, rank=RANK)
         optimizer.set_calibration_passes(call)
-        optimizer._draw()
+        optimizer.draw()
         found.append(factors_of(optimizer))
         optimizer.close()
     assert found[0].keys() == found[1].keys() == found[2].keys()
@@ -139,13 +139,13 @@ def test_weights_go_by_directions_that_inputs_have():
 def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
     model = tiny_llama()
     whole, batches = watched(model, "activation")
-    whole._draw()
+    whole.draw()
     whole.close()
     monkeypatch.setattr(
         "tezo.directions.bases.activation.MOST_BYTES", 8000
     )  # three sketches of 16 x 16 float64 numbers
     parts, _ = watched(model, "activation")
-    parts._draw()
+    parts.draw()
     parts.close()
     number = len(list(groups(parts.targets, dict.fromkeys(parts.moving, RANK))))
     assert number > 2
@@ -158,13 +158,13 @@ def test_looking_changes_neither_the_model_nor_its_mode():
     model = tiny_opt(dropout=0.5).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer, _ = watched(model, "activation")
-    optimizer._draw()
+    optimizer.draw()
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     hooks = {name: len(m._forward_pre_hooks) for name, m in model.named_modules() if name}
     assert set(hooks.values()) == {0}
     again, _ = watched(tiny_opt().eval(), "activation")  # dropout was off while the basis looked
-    again._draw()
+    again.draw()
     for name, factor in factors_of(optimizer).items():
         assert torch.equal(factor, factors_of(again)[name])
 
@@ -182,7 +182,7 @@ def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
 def test_a_basis_that_sees_nothing_says_what_to_do():
     model = tiny_opt()
     with pytest.raises(RequestError, match=r"call optimizer\.set_calibration_passes\(passes\)"):
-        lozo_adam(model, rank=RANK)._draw()
+        lozo_adam(model, rank=RANK).draw()
     optimizer = lozo_adam(model, rank=RANK)
     optimizer.set_calibration_passes(lambda _: None)
     with pytest.raises(RequestError, match="do not call it"):
@@ -215,12 +215,12 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     model = tiny_opt()
     optimizer, _ = watched(model, "activation")
     optimizer.set_factor_store(FactorFiles(tmp_path, writes=True))
-    optimizer._draw()
+    optimizer.draw()
     (path,) = tmp_path.iterdir()
     assert path.name == "basis-0.safetensors"
     blind = lozo_adam(tiny_opt(), rank=RANK)
     blind.set_factor_store(FactorFiles(tmp_path, writes=False))
-    blind._draw()
+    blind.draw()
     for name, factor in factors_of(blind).items():
         assert torch.equal(factor, factors_of(optimizer)[name])
     sound = path.read_bytes()
@@ -233,4 +233,4 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     other = lozo_adam(tiny_opt(), rank=RANK + 1)
     other.set_factor_store(FactorFiles(tmp_path, writes=False))
     with pytest.raises(RequestError, match="is not of the shape"):
-        other._draw()
+        other.draw()

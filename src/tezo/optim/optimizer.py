@@ -158,8 +158,8 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         rule = self._rule(kind)
         if not self._calibrated:
             self._calibrate_with(lambda _: closure())
+        draw = self.draw(kind)
         try:
-            draw = self._draw(kind)
             estimate = rule.estimator.estimate(closure, draw)
         except FloatingPointError as error:
             raise self._not_finite(error) from None
@@ -177,8 +177,8 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             rho: the perturbation scale; None: that of the steps.
             others: measures along so many directions that no step draws, in place of the next step's.
         """
+        draw = self.draw(others=others)
         try:
-            draw = self._draw(self.kinds[0], others)
             return self._two_point.probes(closure, draw.directions, self.rho if rho is None else rho)
         except FloatingPointError as error:
             raise self._not_finite(error) from None
@@ -197,7 +197,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
                 f"record is of step {record.step} with {len(record.probes)} directions; the next step is "
                 f"{self.num_steps}, with {count}."
             )
-        draw = self._draw(record.kind)
+        draw = self.draw(record.kind)
         self._apply(rule, rule.estimator.recall(record, draw), record, draw)
 
     def check_kind(self, kind: str, closure: Closure) -> None:
@@ -254,18 +254,26 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         for rule in self.rules.values():
             rule.estimator.share_directions(ranks)
 
-    def _draw(self, kind: str, others: int = 0) -> StepDraw:
-        """The step's directions, by parameter; what is trained in the forward pass moves over to their factors."""
+    def draw(self, kind: str | None = None, *, others: int = 0) -> StepDraw:
+        """The directions of the next step; what is trained in the forward pass moves over to their fixed factors.
+
+        Args:
+            kind: of the step; None: the usual one.
+            others: draws as many directions that no step draws, in place of the step's own.
+        """
         if self._closed:
             raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
         indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
         keys = [DrawKey(self.seed, self.num_steps, index) for index in indices]
         drawn: dict[str, list[Direction]] = {}
-        for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
-            state = self._moments.get(name, {})
-            drawn[name] = [self.perturbation.direction(moving.target, key, state) for key in keys]
-            moving.begin(drawn[name][0], keys[0])
-        return StepDraw(self.num_steps, self.progress.counts[kind], drawn)
+        try:
+            for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
+                state = self._moments.get(name, {})
+                drawn[name] = [self.perturbation.direction(moving.target, key, state) for key in keys]
+                moving.begin(drawn[name][0], keys[0])
+        except FloatingPointError as error:  # of the rows that a basis is computed from
+            raise self._not_finite(error) from None
+        return StepDraw(self.num_steps, self.progress.counts[kind or self.kinds[0]], drawn)
 
     @property
     def _moments(self) -> Moments:
