@@ -1,9 +1,8 @@
 """The interface of torch.optim, `loss = optimizer.step(closure)`, with forward passes alone."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -11,20 +10,21 @@ from torch import Tensor, nn
 
 from tezo.directions.bases import FactorStore, Passes
 from tezo.directions.perturbations import DrawKey, Perturbation
-from tezo.directions.spaces import Dense, Direction, LowRank
+from tezo.directions.spaces import Direction
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.distributed import Ranks
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord
 from tezo.estimators.estimator import Estimator
 from tezo.estimators.two_point import TwoPoint
-from tezo.forward import Blocks, MovingParameter, moving_parameter, require_writable
+from tezo.forward import MovingParameter
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.products import float32_on_emulating_cpu
 from tezo.optim.limits import check_settings
 from tezo.optim.optimizer_state import Moments, OptimizerState
+from tezo.optim.tuned_parameters import TunedParameters
 from tezo.optim.tuner import LowRankChange
-from tezo.optim.updates import State, Update
+from tezo.optim.updates import Update
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,11 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         self.num_directions = num_directions
         self.seed = seed
         self.targets = select_targets(model, targets)
-        self.merged = self._closed = self._calibrated = False
+        self._calibrated = False
         perturbation.prepare(self.targets)
-        self._blocks = Blocks(model)
-        self.moving: dict[str, MovingParameter] = {}
-        try:
-            for target in self.targets:
-                self.moving[target.name] = self._moving(target, in_forward, frozen_rank)
-        except RequestError:
-            self.close()
-            raise
+        self.parameters = TunedParameters(
+            model, self.targets, perturbation, update, in_forward=in_forward, frozen_rank=frozen_rank
+        )
         self._two_point = TwoPoint(rho)
         self.rules = {rule.estimator.kind: rule for rule in (StepRule(self._two_point, update), *more_rules)}
         for rule in self.rules.values():
@@ -116,18 +111,6 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         self._restarting = [kind for kind, rule in self.rules.items() if rule.restarts]
         self.progress = OptimizerState(counts=dict.fromkeys(self.rules, 0), moments={kind: {} for kind in self.rules})
         super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
-
-    def _moving(self, target: Target, in_forward: bool, frozen_rank: int | None) -> MovingParameter:
-        kind = self.perturbation.direction_type(target)
-        if not issubclass(kind, self.update.takes):
-            taken = ", ".join(kind.__name__ for kind in self.update.takes)
-            raise RequestError(
-                f"{type(self.update).__name__} takes directions of type {taken}; "
-                f"{type(self.perturbation).__name__} draws {kind.__name__} for {target.name}."
-            )
-        if self.update.writes_weight:
-            require_writable(target, "this method")
-        return moving_parameter(target, kind, self._blocks, in_forward=in_forward, frozen_rank=frozen_rank)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Called by torch's constructor; later calls are refused, since `targets` settles what is tuned."""
@@ -261,7 +244,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             kind: of the step; None: the usual one.
             others: draws as many directions that no step draws, in place of the step's own.
         """
-        if self._closed:
+        if self.parameters.closed:
             raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
         indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
         keys = [DrawKey(self.seed, self.num_steps, index) for index in indices]
@@ -303,6 +286,11 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
     def _not_finite(self, error: FloatingPointError) -> NonFiniteLossError:
         loss = float(error.args[0]) if error.args else math.nan
         return NonFiniteLossError(self.num_steps, loss, self.last_step.loss if self.last_step is not None else None)
+
+    @property
+    def moving(self) -> dict[str, MovingParameter]:
+        """Parameter name -> how it is moved."""
+        return self.parameters.moving
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -356,64 +344,33 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
     @property
     def compression_error(self) -> float:
         """Of the parameter where it is largest: the share of what was trained that compression beside the base lost."""
-        return max((moving.compression_error for moving in self.moving.values()), default=0.0)
+        return self.parameters.compression_error
 
     def application(self, name: str) -> tuple[int | None, str]:
         """(rank of a parameter's directions or None, how perturbations reach it, in words)."""
         return self.perturbation.rank_of(name), self.moving[name].application
 
-    def writes(self, moving: MovingParameter) -> bool:
-        """Whether this method ever changes the stored tensor of a parameter."""
-        folds = self.perturbation.interval is not None and moving.folds_into_weight
-        return moving.writes_weight or self.update.writes_weight or folds
-
     def drawn_on_the_device(self) -> str | None:
         """A parameter whose steps depend on the type of its device, by noise or by rounding; None: there is none."""
-        for name, moving in self.moving.items():
-            target = moving.target
-            kind = self.perturbation.direction_type(target)
-            rounded = self.writes(moving) and target.parameter.dtype in (torch.bfloat16, torch.float16)
-            if issubclass(kind, (Dense, LowRank)) or rounded:
-                return name
-        return None
+        return self.parameters.drawn_on_the_device()
 
     def why_no_adapter(self) -> str | None:
         """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
-        if self.merged:
-            return "what was trained is in the weights since merge()"
-        if getattr(self.model, "peft_config", None):
-            return "what was trained is a change to PEFT's own adapter, for its save_pretrained() after merge()"
-        for moving in self.moving.values():
-            target = moving.target
-            if self.writes(moving):
-                return f"{target.name} was written to"
-            if not target.is_linear or len(target.sites) > 1:
-                return f"{target.name} is not the weight of one linear layer"
-        return None
+        return self.parameters.why_no_adapter()
 
     def low_rank_changes(self) -> list[LowRankChange]:
         """What training added to each matrix that is moved in the forward pass."""
-        return [
-            LowRankChange(moving.target, self.perturbation.rank_of(name) or 1, moving.trained())
-            for name, moving in self.moving.items()
-            if not moving.writes_weight
-        ]
+        return self.parameters.low_rank_changes()
 
     @torch.no_grad()
     def merge(self) -> nn.Module:
         """Writes what was trained in the forward pass into the weights, removes the hooks, returns the model."""
-        for moving in self.moving.values():
-            moving.fold()
-        self.merged = True
-        self.close()
+        self.parameters.fold()
         return self.model
 
     def close(self) -> None:
         """Removes the hooks: parameters moved in the forward pass are the base's again."""
-        self._closed = True
-        for moving in self.moving.values():
-            moving.close()
-        self._blocks.close()
+        self.parameters.close()
 
     def state_dict(self) -> dict[str, Any]:
         """param_groups as torch has them; everything else by parameter name, in its own dtype.
@@ -429,7 +386,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             "counts": dict(progress.counts),
             "seed": self.seed,
             "basis": self.perturbation.state(),
-            "change": {name: dict(moving.state()) for name, moving in self.moving.items()},
+            "change": self.parameters.changes(),
             "moments": progress.tensors(),
         }
 
@@ -449,43 +406,23 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         progress.counts |= state_dict["counts"]
         self._load_moments(state_dict["moments"])
         self.perturbation.load_state(state_dict["basis"])
-        self._load_changes(state_dict["change"])
+        self.parameters.load_changes(state_dict["change"], self._draw_for(self.num_steps))
 
     @property
     def _description(self) -> str:
         return f"{type(self.update).__name__} over {type(self.perturbation).__name__}"
 
     def tuned_state(self) -> dict[str, Tensor]:
-        """Copies, on the CPU, of all that training changes: coefficients, and weights where they are written."""
-        return {key: value.detach().cpu().clone() for key, value in self._tuned().items()}
+        """Copies, on the CPU, of all that training changes; see `TunedParameters.tensors`."""
+        return {key: value.detach().cpu().clone() for key, value in self.parameters.tensors().items()}
 
-    def _tuned(self) -> dict[str, Tensor]:
-        # "change/NAME/KEY": coefficients; "weight/NAME": weights that the method writes; "basis/STEP/NAME": factors
-        # that were computed from data
-        tuned = {f"basis/{key}": value for key, value in self.perturbation.state().items()}
-        for name, moving in self.moving.items():
-            if self.writes(moving):
-                tuned[f"weight/{name}"] = moving.weight
-            tuned |= {f"change/{name}/{key}": value for key, value in moving.state().items()}
-        return tuned
-
-    @torch.no_grad()
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
         """Puts back a `tuned_state` taken after `num_steps` steps."""
-        basis = {key.removeprefix("basis/"): value for key, value in tuned.items() if key.startswith("basis/")}
-        self.perturbation.load_state(basis)
-        changes: dict[str, State] = {name: {} for name in self.moving}
-        for key, value in tuned.items():
-            if key.startswith("weight/"):
-                self.moving[key.removeprefix("weight/")].weight.copy_(value)
-            elif key.startswith("change/"):
-                name, _, role = key.removeprefix("change/").rpartition("/")
-                changes[name][role] = value
-        self._load_changes(changes, num_steps)
+        self.parameters.load_tensors(tuned, self._draw_for(num_steps))
 
     def resumable_state(self) -> dict[str, Tensor]:
         """All tensors that the next step depends on, by name; not copies. See `load_resumable_state`."""
-        return self._tuned() | self.progress.tensors()
+        return self.parameters.tensors() | self.progress.tensors()
 
     def load_resumable_state(self, state: Mapping[str, Tensor], records: Sequence[StepRecord]) -> None:
         """Puts back a `resumable_state`; the next step is the one that followed it.
@@ -503,12 +440,11 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         for kind, rule in self.rules.items():
             rule.estimator.resume(list(self.progress.moments[kind]))
 
-    def _load_changes(self, changes: Mapping[str, State], num_steps: int | None = None) -> None:
-        taken = self.num_steps if num_steps is None else num_steps
+    def _draw_for(self, num_steps: int) -> Callable[[Target, int | None], Direction]:
+        """Draws directions with the fixed factors of a step; by default of the last of `num_steps`."""
 
         def draw(target: Target, refresh_step: int | None) -> Direction:
-            key = DrawKey(self.seed, max(0, taken - 1) if refresh_step is None else refresh_step)
+            key = DrawKey(self.seed, max(0, num_steps - 1) if refresh_step is None else refresh_step)
             return self.perturbation.direction(target, key, self._moments.get(target.name, {}))
 
-        for name, moving in self.moving.items():
-            moving.load_state(partial(draw, moving.target), changes[name])
+        return draw
