@@ -6,7 +6,8 @@ from torch import Tensor
 from tezo.directions.spaces import CP, Core, Dense, Direction, FixedFactors, LowRank
 from tezo.estimators.estimate import ParameterEstimate
 from tezo.forward import MovingParameter
-from tezo.numerics.factored_adam import AdamFactors, factored_adam_
+from tezo.numerics.adam_factors import AdamFactors
+from tezo.numerics.factored_adam import factored_adam_
 from tezo.optim.updates.update import State, Update, check_average, zeros_like_coefficient
 
 
