@@ -16,10 +16,10 @@ def register(app: typer.Typer) -> None:
 
 
 def tasks(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one with its prompts.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this task with its prompts.")] = None,
     json: bool = JsonOption,
 ) -> None:
-    """List the paper's data sets, or show how one is put to a model."""
+    """List the paper's data sets, or show the prompts of one."""
     from tezo.tasks import TASKS, task
 
     chosen = [task(name)] if name else list(TASKS.values())
