@@ -1,4 +1,4 @@
-"""Linear probing: logistic regression on what a frozen model knows, the baseline below all fine-tuning."""
+"""Linear probing: logistic regression on the features of a frozen model, a baseline for fine-tuning."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +19,15 @@ from tezo.tasks.splits import divide, read_splits
 
 @torch.no_grad()
 def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) -> tuple[Metrics, dict[str, int]]:
-    """(metrics on the test rows, rows by use) of a probe fitted to the training rows.
+    """Fits a linear probe to the training rows.
+
+    Returns (metrics on the test rows, or the dev rows if there are none; number of "train" and "test" rows).
 
     Args:
-        data: which rows; they must share their options.
+        data: the rows; they must share their options.
         loaded: the model; it is only read.
-        batch_size: examples of a forward pass.
-        seed: of the choice of rows.
+        batch_size: examples per forward pass.
+        seed: seed of the choice of rows.
 
     Raises:
         RequestError: the rows have no labels in common.
@@ -33,7 +35,7 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
     found = read_splits(data)
     form = make_format(data, loaded, found.train)
     if not form.options:
-        raise RequestError("probe is set, but these rows do not share their labels; it is for labelled rows.")
+        raise RequestError("probe is set, but these rows do not share their labels; use it with labelled rows.")
     rows = divide(found, form, data, seed)
     objective = make_objective(data, loaded, form)
     parts = [[objective.encode(form.example(row)) for row in part] for part in (rows.train, rows.test or rows.dev)]
@@ -47,7 +49,7 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
 
 
 def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Tensor:
-    """(B, D) in float64 on the CPU, in order: see `Objective.features`."""
+    """Features of the examples in order, (B, D) in float64 on the CPU; see `Objective.features`."""
     found: dict[int, Tensor] = {}
     with float32_on_emulating_cpu(model):
         for part in by_length(encoded, batch_size):
@@ -62,7 +64,12 @@ def fit(x_BD: Tensor, labels_B: Tensor, options: int) -> tuple[Tensor, Tensor]:
 
         sum_b cross entropy(W x_b + bias, label_b) + |W|^2 / 2,
 
-    which has one minimum (the penalty is scikit-learn's default). By L-BFGS, in float64.
+    which has one minimum (the penalty is scikit-learn's default). Solved by L-BFGS in float64.
+
+    Args:
+        x_BD: features, float64.
+        labels_B: int64, from 0 to `options` - 1.
+        options: number of options O.
     """
     weight_OD = torch.zeros(options, x_BD.shape[1], dtype=torch.float64, requires_grad=True)
     bias_O = torch.zeros(options, dtype=torch.float64, requires_grad=True)
