@@ -83,7 +83,16 @@ def measure_time(options: CostOptions, given: Given) -> Numbers:
 
 
 def results(paths: Sequence[Path], kind: str, figure: Callable[[dict[str, Any]], float | None]) -> list[dict[str, Any]]:
-    """{"setting": in words, "figures": {make_case: figure}} for each result of one kind in files of `tezo bench`."""
+    """{"setting": text, "figures": {label: value}} for each result of one kind in files of `tezo bench`.
+
+    Args:
+        paths: JSON files that `tezo bench` wrote.
+        kind: "step" or "memory".
+        figure: row of a result -> value, or None if the row has none.
+
+    Raises:
+        RequestError: a file is not such a result, or there is none of this kind.
+    """
     found = []
     for path in paths:
         try:

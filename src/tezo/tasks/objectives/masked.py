@@ -14,7 +14,7 @@ from tezo.tasks.objectives.objective import Encoded, Objective
 
 
 class MaskedObjective(Objective):
-    """The score of an option is the logit of its one-token word at the mask; the loss is the cross-entropy over scores."""
+    """An option's score is the logit of its word, a single token, at the mask; the loss is their cross-entropy."""
 
     side_cut = "the longer side of the mask, at its far end"
 
