@@ -92,9 +92,9 @@ class Ranks:
         """
         if self.size == 1:
             return
-        found = self.gather([float(int(digest[i : i + 8], 16)) for i in (0, 8)])
-        for rank, other in enumerate(found):
-            if other != found[0]:
+        digests = self.gather([float(int(digest[i : i + 8], 16)) for i in (0, 8)])
+        for rank, other in enumerate(digests):
+            if other != digests[0]:
                 raise RunError(
                     f"rank {rank} has other parameters than rank 0 after step {step}; go on with --resume from the "
                     "last checkpoint, and check that rank's device."

@@ -98,9 +98,11 @@ def load_model(
     trust = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **trust)
-        found = kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
+        model_kind = (
+            kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
+        )
         options = _weights(config, dtype, quantization, place, where)
-        model, report = _CLASSES[found].from_pretrained(source, config=config, **options, **trust)
+        model, report = _CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
     except RequestError:
         raise
@@ -116,7 +118,7 @@ def load_model(
     _set_padding(name, tokenizer)
     model = (model if "device_map" in options else model.to(where)).eval()
     fingerprint = digest(dict(model.named_parameters()))
-    return LoadedModel(model, tokenizer, found, fingerprint, tuple(place.settle(model, where)))
+    return LoadedModel(model, tokenizer, model_kind, fingerprint, tuple(place.settle(model, where)))
 
 
 def _weights(config: Any, dtype: str, quantization: str, place: Placement, where: torch.device) -> dict[str, Any]:

@@ -81,10 +81,10 @@ def quantizer(name: str) -> Quantizer:
     """
     if name not in QUANTIZERS:
         raise RequestError(f"model.quantization: there is no {name!r}. " + nearest(name, ("none", *QUANTIZERS)))
-    found = QUANTIZERS[name]
-    if find_spec(found.package) is None:
-        raise RequestError(f"model.quantization is {name}, which needs {found.package}; pip install {found.package}.")
-    return found
+    entry = QUANTIZERS[name]
+    if find_spec(entry.package) is None:
+        raise RequestError(f"model.quantization is {name}, which needs {entry.package}; pip install {entry.package}.")
+    return entry
 
 
 def check_unpacks(name: str, model: nn.Module, device: torch.device) -> None:

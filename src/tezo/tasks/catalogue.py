@@ -97,10 +97,10 @@ def _drop_references(row: Row) -> Sequence[str]:
 
 def _texts(row: Row, field: str, key: str) -> Sequence[str]:
     """The distinct answers; `RequestError` if there are none."""
-    found = row.value(field, dict).get(key)
-    if not isinstance(found, list) or not found:
+    texts = row.value(field, dict).get(key)
+    if not isinstance(texts, list) or not texts:
         raise RequestError(f"{row.where}: there is no answer in {field!r}; fix or remove that row.")
-    return [str(text) for text in dict.fromkeys(found)]
+    return [str(text) for text in dict.fromkeys(texts)]
 
 
 YES_NO, NO_YES = ("Yes", "No"), ("No", "Yes")

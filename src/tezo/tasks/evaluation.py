@@ -113,8 +113,8 @@ def option_scores(
         raise RequestError("calibrate is set, but these rows have no prompt without their text; use it with a task "
                            "and a causal model.")  # fmt: skip
     blank = [objective.encode(replace(example, prompt=null or "")) for (null, _), example in nulls.items()]
-    found = _plain_scores(model, objective, blank, batch_size)
-    prior = {key: _sums(row, e) for key, row, e in zip(nulls, found, blank, strict=True)}
+    null_scores = _plain_scores(model, objective, blank, batch_size)
+    prior = {key: _sums(row, e) for key, row, e in zip(nulls, null_scores, blank, strict=True)}
     pairs = zip(scores, encoded, strict=True)
     return [_sums(row, e) - prior[e.example.null, e.example.options] for row, e in pairs]
 
@@ -125,11 +125,11 @@ def _sums(means: Tensor, encoded: Encoded) -> Tensor:
 
 
 def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
+    scores: dict[int, Tensor] = {}
     for part in by_length(encoded, batch_size):
         table = objective.scores(model, objective.collate([encoded[i] for i in part])).double().cpu()
-        found |= {i: row[: len(encoded[i].example.options)] for i, row in zip(part, table, strict=True)}
-    return [found[i] for i in range(len(encoded))]
+        scores |= {i: row[: len(encoded[i].example.options)] for i, row in zip(part, table, strict=True)}
+    return [scores[i] for i in range(len(encoded))]
 
 
 def choice_metrics(

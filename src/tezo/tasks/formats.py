@@ -233,17 +233,17 @@ def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields) -> LabelForma
 
 
 def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
-    found: dict[str, str] = {}
+    by_stripped: dict[str, str] = {}
     for row in rows:
         name = str(_value(row, label))
         if not name.strip():
             raise RequestError(f"{row.where}: the label is empty; fill it in, or remove the row.")
-        if found.setdefault(name.strip(), name) != name:
+        if by_stripped.setdefault(name.strip(), name) != name:
             raise RequestError(
-                f"{row.where}: the label {name!r} differs from {found[name.strip()]!r} only by white space; "
+                f"{row.where}: the label {name!r} differs from {by_stripped[name.strip()]!r} only by white space; "
                 "write them the same way, or name all labels in data.label_words."
             )
-    return sorted(found.values())
+    return sorted(by_stripped.values())
 
 
 def _value(row: Row, name: str) -> str | int:

@@ -32,11 +32,11 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
     Raises:
         RequestError: the rows have no labels in common.
     """
-    found = read_splits(data)
-    form = make_format(data, loaded, found.train)
+    splits = read_splits(data)
+    form = make_format(data, loaded, splits.train)
     if not form.options:
         raise RequestError("probe is set, but these rows do not share their labels; use it with labelled rows.")
-    rows = divide(found, form, data, seed)
+    rows = divide(splits, form, data, seed)
     objective = make_objective(data, loaded, form)
     parts = [[objective.encode(form.example(row)) for row in part] for part in (rows.train, rows.test or rows.dev)]
     train_BD, test_BD = (features(loaded.model, objective, part, batch_size) for part in parts)
@@ -50,12 +50,12 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
 
 def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Tensor:
     """Features of the examples in order, (B, D) in float64 on the CPU; see `Objective.features`."""
-    found: dict[int, Tensor] = {}
+    by_index: dict[int, Tensor] = {}
     with float32_on_emulating_cpu(model):
         for part in by_length(encoded, batch_size):
             rows = objective.features(model, [encoded[i] for i in part]).double().cpu()
-            found |= dict(zip(part, rows, strict=True))
-    return torch.stack([found[i] for i in range(len(encoded))])
+            by_index |= dict(zip(part, rows, strict=True))
+    return torch.stack([by_index[i] for i in range(len(encoded))])
 
 
 @torch.enable_grad()

@@ -50,7 +50,7 @@ def per_class(
     """
     chosen: list[list[int]] = [[] for _ in counts]
     for index, label in enumerate(names):
-        own = [i for i, found in enumerate(labels) if found == index]
+        own = [i for i, row_label in enumerate(labels) if row_label == index]
         if len(own) < sum(counts) and not fewer:
             also = " and as many dev rows" if len(counts) > 1 else ""
             raise RequestError(

@@ -174,8 +174,8 @@ def _by_class(rows: Splits, form: Format, data: DataConfig, seed: int, takes_dev
         raise RequestError("data.per_class is set, but these rows have no labels in common; leave it out.")
     labels = [form.example(row).label for row in rows.train]
     counts = [data.per_class] * (2 if takes_dev else 1)
-    found = per_class(labels, counts, form.labels, seed, fewer=data.allow_fewer)
-    train, *dev = ([rows.train[i] for i in part] for part in found)
+    drawn = per_class(labels, counts, form.labels, seed, fewer=data.allow_fewer)
+    train, *dev = ([rows.train[i] for i in part] for part in drawn)
     notices = rows.notices
     if len(train) < data.per_class * len(form.labels):
         notices += (
@@ -218,9 +218,9 @@ def _by_count(rows: Splits, data: DataConfig, seed: int, takes_dev: bool) -> Spl
     return replace(rows, train=train, dev=chosen, notices=notices)
 
 
-def _check_enough(found: int, wanted: int | None, key: str, data: DataConfig) -> None:
-    if wanted is not None and found < wanted and not data.allow_fewer:
-        raise RequestError(f"{key} is {wanted}, but there are {found} rows; lower it, or set data.allow_fewer.")
+def _check_enough(available: int, wanted: int | None, key: str, data: DataConfig) -> None:
+    if wanted is not None and available < wanted and not data.allow_fewer:
+        raise RequestError(f"{key} is {wanted}, but there are {available} rows; lower it, or set data.allow_fewer.")
 
 
 def _task_rows(data: DataConfig, split: str, key: str) -> list[Row]:
@@ -236,9 +236,9 @@ def _task_rows(data: DataConfig, split: str, key: str) -> list[Row]:
 def _file(entry: Task, folder: Path, split: str) -> Path:
     own = folder / entry.name
     names = [split, "validation"] if split == entry.hub.test else [split]
-    found = [path for name in names for path in sorted(own.glob(f"{name}.*"))]
-    if found:
-        return found[0]
+    paths = [path for name in names for path in sorted(own.glob(f"{name}.*"))]
+    if paths:
+        return paths[0]
     splits: Sequence[str] = sorted({path.stem for path in own.glob("*.*")})
     content = f"it has {', '.join(splits)}" if splits else "it has no rows"
     raise RequestError(

@@ -74,13 +74,13 @@ class Choice(Wording):
             raise RequestError(f"{row.where}: the text has a NUL character in it; remove that character.")
         slot = prompt.index(MASK) if MASK in prompt else None
         null = self.prompt(blank(row)) if slot is None else None
-        asked = Example(
+        question = Example(
             prompt.replace(MASK, ""), "", self.words, None, row.where, slot=slot, names=self.labels, null=null
         )
         if not answered:
-            return asked
+            return question
         label = index_of(row, self.label, len(self.words))
-        return replace(asked, answer=self.words[label], label=label)
+        return replace(question, answer=self.words[label], label=label)
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class OwnOptions(Wording):
         options = tuple(self.options(row))
         names = tuple(self.names(row)) if self.names is not None else ()
         null = self.prompt(blank(row, self.kept))
-        asked = Example(self.prompt(row), "", options, None, row.where, names=names, null=null)
+        question = Example(self.prompt(row), "", options, None, row.where, names=names, null=null)
         if not answered:
-            return asked
+            return question
         right = tuple(self.right(row))
-        references = tuple(asked.name_of(i) for i in right)
-        return replace(asked, answer=options[right[0]], label=right[0], right=right, references=references)
+        references = tuple(question.name_of(i) for i in right)
+        return replace(question, answer=options[right[0]], label=right[0], right=right, references=references)
 
     def training_example(self, row: Row) -> Example:
         known = self.example(row, answered=True)

@@ -149,12 +149,12 @@ def _measure_method(name: str, options: ConvergenceOptions) -> Numbers:
     if not math.isfinite(best["loss"]):
         raise RequestError(f"rates is {list(options.rates)}; {name} diverges at all of them; give smaller ones.")
     runs = [best] + [run(name, t, rate * unit * math.sqrt(first / t), options) for t in options.horizons[1:]]
-    for horizon, found in zip(options.horizons, runs, strict=True):
-        if not math.isfinite(found["loss"]):
+    for horizon, values in zip(options.horizons, runs, strict=True):
+        if not math.isfinite(values["loss"]):
             raise RequestError(
                 f"rates is {list(options.rates)}; {name} diverges within {horizon} steps; give smaller ones."
             )
-    curves = {key: [found[key] for found in runs] for key in best}
+    curves = {key: [values[key] for values in runs] for key in best}
     numbers = {"method": name, "rate": rate * unit, "rate_in_units": rate, **curves}
     numbers["slope"] = slope(options.horizons, curves["full"])
     if "span" in curves:
@@ -195,8 +195,8 @@ def _means(seen_T3: Tensor, *, has_span: bool) -> dict[str, float]:
     relative_T3 = seen_T3 / seen_T3[0]
     tail_T3 = relative_T3[-max(1, len(relative_T3) // 10) :]
     (_, full, span), (loss, last, span_last) = relative_T3.mean(dim=0).tolist(), tail_T3.mean(dim=0).tolist()
-    found = {"loss": loss, "full": full, "last": last}
-    return found | ({"span": span, "span_last": span_last} if has_span else {})
+    means = {"loss": loss, "full": full, "last": last}
+    return means | ({"span": span, "span_last": span_last} if has_span else {})
 
 
 def build(name: str, model: Bowl, lr: float, options: ConvergenceOptions) -> ZerothOrderOptimizer:

@@ -93,19 +93,19 @@ def results(paths: Sequence[Path], kind: str, figure: Callable[[dict[str, Any]],
     Raises:
         RequestError: a file is not such a result, or there is none of this kind.
     """
-    found = []
+    selected = []
     for path in paths:
         try:
             read = read_json(path)
             for result in read if isinstance(read, list) else [read]:
                 if result["kind"] == kind:
                     figures = {row["label"]: figure(row) for row in result["rows"]}
-                    found.append({"setting": in_words(result["settings"]), "figures": figures})
+                    selected.append({"setting": in_words(result["settings"]), "figures": figures})
         except (UntrustedError, KeyError, TypeError, AttributeError):
             raise RequestError(f"{path} is not a result of this version of tezo bench; measure again.") from None
-    if not found:
+    if not selected:
         raise RequestError(f"{', '.join(map(str, paths))}: there is no result of tezo bench {kind}; run it first.")
-    return found
+    return selected
 
 
 def in_words(settings: dict[str, Any]) -> str:
@@ -123,13 +123,13 @@ def paper_place(options: CostOptions) -> int:
 
 def draw_costs(numbers: Numbers, figure: Any) -> None:
     """Draws bars: our results on the left, one colour per setting; the paper's on the right."""
-    shown = numbers["ours"][: len(COLOURS)]
+    settings = numbers["ours"][: len(COLOURS)]
     figure.set_size_inches(8.0, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    every = dict.fromkeys(name for row in shown for name in row["figures"])
-    names = [name for name in every if any(row["figures"].get(name) is not None for row in shown)]
-    height = 0.8 / len(shown)
-    for i, (row, colour) in enumerate(zip(shown, COLOURS, strict=False)):
+    every = dict.fromkeys(name for row in settings for name in row["figures"])
+    names = [name for name in every if any(row["figures"].get(name) is not None for row in settings)]
+    height = 0.8 / len(settings)
+    for i, (row, colour) in enumerate(zip(settings, COLOURS, strict=False)):
         bars = [(j + i * height, row["figures"].get(name)) for j, name in enumerate(names)]
         known = [(place, value) for place, value in bars if value is not None]
         left.barh(*zip(*known, strict=True), height, color=colour, label=row["setting"])

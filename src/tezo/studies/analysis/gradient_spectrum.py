@@ -84,11 +84,11 @@ def short(name: str) -> str:
 
 def caption_spectrum(numbers: Numbers) -> str:
     """The caption of the figure."""
-    shown = [
+    counts = [
         f"{statistics.median(layer['above_line']):.0f} of {min(layer['shape'])}" for layer in numbers["layers"].values()
     ]
     return (
-        f"Singular values of gradients, over the largest of the step; {', '.join(shown)} are above the white line at "
+        f"Singular values of gradients, over the largest of the step; {', '.join(counts)} are above the white line at "
         f"{100 * numbers['line']:.0f} % of it in the median step. {on_what(numbers)}."
     )
 

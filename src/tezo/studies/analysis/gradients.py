@@ -93,8 +93,8 @@ def chosen_layers(job: Job, patterns: Sequence[str]) -> list[Target]:
     matrices = [target for target in select_targets(job.model, patterns or (ALL_LINEAR,)) if target.is_matrix]
     with torch.enable_grad():
         loss = job.objective.loss(job.model, *job.batches([0]))
-        found = torch.autograd.grad(loss, [target.parameter for target in matrices], allow_unused=True)
-    matrices = [target for target, gradient in zip(matrices, found, strict=True) if gradient is not None]
+        gradients = torch.autograd.grad(loss, [target.parameter for target in matrices], allow_unused=True)
+    matrices = [target for target, gradient in zip(matrices, gradients, strict=True) if gradient is not None]
     if not matrices:
         raise RequestError(
             f"layers is {list(patterns)}, which selects no matrix that the loss depends on; set another pattern."

@@ -69,13 +69,13 @@ def _measure_dtype(options: HalfOptions, dtype: torch.dtype) -> dict[str, Any]:
 def drift_in_place(start: Tensor, options: HalfOptions) -> list[float]:
     """Drift of W += rho z, W -= 2 rho z, W += rho z in the weight's dtype, as in published code."""
     weight = start.clone()
-    found = []
+    drift = []
     for step in range(options.steps):
         z = _noise(start, options, step)
         for scale in (1, -2, 1):
             weight += (scale * options.rho * z).to(weight.dtype)
-        found.append(_share(weight, start))
-    return found
+        drift.append(_share(weight, start))
+    return drift
 
 
 def drift_ours(start: Tensor, options: HalfOptions) -> list[float]:
@@ -84,12 +84,12 @@ def drift_ours(start: Tensor, options: HalfOptions) -> list[float]:
     model.weight.data.copy_(start)
     optimizer = mezo(model, lr=0.0, rho=options.rho, seed=options.seed)
     x = torch.ones(1, len(start), dtype=start.dtype)
-    found = []
+    drift = []
     for _ in range(options.steps):
         optimizer.step(lambda: model(x).float().sum())
-        found.append(_share(model.weight.data, start))
+        drift.append(_share(model.weight.data, start))
     optimizer.close()
-    return found
+    return drift
 
 
 def arrived(start: Tensor, options: HalfOptions, *, stochastic: bool) -> list[float]:
@@ -97,15 +97,15 @@ def arrived(start: Tensor, options: HalfOptions, *, stochastic: bool) -> list[fl
     weight = start.clone()
     sign = _noise(start, options, 0).sign()
     draw = generator(weight.device, seed=options.seed, step=0, name="weight", role="rounding")
-    found = []
+    fractions = []
     for step in range(1, options.steps + 1):
         if stochastic:
             rounding.add_(weight, sign, options.step, draw)
         else:
             weight += (options.step * sign).to(weight.dtype)
         moved = (weight.double() - start.double()) * sign.double()
-        found.append(float(moved.mean()) / (options.step * step))
-    return found
+        fractions.append(float(moved.mean()) / (options.step * step))
+    return fractions
 
 
 def _noise(start: Tensor, options: HalfOptions, step: int) -> Tensor:

@@ -97,7 +97,7 @@ def comparison(full_MN: Tensor, kept_MN: Tensor) -> dict[str, float]:
     full, kept = full_MN.double().flatten(), kept_MN.double().flatten()
     floor = kept.clamp_min(torch.finfo(torch.float64).tiny)
     relative, of_root = (full - kept) / floor, (full.sqrt() - kept.sqrt()) / floor.sqrt()
-    found = {
+    errors = {
         "norm": (full - kept).norm() / full.norm(),
         "norm_of_root": (full.sqrt() - kept.sqrt()).norm() / full.sum().sqrt(),
         "entries": relative.square().mean().sqrt(),
@@ -106,7 +106,7 @@ def comparison(full_MN: Tensor, kept_MN: Tensor) -> dict[str, float]:
         "mean_ratio": kept.mean() / full.mean(),
         "paper": (full - kept).norm() / full.numel(),
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in errors.items()}
 
 
 def correlation(a: Tensor, b: Tensor) -> Tensor:
@@ -118,16 +118,16 @@ def correlation(a: Tensor, b: Tensor) -> Tensor:
 
 def _averaged(u_MR: Tensor, v_NR: Tensor, tau_TR: Tensor, beta2: float) -> list[dict[str, float]]:
     """The comparison of the averages after the steps of `recorded_steps`."""
-    seen, found = set(recorded_steps(len(tau_TR))), []
+    recorded, comparisons = set(recorded_steps(len(tau_TR))), []
     full_MN = u_MR.new_zeros(len(u_MR), len(v_NR))
     tau_v_R = torch.zeros_like(tau_TR[0])
     for step, tau_R in enumerate(tau_TR, start=1):
         z_MN = (u_MR * tau_R) @ v_NR.T
         full_MN.mul_(beta2).addcmul_(z_MN, z_MN, value=1 - beta2)
         tau_v_R.mul_(beta2).addcmul_(tau_R, tau_R, value=1 - beta2)
-        if step in seen:
-            found.append({"step": step} | comparison(full_MN, separable(u_MR, v_NR, tau_v_R)))
-    return found
+        if step in recorded:
+            comparisons.append({"step": step} | comparison(full_MN, separable(u_MR, v_NR, tau_v_R)))
+    return comparisons
 
 
 def recorded_steps(steps: int) -> list[int]:

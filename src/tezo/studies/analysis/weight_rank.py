@@ -63,8 +63,8 @@ def measure_weight_rank(options: WeightRankOptions, given: Given) -> Numbers:
         rank_correlation(*([layer[key][i] for layer in layers.values()] for key in ("weight", "gradient")))
         for i in range(len(chosen))
     ]
-    found = {"thresholds": list(options.thresholds), "rank_correlation": correlations, "layers": layers}
-    return described(options, losses, job) | found
+    ranks_of_layers = {"thresholds": list(options.thresholds), "rank_correlation": correlations, "layers": layers}
+    return described(options, losses, job) | ranks_of_layers
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
@@ -85,10 +85,10 @@ def draw_weight_rank(numbers: Numbers, figure: Any) -> None:
     """Draws the ranks of weight and gradient per layer at the second threshold (left), and Eq. 7's ranks (right)."""
     left, right = figure.subplots(1, 2)
     thresholds, layers = numbers["thresholds"], list(numbers["layers"].values())
-    shown = min(1, len(thresholds) - 1)
+    index = min(1, len(thresholds) - 1)
     for key, colour, marker in (("weight", COLOURS[0], "o"), ("gradient", COLOURS[1], "^")):
-        left.plot([layer[key][shown] for layer in layers], marker, color=colour, markersize=4, label=key)
-    left.set(xlabel="linear layer", ylabel="rank", yscale="log", title=f"above {thresholds[shown]:g} of the largest")
+        left.plot([layer[key][index] for layer in layers], marker, color=colour, markersize=4, label=key)
+    left.set(xlabel="linear layer", ylabel="rank", yscale="log", title=f"above {thresholds[index]:g} of the largest")
     left.legend()
     for i, (threshold, colour) in enumerate(zip(thresholds, COLOURS, strict=False)):
         selected = [layer["selected"][i] for layer in layers]
@@ -99,11 +99,11 @@ def draw_weight_rank(numbers: Numbers, figure: Any) -> None:
 
 def caption_weight_rank(numbers: Numbers) -> str:
     """The caption of the figure."""
-    found = ", ".join("none" if c is None else f"{c:.2f}" for c in numbers["rank_correlation"])
+    correlations = ", ".join("none" if c is None else f"{c:.2f}" for c in numbers["rank_correlation"])
     at = ", ".join(f"{threshold:g}" for threshold in numbers["thresholds"])
     return (
         f"Ranks of weights and gradients of {len(numbers['layers'])} linear layers; their rank correlation over the "
-        f"layers is {found} at thresholds of {at}. {on_what(numbers)}."
+        f"layers is {correlations} at thresholds of {at}. {on_what(numbers)}."
     )
 
 

@@ -68,7 +68,7 @@ def rows(runs: dict[str, list[dict[str, Any]]], model_bytes: int) -> list[dict[s
         model_bytes: bytes of the model's parameters.
     """
     peaks = {label: statistics.median(run["peak"] for run in found) for label, found in runs.items()}
-    made = []
+    table = []
     for label, found in runs.items():
         all_peaks, held = [run["peak"] for run in found], found[0]["held"]
         row: dict[str, Any] = {"label": label, "peak": spread(all_peaks), "held": held}
@@ -80,8 +80,8 @@ def rows(runs: dict[str, list[dict[str, Any]]], model_bytes: int) -> list[dict[s
                 "percent": round(100 * over / model_bytes, 3),
                 "percent_less_held": round(100 * (over - held) / model_bytes, 3),
             }
-        made.append(row | {"rounds": all_peaks, "peak_reset": found[0]["peak_reset"]})
-    return made
+        table.append(row | {"rounds": all_peaks, "peak_reset": found[0]["peak_reset"]})
+    return table
 
 
 def peak_of(label: str, settings: Settings) -> dict[str, Any]:
@@ -95,9 +95,9 @@ def peak_of(label: str, settings: Settings) -> dict[str, Any]:
     if entry.interval is not None:
         entry.run_refresh()
     work.synchronize()
-    found = {"peak": peak_now(work.device), "held": entry.state_bytes(), "peak_reset": peak_reset}
+    result = {"peak": peak_now(work.device), "held": entry.state_bytes(), "peak_reset": peak_reset}
     entry.close()
-    return found | {"circumstances": circumstances(work)}
+    return result | {"circumstances": circumstances(work)}
 
 
 def peak_of_fresh_process(label: str, settings: Settings) -> dict[str, Any]:
@@ -112,9 +112,9 @@ def peak_of_fresh_process(label: str, settings: Settings) -> dict[str, Any]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it was killed, perhaps because memory ran out"])[-1]
         raise RunError(f"the process that measured {label} ended with code {done.returncode}: {last}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    found["circumstances"]["command"] = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    result["circumstances"]["command"] = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return result
 
 
 def forget_peak(device: torch.device) -> bool:

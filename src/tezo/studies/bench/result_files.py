@@ -67,8 +67,8 @@ def silent(progress: str) -> None:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, minimum and quartiles: "median", "min", "q1", "q3"."""
     quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    found = {"median": quartiles[1], "min": min(values), "q1": quartiles[0], "q3": quartiles[2]}
-    return {name: round(value, 7) for name, value in found.items()}
+    summary = {"median": quartiles[1], "min": min(values), "q1": quartiles[0], "q3": quartiles[2]}
+    return {name: round(value, 7) for name, value in summary.items()}
 
 
 def check_target(path: Path | None) -> None:

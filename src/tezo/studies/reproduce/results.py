@@ -83,15 +83,15 @@ def chooser(grid: Grid, output: Path) -> Callable[[Line, Column], float | None]:
 
     It returns None if no run has finished. A rate with a failed seed is not compared with one that has none.
     """
-    found: dict[tuple[str, str], dict[float | None, list[float]]] = {}
+    dev_losses: dict[tuple[str, str], dict[float | None, list[float]]] = {}
     for cell in grid.search():
         summary = summary_of(output / cell.folder)
         if summary is not None and cell.rate is not None:
-            rates = found.setdefault((cell.line.key, cell.column.key), {})
+            rates = dev_losses.setdefault((cell.line.key, cell.column.key), {})
             rates.setdefault(cell.rate, []).append(_comparable(summary["dev_loss"]))
 
     def chosen(line: Line, column: Column) -> float | None:
-        losses = found.get((line.key, column.key), {})
+        losses = dev_losses.get((line.key, column.key), {})
         most = max(map(len, losses.values()), default=0)
         complete = [rate for rate in losses if len(losses[rate]) == most]
         return min(complete, key=lambda rate: statistics.mean(losses[rate]), default=None)
