@@ -27,15 +27,15 @@ def storing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is whole.") from error
+        raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is intact.") from error
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return "the disk is full; make room, then start again, a run with --resume"
+            return "the disk is full; free some space, then start again (a run with --resume)"
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return "its folder is gone; put it back, then start again, a run with --resume"
+            return "its folder is gone; restore it, then start again (a run with --resume)"
         return f"{error.strerror or error}"
     return " ".join(str(error).split())[:200]
 
