@@ -150,7 +150,7 @@ def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, n
     done = small(name, output, data, "--only", f"{methods},{tasks}")
     assert done.code == 0, done.err
     text = (output / "table.md").read_text()
-    assert "SMALL SCALE" in text.splitlines()[0] and "no accuracy" in text.splitlines()[0]
+    assert "SMALL SCALE" in text.splitlines()[0] and "accuracies mean nothing" in text.splitlines()[0]
     body = [line for line in text.splitlines() if line.startswith("| ")][1:]
     lines = {line.split("|")[1].strip(): line for line in body}
     assert set(lines) == {"FT", "ZERO-SHOT", "MeZO", "TeZO"}

@@ -1,11 +1,11 @@
-"""What a run leaves behind: an exact LoRA adapter where there is one, else the model itself.
+"""Exact LoRA adapters: made from an optimizer, saved, loaded, attached and merged.
 
 For `tezo`, `tezo-m` and `tezo-cadam` on linear layers, W_t = W_0 + U diag(c) V^T is a LoRA of rank r:
 
     B = U sign(c) sqrt|c|  (M x r),   A = (V sqrt|c|)^T  (r x N),   W_t = W_0 + B A.
 
-The file is PEFT's: float32, every layer padded with zeros to one rank R, lora_alpha = R so that the scale is
-1. Uniform rank is the one form that PEFT, vLLM and llama.cpp read alike (vLLM drops rank patterns).
+The file has PEFT's format: float32, every layer padded with zeros to one rank R, and lora_alpha = R, so that the
+scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correctly (vLLM ignores rank patterns).
 """
 
 import json
@@ -36,7 +36,7 @@ class Adapter:
 
     Attributes:
         rank: R.
-        pairs: module -> (A_RI, B_OR): the module's output gains x A^T B^T, for x of I columns.
+        pairs: module name -> (A_RI, B_OR), float32; x A^T B^T is added to the module's output, for x with I columns.
     """
 
     rank: int
@@ -44,11 +44,7 @@ class Adapter:
 
 
 def make_adapter(optimizer: Tuner) -> Adapter:
-    """The adapter that an optimizer has trained.
-
-    Raises:
-        RequestError: what it trained is not exactly an adapter.
-    """
+    """The adapter that equals the change an optimizer has trained; `RequestError` if there is none."""
     reason = optimizer.why_no_adapter()
     if reason is not None:
         raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
@@ -69,10 +65,10 @@ def _pair(change: LowRankChange, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
-    """Writes the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
+    """Writes and returns the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
 
     Raises:
-        RequestError: the run is no exact adapter; `optimizer.merge()` gives the whole model.
+        RequestError: the change is not exactly an adapter; `optimizer.merge()` gives the whole model.
     """
     adapter = make_adapter(optimizer)
     save_adapter(adapter, Path(folder), model=optimizer.model, base=getattr(optimizer.model, "name_or_path", ""))
@@ -80,7 +76,14 @@ def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
 
 
 def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> None:
-    """Writes adapter_model.safetensors and adapter_config.json, as PEFT has them."""
+    """Writes adapter_model.safetensors and adapter_config.json in PEFT's format.
+
+    Args:
+        adapter: the adapter.
+        folder: folder to write into; it is created if needed.
+        model: the model whose modules the adapter names.
+        base: name of the base model, for adapter_config.json.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a_RI, b_OR) in adapter.pairs.items():
@@ -104,7 +107,7 @@ def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> No
 
 
 def target_modules(model: nn.Module, names: set[str]) -> list[str]:
-    """The shortest names that mean these modules and no others: last parts where they suffice."""
+    """PEFT's target_modules: last name parts if they select exactly the modules `names`, otherwise the full names."""
     suffixes = {name.rpartition(".")[2] for name in names}
     meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in suffixes}
     return sorted(suffixes if meant == names else names)
@@ -114,7 +117,7 @@ def load_adapter(folder: Path) -> Adapter:
     """Reads an adapter that `save_adapter` wrote.
 
     Raises:
-        RequestError: a file is missing or damaged, or is another kind of adapter.
+        RequestError: a file is missing or damaged, or the adapter is of another kind.
     """
     try:
         config = read_object(plain_file(folder / "adapter_config.json"))
@@ -135,26 +138,29 @@ def _pairs(tensors: dict[str, Tensor], rank: int) -> dict[str, tuple[Tensor, Ten
     pairs = {n: (tensors[f"{_PREFIX}{n}.lora_A.weight"], tensors[f"{_PREFIX}{n}.lora_B.weight"]) for n in names}
     for name, (a_RI, b_OR) in pairs.items():
         if a_RI.ndim != 2 or b_OR.ndim != 2 or a_RI.shape[0] != rank or b_OR.shape[1] != rank:
-            raise ValueError(f"{name} has not the shapes of rank {rank}")
+            raise ValueError(f"{name} does not have the shapes of rank {rank}")
     return pairs
 
 
 def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
-    """Adds the adapter in the forward pass, by the arithmetic that training used; the base is only read."""
+    """Adds the adapter in the forward pass with the same arithmetic as in training; the weights are only read.
+
+    Returns the handles of the hooks. Raises `RequestError` if a module is missing or has another shape.
+    """
     handles = []
     for name, (a_RI, b_OR) in adapter.pairs.items():
         try:
             module = model.get_submodule(name)
         except AttributeError:
             raise RequestError(
-                f"the adapter has a layer {name}, which this model lacks; give the base it was made on."
+                f"the adapter has a layer {name}, which this model lacks; give the base model that it was trained on."
             ) from None
         weight = module.get_parameter("weight")
         shape = (b_OR.shape[0], a_RI.shape[1]) if layout_of(module) != "transposed" else (a_RI.shape[1], b_OR.shape[0])
         if weight.is_floating_point() and tuple(weight.shape) != shape:
             raise RequestError(
-                f"the adapter's {name} is for a weight of {shape}, and this model's has {tuple(weight.shape)}; "
-                "give the base it was made on."
+                f"the adapter's {name} is for a weight of shape {shape}, but this model's has {tuple(weight.shape)}; "
+                "give the base model that it was trained on."
             )
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         place = place_of(module, weight)
@@ -173,7 +179,7 @@ def _adding(a_RI: Tensor, b_OR: Tensor) -> Any:
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
-    """Adds the adapter to the weights of a plain float model."""
+    """Adds the adapter to the weights of a model in floating point, in place."""
     for name, (a_RI, b_OR) in adapter.pairs.items():
         module = model.get_submodule(name)
         weight = module.get_parameter("weight")
@@ -183,6 +189,6 @@ def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """The whole model, as transformers saves it: safetensors, configuration, tokenizer."""
+    """Saves the whole model with transformers: safetensors, configuration, tokenizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

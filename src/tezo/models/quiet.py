@@ -1,15 +1,16 @@
-"""The libraries below, without their bars and advice."""
+"""Turns off the progress bars and advice of other libraries."""
 
 import os
 from logging import ERROR, getLogger
 
 
 def quiet_libraries() -> None:
-    """Keeps the libraries' own bars and advice off the screen of this process; errors still come through."""
+    """Turns off progress bars and advice of other libraries in this process; errors are still shown."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging
 
-    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # of every product that it rounds; at import
+    # bitsandbytes warns at each product that it rounds, the others at import
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         getLogger(name).setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""What a run leaves: an exact adapter where there is one, an adapter of PEFT, or the whole model."""
+"""Saves the result of a run: an exact LoRA adapter if there is one, a PEFT adapter, or the whole model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,13 +14,13 @@ from tezo.optim.tuner import Tuner
 def save_result(
     config: ModelConfig, loaded: LoadedModel, optimizer: Tuner, place: Callable[[str], AbstractContextManager[Path]]
 ) -> dict[str, Any]:
-    """Saves what was trained; returns what kind it is, and in which folder.
+    """Saves what was trained; returns its "kind", its "folder" and details of that kind.
 
     Args:
-        config: of the base model.
-        loaded: the model; where it is saved whole, the change is merged into it.
-        optimizer: that trained it.
-        place: name -> a folder of that name to write into.
+        config: the section `model` of the configuration.
+        loaded: the model; if it is saved whole, the change is merged into its weights.
+        optimizer: the optimizer that trained it.
+        place: folder name -> context manager with a folder of that name to write into.
     """
     reason = optimizer.why_no_adapter()
     if config.peft != "none":

@@ -1,4 +1,4 @@
-"""Which steps of a run are feedback steps: the first ones and the last ones."""
+"""Which steps of a run are feedback steps: a number at the start and a number at the end."""
 
 from dataclasses import replace
 
@@ -8,36 +8,37 @@ from tezo.optim.tuner import Tuner
 from tezo.training.recipe import TrainConfig
 
 FIRST, LAST = 15, 60
-"""Default numbers, as in the study of docs/experiments.md; at most a twentieth and a fifth of the steps."""
+"""Default numbers of feedback steps at the start and at the end, from the study in docs/experiments.md. They are at
+most 5 % and 20 % of the steps."""
 LEAST_STEPS = 100
-"""Shorter runs have none by default: a phase of a few steps is not worth the passes that it begins with."""
+"""Shorter runs have no feedback steps by default: a few steps are not worth the extra passes before them."""
 KEYS = ("feedback_first", "feedback_last")
 
 
 def resolve_feedback(
     train: TrainConfig, method: str, optimizer: Tuner, loss: Closure, *, labelled: bool, objective_is_loss: bool
 ) -> tuple[TrainConfig, list[str]]:
-    """(the settings with the numbers of feedback steps filled in, what the user should know).
+    """Replaces None in train.feedback_first and train.feedback_last; returns (settings, notices for the user).
 
-    Open numbers become `FIRST` and `LAST` where the method takes such steps, the rows have labels, as the study's
-    have, and there are `LEAST_STEPS`; 0 elsewhere. Free text is left out because of the memory that a graph of the head
-    takes there.
+    The defaults are `FIRST` and `LAST` if the method takes feedback steps, the rows have labels (as in the study) and
+    the run has at least `LEAST_STEPS` steps; otherwise 0. Free text gets none by default, because the graph of the
+    output head takes too much memory there.
 
     Args:
-        train: with a number, or None for an open one.
-        method: its name.
-        optimizer: on the model.
-        loss: on some training rows.
-        labelled: whether all rows have options to choose among.
-        objective_is_loss: rather than a metric, which has no gradient.
+        train: settings with numbers or None for the two keys.
+        method: name of the method.
+        optimizer: optimizer on the model.
+        loss: the loss on some training rows.
+        labelled: whether all rows have options to choose from.
+        objective_is_loss: whether the objective is the loss; a metric has no gradient.
 
     Raises:
-        RequestError: such steps are asked for, and the method, the objective or the model has none.
+        RequestError: feedback steps are set, but the method, the objective or the model does not support them.
     """
     asked = [f"train.{key} is {count}" for key in KEYS if (count := getattr(train, key))]
     available = FEEDBACK in optimizer.kinds
     if asked and not available:
-        raise RequestError(f"{asked[0]}, and {method} takes no such steps; set it to 0, or use lozo-adam.")
+        raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use lozo-adam.")
     if asked and not objective_is_loss:
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
     fits = available and labelled and objective_is_loss and train.steps >= LEAST_STEPS
@@ -52,11 +53,11 @@ def resolve_feedback(
             defaults, notices = (0, 0), [f"there are no feedback steps: {reason}"]
     first, last = (n if (n := getattr(train, key)) is not None else m for key, m in zip(KEYS, defaults, strict=True))
     if first + last > train.steps:
-        raise RequestError(f"{asked[0]}, and there are {train.steps} steps in all; lower it, or raise train.steps.")
+        raise RequestError(f"{asked[0]}, and the run has {train.steps} steps; lower it, or raise train.steps.")
     return replace(train, feedback_first=first, feedback_last=last), notices
 
 
 def is_feedback(step: int, settings: TrainConfig) -> bool:
-    """Whether a step is one along the error at the last hidden states."""
+    """Whether a step is a feedback step; `settings` has numbers for both keys, `step` counts from 0."""
     first, last = settings.feedback_first or 0, settings.feedback_last or 0
     return step < first or step >= settings.steps - last

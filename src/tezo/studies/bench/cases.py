@@ -1,4 +1,4 @@
-"""What is measured, each with one way to run it: plain passes, our methods, the published algorithms."""
+"""Cases of the benchmark: plain passes, the library's methods and the published algorithms, with one interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +19,9 @@ class Case(ABC):
     """One row of the table.
 
     Attributes:
-        label: F2, N2, J2, a method's name, or "published:" and a method's name.
-        interval: steps from one refresh of lazy factors to the next; None where there are none.
-        trained: how many numbers of the model it trains.
+        label: F, F2, N, N2, J2, a method's name, or "published:" and a method's name.
+        interval: steps between refreshes of lazy factors; None if there are none.
+        trained: number of trained parameter entries.
     """
 
     def __init__(self, label: str, *, interval: int | None = None, trained: int = 0) -> None:
@@ -29,22 +29,22 @@ class Case(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Two passes, or one step that is not a refresh."""
+        """Runs the plain passes, or one step without refresh."""
 
     def run_refresh(self) -> None:
-        """A step that renews the lazy factors and folds what was trained with the old ones."""
+        """Runs a step that draws new lazy factors and folds what was trained with the old ones into the weights."""
         raise NotImplementedError(f"{self.label} has no interval")
 
     def state_bytes(self) -> int:
-        """Bytes that it keeps from step to step beside the model: factors, coefficients, moments."""
+        """Bytes kept between steps in addition to the model: factors, coefficients, moments."""
         return 0
 
     def close(self) -> None:  # noqa: B027 - plain passes have nothing to undo
-        """Takes off what it attached."""
+        """Removes what it attached to the model."""
 
 
 class PlainPasses(Case):
-    """Plain forward passes of the stock model, no perturbation."""
+    """Plain forward passes of the stock model without perturbation."""
 
     def __init__(self, label: str, loss: Callable[[], Tensor], count: int = 2) -> None:
         super().__init__(label)
@@ -62,7 +62,7 @@ class LibraryCase(Case):
     def __init__(self, label: str, work: Work) -> None:
         self._model = work.twin()
         if label not in METHODS:
-            raise RequestError(f"methods: {label} takes gradients; bench measures zeroth-order methods.")
+            raise RequestError(f"methods: {label} needs gradients; bench measures zeroth-order methods only.")
         optimizer = METHODS[label].build(self._model, **work.settings.options(label))
         self._optimizer = optimizer
         interval = optimizer.perturbation.interval
@@ -116,7 +116,7 @@ class PublishedCase(Case):
 
 
 def make_case(label: str, work: Work) -> Case:
-    """The make_case of that label, made for `work`."""
+    """The case with this label, on the model and batch of `work`."""
     plain = {"F": (work.stock_loss, 1), "N": (work.needed_loss, 1)}
     plain |= {"F2": (work.stock_loss, 2), "N2": (work.needed_loss, 2), "J2": (work.joint_loss, 1)}
     if label in plain:
@@ -126,19 +126,19 @@ def make_case(label: str, work: Work) -> Case:
 
 
 def to_refresh(counted: Any, interval: int | None) -> None:
-    """Moves `counted.num_steps` on to the next step at which factors are renewed."""
+    """Advances `counted.num_steps` to the next refresh step."""
     assert interval is not None
     counted.num_steps += -counted.num_steps % interval
 
 
 def past_refresh(counted: Any, interval: int | None) -> None:
-    """Moves `counted.num_steps` off a step at which factors are renewed, except for the very first."""
+    """Changes `counted.num_steps` if the next step would be a refresh; the very first step is left as it is."""
     if interval is not None and interval > 1 and counted.num_steps and counted.num_steps % interval == 0:
         counted.num_steps -= interval - 1
 
 
 def stored_bytes(root: Any, known: Iterable[Tensor] = ()) -> int:
-    """Bytes of the distinct storages of tensors that can be reached from `root`, those of `known` tensors aside."""
+    """Bytes of the distinct tensor storages reachable from `root`, without the storages of `known` tensors."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(root, set())}
     for tensor in known:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
@@ -146,7 +146,7 @@ def stored_bytes(root: Any, known: Iterable[Tensor] = ()) -> int:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    # Through containers and the library's own objects; modules, and the model with them, are left out.
+    # Follows containers and the library's own objects, but not modules, so the model is left out.
     if id(value) in seen or isinstance(value, torch.nn.Module):
         return
     seen.add(id(value))
