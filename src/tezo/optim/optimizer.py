@@ -20,7 +20,7 @@ from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.products import float32_on_emulating_cpu
 from tezo.optim.limits import check_settings
 from tezo.optim.saved_state import SavedState
-from tezo.optim.updates import Clipped, State, Update
+from tezo.optim.updates import State, Update
 
 
 class ZerothOrderOptimizer(SavedState):
@@ -48,7 +48,6 @@ class ZerothOrderOptimizer(SavedState):
         frozen_rank: where factors change during a run, what was trained with the old ones is kept beside the base, by
             factors of at most this rank, compressed to it; None: it is folded into the weights, and beside a base that
             cannot be written kept at rank 64.
-        clip: cuts projected gradients beyond so many times their running root mean square, see `Clipped`; above 1.
 
     Raises:
         RequestError: a setting is out of range, or the targets cannot be moved this way.
@@ -69,12 +68,11 @@ class ZerothOrderOptimizer(SavedState):
         seed: int = 0,
         in_forward: bool = True,
         frozen_rank: int | None = None,
-        clip: float | None = None,
     ) -> None:
         check_settings(lr, rho, weight_decay, num_directions, frozen_rank, perturbation)
         self.model = model
         self.perturbation = perturbation
-        self.update = update if clip is None else Clipped(update, clip)
+        self.update = update
         self.rho = rho
         self.num_directions = num_directions
         self.seed, self.num_steps = seed, 0

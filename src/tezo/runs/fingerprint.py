@@ -11,7 +11,7 @@ from tezo.optim.methods import AUTO, Tuner
 from tezo.runs.environment import versions
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.objectives import Encoded
-from tezo.training.config import to_tree
+from tezo.training.config import to_tree, without_removed
 from tezo.training.job import Job
 from tezo.training.recipe import Config
 
@@ -91,7 +91,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
         optimizer: of what is to go on.
     """
     check_complete(found)
-    _check_settings(_defaults() | _flat(found["config"]), _flat(own["config"]))
+    _check_settings(_defaults() | _flat(without_removed(found["config"])), _flat(own["config"]))
     parts = {"rows": "training rows", "answers": "answers of its training rows", "held_rows": "dev and test rows"}
     for key, what in parts.items():
         if found.get(key, own[key]) != own[key]:  # a run of an earlier version has but the first

@@ -31,8 +31,6 @@ class TrainConfig:
     """What is minimised: the loss, or minus a metric of the evaluation such as accuracy, f1 or exact_match."""
     seed: int = 0
     """Of directions, data order and sampling."""
-    order: Literal["shuffled", "stratified"] = "shuffled"
-    """Of training rows in an epoch; stratified spreads labels evenly, so that batches have them in proportion."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Of the learning rate, down to zero for linear and cosine. ZO papers keep it constant."""
     warmup_steps: int = 0
