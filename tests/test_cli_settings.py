@@ -39,8 +39,6 @@ def test_running_means_are_checked_for_every_method(home, tmp_path, method):
 
 def test_settings_of_rows_that_there_are_not(home, tmp_path):
     model, out = home / "opt", tmp_path / "out"
-    done = train(model, home / "text.jsonl", out, train__order="stratified")
-    refused(done, "train.order", "no labels", "shuffled")
     done = train(model, home / "rows.jsonl", out, "--test", home / "rows.jsonl", train__patience=1)
     refused(done, "train.patience", "no dev rows", "data.dev")
     assert not out.exists()

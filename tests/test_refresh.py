@@ -292,7 +292,7 @@ def test_the_best_step_comes_back_with_the_factors_of_its_time(home, tmp_path):
 
 
 def test_the_command_line_takes_a_basis_and_says_what_is_wrong_with_one(home, tmp_path):
-    options = {"method__basis": "activation-weighted", "method__rank": 2, "steps": 3}
+    options = {"method__basis": "activation", "method__rank": 2, "steps": 3}
     done = train(home / "opt", home / "train.jsonl", tmp_path / "run", "--method", "tezo", **options)
     assert done.code == 0, done.err
     assert (tmp_path / "run" / LOG).is_file() and (tmp_path / "run/basis-0.safetensors").is_file()

@@ -61,33 +61,6 @@ def test_the_schedule_reaches_the_steps(home, tmp_path):
     assert rates == pytest.approx([0.05 * f for f in (1 / 2, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
 
 
-class LabelsOfBatches(Listener):
-    """Notes the labels of every step's batch."""
-
-    def started(self, job) -> None:
-        self.labels: list[list[int]] = []
-        collated = job.objective.batches
-
-        def noting(encoded):
-            self.labels.append(sorted(row.example.label for row in encoded))
-            return collated(encoded)
-
-        job.objective.batches = noting
-
-
-@pytest.mark.parametrize("order", ["stratified", "shuffled"])
-def test_stratified_batches_have_the_labels_in_their_proportions(home, tmp_path, order):
-    rows = [{"text": f"a {word} film", "label": word} for word in ["good"] * 12 + ["bad"] * 4]
-    data = {"train": str(write_rows(tmp_path / "rows.jsonl", rows)), "dev": str(home / "dev.jsonl")}
-    noted = LabelsOfBatches()
-    tree = {"model": str(home / "opt"), "data": data, "method": {"name": "tezo-cadam", "rank": 4},
-            "train": {"steps": 12, "batch_size": 4, "eval_every": 0, "order": order}}  # fmt: skip
-    train(parse_config(tree), tmp_path / "run", [noted])
-    assert len(noted.labels) == 12
-    # three epochs, so that batches which are all alike have three rows of one label and one of the other
-    assert (len({tuple(labels) for labels in noted.labels}) == 1) == (order == "stratified")
-
-
 # What a run leaves behind
 
 

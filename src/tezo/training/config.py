@@ -21,6 +21,12 @@ from tezo.training.recipe import Config, MethodConfig, TrainConfig
 
 _SHORT = {"model": "name", "data": "train", "method": "name"}
 
+REMOVED_SETTINGS: dict[str, Any] = {"train.order": "shuffled", "method.clip": None}
+"""Settings of earlier versions, and the value of each that stands for what is done without it.
+
+Run folders of those versions have them: with this value they are read as if the key were not there.
+"""
+
 
 def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Config:
     """Reads a recipe file and applies settings to it.
@@ -46,7 +52,7 @@ def overlay(tree: dict[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[s
 def parse_config(tree: Mapping[str, Any]) -> Config:
     """The configuration that nested mappings describe; `RequestError` if a key or value is wrong."""
     _known_keys(tree, {"model", "data", "method", "train"}, "")
-    sections = {key: _long(key, value) for key, value in tree.items()}
+    sections = without_removed({key: _long(key, value) for key, value in tree.items()})
     if "name" not in sections.get("model", {}):
         raise RequestError("model.name is not set; give --model or a recipe that has it.")
     config = Config(
@@ -58,6 +64,21 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     _check(config)
     _check_lr(config)
     return config
+
+
+def without_removed(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The sections without `REMOVED_SETTINGS`.
+
+    Raises:
+        RequestError: one of them has another value.
+    """
+    kept = {section: dict(values) for section, values in sections.items()}
+    for key, neutral in REMOVED_SETTINGS.items():
+        section, _, name = key.partition(".")
+        value = kept.get(section, {}).pop(name, neutral)
+        if value != neutral:
+            raise RequestError(f"{key} is {value!r}, and this setting was removed; leave it out, in a new run.")
+    return kept
 
 
 def to_tree(config: Config) -> dict[str, Any]:

@@ -67,10 +67,9 @@ class Job:
         return self.loaded.model
 
     def sampler(self) -> BatchSampler:
-        """Which training rows a step takes, by train.order."""
+        """Which training rows a step takes."""
         train = self.config.train
-        strata = [row.example.label if train.order == "stratified" else None for row in self.train]
-        return BatchSampler(strata, train.batch_size, train.seed)
+        return BatchSampler(len(self.train), train.batch_size, train.seed)
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
@@ -96,7 +95,7 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
     example_of = form.training_example if config.train.objective == LOSS else form.example
     train = [objective.encode(example_of(row)) for row in used.train]
     dev, test = ([objective.encode(form.example(row)) for row in part] for part in (used.dev, used.test))
-    _check_use(config, train, dev)
+    _check_use(config, dev)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     objective.adapt(loaded.model, train)
     untrained = _untrained(loaded, objective, train)
@@ -125,11 +124,9 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
     )
 
 
-def _check_use(config: Config, train: Sequence[Encoded], dev: Sequence[Encoded]) -> None:
-    """An error where a setting is of rows, or of parts of rows, that there are not."""
+def _check_use(config: Config, dev: Sequence[Encoded]) -> None:
+    """An error where a setting is of rows that there are not."""
     settings = config.train
-    if settings.order == "stratified" and any(row.example.label is None for row in train):
-        raise RequestError("train.order is stratified, and these rows have no labels; leave it at shuffled.")
     if settings.patience is not None and not dev:
         raise RequestError(f"train.patience is {settings.patience}, and there are no dev rows; give data.dev.")
 

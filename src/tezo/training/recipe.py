@@ -31,8 +31,6 @@ class TrainConfig:
     """What is minimised: the loss, or the negative of a metric such as accuracy, f1 or exact_match."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
-    order: Literal["shuffled", "stratified"] = "shuffled"
-    """Of training rows in an epoch; stratified spreads labels evenly, so that batches have them in proportion."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule; linear and cosine decay to zero. ZO papers keep the rate constant."""
     warmup_steps: int = 0

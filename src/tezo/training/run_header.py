@@ -10,7 +10,7 @@ from tezo.runs.environment import versions
 from tezo.runs.fingerprint import check_complete, check_model, check_place, check_rows, check_settings, hash_of
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.objectives import Encoded
-from tezo.training.config import to_tree
+from tezo.training.config import to_tree, without_removed
 from tezo.training.job import Job
 from tezo.training.recipe import Config
 from tezo.training.resolution import RESOLVED_AT_START
@@ -61,7 +61,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
         optimizer: of the run that is asked for.
     """
     check_complete(found)
-    check_settings(_defaults() | _flat(found["config"]), _flat(own["config"]))
+    check_settings(_defaults() | _flat(without_removed(found["config"])), _flat(own["config"]))
     check_rows(found, own)
     check_model(found, own["model"])
     return check_place(found, own, optimizer.drawn_on_the_device)
