@@ -6,6 +6,7 @@ import random
 import shutil
 import struct
 import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -64,19 +65,24 @@ def test_every_figure_of_the_page_is_that_of_the_files(home, tmp_path):
 
 
 def test_the_curves_pass_through_the_files_numbers(home):
-    steps, passes, seconds = charts.loss_charts([read_run(home / "two")])
+    run = read_run(home / "two")
+    steps, passes, seconds = charts.loss_charts([run])
     read = [step.record.loss for step in read_log(home / "two" / "steps.log").steps]
-    for chart, last in ((steps, 8), (passes, 8 * 4)):
-        assert chart.x_ticks[-1][1] == str(last) or float(chart.x_ticks[-1][1]) <= last
-        assert f"at {last}." in chart.label
+    lines = [json.loads(line) for line in (home / "two" / "metrics.jsonl").read_text().splitlines()]
+    dev = [(line["step"], line["loss"]) for line in lines if line.get("split") == "dev"]
     half = 0.5 ** (1 / numbers.half_life(8))
-    weights = [half**i for i in range(8)]
-    end = sum(w * loss for w, loss in zip(weights, reversed(read), strict=True)) / sum(weights)
-    assert f"smoothed: {read[0]:.4g} at 1, {end:.4g} at 8." in steps.label
-    dots = next(mark for mark in steps.marks if mark.kind == "dots")
-    dev = next(mark for mark in steps.marks if mark.kind == "dev")
-    assert dots.marks.count("M") == 8 and dev.marks.count("M") == 3
+    smoothed = [
+        sum(half**i * loss for i, loss in enumerate(read[n::-1])) / sum(half**i for i in range(n + 1)) for n in range(8)
+    ]
+    for chart, unit in ((steps, 1), (passes, 4)):
+        shown = {one.style: one.points for one in chart.series}
+        assert shown["dots"] == [(unit * (n + 1), loss) for n, loss in enumerate(read)]
+        assert shown["line"] == [(unit * (n + 1), pytest.approx(mean)) for n, mean in enumerate(smoothed)]
+        assert shown["dev"] == [(unit * step, loss) for step, loss in dev]
+        ends = f"two, smoothed: {read[0]:.4g} at {unit}, {smoothed[-1]:.4g} at {8 * unit}."
+        assert ends in chart.description and "half-life 1 steps" in chart.caption
     assert "seconds spent on steps" in seconds.x
+    assert [x for x, _ in seconds.series[0].points] == pytest.approx(list(numbers.seconds_at(run).values()))
 
 
 def test_two_runs_lie_over_each_other_and_are_compared(home, tmp_path):
@@ -86,12 +92,13 @@ def test_two_runs_lie_over_each_other_and_are_compared(home, tmp_path):
     assert shown.row("forward passes") == [24, 32]
     assert shown.row("method.num_directions") == ["1", "2"]
     assert shown.row("train.seed") == ["0", "5"]
-    for kind in ("line", "dots", "dev", "bars"):
-        counts = [len(shown.of("path", **{"class": f"{kind} c{i}"})) for i in (0, 1)]
-        assert counts[0] == counts[1] > 0, kind
-    charted = shown.of("svg", role="img")
-    assert len(charted) == 3 + 2 + 1 + 2  # loss, accuracy and macro F1, histogram, a kappa chart each
-    assert all(svg["aria-label"] and svg["viewbox"].startswith("0 0 ") for svg in charted)
+    runs = [read_run(home / name) for name in ("one", "two")]
+    for chart in (*charts.loss_charts(runs), *charts.metric_charts(runs), charts.kappa_histogram(runs)):
+        first, second = ([one.style for one in chart.series if one.colour == i] for i in (0, 1))
+        assert first == second and chart.legend == {"one": 0, "two": 1}
+    drawn = shown.of("svg", role="img")
+    assert len(drawn) == 3 + 2 + 1 + 2  # loss, accuracy and macro F1, histogram, a kappa chart each
+    assert all(svg["aria-label"] and svg["viewbox"].startswith("0 0 ") for svg in drawn)
 
 
 def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
@@ -115,15 +122,17 @@ def test_a_run_by_gradient_has_no_kappas(home, tmp_path):
     made(tmp_path / "adam", [2.0, 1.0, 1.5], [[], [], []])
     shown = reported(tmp_path, tmp_path / "adam")
     assert "by gradient" in "".join(shown.words)
-    assert not [a for a in shown.of("path") if "bars" in a["class"]]
+    assert not [svg for svg in shown.of("svg", role="img") if "rojected" in svg["aria-label"]]
 
 
 def test_losses_without_scale_do_not_break_a_chart(tmp_path):
-    for i, losses in enumerate(([0.0] * 3, [1e308, -1e308, 1.0, 2.0], [1e-320, 0.0], [math.nan, 1.0, 2.0, math.inf])):
+    for i, losses in enumerate(
+        ([0.0] * 3, [1e308, -1e308, 1.0, 2.0], [1e149, -1e149], [1e-320, 0.0], [math.nan, 1.0, 2.0, math.inf])
+    ):
         kappas = [[0.0], [1e308], *[[math.nan]] * (len(losses) - 2)]
         shown = reported(tmp_path, made(tmp_path / str(i), losses, kappas))
-        drawn = [a["d"] for a in shown.of("path")]
-        assert not any("nan" in d or "inf" in d for d in drawn), losses
+        drawn = [a.get(name, "") for _, a in shown.attributes for name in ("d", "x", "y", "transform")]
+        assert len(drawn) > 100 and not any("nan" in text or "inf" in text for text in drawn), losses
 
 
 def test_names_and_notices_with_markup_stay_text(home, tmp_path):
@@ -134,6 +143,34 @@ def test_names_and_notices_with_markup_stay_text(home, tmp_path):
     assert any(HOSTILE in svg["aria-label"] for svg in shown.of("svg", role="img"))
     (policy,) = shown.of("meta", **{"http-equiv": "Content-Security-Policy"})
     assert policy["content"] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_the_charts_of_a_page_are_inert_and_have_no_id_in_common(home, tmp_path):
+    shown = reported(tmp_path, home / "two", hostile(home, tmp_path))
+    inside = {"svg", "g", "defs", "clippath", "path", "rect", "text", "use"}
+    assert {tag for tag, found in shown.attributes if "transform" in found or "d" in found or "id" in found} <= inside
+    assert shown.tags.count("style") == 1 and not {"metadata", "image", "a", "script", "foreignobject"} & set(
+        shown.tags
+    )
+    ids = [found["id"] for _, found in shown.attributes if "id" in found]
+    assert len(set(ids)) == len(ids) > 8
+    used = {found["href"] for _, found in shown.attributes if "href" in found}
+    clipped = {found["clip-path"] for _, found in shown.attributes if "clip-path" in found}
+    assert used | clipped <= {f"#{name}" for name in ids} | {f"url(#{name})" for name in ids}
+    again = tmp_path / "again.html"
+    assert tezo("report", home / "two", tmp_path / HOSTILE, "--output", again).code == 0
+    assert again.read_bytes() == (tmp_path / "report.html").read_bytes()
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "$\\frac{$", "\x00\x1b\udcff]]>-->", "\u4e16\u754c", "_x", "", "W" * 300])
+def test_any_name_of_a_metric_can_be_drawn(name, tmp_path):
+    folder = made(tmp_path / "run", [1.0, 2.0])
+    lines = [json.dumps({"step": step, "split": "dev", name: 0.5}) for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    shown = reported(tmp_path, folder)
+    label = f"{name} at evaluations: ".replace("\udcff", "\\udcff")
+    assert any(svg["aria-label"].startswith(label) for svg in shown.of("svg", role="img"))
+    assert not {"script", "img"} & set(shown.tags)
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(home, tmp_path):
@@ -154,11 +191,18 @@ def header_only(path, directions):
     path.write_bytes(head + struct.pack("<I", zlib.crc32(head)))
 
 
+ALIASES = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 DAMAGE = {
     "no config": (lambda run: (run / "config.yaml").unlink(), ["is no run folder", "config.yaml"]),
     "bad config": (lambda run: (run / "config.yaml").write_text("model: [1]"), ["config.yaml", "model"]),
     "deep config": (lambda run: (run / "config.yaml").write_text("[" * 5000), ["config.yaml"]),
     "long config": (lambda run: (run / "config.yaml").write_text("#" * (2 << 20)), ["config.yaml", "more than"]),
+    "config kind": (lambda run: (run / "config.yaml").write_text("[1]"), ["config.yaml is no configuration;"]),
+    "config tag": (lambda run: (run / "config.yaml").write_text("a: !!timestamp x"), ["config.yaml", "YAML"]),
+    "config bytes": (lambda run: (run / "config.yaml").write_bytes(b"\xff\xfe\xff"), ["config.yaml", "YAML"]),
+    "nested config": (lambda run: (run / "config.yaml").write_text("a: " + "[" * 20 + "]" * 20), ["no configuration;"]),
+    "aliases": (lambda run: (run / "config.yaml").write_text(ALIASES), ["config.yaml is no configuration;"]),
+    "circle": (lambda run: (run / "config.yaml").write_text("a: &a [*a]"), ["config.yaml is no configuration;"]),
     "log": (lambda run: cut(run / "steps.log", 200), ["steps.log", "damaged at record"]),
     "no log": (lambda run: (run / "steps.log").write_bytes(b"x"), ["steps.log", "not a step log"]),
     "no steps": (lambda run: header_only(run / "steps.log", 1), ["steps.log has 0", "needs 2", "--resume"]),
@@ -220,9 +264,11 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(home, tmp_path, mon
     assert (tmp_path / "report.html").read_bytes() == before
 
 
-def test_without_jinja2_the_error_says_what_to_install(home, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    refused(tezo("report", home / "one", "--output", tmp_path / "r.html"), "pip install jinja2")
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_without_a_package_the_error_says_what_to_install(package, home, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    refused(tezo("report", home / "one", "--output", tmp_path / "r.html"), f"pip install {package}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_long_run_makes_a_small_page(tmp_path):
@@ -230,8 +276,7 @@ def test_a_long_run_makes_a_small_page(tmp_path):
     folder = made(tmp_path / "long", [draw.gauss(2, 0.1) for _ in range(5000)])
     text = page.page([read_run(folder)])
     assert len(text) < 200_000
-    label = charts.loss_charts([read_run(folder)])[0].label
-    assert "at 5e+03" in label or "at 5000" in label
+    assert "at 5000." in charts.loss_charts([read_run(folder)])[0].description
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("-x", 1), ("it's here; rm -rf", 2)])

@@ -13,28 +13,13 @@ from typing import Any, Literal, get_type_hints
 from tezo.errors import RequestError, nearest
 from tezo.files import write_file
 from tezo.runs.environment import hardware, versions
+from tezo.studies.plotting import COLOURS as COLOURS
+from tezo.studies.plotting import figure_style
 from tezo.training.coercion import coerce
 from tezo.training.recipe import Config
 
 Numbers = dict[str, Any]
 """What was computed: JSON."""
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Okabe and Ito's, which colour-blind people tell apart; the order keeps neighbours apart in grey too."""
-COLOUR_MAP = "cividis"
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "image.cmap": COLOUR_MAP,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tezo",
-    "figure.constrained_layout.use": True,
-    "legend.frameon": False,
-}
 
 
 @dataclass(frozen=True)
@@ -113,8 +98,9 @@ def save(analysis: Analysis, numbers: Mapping[str, Any], folder: Path) -> list[P
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_file(paths[0], (json.dumps(numbers, indent=1) + "\n").encode())
-        figure.savefig(paths[1], dpi=150, metadata={"Software": None})
-        figure.savefig(paths[2], metadata={"Date": None})
+        with figure_style("tezo analyze"):
+            figure.savefig(paths[1], dpi=150, metadata={"Software": None})
+            figure.savefig(paths[2], metadata={"Date": None})
     except OSError as error:
         raise RequestError(f"output: {folder} cannot be written ({error.strerror}); give another.") from None
     return paths
@@ -122,14 +108,8 @@ def save(analysis: Analysis, numbers: Mapping[str, Any], folder: Path) -> list[P
 
 def drawn(analysis: Analysis, numbers: Mapping[str, Any]) -> Any:
     """The matplotlib figure of an analysis's numbers."""
-    try:
-        import matplotlib
-        from cycler import cycler
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RequestError(f"tezo analyze draws with matplotlib ({error}); pip install matplotlib.") from None
-    with matplotlib.rc_context({**_STYLE, "axes.prop_cycle": cycler(color=COLOURS)}):
-        figure = Figure(figsize=(7.0, 4.2))
+    with figure_style("tezo analyze") as figure_type:
+        figure = figure_type(figsize=(7.0, 4.2))
         analysis.draw(dict(numbers), figure)
         figure.canvas.draw()  # lays it out while the style holds
     return figure

@@ -8,6 +8,7 @@ from tezo.runs.reader import read_run
 from tezo.studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo.studies.analysis.gradients import rounded
 from tezo.studies.report.curves import half_life, seconds_at, smooth
+from tezo.studies.run_config import run_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +24,22 @@ def measure_loss(options: LossOptions, given: Given) -> Numbers:
     if options.half_life is not None and options.half_life < 1:
         raise RequestError(f"half_life is {options.half_life}; it must be at least 1.")
     runs = [read_run(path) for path in given.paths]
+    configs = [run_config(run) for run in runs]
     half = options.half_life or half_life(max(len(run.records) for run in runs))
     return {
         "half_life": half,
         "runs": [
             {
                 "name": run.name,
-                "method": run.config.method.name,
-                "model": run.config.model.name,
-                "rows": run.config.data.task or run.config.data.train,
+                "method": config.method.name,
+                "model": config.model.name,
+                "rows": config.data.task or config.data.train,
                 "losses": rounded([record.loss for record in run.records]),
                 "smoothed": rounded(smooth([record.loss for record in run.records], half)),
                 "forward_passes": run.passes[1:],
                 "seconds": seconds_at(run),
             }
-            for run in runs
+            for run, config in zip(runs, configs, strict=True)
         ],
     }
 

@@ -1,4 +1,4 @@
-"""Numbers from lists: smoothing, thinning, the statistics of kappa, the groups of a plan."""
+"""The numbers behind charts and tables: smoothed curves, times, statistics of kappa, groups of parameters."""
 
 import itertools
 import math
@@ -10,12 +10,12 @@ from tezo.runs.reader import PlanRow, Run
 
 Points = list[tuple[float, float]]
 
-BEYOND = 3
-"""A kappa of more than so many rms is counted as far out."""
-MOST_POINTS = 600
-"""Of one curve in a chart; more can't be told apart."""
+OUTLIER_RMS = 3
+"""A kappa of more than so many rms is an outlier."""
+MAX_POINTS = 300
+"""Points of a curve in a chart, which is about as many pixels wide."""
 
-_NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
+_NUMBER_IN_NAME = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
 def half_life(steps: int) -> int:
@@ -23,9 +23,9 @@ def half_life(steps: int) -> int:
     return max(1, round(steps / 15))
 
 
-def smooth(values: Sequence[float], half: int) -> list[float]:
-    """Exponential average with bias correction: the first is the first value, not drawn to zero."""
-    decay = 0.5 ** (1 / half)
+def smooth(values: Sequence[float], half_life: int) -> list[float]:
+    """Exponential average with bias correction, so that it begins at the first value and not near zero."""
+    decay = 0.5 ** (1 / half_life)
     mean, weight, smoothed = 0.0, 0.0, []
     for value in values:
         mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
@@ -33,14 +33,14 @@ def smooth(values: Sequence[float], half: int) -> list[float]:
     return smoothed
 
 
-def thinned(points: Points) -> Points:
-    """At most about `MOST_POINTS` at even distances, the last among them."""
-    stride = math.ceil(len(points) / MOST_POINTS)
+def subsample(points: Points) -> Points:
+    """At most `MAX_POINTS` + 1 of the points, at even distances, the last among them."""
+    stride = math.ceil(len(points) / MAX_POINTS)
     return points if stride <= 1 else [*points[:-1:stride], points[-1]]
 
 
 def seconds_at(run: Run) -> dict[int, float]:
-    """Number of steps -> seconds spent on them, between the lines of metrics.jsonl by interpolation."""
+    """Finished steps -> seconds spent on them, by linear interpolation between the lines of metrics.jsonl."""
     known = [(0, 0.0), *run.times]
     end = run.summary.get("seconds_stepping") if run.summary else None
     if end is not None and len(run.records) > known[-1][0] and end >= known[-1][1]:
@@ -53,7 +53,7 @@ def seconds_at(run: Run) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class Kappas:
+class KappaStatistics:
     """Statistics of the projected gradients of a run.
 
     Attributes:
@@ -61,14 +61,14 @@ class Kappas:
         mean: of them.
         rms: root of the mean square.
         largest: of the absolute values.
-        beyond: share whose absolute value is more than `BEYOND` rms.
+        outliers: share whose absolute value is more than `OUTLIER_RMS` rms.
     """
 
     count: int
     mean: float
     rms: float
     largest: float
-    beyond: float
+    outliers: float
 
 
 def kappas(run: Run) -> Points:
@@ -78,16 +78,16 @@ def kappas(run: Run) -> Points:
     ]
 
 
-def kappa_statistics(values: Sequence[float]) -> Kappas | None:
+def kappa_statistics(values: Sequence[float]) -> KappaStatistics | None:
     """None where there are none, as in a run by gradient."""
     if not values:
         return None
     largest = max(abs(value) for value in values)
-    scale = largest or 1.0  # squares of what a stranger's log says could overflow
+    scale = largest or 1.0  # the squares of a stranger's numbers could overflow
     rms = scale * math.sqrt(math.fsum((value / scale) ** 2 for value in values) / len(values))
     mean = math.fsum(value / len(values) for value in values)
-    beyond = sum(abs(value) > BEYOND * rms for value in values) / len(values)
-    return Kappas(len(values), mean, rms, largest, beyond)
+    outliers = sum(abs(value) > OUTLIER_RMS * rms for value in values) / len(values)
+    return KappaStatistics(len(values), mean, rms, largest, outliers)
 
 
 def histogram(values: Sequence[float], edge: float = 4.0, bins: int = 16) -> Points:
@@ -100,8 +100,8 @@ def histogram(values: Sequence[float], edge: float = 4.0, bins: int = 16) -> Poi
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters of a plan that differ by numbers in their names alone.
+class ParameterGroup:
+    """Parameters of a plan whose names differ in their numbers alone.
 
     Attributes:
         name: with * for every number in it.
@@ -109,8 +109,8 @@ class Group:
         tensors: how many.
         shape: of each.
         rank: of each; None: dense.
-        moved: how, in words; empty: not trained.
-        numbers: in all of them.
+        moved: how they are updated, in words; empty: not trained.
+        numbers: entries of all of them together.
     """
 
     name: str
@@ -122,16 +122,16 @@ class Group:
     numbers: int
 
 
-def groups(rows: Sequence[PlanRow]) -> list[Group]:
-    """A plan's parameters by name, shape, rank and way, in the order in which they first come."""
+def group_parameters(rows: Sequence[PlanRow]) -> list[ParameterGroup]:
+    """A plan's parameters by name, shape, rank and update, in the order of their first one."""
     found: dict[tuple[str, tuple[int, ...], int | None, str], list[int]] = {}
     for row in rows:
-        match = _NUMBER.search(row.name)
-        name, way = _NUMBER.sub("*", row.name), (row.moved or "trained") if row.trained else ""
-        found.setdefault((name, row.shape, row.rank, way), []).append(-1 if match is None else int(match[0]))
+        match = _NUMBER_IN_NAME.search(row.name)
+        name, moved = _NUMBER_IN_NAME.sub("*", row.name), (row.moved or "trained") if row.trained else ""
+        found.setdefault((name, row.shape, row.rank, moved), []).append(-1 if match is None else int(match[0]))
     return [
-        Group(name, _ranges(layers), len(layers), shape, rank, way, len(layers) * math.prod(shape))
-        for (name, shape, rank, way), layers in found.items()
+        ParameterGroup(name, _ranges(layers), len(layers), shape, rank, moved, len(layers) * math.prod(shape))
+        for (name, shape, rank, moved), layers in found.items()
     ]
 
 

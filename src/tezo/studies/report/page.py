@@ -1,43 +1,21 @@
-"""The page: charts and tables of runs, put together by a template that escapes whatever it is given."""
+"""The page of a report: charts and tables of runs, in a template that escapes whatever it is given."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from tezo.errors import RequestError, RunError
 from tezo.files import write_file
 from tezo.runs.reader import Run, read_run
 from tezo.studies.report import charts
 from tezo.studies.report import report_tables as tables
-from tezo.studies.report.charts import Chart
-from tezo.studies.report.report_tables import Cell, Table
+from tezo.studies.report.chart_svg import chart_svg
+from tezo.studies.run_config import run_config
 
-MOST_RUNS = 8
-"""As many as there are colours that can be told apart."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """What is said of one run."""
-
-    name: str
-    finished: bool
-    steps: int
-    asked: int
-    method: str
-    model: str
-    notices: list[str]
-    metrics: Table
-    kappa: Chart | None
-    kappa_table: Table | None
-    plan: Table
-    trained: str
-    costs: list[tuple[str, Cell]]
-    made_with: list[tuple[str, Cell]]
-    changed: Table
-    settings: Table
-    command: str
+MAX_RUNS = 8
+"""As many as there are colours."""
 
 
 def save(folders: Sequence[Path], output: Path) -> None:
@@ -47,13 +25,13 @@ def save(folders: Sequence[Path], output: Path) -> None:
         RequestError: a run can't be read, or the file can't be written; nothing has been.
     """
     _check_output(output)
-    if not 0 < len(folders) <= MOST_RUNS:
-        raise RequestError(f"{len(folders)} runs are given; give 1 to {MOST_RUNS}.")
+    if not 0 < len(folders) <= MAX_RUNS:
+        raise RequestError(f"{len(folders)} runs are given; give 1 to {MAX_RUNS}.")
     places = [folder.resolve() for folder in folders]
     for folder, place in zip(folders, places, strict=True):
         if places.count(place) > 1:
             raise RequestError(f"{folder} is given more than once; give each run once.")
-    text = page(named_apart([read_run(folder) for folder in folders]))
+    text = page(with_unique_names([read_run(folder) for folder in folders]))
     try:
         write_file(output, text.encode("utf-8", "backslashreplace"))
     except RunError as error:
@@ -70,7 +48,7 @@ def _check_output(output: Path) -> None:
         raise RequestError(f"output: {output.parent} is no folder; make it first, or give another place.")
 
 
-def named_apart(runs: Sequence[Run]) -> list[Run]:
+def with_unique_names(runs: Sequence[Run]) -> list[Run]:
     """The runs, with their paths for names where folders have the same."""
     names = [run.name for run in runs]
     return [run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs]
@@ -80,7 +58,7 @@ def page(runs: Sequence[Run]) -> str:
     """The page about runs.
 
     Raises:
-        RequestError: jinja2 is not installed.
+        RequestError: jinja2 or matplotlib is not installed, or a configuration is damaged.
     """
     try:
         from jinja2 import Environment, StrictUndefined
@@ -88,42 +66,37 @@ def page(runs: Sequence[Run]) -> str:
         raise RequestError(f"tezo report writes its page with jinja2 ({error}); pip install jinja2.") from None
     source = files("tezo.studies.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    histogram = charts.kappa_histogram(runs)
-    drawn = [*charts.loss_charts(runs), *charts.metric_charts(runs), *([histogram] if histogram else [])]
+    drawn = [*charts.loss_charts(runs), *charts.metric_charts(runs), charts.kappa_histogram(runs)]
     return environment.from_string(source).render(
         title=", ".join(run.name for run in runs),
         comparison=tables.comparison(runs) if len(runs) > 1 else None,
         differences=tables.differences(runs),
-        charts=drawn,
+        charts=[chart for chart in drawn if chart is not None],
+        svg=chart_svg,
         sections=[section(index, run) for index, run in enumerate(runs)],
-        width=charts.WIDTH,
-        height=charts.HEIGHT,
-        left=charts.LEFT,
-        right=charts.WIDTH - charts.RIGHT,
-        top=charts.TOP,
-        bottom=charts.HEIGHT - charts.BOTTOM,
     )
 
 
-def section(index: int, run: Run) -> Section:
-    """What is said of run number `index`."""
+def section(index: int, run: Run) -> dict[str, Any]:
+    """What the template says of run number `index`, by the names that it has there."""
+    config = run_config(run)
     every, changed = tables.settings(run)
-    return Section(
-        name=run.name,
-        finished=run.summary is not None,
-        steps=len(run.records),
-        asked=run.config.train.steps,
-        method=run.config.method.name,
-        model=run.config.model.name,
-        notices=[str(notice) for notice in (run.summary or {}).get("notices", [])],
-        metrics=tables.metrics_table(run),
-        kappa=charts.kappa_chart(index, run),
-        kappa_table=tables.kappa_table(run),
-        plan=tables.plan_table(run),
-        trained=tables.trained_share(run),
-        costs=tables.costs(run),
-        made_with=tables.made_with(run),
-        changed=tables.settings_table(changed, "Settings that differ from the defaults"),
-        settings=tables.settings_table(every, "All settings"),
-        command=tables.command(run),
-    )
+    return {
+        "name": run.name,
+        "finished": run.summary is not None,
+        "steps": len(run.records),
+        "planned_steps": config.train.steps,
+        "method": config.method.name,
+        "model": config.model.name,
+        "trained": tables.trained_share(run),
+        "costs": tables.costs(run),
+        "notices": [str(notice) for notice in (run.summary or {}).get("notices", [])],
+        "metrics": tables.metrics_table(run),
+        "kappa": charts.kappa_chart(index, run),
+        "kappa_table": tables.kappa_table(run),
+        "command": tables.command(run),
+        "changed": tables.settings_table(changed, "Settings that differ from the defaults"),
+        "settings": tables.settings_table(every, "All settings"),
+        "plan": tables.plan_table(run),
+        "hardware_and_versions": tables.hardware_and_versions(run),
+    }

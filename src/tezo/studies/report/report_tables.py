@@ -1,4 +1,4 @@
-"""What the page says in tables: words for people, and beside them the value of the file."""
+"""The tables of a report: each cell is a text, with the value of the file beside it."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,13 @@ from typing import Any
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import method
 from tezo.runs.reader import Run
-from tezo.studies.report.curves import BEYOND, groups, kappa_statistics, kappas
+from tezo.studies.report.curves import OUTLIER_RMS, group_parameters, kappa_statistics, kappas
+from tezo.studies.run_config import run_config
 from tezo.tasks.data_config import DataConfig
 from tezo.training.config import to_tree
 from tezo.training.recipe import TrainConfig
 
-NOTHING = "\N{EN DASH}"
+MISSING = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)
@@ -34,27 +35,27 @@ class Table:
     rows: Sequence[tuple[str, Sequence[Cell]]]
 
 
-def metric(name: str, value: float | None) -> Cell:
+def metric_cell(name: str, value: float | None) -> Cell:
     """Of an evaluation: a loss with four digits, anything else as a share."""
     if value is None:
-        return Cell(NOTHING)
+        return Cell(MISSING)
     shown = f"{value:.4f}" if name.endswith("loss") or not -1 <= value <= 1 else f"{100 * value:.1f} %"
     return Cell(shown, value)
 
 
-def number(value: float | None) -> Cell:
+def number_cell(value: float | None) -> Cell:
     """A count with its thousands apart, anything else with four digits."""
     if value is None:
-        return Cell(NOTHING)
+        return Cell(MISSING)
     if isinstance(value, int):
         return Cell(f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}"), value)
     return Cell(f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}", value)
 
 
-def size(value: float | None) -> Cell:
+def bytes_cell(value: float | None) -> Cell:
     """Bytes."""
     if value is None:
-        return Cell(NOTHING)
+        return Cell(MISSING)
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if value >= factor:
             return Cell(f"{value / factor:.2f} {unit}", value)
@@ -63,18 +64,19 @@ def size(value: float | None) -> Cell:
 
 def settings(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """(all settings of a run, those of them that differ from the defaults), by dotted key."""
-    tree = to_tree(run.config)
+    config = run_config(run)
+    tree = to_tree(config)
     known = {"model": ModelConfig(name=""), "data": DataConfig(), "train": TrainConfig()}
     defaults = {f"{name}.{key}": value for name, section in known.items() for key, value in vars(section).items()}
-    own = method(run.config.method.name).defaults()
+    own = method(config.method.name).defaults()
     defaults |= {"method.name": None, **{f"method.{key}": value for key, value in own.items()}}
     given = {f"{section}.{key}": value for section, values in tree.items() for key, value in values.items()}
-    every = _flat({**defaults, **given})
+    every = _flatten({**defaults, **given})
     changed = {key: value for key, value in every.items() if value != defaults.get(key)}
     return every, changed
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings by dotted key too, as `--set` takes them."""
     parts = [(key, value if isinstance(value, dict) else {"": value}) for key, value in values.items()]
     return {f"{key}.{name}" if name else key: inner for key, value in parts for name, inner in value.items()}
@@ -82,10 +84,11 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_table(values: Mapping[str, Any], caption: str) -> Table:
     """A line a setting."""
-    return Table(caption, ("key", "value"), [(key, [Cell(_setting(value))]) for key, value in sorted(values.items())])
+    rows = [(key, [Cell(_setting_text(value))]) for key, value in sorted(values.items())]
+    return Table(caption, ("key", "value"), rows)
 
 
-def _setting(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
@@ -100,8 +103,8 @@ def metrics_table(run: Run) -> Table:
     for before, after, prefix in pairs:
         for name in dict.fromkeys([*before, *after]):
             start, end = before.get(name), after.get(name)
-            change = Cell(NOTHING) if start is None or end is None else _change(name, end - start)
-            rows.append((prefix + name, [metric(name, start), metric(name, end), change]))
+            change = Cell(MISSING) if start is None or end is None else _change_cell(name, end - start)
+            rows.append((prefix + name, [metric_cell(name, start), metric_cell(name, end), change]))
     if run.summary is not None:
         tested = run.summary.get("rows", {}).get("test")
         of = f" on {tested} test rows" if isinstance(tested, int) else ""
@@ -109,7 +112,7 @@ def metrics_table(run: Run) -> Table:
     return Table("First and last evaluation so far", ("metric", "first", "last", "change"), rows)
 
 
-def _change(name: str, by: float) -> Cell:
+def _change_cell(name: str, by: float) -> Cell:
     shown = f"{by:+.4f}" if name.endswith("loss") or abs(by) > 1 else f"{100 * by:+.1f} points"
     return Cell(shown.replace("-", "\N{MINUS SIGN}"), by)
 
@@ -121,31 +124,31 @@ def costs(run: Run) -> list[tuple[str, Cell]]:
     timed = steps if "seconds_stepping" in summary else (run.times[-1][0] if run.times else 0)
     passes = max(1, run.passes[min(timed, steps)])
     found = [
-        ("steps", Cell(f"{steps} of {run.config.train.steps}", steps)),
-        ("forward passes", number(summary.get("num_forward_passes", run.passes[-1]))),
-        ("seconds spent on steps", number(seconds)),
-        ("seconds a step", number(seconds / timed if seconds is not None and timed else None)),
-        ("seconds a forward pass", number(seconds / passes if seconds is not None and timed else None)),
-        ("peak memory", size(summary.get("peak_memory", run.memory))),
+        ("steps", Cell(f"{steps} of {run_config(run).train.steps}", steps)),
+        ("forward passes", number_cell(summary.get("num_forward_passes", run.passes[-1]))),
+        ("seconds spent on steps", number_cell(seconds)),
+        ("seconds a step", number_cell(seconds / timed if seconds is not None and timed else None)),
+        ("seconds a forward pass", number_cell(seconds / passes if seconds is not None and timed else None)),
+        ("peak memory", bytes_cell(summary.get("peak_memory", run.memory))),
     ]
     if "model_bytes" in summary:
-        found.append(("of it the model", size(summary["model_bytes"])))
+        found.append(("of it the model", bytes_cell(summary["model_bytes"])))
     if "kept_step" in summary:
-        found.insert(1, ("step kept", number(summary["kept_step"])))
+        found.insert(1, ("step kept", number_cell(summary["kept_step"])))
     if summary.get("ranks", 1) > 1:
-        found.append(("processes", number(summary["ranks"])))
-        found.append(("bytes exchanged by each", size(summary.get("bytes_sent"))))
-        found.append(("exchanges", number(summary.get("exchanges"))))
+        found.append(("processes", number_cell(summary["ranks"])))
+        found.append(("bytes exchanged by each", bytes_cell(summary.get("bytes_sent"))))
+        found.append(("exchanges", number_cell(summary.get("exchanges"))))
     return found
 
 
-def made_with(run: Run) -> list[tuple[str, Cell]]:
+def hardware_and_versions(run: Run) -> list[tuple[str, Cell]]:
     """Hardware and versions."""
     header = run.header.get("versions")
     versions = (run.summary or {}).get("versions", header if isinstance(header, dict) else {})
     place = (run.summary or {}).get("hardware", run.header.get("device"))
-    found = [("hardware", Cell(_setting(place)))]
-    return found + [(str(package), Cell(_setting(version))) for package, version in versions.items()]
+    found = [("hardware", Cell(_setting_text(place)))]
+    return found + [(str(package), Cell(_setting_text(version))) for package, version in versions.items()]
 
 
 def kappa_table(run: Run) -> Table | None:
@@ -154,38 +157,38 @@ def kappa_table(run: Run) -> Table | None:
     if found is None:
         return None
     rows = [
-        ("kappas", [number(found.count)]),
-        ("mean", [number(found.mean)]),
-        ("rms", [number(found.rms)]),
-        ("largest, absolute", [number(found.largest)]),
-        (f"share beyond {BEYOND} rms", [metric("", found.beyond)]),
+        ("kappas", [number_cell(found.count)]),
+        ("mean", [number_cell(found.mean)]),
+        ("rms", [number_cell(found.rms)]),
+        ("largest, absolute", [number_cell(found.largest)]),
+        (f"share beyond {OUTLIER_RMS} rms", [metric_cell("", found.outliers)]),
     ]
     return Table("Projected gradients", ("", "kappa"), rows)
 
 
 def plan_table(run: Run) -> Table:
     """A line for every group of trained parameters, and one for all the others."""
-    found = groups(run.plan)
+    found = group_parameters(run.plan)
     rows = []
     for group in (group for group in found if group.moved):
         shape = " \N{MULTIPLICATION SIGN} ".join(map(str, group.shape)) or "one number"
         rank = Cell("dense") if group.rank is None else Cell(str(group.rank), group.rank)
-        cells = [Cell(group.layers or NOTHING), number(group.tensors), Cell(shape), rank]
-        rows.append((group.name, [*cells, number(group.numbers), Cell(group.moved)]))
+        cells = [Cell(group.layers or MISSING), number_cell(group.tensors), Cell(shape), rank]
+        rows.append((group.name, [*cells, number_cell(group.numbers), Cell(group.moved)]))
     idle = [group for group in found if not group.moved]
     if idle:
         tensors, numbers = sum(group.tensors for group in idle), sum(group.numbers for group in idle)
-        rest = [Cell(NOTHING), number(tensors), Cell(NOTHING), Cell(NOTHING), number(numbers), Cell(NOTHING)]
+        rest = [Cell(MISSING), number_cell(tensors), Cell(MISSING), Cell(MISSING), number_cell(numbers), Cell(MISSING)]
         rows.append(("all others: not trained", rest))
     return Table("Parameters", ("name", "layers", "tensors", "shape", "rank", "numbers", "moved"), rows)
 
 
 def trained_share(run: Run) -> str:
     """How many numbers are trained, in words."""
-    found = groups(run.plan)
+    found = group_parameters(run.plan)
     trained = sum(group.numbers for group in found if group.moved)
     total = sum(group.numbers for group in found)
-    return f"{number(trained).text} of {number(total).text} numbers" if total else NOTHING
+    return f"{number_cell(trained).text} of {number_cell(total).text} numbers" if total else MISSING
 
 
 def comparison(runs: Sequence[Run]) -> Table:
@@ -193,13 +196,13 @@ def comparison(runs: Sequence[Run]) -> Table:
     rows: list[tuple[str, list[Cell]]] = [
         ("state", [Cell("finished" if run.summary is not None else "unfinished") for run in runs])
     ]
-    ends = [_ends(run) for run in runs]
+    ends = [_before_and_after(run) for run in runs]
     for name in dict.fromkeys(name for end in ends for name in end):
         for place, when in enumerate(("before", "after")):
-            rows.append((f"{name} {when}", [end.get(name, (Cell(NOTHING),) * 2)[place] for end in ends]))
+            rows.append((f"{name} {when}", [end.get(name, (Cell(MISSING),) * 2)[place] for end in ends]))
     works = [dict(costs(run)) for run in runs]
     for name in dict.fromkeys(name for work in works for name in work):
-        rows.append((name, [work.get(name, Cell(NOTHING)) for work in works]))
+        rows.append((name, [work.get(name, Cell(MISSING)) for work in works]))
     rows.append(("trained", [Cell(trained_share(run)) for run in runs]))
     return Table("Runs compared", ("", *(run.name for run in runs)), rows)
 
@@ -210,14 +213,14 @@ def differences(runs: Sequence[Run]) -> Table:
     rows = []
     for key in sorted(dict.fromkeys(key for one in every for key in one)):
         if any(one.get(key) != every[0].get(key) for one in every):
-            rows.append((key, [Cell(_setting(one[key])) if key in one else Cell(NOTHING) for one in every]))
+            rows.append((key, [Cell(_setting_text(one[key])) if key in one else Cell(MISSING) for one in every]))
     return Table("Settings that differ", ("key", *(run.name for run in runs)), rows)
 
 
-def _ends(run: Run) -> dict[str, tuple[Cell, Cell]]:
+def _before_and_after(run: Run) -> dict[str, tuple[Cell, Cell]]:
     summary = run.summary or {"before": run.metrics("test", last=False), "after": {}}
     before, after = summary["before"], summary["after"]
-    return {n: (metric(n, before.get(n)), metric(n, after.get(n))) for n in dict.fromkeys([*before, *after])}
+    return {n: (metric_cell(n, before.get(n)), metric_cell(n, after.get(n))) for n in dict.fromkeys([*before, *after])}
 
 
 def command(run: Run) -> str:
@@ -226,9 +229,9 @@ def command(run: Run) -> str:
     again = run.folder.parent / name if run.folder.name == run.name else Path("..") / name
     ranks = int((run.summary or {}).get("ranks", 1))
     program = f"torchrun --standalone --nproc-per-node {ranks} -m tezo" if ranks > 1 else "tezo"
-    return f"{program} train {shlex.quote(_plain(config))} --output {shlex.quote(_plain(again))}"
+    return f"{program} train {shlex.quote(_as_argument(config))} --output {shlex.quote(_as_argument(again))}"
 
 
-def _plain(path: Path) -> str:
+def _as_argument(path: Path) -> str:
     """A path that no program takes for an option."""
     return f"./{path}" if str(path).startswith("-") else str(path)

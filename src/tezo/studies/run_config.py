@@ -1,0 +1,22 @@
+"""The configuration of a run that was read from its folder."""
+
+from tezo.errors import RequestError
+from tezo.runs.reader import Run
+from tezo.training.config import parse_config
+from tezo.training.recipe import Config
+
+
+def run_config(run: Run) -> Config:
+    """The configuration in a run's config.yaml.
+
+    Raises:
+        RequestError: it has an unknown key or a value that does not fit; folder, file and key are named.
+    """
+    try:
+        return parse_config(run.config)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0].rstrip(".")[:200]
+        raise RequestError(
+            f"{run.folder}: config.yaml is no configuration ({reason}); "
+            "put a sound copy in its place, or leave this run out."
+        ) from None
