@@ -1,4 +1,4 @@
-"""What a basis is: it gives each matrix the factors that stay fixed over an interval, or over the whole run."""
+"""The interface of bases: the sources of the factors that are fixed over an interval, or over the whole run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +10,21 @@ from torch import Tensor, nn
 from tezo.directions.targets import Target
 
 Role = Literal["u", "v"]
-"""Of a factor: "u" has the weight's M rows, "v" its N columns, as the weight is stored."""
+"""Role of a factor: "u" is (M, r) and belongs to the rows of the stored weight, "v" is (N, r) and to its columns."""
 
 Passes = Callable[[int], object]
-"""Runs forward passes over the rows that a basis refresh_step at that step is to see."""
+"""Function of the refresh step; it runs the forward passes that a data-dependent basis is computed from."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Which factors: whose, of which run, and from which step on they hold."""
+    """Key of fixed factors.
+
+    Attributes:
+        owner: name used in the draw: of the parameter, or of a group of matrices that share factors.
+        seed: seed of the run.
+        refresh_step: first step of these factors.
+    """
 
     owner: str
     seed: int
@@ -27,11 +33,11 @@ class Draw:
 
 @dataclass(frozen=True)
 class CollectedFactors:
-    """What was seen of the data at one step.
+    """Tensors computed from data at one step.
 
     Attributes:
-        factors: name -> factor; of a basis float64 on the CPU.
-        calls: of the model, that it took.
+        factors: parameter name -> tensor; those of a basis are float64 on the CPU.
+        calls: number of model calls they took.
     """
 
     factors: Mapping[str, Tensor]
@@ -39,50 +45,50 @@ class CollectedFactors:
 
 
 class FactorStore(Protocol):
-    """Where what was seen of the data is kept, so that steps can be taken again without it."""
+    """Storage for tensors computed from data, so that steps can be replayed without the data."""
 
     def load(self, kind: str, step: int) -> CollectedFactors | None:
-        """What was seen at that step; None where there is nothing."""
+        """The tensors saved for `kind` at `step`; None if there are none."""
 
-    def save(self, kind: str, step: int, seen: CollectedFactors) -> None:
-        """Keeps it."""
+    def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
+        """Saves tensors for `kind` at `step`."""
 
 
 class Basis(ABC):
-    """Where the fixed factors of low-rank directions come from.
+    """Source of the fixed factors of low-rank directions.
 
-    Factors are float64 on the CPU, and the mean square of their entries is 1, so that directions keep unit variance
-    whatever the basis.
+    Factors are float64 on the CPU. The mean square of their entries is 1, so that directions have unit variance with
+    every basis.
     """
 
     data_dependent = False
-    """Whether factors depend on the data: they are saved with a run."""
+    """Whether factors are computed from data; such factors are saved with a run."""
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
-        """Called once, with the matrices that will be tuned and the ranks of their factors."""
+        """Called once, with the matrices to be tuned and the rank of each by name."""
         del targets, ranks
 
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
-        """Says what to look at; a basis that sees no data does not look."""
+        """Sets the forward passes that factors are computed from; ignored unless `data_dependent`."""
         del model, passes
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """Says where to keep what was seen, so that steps can be taken again without the data."""
+        """Sets the store for factors that are computed from data; ignored unless `data_dependent`."""
         del store
 
     @abstractmethod
     def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
-        """The (M, rank) or (N, rank) factor of `target`, by its role."""
+        """The factor of `target`: (M, rank) for the role "u", (N, rank) for "v"."""
 
     @property
     def cost(self) -> tuple[int, float]:
-        """(calls of the model, seconds) that were spent on looking so far."""
+        """(calls of the model, seconds) spent on computing factors from data so far."""
         return 0, 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """What cannot be drawn again without the data: "BORN/NAME" -> factor."""
+        """Factors that cannot be redrawn from a key: "REFRESH_STEP/NAME" -> factor."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Puts a `state` back."""
+        """Restores the result of `state`."""
         del state
