@@ -64,7 +64,7 @@ class Target:
 
     @property
     def is_writable(self) -> bool:
-        """Whether it is a plain float tensor; in-place adds to quantised, offloaded and sharded ones fail or are lost."""
+        """Whether it is a plain float tensor; in-place adds to quantised, offloaded, sharded ones fail or are lost."""
         data = self.parameter.data
         return type(data) is Tensor and data.dtype in _FLOATS and data.device.type != "meta"
 
