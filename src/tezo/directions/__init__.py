@@ -1,5 +1,6 @@
-"""What a direction Z is, which parameters have one, and the factors it is drawn from.
+"""Random directions Z: their types, the parameters they perturb, and the factors they are built from.
 
-It gives the spaces of directions, the targets of a model, the rank of each, the bases and the perturbations. May import
-numerics and what that may import.
+The package has the types of directions (`spaces`), the parameters to be tuned (`targets`), the ranks
+(`rank_selection`), the sources of fixed factors (`bases`) and the methods' rules for drawing directions
+(`perturbations`). It may import numerics and what numerics may import.
 """

@@ -1,11 +1,11 @@
-"""The rank of each layer: a number, or chosen by the paper's rule (Eq. 6 and 7).
+"""The rank of each layer: a fixed number, or chosen by the paper's rule (Eq. 6 and 7).
 
     r_l = min({Rank(W) : W in the block of l}, max_rank),
-    Rank(W) = #{singular values of W above threshold * the largest}.
+    Rank(W) = number of singular values of W above threshold * (largest singular value).
 
-The paper leaves open whether "threshold" is a share of the largest singular value or of the energy; here
-it is the former, as its figures use it. A block is one element of a numbered list of modules
-("model.layers.3"); a parameter outside of any is a block of its own.
+The paper does not say whether "threshold" is a fraction of the largest singular value or of the energy; here it is a
+fraction of the largest singular value, as in its figures. A block is one element of a numbered list of modules
+("model.layers.3"); a parameter outside such a list is a block of its own.
 """
 
 import json
@@ -31,7 +31,7 @@ class FixedRank:
     rank: int
 
     def ranks(self, targets: Sequence[Target]) -> dict[str, int]:
-        """Name -> rank; an error where a matrix has a smaller side below it."""
+        """Name -> rank; a `RequestError` if the rank exceeds the smaller side of a matrix."""
         if self.rank < 1:
             raise RequestError(f"method.rank is {self.rank}; it must be at least 1.")
         for target in targets:
@@ -46,12 +46,12 @@ class FixedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerwiseRank:
-    """Eq. 6 and 7.
+    """The rank of each block by Eq. 6 and 7.
 
     Attributes:
-        threshold: share of the largest singular value; the paper uses 0.25 or 0.30, searched over 0.20 to 0.35.
-        max_rank: cap; the paper searches 32 to 256, "depends on tasks".
-        cache: folder where counts are kept by the content of the weights; None keeps none.
+        threshold: fraction of the largest singular value; the paper uses 0.25 or 0.30 and searches 0.20 to 0.35.
+        max_rank: upper bound of the rank; the paper searches 32 to 256, "depends on tasks".
+        cache: folder for the counts of singular values, keyed by a hash of the weights; None: no cache.
     """
 
     threshold: float = 0.25
@@ -79,7 +79,7 @@ class LayerwiseRank:
         if not target.is_writable and not (target.sites and target.is_linear):
             raise RequestError(
                 f"method.rank: {target.name} is stored as {target.parameter.dtype}, so its singular values cannot be "
-                "counted; give a fixed method.rank."
+                "computed; give a fixed method.rank."
             )
         matrix = matrix_of(target)
         if not torch.isfinite(matrix).all():
@@ -105,17 +105,17 @@ def rank_rule(
 
 
 def significant_rank(weight_MN: Tensor, threshold: float) -> int:
-    """How many singular values of a matrix exceed `threshold` times its largest; 1 at the least.
+    """Number of singular values of a matrix above `threshold` times the largest one, at least 1.
 
-    Counted among `squared_singular_values`: a third of an SVD's time in benchmarks/results/rank_selection.json, with
-    the same counts.
+    Computed from `squared_singular_values`, which takes a third of the time of an SVD and gives the same counts
+    (benchmarks/results/rank_selection.json).
     """
     squares = squared_singular_values(weight_MN)
     return max(1, int((squares > threshold**2 * squares[-1]).sum()))
 
 
 def squared_singular_values(weight_MN: Tensor) -> Tensor:
-    """In rising order: the eigenvalues of the smaller Gram matrix, W W^T or W^T W, in float64."""
+    """Eigenvalues of the smaller Gram matrix, W W^T or W^T W: (min(M, N),), float64, in ascending order."""
     wide = weight_MN if weight_MN.shape[0] <= weight_MN.shape[1] else weight_MN.T
     wide = wide.to(torch.float64)
     squares: Tensor = torch.linalg.eigvalsh(wide @ wide.T)
@@ -123,20 +123,20 @@ def squared_singular_values(weight_MN: Tensor) -> Tensor:
 
 
 def block_of(name: str) -> str:
-    """The block of a parameter: its name up to the first number; the whole name where there is none."""
+    """The block of a parameter: its name up to and including the first number; the whole name if it has no number."""
     found = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
     return found.group(0) if found else name
 
 
 def default_cache() -> Path:
-    """`$TEZO_CACHE`, else `tezo` in the user's cache folder."""
+    """`$TEZO_CACHE` if set, else `tezo` in the user's cache folder."""
     chosen = os.environ.get("TEZO_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(chosen) if chosen else base / "tezo"
 
 
 class CountStore:
-    """Counts kept in a JSON file. It only saves time: one that cannot be read or written is done without."""
+    """Counts of singular values, cached in a JSON file. A file that cannot be read or written is ignored."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "ranks.json"
@@ -149,7 +149,7 @@ class CountStore:
         self._known = len(self.counts)
 
     def save(self) -> None:
-        """Writes the file anew, whole, when a count was added."""
+        """Replaces the file atomically if a count was added."""
         if len(self.counts) == self._known:
             return
         try:

@@ -1,8 +1,8 @@
-"""What a direction is: a point Z of the space that a perturbation draws from, at unit scale.
+"""Directions: points Z of the space that a perturbation draws from.
 
-Every type is linear in its `coefficient`, the part that changes from step to step; whatever is fixed
-over several steps (the factors) is the rest. Estimates, momenta and accumulated changes are then
-coefficients too, and update rules are written once, on coefficients:
+Every type of direction is linear in its `coefficient`, the part that changes every step; the remaining factors are
+fixed over several steps. Estimates, momenta and accumulated changes are therefore coefficients too, and update rules
+are written once, for coefficients:
 
 | type      | Z                  | coefficient | fixed        | drawn by            |
 |-----------|--------------------|-------------|--------------|---------------------|
@@ -11,8 +11,8 @@ coefficients too, and update rules are written once, on coefficients:
 | `Core`    | U S V^T            | core_RR     | u_MR, v_NR   | SubZO               |
 | `Dense`   | z                  | z itself    | nothing      | MeZO, ZO-AdaMU, 1-D |
 
-Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, G blocks of T rows of inputs.
-The scale that gives every entry of Z variance 1 is inside the fixed factors (see `perturbations`).
+Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, G blocks of T input rows each.
+The fixed factors include the scale that gives every entry of Z variance 1 (see `perturbations`).
 """
 
 from abc import ABC, abstractmethod
@@ -28,15 +28,15 @@ from tezo.numerics.random import fill_normal_
 from tezo.numerics.scratch import row_slices, scratch
 
 TILE = 1 << 18
-"""Entries of a dense tile: the largest temporary that a dense draw or write makes."""
+"""Entries of a dense tile, the largest temporary of a dense draw or write."""
 
 Tile = tuple[slice, Tensor]
 
 
 def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
-    """Slices of the leading dimension, each of at most `TILE` entries (at least one row).
+    """Slices of the leading dimension, each with at most `TILE` entries (at least one row).
 
-    They depend on the shape alone: each tile of a dense direction is a draw of its own.
+    They depend on the shape only, because every tile of a dense direction is a separate draw.
     """
     yield from row_slices(shape, TILE)
 
@@ -46,18 +46,21 @@ class Direction(ABC):
 
     @abstractmethod
     def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
-        """The coefficient times `factor`, in parts: (rows, values), float32 or wider; the next may overwrite a part."""
+        """Yields the coefficient times `factor` in parts (rows, values), float32 or wider.
+
+        The next part may overwrite the previous one.
+        """
 
     @abstractmethod
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
-        """Weight += alpha * Z, in place and without building Z."""
+        """Weight += alpha * Z, in place, without an M x N temporary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Direction):
     """Standard normal noise of the parameter's shape.
 
-    A matrix of it is redrawn from its key, tile by tile, whenever it is needed; a vector is kept with the direction.
+    For a matrix, Z is redrawn from its key tile by tile whenever it is needed; for a vector, Z is stored.
     """
 
     shape: torch.Size
@@ -77,17 +80,17 @@ class Dense(Direction):
             yield rows, z if factor == 1.0 else z.mul_(factor)
 
     def tile(self, rows: slice) -> Tensor:
-        """Z[rows], for one of the slices of `row_tiles(shape)`, in scratch memory: the next tile overwrites it."""
+        """Z[rows] for a slice of `row_tiles(shape)`, in a scratch buffer that the next tile overwrites."""
         return self.noise(rows, self.role)
 
     def noise(self, rows: slice, role: str) -> Tensor:
-        """Standard normal numbers of the shape of Z[rows], in the scratch memory of `role`."""
+        """Standard normal numbers of the shape of Z[rows], in the scratch buffer of `role`."""
         out = scratch(role, (rows.stop - rows.start, *self.shape[1:]), self.dtype, self.device)
         return fill_normal_(out, seed=self.seed, step=self.step, name=self.name, role=f"{role}.{rows.start}")
 
     @cached_property
     def vector(self) -> Tensor:
-        """Z of a vector, in memory of its own."""
+        """Z of a vector: (M,), in its own memory."""
         return torch.cat([self.tile(rows).clone() for rows in row_tiles(self.shape)])
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
@@ -97,28 +100,28 @@ class Dense(Direction):
 
 @dataclass(frozen=True)
 class FixedCoefficient:
-    """A coefficient that is drawn once."""
+    """A coefficient that is stored instead of being redrawn at each use."""
 
     coefficient: Tensor
 
     def __call__(self) -> Tensor:
-        """It."""
+        """The coefficient."""
         return self.coefficient
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedFactors(Direction):
-    """A low-rank direction: at least one factor stays fixed from step `refresh_step` on.
+    """A low-rank direction: at least one factor is fixed from step `refresh_step` on.
 
-    `draw` returns the coefficient: a `FixedCoefficient`, or one that is drawn anew at each use, where those of all
-    matrices together would take memory.
+    `draw` returns the coefficient. It is a `FixedCoefficient`, or a function that redraws the coefficient at each use
+    where storing the coefficients of all matrices would take too much memory.
 
-    A coefficient with a leading dimension G stands for G points of one space. `add_linear_` and its kin then
-    take G blocks of inputs, and block g meets point g; G = 1 and no such dimension are alike. They compute in the
-    dtype of the output, whatever the factors are stored in.
+    A coefficient with a leading dimension G represents G points of one space. `add_linear_`, `add_transposed_` and
+    `add_lookup_` then take G blocks of inputs and apply point g to block g; a coefficient without this dimension is
+    treated as G = 1. They compute in the dtype of the output, independent of the dtype of the factors.
 
-    On the first step of an interval `before` draws the factors of the interval before, by which a momentum is carried
-    over.
+    On the first step of an interval, `before` draws the factors of the previous interval, which are needed to carry
+    over a momentum; otherwise it is None.
     """
 
     draw: Callable[[], Tensor]
@@ -128,18 +131,18 @@ class FixedFactors(Direction):
 
     @property
     def coefficient(self) -> Tensor:
-        """Where in the space the direction lies."""
+        """The coefficient of the direction: its coordinates in the space of the fixed factors."""
         return self.draw()
 
     def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
         yield slice(None), self.coefficient * factor
 
     def with_coefficient(self, coefficient: Tensor) -> Self:
-        """The point with another coefficient and the same fixed factors."""
+        """The direction with this coefficient and the same fixed factors."""
         return replace(self, draw=FixedCoefficient(coefficient))
 
     def origin(self) -> Self:
-        """The zero of the space."""
+        """The zero direction with the same fixed factors."""
         return self.with_coefficient(torch.zeros_like(self.coefficient))
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
@@ -152,23 +155,23 @@ class FixedFactors(Direction):
         """(left_MR, right_NR) with Z = left @ right^T."""
 
     def split_factors(self) -> tuple[Tensor, Tensor]:
-        """`factors`, with the coefficient's size shared out between them where that can be done."""
+        """As `factors`; where the coefficient allows it, its magnitude is divided equally between both factors."""
         return self.factors()
 
     @abstractmethod
     def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
-        """Out += X Z^T, what a Linear with weight Z puts out; `out_GTM` is contiguous and of the dtype of X."""
+        """Out += X Z^T, the output of a Linear with weight Z; `out_GTM` is contiguous and has the dtype of X."""
 
     @abstractmethod
     def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
-        """Out += X Z, what a Conv1D with weight Z puts out; likewise."""
+        """Out += X Z, the output of a Conv1D with weight Z; `out_GTN` is contiguous and has the dtype of X."""
 
     @abstractmethod
     def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
-        """Out += rows of Z, what an Embedding with weight Z puts out; contiguous, in the coefficient's dtype."""
+        """Out += Z[ids], the output of an Embedding with weight Z; `out_GTN` is contiguous."""
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
-        """A coefficient of the last step's space, expressed in this one's."""
+        """Projects a coefficient of the previous step's space onto the space of this direction."""
         return coefficient
 
 
@@ -176,8 +179,8 @@ class FixedFactors(Direction):
 class CP(FixedFactors):
     """Z = U diag(tau) V^T (Eq. 3): the coefficient is tau_R.
 
-    The factors may be in half precision; the coefficient is not rounded to it, or c + rho tau would lose tau
-    as c grows.
+    The factors may be in half precision. The coefficient is not: in c + rho tau, tau would be lost to rounding once c
+    is large.
     """
 
     u_MR: Tensor
@@ -185,7 +188,7 @@ class CP(FixedFactors):
     def carry_over(self, coefficient: Tensor) -> Tensor:
         if self.before is None:
             return coefficient
-        # <sum_j m_j u'_j v'_j^T, u_s v_s^T> / |u_s v_s^T|^2: the new terms are all but orthogonal
+        # <sum_j m_j u'_j v'_j^T, u_s v_s^T> / |u_s v_s^T|^2: the new terms are nearly orthogonal
         old, dtype = self.before(), coefficient.dtype
         u_MR, v_NR = self.u_MR.to(dtype), self.v_NR.to(dtype)
         overlap_RR = (u_MR.T @ old["u"].to(dtype)) * (v_NR.T @ old["v"].to(dtype))
@@ -215,7 +218,7 @@ class CP(FixedFactors):
 class LowRank(FixedFactors):
     """Z = U V^T with V fixed over an interval: the coefficient is u_MR.
 
-    `gram` is the diagonal that V^T V has, of random columns in expectation: it carries a momentum over.
+    `gram` is the diagonal of V^T V (its expectation if V is random), a number or (R,). `carry_over` divides by it.
     """
 
     gram: float | Tensor
@@ -244,7 +247,7 @@ class LowRank(FixedFactors):
 
 @dataclass(frozen=True, kw_only=True)
 class TransposedLowRank(LowRank):
-    """Z = V U^T, for a weight that is stored with its inputs as rows: V is fixed there, and u_NR is the coefficient."""
+    """Z = V U^T for a weight whose rows are its inputs (Conv1D): v_MR is fixed and u_NR is the coefficient."""
 
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.v_NR, self.coefficient
@@ -258,7 +261,7 @@ class TransposedLowRank(LowRank):
 
 @dataclass(frozen=True, kw_only=True)
 class Core(FixedFactors):
-    """Z = U S V^T with U and V fixed over an interval: the coefficient is core_RR."""
+    """Z = U S V^T with U and V fixed over an interval: the coefficient is S, core_RR."""
 
     u_MR: Tensor
 
@@ -282,9 +285,9 @@ class Core(FixedFactors):
 
 
 def _add_product_(out_GTK: Tensor, left_GTR: Tensor, right: Tensor) -> None:
-    """Out += left @ right in place, right being (R, K) for all blocks or (G, R, K)."""
-    left_GTR, right = left_GTR.to(out_GTK.dtype), right.to(out_GTK.dtype)  # autocast may have lowered left
+    """Out += left @ right in place; `right` is (R, K), the same for all blocks, or (G, R, K)."""
+    left_GTR, right = left_GTR.to(out_GTK.dtype), right.to(out_GTK.dtype)  # autocast may have changed left's dtype
     if right.ndim == 3:
         out_GTK.baddbmm_(left_GTR, right)
-    else:  # one product is faster than G
+    else:  # one product is faster than G products
         out_GTK.view(-1, out_GTK.shape[-1]).addmm_(left_GTR.reshape(-1, left_GTR.shape[-1]), right)

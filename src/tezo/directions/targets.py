@@ -1,7 +1,7 @@
-"""Which tensors move, and by which modules a forward pass meets them.
+"""The parameters to be tuned, and the modules that use them.
 
-A `Target` is one parameter, found once however often it is tied, with every module that owns it.
-`select_targets` picks them by ordered patterns; a pattern that matches nothing is an error.
+A `Target` is one parameter with every module that owns it; a tied parameter is one target. `select_targets` selects
+targets by ordered patterns; a pattern that matches nothing is an error.
 """
 
 import fnmatch
@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from tezo.errors import RequestError, nearest
 
 Layout = Literal["linear", "transposed", "embedding", "bias", "layer_norm", "norm"]
-"""How a module uses a parameter: as a matrix in x W^T, in x W (GPT-2's Conv1D), or by rows; as a vector that is
-added to its output, that scales a LayerNorm, or that is the only parameter of another norm."""
+"""How a module uses a parameter: x W^T ("linear"), x W (GPT-2's Conv1D, "transposed"), lookup of rows ("embedding");
+a vector added to the output ("bias"), the scale of a LayerNorm, or the only parameter of another norm ("norm")."""
 
 ALL_LINEAR = "all-linear"
 ALL = "all"
@@ -27,7 +27,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Site:
-    """A module that owns the parameter; `layout` is None where its forward is not one we know."""
+    """A module that owns the parameter; `layout` is None if how its forward uses the parameter is unknown."""
 
     name: str
     module: nn.Module
@@ -39,9 +39,9 @@ class Target:
     """A parameter to be tuned.
 
     Attributes:
-        name: as `model.named_parameters()` gives it (the first of its names, when tied).
-        parameter: the tensor itself.
-        sites: every module that owns it; more than one when it is tied.
+        name: name in `model.named_parameters()`; the first one if the parameter is tied.
+        parameter: the parameter.
+        sites: all modules that own it; more than one if it is tied.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Target:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the values; a packed tensor has them in another."""
+        """Shape of the values; a packed tensor is stored in another shape."""
         for site in self.sites:
             if is_packed(self.parameter) and isinstance(site.module, nn.Linear):
                 return torch.Size((site.module.out_features, site.module.in_features))
@@ -58,19 +58,19 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where its modules compute: an offloaded tensor is there during their forward only."""
+        """Device on which its modules compute; an offloaded tensor is there during their forward only."""
         module = self.sites[0].module if self.sites else None
         return self.parameter.device if module is None else place_of(module, self.parameter)
 
     @property
     def is_writable(self) -> bool:
-        """Whether it is a plain float tensor; quantised, offloaded and sharded ones refuse or lose an add in place."""
+        """Whether it is a plain float tensor; in-place adds to quantised, offloaded, sharded ones fail or are lost."""
         data = self.parameter.data
         return type(data) is Tensor and data.dtype in _FLOATS and data.device.type != "meta"
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two dimensions or more: the low-rank methods move it by factors."""
+        """Whether it has two dimensions or more; only then does it have low-rank directions."""
         return len(self.shape) >= 2
 
     @property
@@ -80,22 +80,22 @@ class Target:
 
     @property
     def stored_shape(self) -> torch.Size:
-        """(M, N) of a matrix, (M,) of a vector, (1,) of a scalar: the shape that dense tiles cut up."""
+        """(M, N) of a matrix, (M,) of a vector, (1,) of a scalar: the shape that is divided into dense tiles."""
         return torch.Size(self.matrix_shape if self.is_matrix else (self.shape.numel(),))
 
     @property
     def in_forward(self) -> bool:
-        """Whether every use of it is in a module call whose output is known as a function of it."""
+        """Whether it can be perturbed in the forward pass: the layout of every module that owns it is known."""
         return len(self.shape) in (1, 2) and all(site.layout is not None for site in self.sites)
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the weight of linear layers and of nothing else."""
+        """Whether it is the weight of linear layers only."""
         return self.in_forward and all(site.layout in ("linear", "transposed") for site in self.sites)
 
     @property
     def input_role(self) -> Literal["u", "v"] | None:
-        """Which side of the matrix meets a layer's inputs: "v", its columns; "u", its rows; None: neither."""
+        """Role of the side that is multiplied by a layer's inputs: "v" (columns) or "u" (rows); None: neither."""
         layouts = {site.layout for site in self.sites}
         if not self.is_linear or len(layouts) > 1:
             return None
@@ -103,12 +103,12 @@ class Target:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of coefficients and moments: float32, or float64 where the parameter is."""
+        """Data type of coefficients and moments: float64 for a float64 parameter, else float32."""
         return torch.float64 if self.parameter.dtype == torch.float64 else torch.float32
 
     @property
     def kind(self) -> str:
-        """For people: linear, embedding, vector, or other."""
+        """Kind of parameter for display: "linear", "embedding", "vector" or "other"."""
         if not self.is_matrix:
             return "vector"
         if not self.in_forward:
@@ -117,12 +117,12 @@ class Target:
 
 
 def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
-    """How a module uses one of its parameters; None where it is not of a kind we know.
+    """How a module uses one of its parameters; None if that is unknown.
 
-    A subclass may compute something else, so a module counts only when its forward is the very function that we
-    know; a Linear whose weight is packed has a forward of its own for that alone. Of an Embedding the lookup itself
-    is perturbed, wherever it happens inside (OPT's positions add an offset before it, Gemma's embeddings a factor
-    after it).
+    A subclass may compute something else, so a module qualifies only if its forward is exactly the known function. A
+    Linear with a packed weight is an exception: its forward differs only by the packing. For an Embedding, the lookup
+    inside the forward is perturbed, so subclasses qualify (OPT's positions add an offset before the lookup, Gemma's
+    embeddings multiply by a factor after it).
     """
     parameter = module.get_parameter(attribute)
     packed = isinstance(module, nn.Linear) and is_packed(module.weight)
@@ -143,7 +143,9 @@ def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
 
 
 def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention reads its weight and never calls it
+    if isinstance(
+        module, NonDynamicallyQuantizableLinear
+    ):  # MultiheadAttention reads its weight, its forward never runs
         return False
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
@@ -152,14 +154,15 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether a quantiser keeps the values in a form of its own, which takes no gradient."""
+    """Whether a quantiser stores the values in a packed format, which takes no gradient."""
     return not parameter.is_floating_point() or type(parameter.data).__module__.startswith("torchao.")
 
 
 def find_targets(model: nn.Module) -> list[Target]:
-    """Every parameter of `model` that is not frozen, tied ones once.
+    """Every parameter of `model` that is not frozen; a tied parameter is listed once.
 
-    Frozen is what has `requires_grad=False`, and a packed tensor, which cannot have it, under an adapter of PEFT.
+    A parameter is frozen if `requires_grad` is False. A packed tensor, which cannot require a gradient, is frozen if
+    the model has a PEFT adapter.
     """
     adapted = hasattr(model, "peft_config")
     sites: dict[int, list[Site]] = {}
@@ -174,18 +177,17 @@ def find_targets(model: nn.Module) -> list[Target]:
 
 
 def select_targets(model: nn.Module, patterns: Sequence[str] = (ALL_LINEAR,)) -> list[Target]:
-    """The parameters that `patterns` choose, in the model's order.
+    """The parameters selected by `patterns`, in the model's order.
 
     Args:
-        model: whose parameters are meant. Frozen ones are never chosen.
-        patterns: applied in order. "all-linear" adds the weights of all linear layers but the output
-            head (PEFT's meaning of the word: such a run exports exactly); "all" adds every parameter, as
-            the paper does; anything else adds the parameters it matches, and with a leading "!" takes
-            them away. A pattern without "*" is looked for as a dotted part of the name: "q_proj" means
-            "*.q_proj.*".
+        model: the model. Its frozen parameters are never selected.
+        patterns: applied in order. "all-linear" adds the weights of all linear layers except the output head, as in
+            PEFT, so that such a run can be exported exactly. "all" adds every parameter, as in the paper. Any other
+            pattern adds the parameters that it matches; with a leading "!" it removes them. A pattern without "*" must
+            match whole dotted parts of the name: "q_proj" means "*.q_proj.*".
 
     Raises:
-        RequestError: a pattern matches nothing, or nothing is left.
+        RequestError: a pattern matches nothing, or no parameter remains.
     """
     available = find_targets(model)
     head = _output_head(model)
@@ -228,20 +230,20 @@ def _output_head(model: nn.Module) -> Tensor | None:
 
 
 def place_of(module: nn.Module, parameter: Tensor) -> torch.device:
-    """Where a module computes with one of its parameters, which may lie elsewhere meanwhile."""
+    """Device on which a module computes with one of its parameters; an offloaded parameter is stored elsewhere."""
     hook = getattr(module, "_hf_hook", None)  # accelerate's
     offloaded = parameter.device.type == "meta" and getattr(hook, "execution_device", None) is not None
     return torch.device(hook.execution_device) if hook is not None and offloaded else parameter.device
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the first of the model's weights computes."""
+    """Device on which the module of the model's first parameter computes."""
     return next(place_of(module, p) for module in model.modules() for p in module.parameters(recurse=False))
 
 
 @torch.no_grad()
 def matrix_of(target: Target) -> Tensor:
-    """The values of a matrix (M, N): what is stored where that can be read, else what its module makes of I."""
+    """The values of a matrix (M, N): the stored ones if they can be read, else its module's output for the identity."""
     data = target.parameter.data
     if target.is_writable:
         return data.flatten(0, -2)
@@ -251,12 +253,12 @@ def matrix_of(target: Target) -> Tensor:
     side = target.matrix_shape[0 if site.layout == "transposed" else 1]
     dtype = data.dtype if data.is_floating_point() else torch.float32
     eye = torch.eye(side, device=target.device, dtype=dtype)
-    found: Tensor = site.module(eye) - site.module(torch.zeros_like(eye[:1]))
-    return found if site.layout == "transposed" else found.T
+    product: Tensor = site.module(eye) - site.module(torch.zeros_like(eye[:1]))
+    return product if site.layout == "transposed" else product.T
 
 
 def never_called(targets: Sequence[Target], run: Callable[[], object]) -> list[Target]:
-    """The targets none of whose modules `run()` calls: no loss can depend on them through a hook."""
+    """The targets none of whose modules are called by `run()`: hooks on these modules cannot perturb the loss."""
     called: set[int] = set()
     handles = [
         site.module.register_forward_hook(lambda module, *_: called.add(id(module)))
@@ -272,5 +274,5 @@ def never_called(targets: Sequence[Target], run: Callable[[], object]) -> list[T
 
 
 def only_input(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
-    """What a module of one input was called with, by position or by name."""
+    """The input of a module with one input, passed by position or by keyword."""
     return args[0] if args else next(iter(kwargs.values()))

@@ -1,4 +1,4 @@
-"""From evaluations of a loss to an estimate of its gradient: along random directions, or from the last hidden states.
+"""Gradient estimators, which use random directions or the error at the last hidden states, and their records.
 
-It gives the estimators and the records of what they measured. May import forward and what that may import.
+The package may import forward and what forward may import.
 """

@@ -1,4 +1,4 @@
-"""What an estimator measures, and the estimate of the gradient that follows."""
+"""The data types of estimators: closures, measurements, directions of a step, gradient estimates, step records."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,33 +14,34 @@ from tezo.errors import RequestError
 Closure = Callable[[], Tensor | float]
 
 MOST_DIRECTIONS = 1 << 12
-"""Bound on the directions of a step. A step log that claims more is refused."""
+"""Largest number of directions per step. A step log with more is refused."""
 
 TWO_POINT, FEEDBACK, GRADIENT = "two-point", "feedback", "gradient"
-"""Kinds of step: along random directions, along the error at the last hidden states, by backpropagation."""
+"""Kinds of step: with random directions, with the error at the last hidden states, with backpropagation."""
 
 
 @runtime_checkable
 class BlockClosure(Protocol):
-    """An objective that one forward pass can evaluate for several models: its rows repeated, one block per model.
+    """An objective that one forward pass can evaluate for several perturbed models, with one block of rows per model.
 
-    `tezo.tasks.objectives` makes them. Called without arguments it is an ordinary closure.
+    Every block has the same rows. `tezo.tasks.objectives` creates such closures. Called without arguments it is an
+    ordinary closure.
     """
 
     @property
     def tokens(self) -> int:
-        """The largest number of tokens, padding included, that a forward pass has for one model."""
+        """Largest number of tokens, padding included, of a forward pass for one model."""
 
     def __call__(self) -> Tensor | float:
-        """The loss, for one model."""
+        """The loss of one model."""
 
     def losses(self, copies: int) -> Tensor:
-        """(copies,): the loss of every model."""
+        """The loss of each of `copies` models: (copies,)."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured along one direction.
+    """The measurement along one direction.
 
     Attributes:
         loss_plus: f(W + rho Z).
@@ -60,15 +61,15 @@ class Probe:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step measured and did.
+    """Record of a finished step.
 
     Attributes:
-        step: its number, from 0.
-        loss: mean of all evaluations: the loss at W_t, for two-point estimates up to terms in rho squared.
-        lr: the learning rate it was taken with.
-        probes: one for each direction; empty for steps without random directions.
-        kind: of the estimator, such as `TWO_POINT`.
-        forward_passes: evaluations of the closure that the step took.
+        step: number of the step, from 0.
+        loss: mean of all evaluations; it is the loss at W_t, for two-point estimates up to terms in rho^2.
+        lr: learning rate of the step.
+        probes: one per direction; empty for steps without random directions.
+        kind: kind of the step, such as `TWO_POINT`.
+        forward_passes: number of closure evaluations of the step.
     """
 
     step: int
@@ -80,12 +81,12 @@ class StepRecord:
 
     @property
     def projected_grads(self) -> tuple[float, ...]:
-        """Kappa of each direction."""
+        """The projected gradient kappa of each direction."""
         return tuple(probe.projected_grad for probe in self.probes)
 
 
 def evaluate(closure: Closure, copies: int) -> list[float]:
-    """The losses of the `copies` models whose perturbations are set."""
+    """The losses of the `copies` models whose perturbations are set, one per model."""
     if copies == 1:
         return [float(_precise(closure()))]
     assert isinstance(closure, BlockClosure)
@@ -93,7 +94,7 @@ def evaluate(closure: Closure, copies: int) -> list[float]:
 
 
 def _precise(loss: Any) -> Any:
-    """The loss, if its data type can tell two points 2 rho apart."""
+    """The loss; a `RequestError` if its dtype is too coarse for the difference of two losses."""
     if isinstance(loss, Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
         raise RequestError(
             f"the closure's loss is {loss.dtype}, too coarse for the difference of two of them; compute it in "
@@ -108,8 +109,8 @@ class StepDraw:
 
     Attributes:
         step: number of the step, from 0.
-        count: estimates of the same kind that the update rule's moments have seen before.
-        directions: parameter name -> its directions; all of a parameter share type and fixed factors.
+        count: number of earlier estimates of the same kind in the update rule's moments.
+        directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
     """
 
     step: int
@@ -121,12 +122,12 @@ class StepDraw:
 class ParameterEstimate:
     """The zeroth-order gradient of one parameter: (1/q) sum_i kappa_i Z_i over the step's q directions.
 
-    It lies in the space of its directions, so it is given as a coefficient.
+    It is in the space of its directions, so it is represented by a coefficient.
 
     Attributes:
         directions: Z_1 ... Z_q.
         projected_grads: kappa_1 ... kappa_q.
-        count: estimates of the same kind before this one, as Adam's bias correction counts them.
+        count: number of earlier estimates of the same kind, as used by Adam's bias correction.
     """
 
     directions: Sequence[Direction]
@@ -135,11 +136,11 @@ class ParameterEstimate:
 
     @property
     def direction(self) -> Direction:
-        """Any of the directions: all share type and fixed factors."""
+        """The first direction; all directions share type and fixed factors."""
         return self.directions[0]
 
     def tiles(self) -> Iterator[Tile]:
-        """The coefficient of the estimate, in parts: (rows, values)."""
+        """Yields the coefficient of the estimate in parts (rows, values); the next part may overwrite the previous."""
         factors = [kappa / len(self.directions) for kappa in self.projected_grads]
         tiles = [direction.tiles(factor) for direction, factor in zip(self.directions, factors, strict=True)]
         for (rows, estimate), *others in zip(*tiles, strict=True):
@@ -153,10 +154,10 @@ class Estimate:
     """An estimate of the gradient at W_t.
 
     Attributes:
-        loss: mean of the losses that were evaluated.
-        gradients: parameter name -> its estimate, for the parameters that the step moves.
-        forward_passes: evaluations of the closure.
-        probes: what was measured along random directions, if there were any.
+        loss: mean of the evaluated losses.
+        gradients: parameter name -> its estimate, for the parameters that the step updates.
+        forward_passes: number of closure evaluations.
+        probes: measurements along random directions; empty if there are none.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""What an estimator is: evaluations of a closure in, an estimate of the gradient out."""
+"""The interface of estimators: an estimator evaluates a closure and returns an estimate of the gradient."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,48 +13,48 @@ from tezo.forward import MovingParameter
 
 
 class Estimator(ABC):
-    """A way to estimate the gradient. An optimizer steps along what it returns."""
+    """A method of estimating the gradient."""
 
     kind: ClassVar[str]
-    """Name of its steps, in records and step logs."""
+    """Name of its kind of step in records and step logs."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
-        """Called once by the optimizer, with the model and the parameters that are tuned."""
+        """Called once by the optimizer, with the model, the tuned parameters by name and the seed of the run."""
 
     @abstractmethod
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
-        """The estimate at W_t; the model computes with W_t again when it returns, or raises.
+        """The estimate at W_t. No perturbation remains set when it returns or raises.
 
         Args:
             closure: evaluates the objective on the batch of the step.
             draw: the directions of the step.
 
         Raises:
-            RequestError: this closure or model does not allow such an estimate.
-            FloatingPointError: a loss is NaN or infinite; its only argument is that loss.
+            RequestError: the closure or the model does not support this estimate.
+            FloatingPointError: a loss is NaN or infinite; the loss is the only argument of the error.
         """
 
     @abstractmethod
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
-        """The estimate of a finished step, from its record and the factor store, without an evaluation.
+        """The estimate of a finished step from its record and the factor store, without evaluating a closure.
 
         Raises:
-            RequestError: the record does not fit, or what was stored is missing.
+            RequestError: the record does not match, or the stored tensors are missing.
         """
 
     def check(self, closure: Closure) -> None:
-        """An error where this model does not allow such estimates; `closure` evaluates some rows."""
+        """Raises a `RequestError` if the model does not support this estimate; `closure` evaluates some rows."""
         del closure
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """Says where to keep what `recall` needs beside the record."""
+        """Sets the store for the tensors that `recall` needs in addition to the record."""
         del store
 
     def resume(self, names: Sequence[str]) -> None:
-        """Called after a state was loaded, with the parameters that have moments of this estimator's steps."""
+        """Called after a state is loaded, with the names of the parameters that have moments of this kind of step."""
         del names
 
     def share_directions(self, ranks: Ranks) -> None:
-        """From now on each rank evaluates directions of its own, if there are any."""
+        """Distributes the directions of the following steps among the ranks; ignored without random directions."""
         del ranks

@@ -1,21 +1,21 @@
-"""Direct feedback: steps along the error at the last hidden states, taken between zeroth-order ones.
+"""Direct feedback: steps along the error at the last hidden states, combined with zeroth-order steps.
 
 The gradient of a linear layer is G = sum_t delta_t x_t^T, with delta_t the gradient at its output. The output of a
-layer that writes the residual stream is still there in the last hidden states h_t, beside what later layers made of it.
-So the error e_t = dL/dh_t stands in for delta_t, the same for all of these layers (direct feedback alignment, Nokland
-2016, with the identity for its random matrices):
+layer that writes the residual stream is a summand of the last hidden states h_t, next to the contributions of later
+layers. The error e_t = dL/dh_t therefore replaces delta_t, and is the same for all of these layers (direct feedback
+alignment, Nokland 2016, with the identity instead of its random matrices):
 
     G ~ sum_t e_t x_t^T.
 
-No layer is passed backwards for e_t (`tezo.estimators.readout`), and which layers these are is measured
-(`tezo.estimators.residual_writers`). For W_t = W_0 + A V^T, with V the leading directions of the layer's inputs, a
-step is Adam on
+Computing e_t needs no backward pass through a layer (`tezo.estimators.readout`); which layers write the residual stream
+is measured (`tezo.estimators.residual_writers`). For W_t = W_0 + A V^T, with V the leading directions of the layer's
+inputs, a step is Adam on
 
     g = sum_t e_t (V^T x_t)^T,   M x r,
 
-which keeps V^T x_t of each layer, r numbers a position. One forward pass gives all of g, where two give the one number
-kappa: such steps go far at first. But g is biased by all that later layers do, and where the bias outweighs the rest
-they lead nowhere: zeroth-order steps, which are not biased, go on from there.
+for which V^T x_t is stored for each layer, r numbers per position. One forward pass gives the whole g, whereas two
+passes give one number kappa, so early steps make fast progress. But g is biased, because it ignores the later layers.
+Once the bias dominates, feedback steps make no progress; zeroth-order steps, which are unbiased, continue from there.
 """
 
 import math
@@ -39,7 +39,7 @@ from tezo.forward.evaluation_mode import evaluation_mode
 
 @dataclass(frozen=True)
 class FeedbackEstimate(ParameterEstimate):
-    """An estimate whose coefficient is known, rather than measured along directions."""
+    """An estimate that is given by its coefficient instead of by projected gradients."""
 
     coefficient: Tensor
 
@@ -48,13 +48,13 @@ class FeedbackEstimate(ParameterEstimate):
 
 
 class DirectFeedback(Estimator):
-    """g = sum_t e_t (V^T x_t)^T of the tuned layers that write the residual stream.
+    """The estimate g = sum_t e_t (V^T x_t)^T for the tuned layers that write the residual stream.
 
-    Steps of this kind that follow one another are a phase. The layers are found at its first step, in two more forward
-    passes. The loss must be a tensor that follows from the last hidden states by differentiable steps.
+    Consecutive steps of this kind are a phase. The first step of a phase finds the layers, with two additional forward
+    passes. The loss must be a tensor that is differentiable with respect to the last hidden states.
 
     Args:
-        fixed_sides: target -> the sides whose factors are fixed; only layers whose input side alone is fixed qualify.
+        fixed_sides: target -> roles of its fixed factors; a layer qualifies if only its input side is fixed.
     """
 
     kind = FEEDBACK
@@ -84,10 +84,10 @@ class DirectFeedback(Estimator):
             base, writers = self._writers_of_phase(closure, draw)
             taps = {target.name: _tap(target, draw.directions[target.name][0]) for target in writers}
             loss, errors = last_errors(base, closure, taps)
-        found = {target.name: _gradient(target, errors) for target in writers}
-        if not all(math.isfinite(x) for x in (float(loss), *(float(g.abs().max()) for g in found.values()))):
+        coefficients = {target.name: _gradient(target, errors) for target in writers}
+        if not all(math.isfinite(x) for x in (float(loss), *(float(g.abs().max()) for g in coefficients.values()))):
             raise FloatingPointError(float(loss))
-        collected = CollectedFactors(found, 1 if draw.count else 1 + PASSES)
+        collected = CollectedFactors(coefficients, 1 if draw.count else 1 + PASSES)
         if self._store is not None:
             self._store.save(self.kind, draw.step, collected)
         return self._estimate(float(loss), collected, draw)
@@ -95,7 +95,9 @@ class DirectFeedback(Estimator):
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
         collected = self._store.load(self.kind, record.step) if self._store is not None else None
         if collected is None:
-            raise RequestError(f"what feedback step {record.step} measured is missing; put it back, or stop before it.")
+            raise RequestError(
+                f"the saved gradient of feedback step {record.step} is missing; restore its file, or stop before it."
+            )
         self.resume(list(collected.factors))
         return self._estimate(record.loss, collected, draw)
 
@@ -112,7 +114,7 @@ class DirectFeedback(Estimator):
     def _writers_of_phase(self, closure: Closure, draw: StepDraw) -> tuple[nn.Module, list[Target]]:
         if draw.count == 0:
             self._writers = self._find_writers(closure)
-        elif self._writers is None:  # the phase began before this process did
+        elif self._writers is None:  # the phase began in an earlier process
             base, _ = last_hidden(self._model, closure)
             self._writers = base, [target for target in self._targets if target.name in self._resumed]
         assert self._writers is not None
@@ -123,20 +125,20 @@ class DirectFeedback(Estimator):
         base, writers = residual_writers(self._model, candidates, closure, self._seed)
         if not writers:
             raise RequestError(
-                "a feedback step found no tuned layer whose output reaches the last hidden states as it is; tune such "
-                "layers with method.targets, or set train.feedback_first=0 and train.feedback_last=0."
+                "a feedback step found no tuned layer whose output is added to the residual stream; tune such layers "
+                "with method.targets, or set train.feedback_first=0 and train.feedback_last=0."
             )
         return base, writers
 
 
 def _tap(target: Target, direction: Direction) -> Tap:
-    """Keeps V^T x of every input x."""
+    """The tap that stores V^T x of every input x of the target's modules."""
     assert isinstance(direction, LowRank)
     return [site.module for site in target.sites], lambda x: x @ direction.v_NR.to(x.device, x.dtype)
 
 
 def _gradient(target: Target, errors: Sequence[tuple[dict[str, list[Tensor]], Tensor]]) -> Tensor:
-    """(M, r): sum_t e_t (V^T x_t)^T."""
+    """sum_t e_t (V^T x_t)^T: (M, r), in the target's state dtype."""
     dtype = target.state_dtype
     parts = [
         e.reshape(-1, e.shape[-1]).to(dtype).T @ h.reshape(-1, h.shape[-1]).to(e.device, dtype)

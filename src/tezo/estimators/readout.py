@@ -1,11 +1,11 @@
-"""What a loss says of a model's last hidden states, where no layer is passed backwards.
+"""The gradient of a loss with respect to the last hidden states, without backpropagation through a layer.
 
-A loss L reads the last hidden states h_t of the base model through little: a mean and a cosine, or the output head. Its
-gradient there,
+A loss L is computed from the last hidden states h_t of the base model by a small readout: a mean and a cosine, or the
+output head. Its gradient at h_t,
 
     e_t = dL / dh_t,
 
-is had from that readout alone. The layers run as they do in inference: no graph is recorded in them.
+needs backpropagation through this readout only. The layers run as in inference: they record no graph.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from tezo.estimators.estimate import Closure
 from tezo.forward.interception import untraced
 
 Tap = tuple[Sequence[nn.Module], Callable[[Tensor], Tensor]]
-"""Modules, and what is to be kept of the inputs (..., N) of each of their calls."""
+"""Modules, and the function of the inputs (..., N) whose result is stored for each of their calls."""
 
 
 @dataclass
@@ -30,8 +30,8 @@ class BaseCall:
     """A call of the base model.
 
     Attributes:
-        kept: name -> what its tap made of the inputs of each call of its modules.
-        leaf: the last hidden states (B, L, D), from which a graph begins.
+        kept: name -> the results of its tap, one for each call of its modules.
+        leaf: the last hidden states (B, L, D), the leaf of the autograd graph.
     """
 
     kept: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -39,20 +39,20 @@ class BaseCall:
 
 
 def last_hidden(model: nn.Module, run: Callable[[], object]) -> tuple[nn.Module, list[Tensor]]:
-    """(base model, its last hidden states (B, L, D) at each call that `run` makes).
+    """(base model, its last hidden states (B, L, D) for each call made by `run`).
 
-    The base model is the outermost module that gives last hidden states: all but a head.
+    The base model is the outermost module that returns last hidden states: the model without its head.
 
     Raises:
-        RequestError: there is none.
+        RequestError: no module returns last hidden states.
     """
-    found: list[tuple[nn.Module, Tensor]] = []
+    outputs: list[tuple[nn.Module, Tensor]] = []
 
     def note(module: nn.Module, args: object, output: Any) -> None:
         del args
         hidden = getattr(output, "last_hidden_state", None)
         if hidden is not None:
-            found.append((module, hidden))
+            outputs.append((module, hidden))
 
     handles = [module.register_forward_hook(untraced(note)) for module in model.modules()]
     try:
@@ -60,24 +60,24 @@ def last_hidden(model: nn.Module, run: Callable[[], object]) -> tuple[nn.Module,
     finally:
         for handle in handles:
             handle.remove()
-    if not found:
+    if not outputs:
         raise RequestError(
-            f"a feedback step needs a model of transformers that gives its last hidden states, and no part of "
+            f"a feedback step needs a transformers model that returns its last hidden states, and no part of "
             f"{type(model).__name__} does; set train.feedback_first=0 and train.feedback_last=0."
         )
-    base = found[-1][0]
-    return base, [hidden for module, hidden in found if module is base]
+    base = outputs[-1][0]
+    return base, [hidden for module, hidden in outputs if module is base]
 
 
 def last_errors(
     base: nn.Module, closure: Closure, taps: Mapping[str, Tap]
 ) -> tuple[Tensor, list[tuple[dict[str, list[Tensor]], Tensor]]]:
-    """(L, for each call of `base` what was kept of it and e (B, L, D)); calls that L does not depend on are left out.
+    """(L, [(tap results by name, e (B, L, D)), ...] for each call of `base`); calls that do not affect L are omitted.
 
     Args:
-        base: as `last_hidden` finds it.
+        base: base model, from `last_hidden`.
         closure: returns the loss as a tensor.
-        taps: name -> what is to be kept of which layers' inputs.
+        taps: name -> tap.
 
     Raises:
         RequestError: the loss has no gradient.
@@ -96,7 +96,7 @@ def last_errors(
 
 @contextmanager
 def _recording(base: nn.Module, taps: Mapping[str, Tap]) -> Iterator[list[BaseCall]]:
-    """While open, calls of `base` record no graph, and what follows does, from their last hidden states on."""
+    """Context in which calls of `base` record no graph, and the computation from their last hidden states on does."""
     calls: list[BaseCall] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:

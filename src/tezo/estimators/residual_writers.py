@@ -1,14 +1,14 @@
-"""Which layers write the residual stream, measured in two forward passes.
+"""Finding the layers that write the residual stream, in two forward passes.
 
-Let the outputs y_l of K layers all be perturbed at once by independent noise, y_l + rho_l n_l, and let d be what that
-changes of the last hidden states h. Then
+The outputs y_l of K layers are perturbed simultaneously by independent noise, y_l + rho_l n_l. Let d be the resulting
+change of the last hidden states h. Then
 
     alpha_l = <d, n_l> / (rho_l |n_l|^2)
 
-estimates the mean of the diagonal of dh/dy_l: the part of a layer's output that is still there, as it is, at the end.
-Where the output is added to the residual stream that is 1, or what later norms make of it; where an attention or a
-matrix product comes first, it is 0 or nearly so. If d had nothing of n_l, <d, n_l> would be normal with the standard
-deviation |d|: a layer counts where it is `DEVIATIONS` of them above 0, and alpha_l not below `SHARE` of the largest.
+estimates the mean of the diagonal of dh/dy_l: the fraction of a layer's output that reaches h unchanged. If the output
+is added to the residual stream, this is 1, times the scale of later norms. If an attention or a matrix product follows
+first, it is close to 0. If d were independent of n_l, <d, n_l> would be normal with standard deviation |d|. A layer is
+accepted if <d, n_l> is at least `DEVIATIONS` standard deviations and alpha_l at least `SHARE` of the largest alpha.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,39 +24,39 @@ from tezo.forward.interception import untraced
 from tezo.numerics.random import fill_normal_
 
 PASSES = 2
-"""That it takes."""
+"""Number of forward passes."""
 SIZE = 0.05
-"""Of the noise, as a share of the root mean square of a layer's output."""
+"""Standard deviation of the noise, as a fraction of the root mean square of a layer's output."""
 DEVIATIONS = 5.0
-"""False by chance once in three million layers."""
+"""Required significance in standard deviations: one false acceptance in three million layers."""
 SHARE = 0.05
-"""Below it a layer's output hardly reaches the end as it is, even where that can be told from chance."""
+"""Smallest accepted fraction of the largest alpha: below it the contribution is significant but negligible."""
 
 
 @torch.no_grad()
 def residual_writers(
     model: nn.Module, targets: Sequence[Target], run: Callable[[], object], seed: int
 ) -> tuple[nn.Module, list[Target]]:
-    """(base model, those of `targets` that write its residual stream), in two forward passes.
+    """(base model, the subset of `targets` that writes its residual stream), in two forward passes.
 
     Args:
-        model: of transformers, or an adapter around one.
-        targets: matrices; only those of linear layers are looked at.
-        run: calls the model on some rows, the same each time.
-        seed: of the noise.
+        model: a transformers model, or an adapter around one.
+        targets: matrices; those that are not weights of linear layers are ignored.
+        run: calls the model on some rows, the same rows each time.
+        seed: seed of the noise.
 
     Raises:
-        RequestError: no part of the model gives last hidden states.
+        RequestError: no part of the model returns last hidden states.
     """
     linear = [target for target in targets if target.input_role is not None]
     outputs: dict[str, list[tuple[int, float]]] = {target.name: [] for target in linear}
 
-    def look(name: str, call: int, output: Tensor) -> Tensor:
+    def measure(name: str, call: int, output: Tensor) -> Tensor:
         del call
         outputs[name].append((output.numel(), float(output.float().square().mean().sqrt())))
         return output
 
-    with _outputs(linear, look):
+    with _outputs(linear, measure):
         base, plain = last_hidden(model, run)
     sizes = [hidden.numel() for hidden in plain]
     linear = [target for target in linear if [numel for numel, _ in outputs[target.name]] == sizes]
@@ -68,13 +68,13 @@ def residual_writers(
     with _outputs(linear, perturb):
         _, perturbed = last_hidden(model, run)
     change = [after.double() - before.double() for before, after in zip(plain, perturbed, strict=True)]
-    found = {t.name: _alpha(change, scale[t.name], seed, t.name) for t in linear}
-    least = SHARE * max([alpha for alpha, _ in found.values()], default=0.0)
-    return base, [t for t in linear if found[t.name][1] >= DEVIATIONS and found[t.name][0] >= least]
+    alphas = {t.name: _alpha(change, scale[t.name], seed, t.name) for t in linear}
+    least = SHARE * max([alpha for alpha, _ in alphas.values()], default=0.0)
+    return base, [t for t in linear if alphas[t.name][1] >= DEVIATIONS and alphas[t.name][0] >= least]
 
 
 def _alpha(change: Sequence[Tensor], scale: float, seed: int, name: str) -> tuple[float, float]:
-    """(alpha of a layer, <d, n> / |d|)."""
+    """(alpha, <d, n> / |d|) of a layer; the second number is the significance in standard deviations."""
     along = noise_sq = 0.0
     for call, d in enumerate(change):
         n = noise(d, seed, name, call).double()
@@ -84,14 +84,14 @@ def _alpha(change: Sequence[Tensor], scale: float, seed: int, name: str) -> tupl
 
 
 def noise(like: Tensor, seed: int, name: str, call: int) -> Tensor:
-    """Standard normal numbers for a layer's output at one of its calls, float32, in the shape of `like`."""
+    """The noise for one call of a layer: standard normal, float32, in the shape of the output `like`."""
     n_TD = torch.empty((like.numel() // like.shape[-1], like.shape[-1]), dtype=torch.float32, device=like.device)
     return fill_normal_(n_TD, seed=seed, step=call, name=name, role="writers").view(like.shape)
 
 
 @contextmanager
 def _outputs(targets: Sequence[Target], change: Callable[[str, int, Tensor], Tensor]) -> Iterator[None]:
-    """While open, each output of the targets' layers is what `change` makes of (name, which call of it, output)."""
+    """Context in which each output of the targets' layers is replaced by `change(name, number of the call, output)`."""
     calls = dict.fromkeys((target.name for target in targets), 0)
 
     def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:

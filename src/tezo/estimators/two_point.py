@@ -1,4 +1,4 @@
-"""Simultaneous perturbation: two losses say how steep the objective is along a random direction (Eq. 2)."""
+"""Simultaneous perturbation (Eq. 2): two losses give the projected gradient along a random direction."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,17 +25,17 @@ from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.products import float32_on_emulating_cpu
 
 TOKENS_OF_A_PASS = 1024
-"""Up to so many tokens, several models share a pass: below it a pass is bound by reading the weights, above it by
-arithmetic. docs/cost.md has both measured, as J2 and N2."""
+"""Largest number of tokens of a pass that several models share. Below it a pass is limited by reading the weights,
+above it by arithmetic; docs/cost.md has measurements of both (J2 and N2)."""
 
 TOKENS_OF_A_DENSE_PASS = 8192
-"""The same where dense noise is drawn once for all the models of a pass; the bound is for the activations' sake."""
+"""The same limit if dense noise is drawn once for all models of a pass; it bounds the memory for activations."""
 
 
 class TwoPoint(Estimator):
     """The estimate (1/q) sum_i kappa_i Z_i, with kappa_i = (f(W + rho Z_i) - f(W - rho Z_i)) / (2 rho).
 
-    The model is in evaluation mode meanwhile, so that both evaluations see one function.
+    The model is in evaluation mode during the evaluations, so that both use the same function.
 
     Args:
         rho: perturbation scale.
@@ -66,10 +66,15 @@ class TwoPoint(Estimator):
         return _estimate(record.loss, record.probes, record.forward_passes, draw)
 
     def probes(self, closure: Closure, drawn: Mapping[str, Sequence[Direction]], rho: float) -> tuple[Probe, ...]:
-        """What is measured along each direction, by all ranks.
+        """The measurements along all directions; each rank evaluates its part and gets all of them.
+
+        Args:
+            closure: evaluates the objective.
+            drawn: parameter name -> its directions.
+            rho: perturbation scale.
 
         Raises:
-            RequestError: the closure runs none of the tuned modules.
+            RequestError: the closure calls none of the tuned modules.
             FloatingPointError: a loss is NaN or infinite.
         """
 
@@ -81,7 +86,7 @@ class TwoPoint(Estimator):
         with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
             try:
                 probes = two_point(closure, set_perturbations, rho, own, self._copies(closure, len(own)))
-            except NotInBlocksError:  # found out once, by the first step
+            except NotInBlocksError:  # raised at most once, in the first step
                 self._in_blocks = False
                 probes = two_point(closure, set_perturbations, rho, own, 1)
         probes = gather_probes(probes, self._ranks)
@@ -116,15 +121,15 @@ def two_point(
     directions: Sequence[int],
     copies: int,
 ) -> tuple[Probe, ...]:
-    """Evaluates `closure` at +rho and -rho along each direction; leaves the parameters where they were.
+    """Evaluates `closure` at +rho and -rho along each direction, then removes the perturbations.
 
     Args:
         closure: returns the objective as a scalar; it need not be differentiable.
-        set_perturbations: given (i, scale) pairs, lets the model compute with W + scale * Z_i, one block for each
-            pair; given none, with W.
+        set_perturbations: called with (i, scale) pairs; perturbs block j of the rows by the j-th pair, W + scale * Z_i.
+            An empty list removes the perturbations.
         rho: perturbation scale.
         directions: indices of the directions to be evaluated.
-        copies: how many models share a forward pass; above 1, `closure` must be a `BlockClosure`.
+        copies: number of models per forward pass; above 1, `closure` must be a `BlockClosure`.
     """
     points = [(index, sign * rho) for index in directions for sign in (1, -1)]
     losses: list[float] = []
@@ -140,20 +145,23 @@ def two_point(
 
 
 def gather_probes(probes: tuple[Probe, ...], ranks: Ranks) -> tuple[Probe, ...]:
-    """The probes of every rank, which all have as many: first the first probe of each rank, then the second, ..."""
+    """The probes of all ranks: the first probe of each rank, then the second of each, and so on.
+
+    All ranks must have the same number of probes.
+    """
     if ranks.size == 1:
         return probes
-    found = ranks.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
-    by_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in found]
+    gathered = ranks.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
+    by_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in gathered]
     return tuple(probe for turn in zip(*by_rank, strict=True) for probe in turn)
 
 
 def copies_of_a_pass(closure: Closure, directions: int, *, dense: bool) -> int:
-    """How many models are evaluated in one forward pass: 1, or an even number, so that signs stay together.
+    """Number of models per forward pass: 1, or an even number, so that both signs of a direction share a pass.
 
     Args:
-        closure: a plain one is evaluated once for every model.
-        directions: of a step; two models each.
+        closure: the objective; a plain closure is evaluated separately for every model.
+        directions: number of directions, with two models each.
         dense: whether sharing a pass saves draws of dense noise.
     """
     if not isinstance(closure, BlockClosure):

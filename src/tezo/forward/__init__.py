@@ -1,7 +1,7 @@
-"""How a model computes with W + rho Z: in the forward pass, in place, or in place with an exact copy.
+"""Evaluating a model at W + rho Z: in the forward pass, in place, or in place with restoration from a copy.
 
-It gives `moving_parameter`, which picks the way for a parameter, and the evaluation mode of a step. May import
-directions and what that may import.
+`moving_parameter` selects the implementation for a parameter. The package may import directions and what directions
+may import.
 """
 
 from tezo.directions.spaces import Direction, FixedFactors
@@ -21,14 +21,14 @@ from tezo.forward.vector_in_forward import VectorInForward as VectorInForward
 def moving_parameter(
     target: Target, kind: type[Direction], blocks: Blocks, *, in_forward: bool = True, frozen_rank: int | None = None
 ) -> MovingParameter:
-    """The way `target` is moved along directions of a type.
+    """The implementation that applies perturbations and updates to `target`.
 
     Args:
         target: the parameter.
         kind: type of the directions that the method draws for it.
-        blocks: of the model's forward pass.
-        in_forward: False moves everything in place, as published code does (for comparison).
-        frozen_rank: see `InForward`.
+        blocks: splits the rows of the model's forward pass into blocks.
+        in_forward: False perturbs all parameters in place, as published code does (for comparison).
+        frozen_rank: `most_rank` of `InForward`.
     """
     if in_forward and target.in_forward:
         if not target.is_matrix:

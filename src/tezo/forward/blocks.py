@@ -1,4 +1,4 @@
-"""Several models in one forward pass: the rows of a batch in equal blocks, and block g meets model g."""
+"""Several perturbed models in one forward pass: the rows of a batch form equal blocks, and block g uses model g."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch.utils.hooks import RemovableHandle
 
 
 class NotInBlocksError(Exception):
-    """A module met a tensor whose leading dimension is not the pass's rows: its blocks cannot be told apart."""
+    """A tensor inside the model cannot be split into blocks, because its leading dimension is not the pass's rows."""
 
 
 class Blocks:
-    """What a forward pass of `model` has as rows, for cutting the inputs of its modules into blocks.
+    """Records the number of rows of a forward pass of `model`, and splits inputs of its modules into blocks.
 
     Attributes:
-        rows: the leading dimension of the first tensor that the model was called with; None outside a pass.
-        tokens: that, times its second dimension.
+        rows: leading dimension of the first tensor argument of the model; None outside a pass.
+        tokens: `rows` times the second dimension of that tensor; None outside a pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,11 +36,12 @@ class Blocks:
         self.rows = self.tokens = None
 
     def split(self, values: Tensor, count: int, keep: int) -> Tensor:
-        """(count, T, *the last `keep` dimensions): `values` as so many equal, contiguous blocks of rows.
+        """`values` as `count` equal, contiguous blocks of rows: (count, T, *the last `keep` dimensions).
 
         Raises:
-            NotInBlocksError: the leading dimension is neither the pass's rows nor its tokens, so that what is in it
-                are other things, as the tokens of one expert are; or what is looked up differs from block to block.
+            NotInBlocksError: the leading dimension is neither the pass's rows nor its tokens (for example the tokens
+                routed to one expert), or lookup ids (`keep` = 0) of shape (L,) or (L, L), which may be positions or
+                position differences instead of token ids, differ between blocks.
         """
         leading = values.shape[0] if values.ndim > keep else 1
         known = self.rows is None or leading in (self.rows, self.tokens)
@@ -48,11 +49,11 @@ class Blocks:
             raise NotInBlocksError
         blocks = values.reshape(count, -1, *values.shape[values.ndim - keep :])
         square = values.ndim == 1 or values.shape[0] == values.shape[1]
-        if count > 1 and keep == 0 and square and not (blocks == blocks[:1]).all():  # distances, and not the rows' ids
+        if count > 1 and keep == 0 and square and not (blocks == blocks[:1]).all():  # may be positions
             raise NotInBlocksError
         return blocks
 
     def close(self) -> None:
-        """Removes its hooks from the model."""
+        """Removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()

@@ -1,8 +1,8 @@
-"""Dense directions in the forward pass: a tile of W + rho Z at a time, made, used and thrown away.
+"""Dense directions in the forward pass: W + rho Z is computed tile by tile and never stored as a whole.
 
-W is read, never moved, so nothing drifts in half precision, and Z is drawn once for all the blocks of a pass:
-a two-point step draws it twice, once for both signs and once for the update. The temporaries are tiles of Z, and
-of W + rho Z for every block.
+W is read but not written, so it does not drift in half precision. Z is drawn once for all blocks of a pass: a two-point
+step with both signs in one pass draws it twice, once for the evaluations and once for the update. The temporaries are
+tiles of Z, and a tile of W + rho Z for every block.
 """
 
 import itertools
@@ -21,16 +21,16 @@ from tezo.numerics.products import Tiles, tiled_linear, tiled_transposed
 from tezo.numerics.scratch import scratch
 
 PRODUCT_ENTRIES = 5 << 18
-"""Entries of the perturbed tiles of all blocks together, for each byte of an entry of the weight: thinner tiles make
-slower products, larger ones take more beside the weights. Both signs of OPT-125M's largest matrices, in float32, fit
-into one, whose product is then written without gaps."""
+"""Entries of the perturbed tiles of all blocks together, for each byte of an entry of the weight. Smaller tiles make
+the products slower, larger ones need more memory. In float32, both signs of OPT-125M's largest matrices fit into one
+tile, whose product is written contiguously."""
 
 
 class DenseInForward(MovingParameter):
-    """A matrix along dense directions, perturbed as its modules use it.
+    """A matrix with dense directions, perturbed inside the forward of its modules.
 
-    On a CPU the products are taken in float32 at least: W + rho Z is not rounded to half precision, and CPUs
-    without half-precision instructions multiply float32 faster. Elsewhere they are taken in the weight's dtype.
+    On a CPU the products are computed in float32 or wider: W + rho Z is not rounded to half precision, and CPUs without
+    half-precision instructions multiply float32 faster. On other devices they are computed in the weight's dtype.
     """
 
     in_blocks = True
@@ -77,19 +77,19 @@ class DenseInForward(MovingParameter):
         ids_GT = self._blocks.split(ids, len(self._shifts), 0)
         out_GTN = output.view(*ids_GT.shape, output.shape[-1])
         for rows in self.row_tiles():
-            met_GT = (ids_GT >= rows.start) & (ids_GT < rows.stop)
-            if met_GT.any():
+            in_tile_GT = (ids_GT >= rows.start) & (ids_GT < rows.stop)
+            if in_tile_GT.any():
                 drawn = self._draw(rows)
                 for g, shift in enumerate(self._shifts):
-                    z = drawn[id(shift.direction)][ids_GT[g][met_GT[g]] - rows.start]
-                    out_GTN[g, met_GT[g]] += (z * shift.scale).to(output.dtype)
+                    z = drawn[id(shift.direction)][ids_GT[g][in_tile_GT[g]] - rows.start]
+                    out_GTN[g, in_tile_GT[g]] += (z * shift.scale).to(output.dtype)
         return output
 
     def _split(self, x: Tensor) -> Tensor:
         return self._blocks.split(x, len(self._shifts), 1).to(self._dtype)
 
     def _tiles(self) -> Tiles:
-        """(rows, g, (W + scale_g Z_g)[rows]): large tiles, for the products' sake, filled by small draws."""
+        """Yields (rows, g, (W + scale_g Z_g)[rows]): large tiles, for fast products, filled from smaller draws."""
         width, count = self.target.stored_shape[1], len(self._shifts)
         most = PRODUCT_ENTRIES * self.weight.element_size() // (count * width)
         for parts in _groups(self.row_tiles(), most):
@@ -105,7 +105,7 @@ class DenseInForward(MovingParameter):
         if base.dtype != self._dtype:
             base = scratch("base", tuple(base.shape), self._dtype, base.device).copy_(base)
         drawn = self._draw(rows)
-        if len(drawn) == 1:  # for all blocks in one pass over the tile
+        if len(drawn) == 1:  # all blocks have the same Z: one operation fills them all
             (z,) = drawn.values()
             torch.addcmul(base, z, self._scales_G11, out=moved_GTN)
             return
@@ -113,14 +113,14 @@ class DenseInForward(MovingParameter):
             torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=moved)
 
     def _draw(self, rows: slice) -> dict[int, Tensor]:
-        """Z[rows] of every direction that is shown, by its id."""
+        """id(direction) -> Z[rows], for every direction of the current perturbations."""
         self.was_called = True
         directions = {id(shift.direction): shift.direction for shift in self._shifts}
         return {key: _tile(direction, rows).to(self._dtype) for key, direction in directions.items()}
 
 
 def _groups(tiles: Iterable[slice], most: int) -> Iterator[list[slice]]:
-    """Neighbouring tiles, joined to as few groups of like size as have about `most` rows each, or fewer."""
+    """Groups of adjacent tiles with at most about `most` rows each: as few groups as possible, of similar size."""
     tiles = list(tiles)
     total = tiles[-1].stop
     count = -(-total // max(1, most))

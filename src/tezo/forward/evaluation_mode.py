@@ -1,4 +1,4 @@
-"""Dropout and its like are off while two evaluations are to see one function."""
+"""Evaluation mode during a step: without dropout, so that all evaluations use the same function."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The model in `eval()`, and back in `train()` afterwards if it was."""
+    """Context in which all modules are in evaluation mode; their previous modes are restored afterwards."""
     was_training = [module for module in model.modules() if module.training]
     for module in was_training:
         module.training = False

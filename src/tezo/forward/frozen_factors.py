@@ -1,4 +1,4 @@
-"""What was trained with factors that are no longer drawn from, kept beside a base that is not to be written."""
+"""The change trained in earlier intervals, stored as low-rank factors beside a base that is not written."""
 
 from collections.abc import Sequence
 
@@ -8,25 +8,25 @@ from torch import Tensor
 from tezo.directions.spaces import FixedCoefficient, LowRank
 
 MOST_RANK = 64
-"""Of what lies beside a base that cannot be written, unless the run says otherwise."""
+"""Default rank of the factors stored beside a base that cannot be written."""
 
 
 def low_rank(left_MK: Tensor, right_NK: Tensor) -> LowRank:
-    """The fixed matrix left @ right^T."""
+    """The fixed matrix left @ right^T as a `LowRank` point."""
     return LowRank(draw=FixedCoefficient(left_MK), v_NR=right_NK, refresh_step=-1, gram=1.0)
 
 
 def join(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(left, right) of the sum of low-rank matrices: their factors side by side."""
+    """(left, right) of the sum of low-rank matrices: their factors concatenated along the rank."""
     left, right = (torch.cat([part[side].to(dtype) for part in parts], dim=1) for side in (0, 1))
     return left, right
 
 
 def compress(left_MK: Tensor, right_NK: Tensor, most: int) -> tuple[Tensor, Tensor, float]:
-    """(left, right, error): the nearest matrix F of rank `most` to D = left @ right^T, and |D - F| / |D| (Frobenius).
+    """(left, right, error): the factors of F, the best rank-`most` approximation of D = left @ right^T.
 
-    By QR of both factors and an SVD of the K x K core between, in float64 on the CPU; singular values are shared out
-    between the sides. A D of `most` columns or fewer is left as it is.
+    error = |D - F| / |D| in the Frobenius norm. Computed by QR of both factors and an SVD of the K x K core, in float64
+    on the CPU; each side gets the square roots of the singular values. If K <= `most`, D is returned unchanged.
     """
     if left_MK.shape[1] <= most:
         return left_MK, right_NK, 0.0

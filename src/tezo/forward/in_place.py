@@ -1,4 +1,4 @@
-"""Directions added to the stored tensor itself, and taken back after the two evaluations."""
+"""In-place perturbation: directions are added to the stored tensor and subtracted after the evaluations."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,9 @@ from tezo.forward.moving_parameter import MovingParameter, Shift, require_writab
 
 
 class InPlace(MovingParameter):
-    """A matrix moved where it lies: W + rho Z, W - rho Z, W, each by one add.
+    """A matrix perturbed in the stored tensor: W + rho Z, W - rho Z, W, each by one add.
 
-    What it costs is exactness: W + a - 2a + a differs from W by rounding, little in float32, much more in
-    half precision.
+    It is not exact: W + a - 2a + a differs from W by rounding, slightly in float32, much more in half precision.
     """
 
     application = "in place"
@@ -23,17 +22,17 @@ class InPlace(MovingParameter):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         require_writable(target, "this perturbation")
-        self._shown: Shift | None = None
+        self._applied: Shift | None = None
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
         new = shifts[0] if shifts else None
-        if new is not None and self._shown is not None and new.direction is self._shown.direction:
-            new.direction.add_to_(self.weight, new.scale - self._shown.scale)
+        if new is not None and self._applied is not None and new.direction is self._applied.direction:
+            new.direction.add_to_(self.weight, new.scale - self._applied.scale)
         else:
-            for shift, sign in ((self._shown, -1), (new, 1)):
+            for shift, sign in ((self._applied, -1), (new, 1)):
                 if shift is not None:
                     shift.direction.add_to_(self.weight, sign * shift.scale)
-        self._shown = new
+        self._applied = new
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         if isinstance(direction, FixedFactors):
@@ -45,7 +44,7 @@ class InPlace(MovingParameter):
 
 
 class FromCopy(MovingParameter):
-    """A vector that no hook can perturb, moved in place and put back from a copy, exactly."""
+    """A vector that cannot be perturbed by hooks: perturbed in place and restored exactly from a copy."""
 
     application = "from copy"
     was_called = True

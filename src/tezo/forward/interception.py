@@ -1,7 +1,7 @@
-"""Standing in for one torch function, where a module's own forward calls it on the module's weight.
+"""Replacing a torch function inside a module's forward, where it is called on the module's weight.
 
-A hook on a module's output cannot save the work that the forward did, nor reach into it. This can: while the
-module runs, and only then, a call such as `linear(x, weight, bias)` goes to a replacement.
+A hook on a module's output can neither avoid the forward's computation nor change a step inside it. An interception
+can: while the module runs, a call such as `linear(x, weight, bias)` is redirected to a replacement.
 """
 
 import functools
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Replacement = Callable[..., Tensor]
-"""Takes what the torch function takes."""
+"""A function with the arguments of the torch function that it replaces."""
 
 
 P = ParamSpec("P")
@@ -21,10 +21,10 @@ R = TypeVar("R")
 
 
 def unintercepted(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` with torch's own functions in it, whatever intercepts them outside.
+    """`function` with all interception of torch functions disabled inside it.
 
-    For what runs within a module's forward and has no product that `float32_on_emulating_cpu` would replace, which
-    would otherwise be asked at every call, and at every look at a shape.
+    For code that runs inside a module's forward and contains no product that `float32_on_emulating_cpu` would replace.
+    It saves the overhead of the interception on every torch call and attribute access.
     """
 
     @functools.wraps(function)
@@ -36,10 +36,10 @@ def unintercepted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` as it is, in a model that torch.compile has compiled.
+    """`function`, excluded from torch.compile.
 
-    For hooks: what they read changes every step, and a model that was compiled with them would be compiled anew each
-    time. The graph breaks there instead.
+    For hooks: they read values that change every step, so tracing them would recompile the model every step. With this
+    wrapper the graph breaks at the hook instead.
     """
     reason = "directions change every step"
     return torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call,no-any-return]
@@ -49,9 +49,9 @@ class Interception:
     """Replaces torch functions in the forward of `module` when they are called on its weight.
 
     Args:
-        module: in whose forward; its weight may be another tensor there than outside, loaded or gathered for it.
-        replacements: torch function -> what is called in its stead.
-        active: asked before each forward; while False nothing is replaced.
+        module: the module. During its forward its weight may be another tensor, loaded or gathered for the call.
+        replacements: torch function -> replacement.
+        active: called before each forward; nothing is replaced if it returns False.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Interception:
         replacements: Mapping[Any, Replacement],
         active: Callable[[], bool],
     ) -> None:
-        self._replacements = {of: untraced(replacement) for of, replacement in replacements.items()}
+        self._replacements = {function: untraced(replacement) for function, replacement in replacements.items()}
         self._active = active
         self._open: list[_Mode | None] = []
         self._handles = [
@@ -81,7 +81,7 @@ class Interception:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Removes its hooks."""
+        """Removes the hooks from the module."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,9 +1,8 @@
-"""Low-rank directions in the forward pass: the stored tensor is read, never written.
+"""Low-rank directions in the forward pass: the stored tensor is read, not written.
 
-The output of a Linear with weight W becomes x (W + F + D)^T = x W^T + x F^T + ((x V) * c) U^T, where D has what
-was trained since the factors were drawn and, during an evaluation, plus or minus rho Z, and F what was trained with
-earlier ones, if that is kept beside the base. Every module that owns the parameter gets the hook, so tied weights
-move together.
+The output of a Linear with weight W becomes x (W + F + D)^T = x W^T + x F^T + ((x V) * c) U^T. D is the change trained
+with the current factors, plus or minus rho Z during an evaluation. F is the change trained with earlier factors, if it
+is stored beside the base. Every module that owns the parameter gets the hook, so tied weights change together.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +22,16 @@ from tezo.forward.moving_parameter import MovingParameter, Shift, require_writab
 
 
 class InForward(MovingParameter):
-    """A matrix moved in the forward pass: W_t = W + F + D, with D in the space of the current fixed factors.
+    """A matrix perturbed in the forward pass: W_t = W + F + D, with D in the space of the current fixed factors.
 
-    When a direction comes with new fixed factors, D is folded once, and starts again from zero: into the stored
-    tensor, or into F, factors of a bounded rank beside it. Where factors never change, stored tensors stay
-    bit-identical.
+    At a refresh of the fixed factors, D is folded into the stored tensor, or into F, low-rank factors stored beside it;
+    D is then zero again. Without refreshes the stored tensor stays bit-identical.
 
     Args:
         target: the matrix.
-        blocks: of the model's forward pass.
-        most_rank: of F; None: D is folded into the stored tensor, where that can be written.
+        blocks: splits the rows of the model's forward pass into blocks.
+        most_rank: largest rank of F; None: D is folded into the stored tensor if it can be written, else F has at most
+            rank `MOST_RANK`.
 
     Attributes:
         change: D.
@@ -51,7 +50,7 @@ class InForward(MovingParameter):
         self._blocks = blocks
         self._shifts: tuple[Shift, ...] = ()
         self._changed = False
-        # CPUs without half-precision instructions multiply float32 faster, by much where the matrices are thin
+        # CPUs without half-precision instructions multiply float32 faster, much faster for thin matrices
         self._dtype = target.state_dtype if target.device.type == "cpu" else None
         self._handles += [self._hook(site) for site in target.sites]
 
@@ -88,25 +87,25 @@ class InForward(MovingParameter):
         return (points,) if self.frozen is None else (self.frozen, points)
 
     def _sum(self, output: Tensor) -> Tensor:
-        """What the term is added to: the output itself where that can be written, else a copy."""
+        """The tensor that the low-rank term is added to: the output if it can be written in place, else a copy."""
         out = output.to(self._dtype) if self._dtype is not None else output
-        # a weight of a tensor subclass may give outputs that ignore an add in place
+        # the output of a weight of a tensor subclass may ignore an in-place add
         writable = out is not output or (type(output) is Tensor and output.is_contiguous())
         return out.contiguous() if writable else out.clone(memory_format=torch.contiguous_format)
 
     @property
     def _moved(self) -> bool:
-        """Whether the model is to compute with anything but the stored tensor."""
+        """Whether W_t, or its perturbation, differs from the stored tensor."""
         return bool(self._shifts) or self._changed or self.frozen is not None
 
     def _points(self) -> FixedFactors:
-        """D plus what is shown, a point a block, made where it is used: all layers' at once would take memory."""
+        """D + scale_g Z_g for each block g, computed at each use: storing it for all layers would take memory."""
         assert self.change is not None
         if not self._shifts:
             return self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
         self.was_called = True
         directions = {id(shift.direction): shift.direction for shift in self._shifts}
-        drawn = {key: _coefficient(direction) for key, direction in directions.items()}  # once for both signs
+        drawn = {key: _coefficient(direction) for key, direction in directions.items()}  # both signs share one draw
         steps = [shift.scale * drawn[id(shift.direction)] for shift in self._shifts]
         return self.change.with_coefficient(torch.stack(steps).add_(self.change.coefficient))
 
@@ -128,7 +127,7 @@ class InForward(MovingParameter):
         self._changed = True
 
     def decay_(self, factor: float) -> None:
-        """Multiplies what was trained, F + D, by `factor`; the base is left alone."""
+        """Multiplies the trained change, F + D, by `factor`; the base is unchanged."""
         if self.change is not None and self._changed:
             self.change.coefficient.mul_(factor)
         if self.frozen is not None:
@@ -143,7 +142,7 @@ class InForward(MovingParameter):
         return frozen + ([self.change.split_factors()] if self.change is not None and self._changed else [])
 
     def retire(self) -> None:
-        """D = 0, and what it was goes into the stored tensor or into F."""
+        """Moves D into the stored tensor or into F; D is then zero."""
         if self._most_rank is None:
             self.fold()
         elif self._changed:
@@ -152,7 +151,7 @@ class InForward(MovingParameter):
         self.change, self._changed = None, False
 
     def fold(self) -> None:
-        # W += F + D, then F = D = 0: one pass over the stored tensor
+        # W += F + D, then F = D = 0, in one pass over the stored tensor
         parts = self.trained()
         if parts:
             require_writable(self.target, "folding trained factors into the base")

@@ -1,4 +1,4 @@
-"""How one parameter is moved: shown to the model perturbed, and stepped for good."""
+"""The interface of a tuned parameter: temporary perturbations during a step, and permanent updates."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from tezo.numerics.random import generator
 
 @dataclass(frozen=True)
 class Shift:
-    """W_t + scale * Z, with Z a direction."""
+    """The perturbation W_t + scale * Z, with Z a direction."""
 
     direction: Direction
     scale: float
@@ -29,97 +29,102 @@ class Shift:
 class MovingParameter(ABC):
     """One tuned parameter, W_t.
 
-    A step goes: `begin`, then `show` with plus and minus rho, in one pass or one after the other, `show` with
-    nothing, then the update rule's `add_` or `write_`. Between steps the model computes with W_t.
+    The order of a step is: `begin`; `set_perturbations` with +rho and -rho, in one pass or in two; `set_perturbations`
+    with no shifts; then the update rule calls `add_` or `write_`. Between steps the model computes with W_t.
     """
 
     application = "in forward"
-    """How it is moved, in words."""
+    """How perturbations are applied, in words."""
     writes_weight = True
-    """Whether showing or stepping the parameter changes the stored tensor."""
+    """Whether perturbations or updates change the stored tensor."""
 
     in_blocks = False
-    """Whether one forward pass can show several shifts, each to its block of the rows."""
+    """Whether one forward pass can apply several shifts, each to its own block of rows."""
 
     draws_for_all_blocks = False
-    """Whether a pass that shows several shifts of one direction saves a costly draw."""
+    """Whether applying several shifts of one direction in one pass saves an expensive draw."""
 
     was_called = False
-    """Whether a forward pass has met what was shown; one that is moved where it lies is always taken to be met."""
+    """Whether a forward pass has used a perturbation; always True for a parameter that is perturbed in place."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         if any(other.target.parameter is target.parameter and other.state() for other in _open):
             raise RequestError(
-                f"{target.name} has been tuned by another optimizer, whose change is not in the weights; call that "
-                "one's merge() to keep it, or close() to drop it."
+                f"{target.name} has been tuned by another optimizer, whose change is not in the weights; call merge() "
+                "of that optimizer to keep the change, or close() to discard it."
             )
         _open.add(self)
         self._handles: list[RemovableHandle | Interception] = []
-        self._moment = DrawKey(0, 0)
+        self._key = DrawKey(0, 0)
         self._rounding: torch.Generator | None = None
 
     def begin(self, direction: Direction, key: DrawKey) -> None:
-        """Makes ready for a step whose directions share `direction`'s fixed factors."""
+        """Prepares for a step whose directions share the fixed factors of `direction`."""
         del direction
-        self._moment = key
+        self._key = key
         self._rounding = None
 
     @abstractmethod
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
-        """Lets block g of the rows meet the parameter at `shifts[g]`; with no shifts, all rows meet W_t itself."""
+        """Sets the perturbation `shifts[g]` for block g of the rows; with no shifts, all rows use W_t."""
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
-        """W += alpha * (the point of `direction`'s space with coefficient `delta` at `rows`); here a dense one."""
+        """W += alpha * (the point of `direction`'s space with coefficient `delta` at `rows`); here for `Dense`."""
         del direction
         self.write_(rows, delta, alpha)
 
     def decay_(self, factor: float) -> None:
-        """Multiplies what is trained by `factor`: here the stored tensor."""
+        """Weight decay: multiplies the trained values by `factor`; here the stored tensor."""
         self.decay_weight_(factor)
 
     def state(self) -> dict[str, Tensor]:
-        """What has been trained and is not in the stored tensor."""
+        """Tensors of the trained change that is not in the stored tensor, by key."""
         return {}
 
     def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
-        """Puts `state` back; `draw` gives a direction with the fixed factors of a step, or None: of the last one."""
+        """Restores the result of `state`.
+
+        Args:
+            draw: returns a direction with the fixed factors of the given step; None means the last step.
+            state: the tensors.
+        """
         del draw, state
 
     folds_into_weight = False
-    """Whether new fixed factors mean that the stored tensor is written."""
+    """Whether a refresh of the fixed factors writes the stored tensor."""
     compression_error = 0.0
-    """Lost by compressing what was trained, each time as a share of its norm, added up."""
+    """Sum of the relative errors (Frobenius norm) of all compressions of the trained change."""
 
     def trained(self) -> list[tuple[Tensor, Tensor]]:
-        """(left, right) pairs whose products add up to what was trained beside the stored tensor; here none."""
+        """(left, right) pairs; the sum of left @ right^T is the change stored beside the stored tensor. Here empty."""
         return []
 
     def fold(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
-        """Writes what was trained beside the stored tensor into it; here nothing."""
+        """Adds the change stored beside the stored tensor to it; here there is none."""
 
     def close(self) -> None:
-        """Leaves the module as it was found, but for the trained values in stored tensors."""
+        """Removes the hooks; changes to the stored tensor remain."""
         for handle in self._handles:
             handle.remove()
         _open.discard(self)
 
     @property
     def weight(self) -> Tensor:
-        """The stored tensor as a matrix, or a vector."""
+        """The stored tensor as a matrix (M, N) or a vector (M,)."""
         data = self.target.parameter.data
         return data if data.ndim == 2 else data.view(self.target.stored_shape)
 
     def row_tiles(self) -> Iterator[slice]:
-        """The rows of the stored tensor, a tile's worth at a time."""
+        """Slices of the rows of the stored tensor, one tile each."""
         return row_tiles(self.target.stored_shape)
 
     def write_(self, rows: slice, delta: Tensor, alpha: float) -> None:
-        """Stored tensor[rows] += alpha * delta, without bias below float32."""
+        """Stored tensor[rows] += alpha * delta, rounded stochastically in bfloat16 and float16."""
         rounding.add_(self.weight[rows], delta, alpha, self.rounding)
 
     def decay_weight_(self, factor: float) -> None:
-        """Stored tensor *= factor, without bias below float32."""
+        """Stored tensor *= factor, rounded stochastically in bfloat16 and float16."""
         for rows in self.row_tiles():
             tile = self.weight[rows]
             rounding.add_(tile, tile.to(self.target.state_dtype), factor - 1, self.rounding)
@@ -128,7 +133,7 @@ class MovingParameter(ABC):
     def rounding(self) -> torch.Generator:
         """The step's generator for stochastic rounding."""
         if self._rounding is None:
-            key, parameter = self._moment, self.target.parameter
+            key, parameter = self._key, self.target.parameter
             self._rounding = generator(
                 parameter.device, seed=key.seed, step=key.step, name=self.target.name, role="rounding"
             )
@@ -136,14 +141,18 @@ class MovingParameter(ABC):
 
 
 _open: WeakSet[MovingParameter] = WeakSet()
-"""Those that are not closed."""
+"""All instances that are not closed."""
 
 
 def require_writable(target: Target, reason: str) -> None:
-    """An error where an in-place add to the stored tensor would be refused or lost in silence.
+    """Raises a `RequestError` if an in-place add to the stored tensor fails or has no effect.
 
-    Quantised and offloaded tensors do either, whatever dtype they report, so this asks for a plain torch
-    tensor and then tries: add to one entry, compare, restore.
+    Both happen with quantised and offloaded tensors, independent of the dtype that they report. Therefore the tensor
+    must be a plain torch tensor, and an add to one entry is tried, checked and undone.
+
+    Args:
+        target: parameter to be written.
+        reason: subject of the error message, such as "this method".
     """
     data = target.parameter.data
     plain = target.is_writable
@@ -154,8 +163,8 @@ def require_writable(target: Target, reason: str) -> None:
         plain = not torch.equal(entry, before)
         entry.copy_(before)
     if not plain:
-        found = f"{type(target.parameter).__name__}, {data.dtype}, {data.device}"
+        stored = f"{type(target.parameter).__name__}, {data.dtype}, {data.device}"
         raise RequestError(
-            f"{reason} writes to weights, and {target.name} ({found}) cannot be written in place; "
+            f"{reason} writes to weights, and {target.name} ({stored}) cannot be written in place; "
             "use lozo-adam, tezo, tezo-m or tezo-cadam on linear layers, or a plain float base."
         )

@@ -1,4 +1,4 @@
-"""Biases and the weights of norms in the forward pass: the stored vector is read, never moved."""
+"""Biases and norm weights in the forward pass: the stored vector is read, not written by perturbations."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,9 +15,9 @@ from tezo.forward.moving_parameter import MovingParameter, Shift, require_writab
 
 
 class VectorInForward(MovingParameter):
-    """A vector whose part in its module's output is known: what a shift adds is added to the output.
+    """A vector whose effect on its module's output is known: the effect of a perturbation is added to the output.
 
-    A shift of 1e-3 is lost when it is added to a bfloat16 weight near 1, whose neighbours are 2^-8 away; here it
+    A perturbation of 1e-3 is lost when it is added to a bfloat16 weight near 1, whose neighbours are 2^-8 away. Here it
     is applied in float32 and only the output is rounded.
     """
 
@@ -70,7 +70,7 @@ def _layer_norm(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Ten
 
 
 def _norm(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:
-    """The norm of each block anew, with its weight shifted: how the weight enters is the module's own affair."""
+    """Recomputes the norm of each block with the perturbed weight, because modules use the weight in different ways."""
     del out
     parameter = module.get_parameter("weight")
     stored = parameter.data

@@ -1,5 +1,5 @@
-"""Draws, rounding, scratch memory, digests and products: arithmetic that knows nothing of models.
+"""Random draws, stochastic rounding, scratch buffers, digests and matrix products; independent of models.
 
-It gives draws that are pure functions of (seed, step, name, role), and kernels that make no temporary of a matrix's
-size. May import nothing of tezo but `errors`.
+Draws are pure functions of (seed, step, name, role). Kernels allocate no temporary of the size of a matrix. This
+package imports nothing from tezo except `errors`.
 """

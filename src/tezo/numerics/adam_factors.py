@@ -1,4 +1,4 @@
-"""The two moments of TeZO-Adam's step, as factors."""
+"""The two moments of TeZO-Adam in factored form."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdamFactors:
-    """The step's two moments, and how they are divided.
+    """The factors of both moments, and the form of the division.
 
-        M = U diag(tau_m) V^T,   V = U^2 diag(tau_v) (V^2)^T,   squares entry by entry,
-        step = M / sqrt(V + eps), or M / (sqrt(V) + eps).
+        m = U diag(tau_m) V^T,   v = U^2 diag(tau_v) (V^2)^T,   squares entry by entry,
+        step = m / sqrt(v + eps), or m / (sqrt(v) + eps).
 
     Attributes:
-        u_MR: any floating dtype.
-        v_NR: likewise.
-        tau_m_R: first moment, float32 or float64: the dtype of the arithmetic.
-        tau_v_R: second moment, likewise; not negative.
+        u_MR: factor U, in any floating dtype.
+        v_NR: factor V, in any floating dtype.
+        tau_m_R: temporal coefficients of the first moment, float32 or float64; the step is computed in this dtype.
+        tau_v_R: temporal coefficients of the second moment, not negative, in the dtype of `tau_m_R`.
         eps: smoothing term.
-        eps_in_sqrt: the first form of the step, or the second.
+        eps_in_sqrt: True: step = m / sqrt(v + eps); False: step = m / (sqrt(v) + eps).
     """
 
     u_MR: Tensor
@@ -30,5 +30,5 @@ class AdamFactors:
 
     @property
     def transposed(self) -> "AdamFactors":
-        """The same for W^T."""
+        """The factors of the step for W^T."""
         return AdamFactors(self.v_NR, self.u_MR, self.tau_m_R, self.tau_v_R, self.eps, self.eps_in_sqrt)

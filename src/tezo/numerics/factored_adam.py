@@ -1,4 +1,4 @@
-"""TeZO-Adam's dense write: W -= lr M / sqrt(V + eps), with M and V built a tile at a time from their factors."""
+"""TeZO-Adam's dense write: W -= lr m / sqrt(v + eps), with m and v computed from their factors tile by tile."""
 
 import functools
 import importlib.util
@@ -12,19 +12,19 @@ from tezo.numerics.adam_factors import AdamFactors
 from tezo.numerics.scratch import row_slices, scratch
 
 TILE = 1 << 18
-"""Entries of a tile on a CPU: two of float32 and the rounding's noise, 2.5 MB, stay in a core's cache."""
+"""Entries of a tile on a CPU: two float32 tiles and the rounding noise, 2.5 MB, fit into a core's cache."""
 
 
 def factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, draw: torch.Generator) -> None:
-    """W -= lr * step, in place; below float32 with stochastic rounding. No M x N temporary is made.
+    """W -= lr * step, in place, without an M x N temporary. bfloat16 and float16 weights are rounded stochastically.
 
     Args:
-        weight_MN: of any floating dtype and strides.
-        factors: of M and V, on the weight's device.
+        weight_MN: the weight, in any floating dtype and with any strides.
+        factors: both moments, on the weight's device.
         lr: learning rate.
-        draw: generator on the weight's device. The GPU's kernel takes its seed only.
+        draw: generator for the rounding, on the weight's device. The GPU kernel uses only its seed.
     """
-    if weight_MN.stride(0) < weight_MN.stride(1):  # walk along the rows of memory
+    if weight_MN.stride(0) < weight_MN.stride(1):  # process W^T, whose rows are contiguous
         weight_MN, factors = weight_MN.T, factors.transposed
     if _takes_triton(weight_MN):
         from tezo.numerics.triton_factored_adam import triton_factored_adam_
@@ -44,7 +44,7 @@ def _has_triton() -> bool:
 
 
 def torch_factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, draw: torch.Generator) -> None:
-    """`factored_adam_` in torch: a few rows at a time, in two buffers."""
+    """`factored_adam_` in plain torch: a few rows at a time, in two reused buffers."""
     dtype = factors.tau_m_R.dtype
     v_RN = factors.v_NR.to(dtype).T
     v_squared_RN = v_RN.square()
@@ -57,14 +57,14 @@ def torch_factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, dra
 
 
 def _tiles(weight_MN: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, two buffers of their shape): the same memory for all tiles."""
+    """Yields (rows, buffer, buffer); both buffers have the shape of the rows and are reused for every tile."""
     for rows in row_slices(weight_MN.shape, TILE):
         buffers = scratch("factored-adam", (2, *weight_MN[rows].shape), dtype, weight_MN.device)
         yield rows, buffers[0], buffers[1]
 
 
 def _reciprocal_root(out: Tensor, left_TR: Tensor, right_RN: Tensor, factors: AdamFactors) -> None:
-    """Out <- 1 / sqrt(V + eps), or 1 / (sqrt(V) + eps), with V = left @ right."""
+    """Out <- 1 / sqrt(v + eps), or 1 / (sqrt(v) + eps), with v = left @ right."""
     if factors.eps_in_sqrt:
         out.fill_(factors.eps).addmm_(left_TR, right_RN).rsqrt_()
     else:
@@ -72,10 +72,10 @@ def _reciprocal_root(out: Tensor, left_TR: Tensor, right_RN: Tensor, factors: Ad
 
 
 def _write_(weight: Tensor, root: Tensor, delta: Tensor, draw: torch.Generator) -> None:
-    """Weight += root * delta; overwrites both."""
+    """Weight += root * delta; overwrites `root` and `delta`."""
     if weight.dtype == root.dtype:
         weight.addcmul_(root, delta)
         return
     delta.mul_(root)
-    root.copy_(weight)  # converted in a copy, then added: faster than an add of two dtypes
+    root.copy_(weight)  # convert first, then add: faster than adding tensors of two dtypes
     rounding.store_(weight, root.add_(delta), draw)

@@ -1,4 +1,4 @@
-"""Digests of tensors: of a sample of many, which is quick to take, and of every value of one."""
+"""SHA-256 digests of tensors: a fast one from a sample of the entries of many tensors, and a full one of one tensor."""
 
 import hashlib
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 SAMPLE = 4096
-"""Entries of each tensor that are read, evenly spread."""
+"""Number of evenly spaced entries that `digest` reads from each tensor."""
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, shapes, dtypes and `SAMPLE` entries of every tensor, whatever their order."""
+    """SHA-256 of the name, shape, dtype and about `SAMPLE` entries of every tensor; independent of their order."""
     made = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         made.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
@@ -23,7 +23,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a packed one consists of."""
+    """The plain tensors inside a packed (quantised) tensor; a plain tensor is returned alone."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor.data if type(tensor) is Tensor else tensor.as_subclass(Tensor)]

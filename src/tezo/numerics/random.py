@@ -1,9 +1,9 @@
-"""Draws. Each is a pure function of (seed, step, name, role); the global generators are neither read nor set.
+"""Random draws. Each is a pure function of (seed, step, name, role); the global generators are neither read nor set.
 
-Low-rank factors, temporal factors and cores come from `normal`: NumPy's Philox with a 128-bit key, in
-float64 on the CPU, then cast, so that a step log replays on any device and with any number of threads.
-(torch's CPU generator keeps 32 bits of its seed: over a long run of a large model some draws would repeat.)
-Dense noise is too large for that: `fill_normal_` draws it on the parameter's own device.
+Low-rank factors, temporal factors and cores come from `normal`: NumPy's Philox with a 128-bit key, in float64 on the
+CPU, then cast. A step log therefore replays on any device and with any number of threads. (torch's CPU generator uses
+only 32 bits of its seed, so some draws would repeat in a long run of a large model.) Dense noise is too large to be
+drawn on the CPU: `fill_normal_` draws it on the parameter's device.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ Key = tuple[int, int, str, str]
 
 @dataclass
 class Drawn:
-    """How many normal numbers were drawn, for each (seed, step, name, role); a redraw of the same is not counted."""
+    """Number of normal numbers drawn for each (seed, step, name, role); repeated draws with one key count once."""
 
     sizes: dict[Key, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of normal numbers drawn in total."""
         return sum(self.sizes.values())
 
 
@@ -40,7 +40,7 @@ _counter: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
 
 @contextmanager
 def count_draws() -> Iterator[Drawn]:
-    """Counts what `normal` and `fill_normal_` draw while it is open."""
+    """Context that counts the numbers drawn by `normal` and `fill_normal_`."""
     token = _counter.set(Drawn())
     try:
         yield _counter.get()  # type: ignore[misc]
@@ -60,14 +60,14 @@ def _digest(seed: int, step: int, name: str, role: str, size: int) -> int:
 
 
 def normal(shape: tuple[int, ...], *, seed: int, step: int, name: str, role: str) -> Tensor:
-    """Standard normal numbers: float64, on the CPU.
+    """Standard normal numbers, float64, on the CPU.
 
     Args:
-        shape: of the result.
-        seed: of the run.
-        step: at which the numbers are first used.
-        name: of the parameter they belong to.
-        role: what they are for, such as "tau" or "u".
+        shape: shape of the result.
+        seed: seed of the run.
+        step: step at which the numbers are first used.
+        name: name of the parameter that they are drawn for.
+        role: purpose of the numbers, such as "tau" or "u".
     """
     bits = np.random.Philox(key=_digest(seed, step, name, role, 16))
     _count((seed, step, name, role), int(np.prod(shape)))
@@ -75,31 +75,31 @@ def normal(shape: tuple[int, ...], *, seed: int, step: int, name: str, role: str
 
 
 def permutation(length: int, *, seed: int, step: int, name: str) -> list[int]:
-    """A random order of `range(length)`."""
+    """A random permutation of `range(length)`."""
     bits = np.random.Philox(key=_digest(seed, step, name, "permutation", 16))
     return [int(i) for i in np.random.Generator(bits).permutation(length)]
 
 
 _AT_A_TIME = 1 << 18
-"""Numbers that are looked up at a time: each takes an index of 8 bytes, in memory that is kept."""
+"""Numbers looked up at a time; each needs an index of 8 bytes in a scratch buffer."""
 
 
 @cache
 def _quantiles(dtype: torch.dtype) -> Tensor:
-    """(2^16,): z_k at the place that the 16 bits of k name, read without a sign."""
+    """The quantiles z_k, (2^16,); z_k is stored at the index given by the 16 bits of k read as an unsigned number."""
     k = torch.arange(2**16, device="cpu").to(torch.int16).to(dtype)
     return k.mul_(2.0**-15).add_(2.0**-16).erfinv_().mul_(2**0.5)
 
 
 def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> Tensor:
-    """Fills `out` with standard normal numbers for dense noise, drawn on its device, on whose type they depend.
+    """Fills `out` with standard normal numbers, drawn on its device; the numbers depend on the device type.
 
-    On a CPU a number is one of the 2^16 equally likely quantiles
+    On a CPU each number is one of the 2^16 equally likely quantiles
 
         z_k = sqrt(2) erf^-1((2k + 1) / 2^16),   k = -2^15 ... 2^15 - 1,
 
-    of mean 0, variance 0.99998, fourth moment 2.9991 and size up to 4.3: 16 random bits a number, looked up in a table
-    of them all.
+    with mean 0, variance 0.99998, fourth moment 2.9991 and largest magnitude 4.3: 16 random bits are drawn per number
+    and looked up in a table of all quantiles.
     """
     _count((seed, step, name, role), out.numel())
     if out.device.type != "cpu":
@@ -110,18 +110,18 @@ def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> 
     k_MN, out_MN, table = k.view(shape), out.view(shape), _quantiles(out.dtype)
     for rows in row_slices(shape, _AT_A_TIME):
         places = scratch("places", tuple(k_MN[rows].shape), torch.int64, out.device).copy_(k_MN[rows])
-        # torch.gather shares rows out among threads; index_select of one dimension does not
+        # torch.gather uses several threads; index_select along one dimension does not
         torch.gather(table.expand(len(places), -1), 1, places, out=out_MN[rows])
     return out
 
 
 def seed_of(seed: int, step: int, name: str) -> int:
-    """A seed for torch's global generator, of the 32 bits its CPU form keeps: for what torch draws, such as dropout."""
+    """A 32-bit seed for torch's global generator, for what torch itself draws, such as dropout masks."""
     return _digest(seed, step, name, "seed", 4)
 
 
 def generator(device: torch.device, *, seed: int, step: int, name: str, role: str) -> torch.Generator:
-    """A torch generator on `device`; its stream depends on the device's type."""
+    """A torch generator on `device`; its stream depends on the device type."""
     made = torch.Generator(device)
     made.manual_seed(_digest(seed, step, name, role, 8))
     return made

@@ -1,10 +1,11 @@
-"""Stochastic rounding, so that updates far below a half-precision weight's spacing are not lost.
+"""Stochastic rounding, so that updates much smaller than the spacing of a half-precision weight are not lost.
 
-A bf16 weight near 1 has neighbours 2^-8 or 2^-7 away, an update may be 1e-7: rounded to the nearest it would
-never arrive, rounded up with a probability in proportion to its size it does, on average.
+A bfloat16 weight near 1 has neighbours at a distance of 2^-8 or 2^-7; an update may be 1e-7. Rounding to nearest would
+lose every such update. Stochastic rounding picks each neighbour with a probability that makes the expected result equal
+to the exact value.
 
-Values beyond the format's largest finite one, infinities and NaN are rounded to the nearest, as `Tensor.to` does;
-no finite value up to the largest ever becomes infinite.
+Values beyond the largest finite value of the format, infinities and NaN are rounded to nearest, as `Tensor.to` does.
+Values within the finite range never become infinite.
 """
 
 import torch
@@ -14,11 +15,11 @@ from tezo.numerics.scratch import scratch
 
 
 def add_(weight: Tensor, delta: Tensor, alpha: float, draw: torch.Generator) -> None:
-    """Weight += alpha * delta, in place; without bias in bfloat16 and float16.
+    """Weight += alpha * delta, in place; unbiased in bfloat16 and float16.
 
     Args:
-        weight: any floating dtype.
-        delta: same shape, float32 or wider.
+        weight: tensor of any floating dtype.
+        delta: tensor of the same shape, float32 or wider.
         alpha: factor.
         draw: generator on the weight's device.
     """
@@ -30,7 +31,7 @@ def add_(weight: Tensor, delta: Tensor, alpha: float, draw: torch.Generator) -> 
 
 
 def stochastic(exact: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    """float32 values rounded to one of their two neighbours in `dtype`, with E[result] = value."""
+    """Rounds each float32 value to one of its two neighbours in `dtype`, with E[result] = value."""
     rounded = torch.empty_like(exact, dtype=dtype)
     store_(rounded, exact.clone(), draw)
     return rounded
@@ -40,11 +41,11 @@ def store_(weight: Tensor, exact: Tensor, draw: torch.Generator) -> None:
     """Weight <- exact, rounded stochastically to the weight's dtype (bfloat16 or float16); overwrites `exact`.
 
     Args:
-        weight: of any strides.
-        exact: same shape, float32, without overlaps.
+        weight: tensor of any strides.
+        exact: float32 tensor of the same shape, without overlapping memory.
         draw: generator on the weight's device.
     """
-    # Asking whether all values are in range waits for the device, which costs nothing on a CPU alone.
+    # The range check synchronises with the device, so it is done on a CPU only.
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _all_within(exact, weight.dtype):
         _store_bfloat16_(weight, exact, draw)
     else:
@@ -52,41 +53,42 @@ def store_(weight: Tensor, exact: Tensor, draw: torch.Generator) -> None:
 
 
 def _all_within(exact: Tensor, dtype: torch.dtype) -> bool:
-    """Whether every value is finite, and no larger than the format's largest."""
+    """Whether every value is finite and at most the largest finite value of `dtype` in magnitude."""
     if exact.numel() == 0:
         return True
     largest = torch.finfo(dtype).max
     low, high = torch.aminmax(exact)
-    return bool(low >= -largest) and bool(high <= largest)  # False of NaN
+    return bool(low >= -largest) and bool(high <= largest)  # comparisons with NaN are False
 
 
 def _store_bfloat16_(weight: Tensor, exact: Tensor, draw: torch.Generator) -> None:
-    """A bfloat16 is the upper half of a float32: add a uniform lower half to the pattern and cut it off.
+    """Rounds to bfloat16, the upper 16 bits of a float32: adds uniform noise to the lower 16 bits and drops them.
 
-    The pattern counts magnitudes in equal parts between two neighbours, subnormals included, so that the carry
-    comes with probability (lower half) / 2^16, which is (|value| - |neighbour below|) / spacing.
+    Between two neighbours the bit pattern is linear in the magnitude, subnormals included. The probability of a carry
+    is therefore (lower 16 bits) / 2^16 = (|value| - |lower neighbour|) / spacing.
     """
     bits = exact.view(torch.int32)
-    # Signed noise and 2^15 make 0 .. 2^16 - 1; 2^15 goes first, or -0.0, the smallest int32, would run over.
+    # Signed noise plus 2^15 is in 0 .. 2^16 - 1. 2^15 is added first, because -0.0 is the smallest int32 and would
+    # overflow.
     bits.add_(1 << 15).add_(_int16_noise(exact.numel(), draw).view(exact.shape)).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(bits)
 
 
 def _int16_noise(count: int, draw: torch.Generator) -> Tensor:
-    """(count,): uniform over all of int16. Four to a draw of 64 bits: the draw is what takes the time."""
+    """`count` integers, uniform over int16; one 64-bit draw gives four, because drawing dominates the time."""
     drawn = scratch("rounding", (-(-count // 4),), torch.int64, draw.device)
     return drawn.random_(-(2**63), None, generator=draw).view(torch.int16)[:count]
 
 
 def _to_a_neighbour(exact: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    """`stochastic` for any 16-bit format, any device and any value, by looking for the second neighbour."""
+    """`stochastic` for any 16-bit format, device and value: rounds to nearest, then finds the other neighbour."""
     nearest = exact.to(dtype)
     error = exact - nearest.float()
-    # The neighbour on the far side of the value: one step of the bit pattern away from zero, or towards it.
+    # The other neighbour of the value is one step of the bit pattern away from zero or towards zero.
     away = (error > 0) == (nearest > 0)
     bits = nearest.view(torch.int16)
     step = torch.where(away, 1, -1).to(torch.int16)
-    smallest = torch.where(error > 0, 1, -32767).to(torch.int16)  # of either sign; -32767 is 0x8001
+    smallest = torch.where(error > 0, 1, -32767).to(torch.int16)  # +- smallest subnormal; -32767 is 0x8001
     other = torch.where(nearest == 0, smallest, bits + step).view(dtype)
     gap = other.float() - nearest.float()
     chance = torch.where(error == 0, 0.0, error / gap)

@@ -1,6 +1,6 @@
-"""Buffers that are used over and over, so that working on a large tensor tile by tile asks for no new memory.
+"""Reused buffers, so that processing a large tensor tile by tile allocates no new memory.
 
-A new block of a megabyte comes from the system page by page, which can take longer than the arithmetic on it.
+The operating system maps a new megabyte page by page, which can take longer than the arithmetic on it.
 """
 
 import math
@@ -15,25 +15,25 @@ _kept = threading.local()
 
 
 def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A contiguous tensor of any content; the thread's next call with this role overwrites it.
+    """A contiguous, uninitialised tensor; the thread's next call with this role, dtype and device reuses its memory.
 
     Args:
-        role: whose it is: those that are in use at the same time differ in it.
-        shape: at most a tile, or the memory is kept for nothing.
-        dtype: of the tensor.
-        device: where it lies.
+        role: name of the use; buffers in use at the same time need different roles.
+        shape: shape of the tensor, at most one tile: the memory is kept until the thread ends.
+        dtype: data type of the tensor.
+        device: device of the tensor.
     """
     size = math.prod(shape)
     buffers: dict[Any, Tensor] = vars(_kept)
     key = (role, dtype, device)
     if key not in buffers or buffers[key].numel() < size:
-        with torch.inference_mode(mode=False):  # or no later pass outside that mode could write to it
+        with torch.inference_mode(mode=False):  # an inference tensor could not be written outside inference mode
             buffers[key] = torch.empty(size, dtype=dtype, device=device)
     return buffers[key][:size].view(shape)
 
 
 def row_slices(shape: tuple[int, ...], most: int) -> Iterator[slice]:
-    """All rows of an array of this shape, in slices of at most `most` entries each (at least one row)."""
+    """Slices that cover all rows of an array of this shape, each with at most `most` entries (at least one row)."""
     step = max(1, most // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))

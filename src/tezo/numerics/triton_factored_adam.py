@@ -1,6 +1,6 @@
-"""TeZO-Adam's dense write on a GPU, or in Triton's interpreter: one program a tile of W.
+"""TeZO-Adam's dense write on a GPU, or in Triton's interpreter: one program per tile of W.
 
-Triton reads annotations of a kernel's arguments, so these have none.
+Triton interprets the annotations of a kernel's arguments, so the kernels have none.
 """
 
 # ruff: noqa: ANN001, ANN202
@@ -15,17 +15,17 @@ from tezo.numerics.adam_factors import AdamFactors
 BLOCK_M = 64
 BLOCK_N = 64
 SMALLEST_DOT = 16
-"""`tl.dot` takes no inner dimension below this; ranks are padded with zeros, up to a power of two."""
+"""Smallest inner dimension of `tl.dot`; ranks are padded with zeros to a power of two."""
 
 
 def triton_factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, seed: int) -> None:
-    """`factored_adam_` by the kernel, in float32.
+    """`factored_adam_` as a Triton kernel, computed in float32.
 
     Args:
-        weight_MN: float32, bfloat16 or float16, of any strides; fastest with stride(1) = 1.
-        factors: of M and V, on the weight's device.
+        weight_MN: float32, bfloat16 or float16, with any strides; fastest with stride(1) = 1.
+        factors: both moments, on the weight's device.
         lr: learning rate.
-        seed: of the rounding; 64 bits. Entry (i, j) uses number i N + j, modulo 2^32, of its Philox stream.
+        seed: 64-bit seed of the rounding. Entry (i, j) uses number i N + j, modulo 2^32, of its Philox stream.
     """
     height, width = weight_MN.shape
     rank = factors.tau_m_R.numel()
@@ -65,7 +65,7 @@ def _kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """weight[tile] += m / sqrt(v + eps), with m = (u tau_m) v^T and v = (u^2 tau_v) (v^2)^T; tau_m has -lr in it."""
+    """weight[tile] += m / sqrt(s + eps), with m = (u tau_m) v^T and s = (u^2 tau_v) (v^2)^T; tau_m includes -lr."""
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, RANK)
@@ -77,7 +77,7 @@ def _kernel(
     m = tl.dot(u_MR * tau_m_R[None, :], tl.trans(v_NR), input_precision="ieee")
     s = tl.dot(u_MR * u_MR * tau_v_R[None, :], tl.trans(v_NR * v_NR), input_precision="ieee")
     root = tl.sqrt(s + eps) if EPS_IN_SQRT else tl.sqrt(s) + eps
-    # 64 bits: the matrices of large vocabularies have more than 2^31 entries.
+    # 64-bit indices: embedding matrices of large vocabularies have more than 2^31 entries.
     i, j = i.to(tl.int64), j.to(tl.int64)
     at = weight + i[:, None] * stride_m + j[None, :] * stride_n
     inside = (i[:, None] < height) & (j[None, :] < width)
@@ -94,7 +94,7 @@ def _kernel(
 
 @triton.jit
 def _to_bfloat16(exact, noise):
-    """As `rounding._store_bfloat16_`; beyond the largest finite value the noise is a half: to the nearest."""
+    """As `rounding._store_bfloat16_`; beyond the largest finite value the noise is one half, i.e. round to nearest."""
     half = tl.full(exact.shape, 1 << 15, tl.int32)
     noise = tl.where(tl.abs(exact) <= 3.3895313892515355e38, noise.to(tl.int32) & 0xFFFF, half)
     bits = (exact.to(tl.int32, bitcast=True) + noise) >> 16
@@ -104,9 +104,9 @@ def _to_bfloat16(exact, noise):
 
 @triton.jit
 def _to_float16(exact, noise):
-    """Floor of value / spacing, and one more with the probability of what is left; exact but for 2^-24 of a spacing.
+    """Floor of value / spacing, plus 1 with a probability equal to the remainder, which is resolved to 2^-24.
 
-    The spacing is 2^-10 of the value's power of two, which is at least 2^-14: below that are the subnormals.
+    The spacing is 2^-10 times the value's power of two, which is at least 2^-14; smaller values are subnormal.
     """
     finite = tl.abs(exact) <= 65504.0
     inner = tl.where(finite, exact, 0.0)

@@ -1,4 +1,4 @@
-"""What a basis is: it gives each matrix the factors that stay fixed over an interval, or over the whole run."""
+"""The interface of bases: the sources of the factors that are fixed over an interval, or over the whole run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from tezo.directions.targets import Target
 
 Role = Literal["u", "v"]
-"""The side of a factor: "u" has the M rows of the stored weight, "v" its N columns."""
+"""Role of a factor: "u" is (M, r) and belongs to the rows of the stored weight, "v" is (N, r) and to its columns."""
 
 Passes = Callable[[int], object]
-"""Runs forward passes over the training rows from which the factors of that refresh step are computed."""
+"""Function of the refresh step; it runs the forward passes that a data-dependent basis is computed from."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Which factors are drawn.
+    """Key of fixed factors.
 
     Attributes:
-        owner: name of the parameter, or of the parameters that share them.
-        seed: of the run.
-        refresh_step: the step at which they are drawn, the first of those that use them.
+        owner: name used in the draw: of the parameter, or of a group of matrices that share factors.
+        seed: seed of the run.
+        refresh_step: first step of these factors.
     """
 
     owner: str
@@ -33,11 +33,11 @@ class Draw:
 
 @dataclass(frozen=True)
 class CollectedFactors:
-    """What was computed from the training data at one step.
+    """Tensors computed from data at one step.
 
     Attributes:
-        factors: name of the parameter -> factor; of a basis float64 on the CPU.
-        calls: calls of the model that this took.
+        factors: parameter name -> tensor; those of a basis are float64 on the CPU.
+        calls: number of model calls they took.
     """
 
     factors: Mapping[str, Tensor]
@@ -45,50 +45,50 @@ class CollectedFactors:
 
 
 class FactorStore(Protocol):
-    """Stores what was computed from the data, so that steps can be replayed without the data."""
+    """Storage for tensors computed from data, so that steps can be replayed without the data."""
 
     def load(self, kind: str, step: int) -> CollectedFactors | None:
-        """What was stored at that step; None where there is nothing."""
+        """The tensors saved for `kind` at `step`; None if there are none."""
 
     def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
-        """Stores what was computed at that step."""
+        """Saves tensors for `kind` at `step`."""
 
 
 class Basis(ABC):
-    """Where the fixed factors of low-rank directions come from.
+    """Source of the fixed factors of low-rank directions.
 
-    Factors are float64 on the CPU, and the mean square of their entries is 1, so that directions have unit variance
-    with every basis.
+    Factors are float64 on the CPU. The mean square of their entries is 1, so that directions have unit variance with
+    every basis.
     """
 
     data_dependent = False
-    """Whether factors depend on the data; a run then saves them."""
+    """Whether factors are computed from data; such factors are saved with a run."""
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
-        """Called once, with the matrices that will be tuned and the ranks of their factors."""
+        """Called once, with the matrices to be tuned and the rank of each by name."""
         del targets, ranks
 
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
-        """Sets the model and the forward passes from which factors are computed; a random basis needs none."""
+        """Sets the forward passes that factors are computed from; ignored unless `data_dependent`."""
         del model, passes
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """Sets where factors that depend on the data are stored; a random basis stores none."""
+        """Sets the store for factors that are computed from data; ignored unless `data_dependent`."""
         del store
 
     @abstractmethod
     def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
-        """The factor of `target`: (M, rank) of role "u", (N, rank) of role "v"."""
+        """The factor of `target`: (M, rank) for the role "u", (N, rank) for "v"."""
 
     @property
     def cost(self) -> tuple[int, float]:
-        """(calls of the model, seconds) spent on factors so far."""
+        """(calls of the model, seconds) spent on computing factors from data so far."""
         return 0, 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """What cannot be computed again without the data: "REFRESH_STEP/NAME" -> factor."""
+        """Factors that cannot be redrawn from a key: "REFRESH_STEP/NAME" -> factor."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Puts a `state` back."""
+        """Restores the result of `state`."""
         del state

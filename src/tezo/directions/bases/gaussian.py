@@ -1,4 +1,4 @@
-"""The paper's basis: independent standard normal numbers."""
+"""The paper's basis: independent standard normal factors, which do not depend on the data."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from tezo.numerics.random import normal
 
 
 class GaussianBasis(Basis):
-    """Entries ~ N(0, 1), of u and of v, as a function of (seed, refresh step, owner, role)."""
+    """u_MR and v_NR with independent N(0, 1) entries, drawn from (seed, refresh step, owner, role)."""
 
     def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
         size = target.matrix_shape["uv".index(role)]
@@ -17,7 +17,7 @@ class GaussianBasis(Basis):
 
 
 def orthonormal(gaussian: Tensor) -> Tensor:
-    """The Q of a QR decomposition with R's diagonal positive, so that it does not depend on the library."""
+    """Q of the QR decomposition with a positive diagonal of R; this sign convention makes Q unique."""
     q, r = torch.linalg.qr(gaussian)
     signed: Tensor = q * torch.sign(torch.diagonal(r))
     return signed

@@ -1,4 +1,4 @@
-"""How each method draws its directions, one file each."""
+"""Perturbations: the rules by which the methods draw their directions, one file each."""
 
 from tezo.directions.perturbations.dense_noise import DenseGaussian as DenseGaussian
 from tezo.directions.perturbations.lazy_factor import Lazy as Lazy

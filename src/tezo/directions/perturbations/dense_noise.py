@@ -10,7 +10,7 @@ from tezo.directions.targets import Target
 
 
 class DenseGaussian(Perturbation):
-    """z ~ N(0, I), drawn on the parameter's device and never stored (the resampling technique)."""
+    """z ~ N(0, I), drawn on the parameter's device and redrawn from its key instead of being stored."""
 
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Dense:
         del state

@@ -1,4 +1,4 @@
-"""LOZO's perturbation: one factor fresh every step, the other kept over an interval."""
+"""LOZO's perturbation: one factor is drawn every step, the other is fixed over an interval."""
 
 from functools import partial
 
@@ -13,10 +13,10 @@ from tezo.numerics.random import fill_normal_
 
 
 class Lazy(LowRankPerturbation):
-    """Z_t = U_t V_k^T: u_MR drawn every step, v_NR once an interval, or a run.
+    """Z_t = U_t V_k^T: u_MR is drawn every step, v_NR once per interval, or once per run.
 
-    Unit scale: V carries r^(-1/2). V is on the side of the columns, as published; a basis that sees the data has it on
-    the side of the inputs, which in GPT-2's layers is that of the rows.
+    Unit scale: V includes the factor r^(-1/2). V belongs to the columns of W, as published. With a data-dependent basis
+    V belongs to the input side of the layer; in GPT-2's Conv1D layers these are the rows of W.
     """
 
     draws = LowRank
@@ -39,12 +39,12 @@ class Lazy(LowRankPerturbation):
         return (target.input_role or "v") if self.basis.data_dependent else "v"
 
     def _gram(self, target: Target, v_IR: Tensor) -> float | Tensor:
-        if self.basis.data_dependent:  # columns are orthogonal, and may be of several lengths
+        if self.basis.data_dependent:  # columns are orthogonal; their lengths may differ
             return v_IR.to(target.state_dtype).square().sum(0)
         return len(v_IR) * self._factor(self._ranks[target.name]) ** 2
 
     def _u(self, target: Target, key: DrawKey) -> Tensor:
-        # M x r numbers every step are too many for the CPU: like dense noise they come from the weight's device
+        # M x r numbers every step are too many for the CPU; like dense noise they are drawn on the weight's device
         rows = target.matrix_shape[0 if self._role(target) == "v" else 1]
         u_MR = torch.empty((rows, self._ranks[target.name]), dtype=target.state_dtype, device=target.device)
         return fill_normal_(u_MR, seed=key.seed, step=key.step, name=target.name, role=f"u.{key.index}")

@@ -1,4 +1,4 @@
-"""ZO-AdaMU's perturbation: noise mixed with the momentum of earlier noise."""
+"""ZO-AdaMU's perturbation: fresh noise mixed with a momentum of earlier noise."""
 
 import math
 from collections.abc import Mapping
@@ -13,16 +13,23 @@ from tezo.directions.targets import Target
 
 @dataclass(frozen=True)
 class Annealing:
-    """alpha, beta1 and beta2 of ZO-AdaMU at a step: 1 at first, then a cosine down to a final value.
+    """Schedule of ZO-AdaMU's alpha, beta1 and beta2: constant 1, then a cosine decay to a final value.
 
-    A coefficient with final value b and exponent phi is, at step t,
+    A coefficient with final value b and exponent phi has, at step t, the value
 
-        1                                                              for t < start,
-        b + (1 - b) (1 + cos(pi ((t - start) / (stop - start))^phi)) / 2   up to stop,
-        b                                                              after it.
+        1                                                                  for t < start,
+        b + (1 - b) (1 + cos(pi ((t - start) / (stop - start))^phi)) / 2   for start <= t < stop,
+        b                                                                  for t >= stop.
 
-    The defaults are the paper's numbers. The layout of the exponent in its Eq. 7 cannot be read with
-    certainty, and its text and Eq. 7 disagree on the final values; this is our reading of them.
+    The defaults are the paper's numbers. The position of the exponent in the paper's Eq. 7 is ambiguous, and its text
+    and Eq. 7 disagree on the final values; this is our reading.
+
+    Attributes:
+        start: first step of the decay.
+        stop: first step with the final value.
+        alpha: (final value, exponent) of alpha.
+        beta1: (final value, exponent) of beta1.
+        beta2: (final value, exponent) of beta2.
     """
 
     start: int = 1024
@@ -49,7 +56,7 @@ class Annealing:
 class MomentumNoise(Dense):
     """z = beta1 z1 + (1 - beta1) z2 with z1 ~ N(0, alpha) and z2 ~ N(m, 1 - alpha), entry by entry.
 
-    `history` is m, the z of the step before (None: zero).
+    `history` is m, the z of the previous step; None means zero.
     """
 
     alpha: float
@@ -62,14 +69,14 @@ class MomentumNoise(Dense):
         return z1.mul_(self.beta1).add_(z2, alpha=1 - self.beta1)
 
     def parts(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """(z1, z2) at `rows`."""
+        """(z1[rows], z2[rows])."""
         z1 = self.noise(rows, self.role).mul_(math.sqrt(self.alpha))
         z2 = self.noise(rows, self.role + ".history").mul_(math.sqrt(1 - self.alpha))
         return z1, z2 if self.history is None else z2.add_(self.history[rows])
 
 
 class SimulatedMomentum(Perturbation):
-    """Draws `MomentumNoise` around the "exp_avg" that the update rule keeps."""
+    """Draws `MomentumNoise` with m = "exp_avg" of the update rule's state."""
 
     single_direction = True
     draws = MomentumNoise

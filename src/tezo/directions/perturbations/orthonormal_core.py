@@ -10,9 +10,9 @@ from tezo.numerics.random import normal
 
 
 class Subspace(LowRankPerturbation):
-    """Z_t = U_k S_t V_k^T: core_RR standard normal every step, U and V orthonormal for an interval.
+    """Z_t = U_k S_t V_k^T: core_RR is standard normal and drawn every step; U and V are orthonormal, once per interval.
 
-    Unit scale: U carries (m/r)^(1/2) and V (n/r)^(1/2), together the published sqrt(m n)/r.
+    Unit scale: U includes the factor (M/r)^(1/2) and V (N/r)^(1/2); their product is the published sqrt(M N) / r.
     """
 
     draws = Core

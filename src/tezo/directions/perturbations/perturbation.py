@@ -1,4 +1,4 @@
-"""What a perturbation is: it draws a direction for a parameter, as a pure function of (seed, step, index)."""
+"""The interface of perturbations: they draw a parameter's direction as a pure function of (seed, step, index)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +17,15 @@ from tezo.errors import RequestError
 from tezo.numerics.random import normal
 
 Scale = Literal["unit", "raw"]
-"""Of low-rank directions. "unit": every entry of Z has variance 1, as MeZO's has, so that rho and the
-learning rate carry over between methods, ranks and layers, and the estimate is the unbiased one of
-Theorem 1. "raw": Algorithm 1 to the letter. With entries of standard deviation s, (rho, lr) under raw is
-(rho s, lr s^2) under unit for plain and momentum steps, and (rho s, lr) for Adam."""
+"""Scale of low-rank directions. "unit": every entry of Z has variance 1, as in MeZO, so that rho and the learning rate
+carry over between methods, ranks and layers, and the estimate is the unbiased one of Theorem 1. "raw": Algorithm 1
+exactly as printed. If the entries of the raw Z have standard deviation s, then (rho, lr) with "raw" corresponds to
+(rho s, lr s^2) with "unit" for plain and momentum steps, and to (rho s, lr) for Adam."""
 
 
 @dataclass(frozen=True)
 class DrawKey:
-    """When a direction is drawn: the run's seed, the step from 0, and which of the step's directions."""
+    """Key of a direction: the seed of the run, the step (from 0) and the index among the step's directions."""
 
     seed: int
     step: int
@@ -33,60 +33,60 @@ class DrawKey:
 
 
 class Perturbation(ABC):
-    """A rule that draws directions. Update and perturbation use the one direction that it returns."""
+    """A rule that draws directions. The evaluations and the update of a step use the same direction object."""
 
     single_direction = False
-    """Whether only one direction a step is defined."""
+    """Whether the method is defined for one direction per step only."""
 
     interval: int | None = None
-    """Steps between two sets of fixed factors, when the change is folded; None: they stay."""
+    """Steps between two refreshes of the fixed factors; None: they are never refreshed."""
 
     draws: type[Direction] = Dense
-    """Of the directions of matrices."""
+    """Type of the directions of matrices."""
 
     def prepare(self, targets: Sequence[Target]) -> None:
-        """Called once, with what will be tuned."""
+        """Called once, with the parameters to be tuned."""
         del targets
 
     def direction_type(self, target: Target) -> type[Direction]:
-        """Of the directions for `target`; nothing is drawn."""
+        """Type of the directions for `target`; nothing is drawn."""
         del target
         return self.draws
 
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
-        """What a basis that sees the data is to look at; see `tezo.directions.bases`."""
+        """Sets the forward passes that a data-dependent basis is computed from; see `tezo.directions.bases`."""
         del model, passes
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """Where it is to keep what it saw."""
+        """Sets the store for factors that are computed from data."""
         del store
 
     @property
     def cost_of_basis(self) -> tuple[int, float]:
-        """(calls of the model, seconds) that looking has taken so far."""
+        """(calls of the model, seconds) spent on a data-dependent basis so far."""
         return 0, 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """What directions depend on and cannot be drawn again."""
+        """Tensors that the directions depend on and that cannot be redrawn from a key."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Puts a `state` back."""
+        """Restores the result of `state`."""
         del state
 
     def rank_of(self, name: str) -> int | None:
-        """The rank of a parameter's directions; None where they are dense."""
+        """Rank of a parameter's directions; None if they are dense."""
         del name
         return None
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of what is kept for drawing directions."""
+        """Bytes of the stored fixed factors."""
         return 0
 
     @abstractmethod
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
-        """The direction for `target` at `key`; `state` is what the update rule keeps for it."""
+        """The direction for `target` at `key`; `state` is the update rule's state of the parameter."""
 
 
 def dense(target: Target, key: DrawKey) -> Dense:
@@ -106,11 +106,11 @@ class LowRankPerturbation(Perturbation):
     """Low-rank directions for matrices, dense noise for 1-D parameters.
 
     Args:
-        rank: rule that gives each matrix its rank.
-        scale: see `Scale`.
-        basis: where fixed factors come from.
-        interval: steps that they are kept for; None: the whole run.
-        share_factors: one set of fixed factors for all matrices of the same shape and rank, dtype and device.
+        rank: rule for the rank of each matrix.
+        scale: scale of the directions, see `Scale`.
+        basis: source of the fixed factors, or its name.
+        interval: steps between two refreshes of the fixed factors; None: they are fixed for the whole run.
+        share_factors: whether all matrices of the same shape, rank, dtype and device share one set of fixed factors.
     """
 
     def __init__(
@@ -132,7 +132,8 @@ class LowRankPerturbation(Perturbation):
         self.interval = interval
         if share_factors and self.basis.data_dependent:
             raise RequestError(
-                "method.share_factors is true, and method.basis sees each matrix's own inputs; set one or the other."
+                "method.share_factors is true, but method.basis computes factors from each matrix's own inputs; "
+                "set method.share_factors=false or method.basis=gaussian."
             )
         self.share_factors = share_factors
         self._ranks: dict[str, int] = {}
@@ -178,27 +179,27 @@ class LowRankPerturbation(Perturbation):
         """The low-rank direction for a matrix."""
 
     def fixed(self, target: Target) -> tuple[Role, ...]:
-        """The sides of a matrix whose factors are fixed."""
+        """Roles of the factors that are fixed between refreshes."""
         del target
         return ("u", "v")
 
     @abstractmethod
     def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """The factors that stay fixed from step `refresh_step` on, in float64 on the CPU, scale included.
+        """The fixed factors from step `refresh_step` on, scale included: role -> (M, r) or (N, r), float64, on the CPU.
 
         Args:
-            target: whose shape and rank they have.
-            owner: name that they are drawn by.
-            seed: of the run.
-            refresh_step: the first step of theirs.
+            target: matrix that determines shape and rank.
+            owner: name used in the draw.
+            seed: seed of the run.
+            refresh_step: first step of these factors.
         """
 
     def refresh_step(self, step: int) -> int:
-        """The step from which on the factors of `step` hold."""
+        """The first step of the interval that contains `step`."""
         return 0 if self.interval is None else step - step % self.interval
 
     def before(self, target: Target, key: DrawKey) -> Callable[[], dict[str, Tensor]] | None:
-        """Draws the factors that were in use until the last step, if there were others."""
+        """A function that draws the factors of the previous interval; None unless `key.step` is a refresh after it."""
         refresh_step = self.refresh_step(key.step)
         if refresh_step == 0 or refresh_step != key.step:
             return None
@@ -209,7 +210,7 @@ class LowRankPerturbation(Perturbation):
         return {role: factor.to(*self._place_of(target)) for role, factor in drawn.items()}
 
     def factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """`draw_factors`, cast to the parameter's dtype and device; the newest set is kept for the next call."""
+        """`draw_factors` on the parameter's device in its dtype (float32 if packed); the latest set is cached."""
         owner, place = self._owner(target), self._place_of(target)
         kept = self._factors.get((owner, *place))
         if kept is None or kept[0] != (seed, refresh_step):
@@ -237,6 +238,6 @@ class LowRankPerturbation(Perturbation):
         )  # fmt: skip
 
     def coefficient(self, shape: tuple[int, ...], target: Target, key: DrawKey, role: str) -> Tensor:
-        """A fresh standard normal coefficient in the target's state dtype, on its device."""
+        """A standard normal coefficient of this step, in the target's state dtype, on its device."""
         drawn = normal(shape, seed=key.seed, step=key.step, name=target.name, role=f"{role}.{key.index}")
         return drawn.to(target.device, target.state_dtype)

@@ -9,9 +9,9 @@ from tezo.directions.targets import Target
 
 
 class Temporal(LowRankPerturbation):
-    """Z_t = U diag(tau_t) V^T: u_MR and v_NR once a run, or an interval; tau_R ~ N(0, I_r) drawn every step.
+    """Z_t = U diag(tau_t) V^T: u_MR and v_NR are drawn once per run or interval; tau_R ~ N(0, I_r) every step.
 
-    Unit scale: V carries r^(-1/2).
+    Unit scale: V includes the factor r^(-1/2).
     """
 
     draws = CP
