@@ -3,15 +3,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check setup
+.PHONY: demo test test-all browser check setup
 
 demo: $(READY)
 	$(BIN)/python examples/routing/demo.py
 
+# All but the tests marked slow.
+test: $(READY) browser
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-all: $(READY) browser
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
 # The page of `tezo report` is tested in a browser, where there is one or one can be installed.
-test: $(READY)
+browser:
 	@command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 || true
-	$(BIN)/python -m pytest -n 2
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,7 @@
-"""What every test runs under: one thread, no cache of the user's, generated examples that repeat."""
+"""What every test runs under: one thread, no cache of the user's, generated examples that repeat; what is fast."""
 
 import os
+from itertools import groupby
 
 import hypothesis
 import pytest
@@ -20,3 +21,23 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEZO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    """Of a test that is marked thinned, cases are slow but for so few that each value of each parameter is in one."""
+    thinned = (item for item in items if item.get_closest_marker("thinned"))
+    for _, cases in groupby(thinned, lambda item: item.nodeid.partition("[")[0]):
+        left = [case for case in cases if not case.get_closest_marker("slow")]
+        missing = set().union(*map(values_of, left))
+        while missing:
+            chosen = max(left, key=lambda case: len(values_of(case) & missing))  # the first of equals
+            left.remove(chosen)
+            missing -= values_of(chosen)
+        for case in left:
+            case.add_marker(pytest.mark.slow)
+
+
+def values_of(item):
+    """(parameter, which of its values) of one case of a test."""
+    return set(item.callspec.indices.items())

@@ -1,12 +1,15 @@
 """`tezo bench`: what it refuses, what it prints and writes; the scripts that draw on it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from folders import model_folder, refused, tezo
+from forks import Done, forked
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 QUICK = ("--model", "tiny", "--rank", 4, "--rounds", 1, "--warmup", 1, "--device", "cpu")
@@ -68,7 +71,15 @@ def test_a_folder_is_measured_as_a_shape_is(tmp_path):
     assert json.loads(done.out)["settings"]["model"] == str(folder)
 
 
-def test_memory_is_measured_in_fresh_processes(tmp_path):
+@pytest.mark.parametrize("start", ["forked", pytest.param("as it is", marks=pytest.mark.slow)])
+def test_memory_is_measured_in_fresh_processes(tmp_path, monkeypatch, start):
+    if start == "forked":  # each of its own imports for seconds
+
+        def run(command: list[str], **_: object) -> Done:
+            assert command[:2] == [sys.executable, "-m"]
+            return forked(*command[2:])
+
+        monkeypatch.setattr("tezo.studies.bench.peak_memory.subprocess", SimpleNamespace(run=run))
     path = tmp_path / "memory.json"
     options = ("--model", "tiny", "--rank", 4, "--rounds", 1, "--device", "cpu", "--methods", "lozo")
     done = tezo("bench", "memory", *options, "--no-published", "--json", path)
@@ -94,17 +105,13 @@ def test_help_comes_without_torch(command):
     assert "--methods" in done.stdout and "--json" in done.stdout
 
 
-def script(name, *arguments):
-    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "", "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    return done
-
-
+@pytest.mark.slow
 def test_the_gpu_script_runs_where_there_is_none(tmp_path):
     path = tmp_path / "gpu.json"
     options = ("--device", "cpu", "--seconds", 20, "--rank", 4, "--methods", "tezo")
-    script("gpu.py", "--shapes", "tiny", *options, "--json", path)
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--shapes", "tiny", *map(str, options), "--json", path]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": ""})
+    assert done.returncode == 0, done.stderr
     step, memory = json.loads(path.read_text(encoding="utf-8"))
     assert [row["label"] for row in step["rows"]] == ["F2", "N2", "J2", "tezo"]
     assert memory["kind"] == "memory" and step["settings"]["batch"] == 16 and step["settings"]["length"] == "rte"
@@ -112,5 +119,7 @@ def test_the_gpu_script_runs_where_there_is_none(tmp_path):
 
 def test_the_gpu_script_says_what_it_left_out_and_why(tmp_path):
     path = tmp_path / "gpu.json"
-    script("gpu.py", "--shapes", "tiny,tiny-llama", "--device", "cpu", "--seconds", 0, "--json", path)
+    flags = ("--shapes", "tiny,tiny-llama", "--device", "cpu", "--seconds", 0)
+    done = forked(BENCHMARKS / "gpu.py", *flags, "--json", path)
+    assert done.returncode == 0, done.stderr
     assert [r["reason"] for r in json.loads(path.read_text(encoding="utf-8"))] == ["no time was left"] * 2

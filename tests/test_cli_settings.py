@@ -1,14 +1,12 @@
 """Settings that fit no rule, no rows or no base are refused in a sentence, before anything is written."""
 
 import json
-import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from folders import completion_rows, label_rows, message_rows, model_folder, refused, tezo, train, write_rows
+from forks import TEZO, forked
 from safetensors.torch import load_file, save_file
 
 
@@ -134,9 +132,7 @@ def test_json_is_json_where_a_loss_is_no_number(home, tmp_path):
 @pytest.mark.parametrize("form", ["lora", "merged"])
 def test_an_export_that_does_not_fit_leaves_nothing(home, tmp_path, form):
     command = ("export", home / "run", "--output", tmp_path / "out", "--format", form)
-    limit = (resource.RLIMIT_FSIZE, (4096, 4096))
-    done = subprocess.run([sys.executable, "-m", "tezo", *map(str, command)], capture_output=True, text=True,
-                          preexec_fn=lambda: resource.setrlimit(*limit))  # fmt: skip
+    done = forked(TEZO, *command, largest_file=4096)
     assert done.returncode == 1 and "Traceback" not in done.stderr and str(tmp_path / "out") in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -151,10 +147,8 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(home, tmp_path):
 
 def test_answers_that_do_not_fit_leave_nothing_and_a_field_of_that_name_is_not_written_over(home, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [row | {"more": "x" * 4096} for row in label_rows(4)])
-    command = (sys.executable, "-m", "tezo", "predict", home / "run", "--input", rows, "--output", tmp_path / "out")
-    limit = (resource.RLIMIT_FSIZE, (4096, 4096))
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True,
-                          preexec_fn=lambda: resource.setrlimit(*limit))  # fmt: skip
+    command = ("predict", home / "run", "--input", rows, "--output", tmp_path / "out")
+    done = forked(TEZO, *command, largest_file=4096)
     assert done.returncode == 1 and "Traceback" not in done.stderr and str(tmp_path / "out") in done.stderr
     assert list(tmp_path.iterdir()) == [rows]
     rows = write_rows(tmp_path / "rows.jsonl", [row | {"prediction": "mine"} for row in label_rows(4)])

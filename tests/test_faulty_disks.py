@@ -5,12 +5,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from folders import model_and_rows
+from forks import TEZO, forked
 from kills import contents
 from short_runs import config, stopped
 
@@ -39,15 +38,16 @@ class Faulty:
     """`os`, whose operation number `at` of those that change the disk fails."""
 
     def __init__(self, at: int | None) -> None:
-        self.at, self.count, self.failed = at, 0, None
+        self.at, self.failed = at, None
+        self.done: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return self.faulty(name, getattr(os, name)) if name in NATURAL else getattr(os, name)
 
     def faulty(self, name: str, call: Any) -> Any:
         def operation(*arguments: Any, **named: Any) -> Any:
-            self.count += 1
-            if self.count == self.at:
+            self.done.append(name)
+            if len(self.done) == self.at:
                 self.failed = name
                 raise OSError(NATURAL[name], os.strerror(NATURAL[name]))
             return call(*arguments, **named)
@@ -64,14 +64,21 @@ def faulty(patch: Any, at: int | None) -> Faulty:
     return disk
 
 
-def test_a_disk_that_fails_at_any_write_is_named_and_nothing_saved_is_lost(home, tmp_path):
+def first_and_last(done: list[str]) -> list[int]:
+    """The numbers, from 1 on, of the first and the last operation of each kind."""
+    last = len(done) - 1
+    return sorted({n for kind in set(done) for n in (done.index(kind) + 1, last - done[::-1].index(kind) + 1)})
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_a_disk_that_fails_at_any_write_is_named_and_nothing_saved_is_lost(home, tmp_path, every):
     made = config(home, steps=4, checkpoint_every=2, eval_every=2, sync_every=2)
     with pytest.MonkeyPatch.context() as patch:
-        operations = faulty(patch, None)
+        done = faulty(patch, None).done
         train(made, tmp_path / "whole")
     whole, failed = contents(tmp_path / "whole"), set()
-    assert operations.count > 40
-    for at in range(1, operations.count + 1):
+    assert len(done) > 40
+    for at in range(1, len(done) + 1) if every else first_and_last(done):
         run = tmp_path / f"run-{at}"
         with pytest.MonkeyPatch.context() as patch:
             disk = faulty(patch, at)
@@ -146,13 +153,7 @@ def test_a_file_system_that_takes_no_more_is_named_by_the_command_line(home, tmp
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_config(made))
     # a limit of the operating system on the size of a file: the model's weights don't fit, its log does
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from tezo.cli.main import main\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); main(sys.argv[1:])"
-    )
-    command = [sys.executable, "-c", code, "train", recipe, "--output", run, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forked(TEZO, "train", recipe, "--output", run, "--json", largest_file=9000)
     assert done.returncode == 1, done.stderr
     assert re.search(r"error: \S+run/checkpoint-3 cannot be written: .*\. What was saved before is intact", done.stderr)
     assert "Traceback" not in done.stderr and not list(run.rglob("*.partial"))

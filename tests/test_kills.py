@@ -4,19 +4,16 @@
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forks import forked
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("kills", [6, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["tezo-cadam", "lozo-m"])
-def test_no_finished_step_is_lost(method):
-    script, kills = Path(__file__).parent / "kills.py", 15
-    command = [sys.executable, script, "--kills", str(kills), "--methods", method]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_no_finished_step_is_lost(method, kills):
+    done = forked("kills", "--kills", kills, "--seed", 2, "--methods", method)
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)
     assert found["kills"] >= kills and found["in_save"] >= kills // 3

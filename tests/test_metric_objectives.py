@@ -25,14 +25,14 @@ def test_a_metric_is_an_objective(home, tmp_path, name, objective):
 def test_the_accuracy_of_a_separable_task_grows_by_its_own_objective(tmp_path):
     tokenizer = words_tokenizer()
     model = saved(tiny_model("opt", len(tokenizer)), tokenizer, tmp_path / "opt")
-    rows = write_rows(tmp_path / "rows.jsonl", label_rows(32))
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(16))
     flags = ("--model", model, "--data", rows, "--test", rows, "--method", "mezo-norm", "--json")
-    named = {"method__lr": 0.02, "method__rho": 0.05, "train__batch_size": 32, "train__objective": "accuracy",
+    named = {"method__lr": 0.03, "method__rho": 0.1, "train__batch_size": 16, "train__objective": "accuracy",
              "train__keep_best": False}  # fmt: skip
-    done = tezo("train", *flags, "--steps", 400, "--output", tmp_path / "run", *settings(**named))
+    done = tezo("train", *flags, "--steps", 100, "--output", tmp_path / "run", *settings(**named))
     assert done.code == 0, done.err
     summary = json.loads(done.out)
-    assert summary["before"]["accuracy"] < 0.7 and summary["after"]["accuracy"] > 0.85
+    assert summary["before"]["accuracy"] < 0.7 and summary["after"]["accuracy"] > 0.8
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from folders import label_rows, model_folder, refused, tezo, write_rows
+from forks import Done, forked
 from short_runs import result
 
 from tezo.runs.folder import LOG
@@ -44,12 +46,30 @@ def recipe(home: Path, folder: Path, method: str = "tezo-m", directions: int = 1
     return path
 
 
-def ranks(count: int, recipe: Path, run: Path, *flags: Any) -> subprocess.CompletedProcess:
-    """Under torchrun, as a user starts it, but with a fault."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    script = Path(__file__).parent / "ranked.py"
-    command = [*launch, str(script), str(recipe), str(run), *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+def ranks(count: int, recipe: Path, run: Path, *flags: Any) -> Done:
+    """Trains as so many processes, one of them with a fault if the flags ask for one."""
+    return forked("ranked", recipe, run, *flags, ranks=count)
+
+
+def started(launcher: Sequence[str], recipe: Path, run: Path, *flags: Any) -> subprocess.CompletedProcess:
+    """The same, of a program that starts ranks, as a user calls it."""
+    command = [sys.executable, "-m", *launcher, str(Path(__file__).parent / "ranked.py"), str(recipe), str(run)]
+    return subprocess.run([*command, *map(str, flags)], capture_output=True, text=True, timeout=240)
+
+
+def torchrun(count: int, recipe: Path, run: Path, *flags: Any) -> subprocess.CompletedProcess:
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return started(launcher, recipe, run, *flags)
+
+
+def accelerate(count: int, recipe: Path, run: Path, *flags: Any) -> subprocess.CompletedProcess:
+    plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(count), *plain]
+    return started(launcher, recipe, run, *flags)
+
+
+# Each of torchrun's processes imports for seconds.
+by_torchrun_too = pytest.mark.parametrize("start", [ranks, pytest.param(torchrun, marks=pytest.mark.slow)])
 
 
 def records(run: Path) -> list[Any]:
@@ -111,12 +131,10 @@ def test_ranks_measure_one_learning_rate(home, tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_accelerate_starts_ranks_too(home, tmp_path):
+@pytest.mark.parametrize("start", [torchrun, pytest.param(accelerate, marks=pytest.mark.slow)])
+def test_the_usual_programs_start_ranks(home, tmp_path, start):
     made = recipe(home, tmp_path)
-    plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", *plain]
-    command = [*launch, str(Path(__file__).parent / "ranked.py"), str(made), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = start(2, made, tmp_path / "run")
     assert done.returncode == 0, done.stderr[-3000:]
     train(parse_config(yaml_of(made)), tmp_path / "alone")
     assert_same_trajectory(tmp_path / "run", tmp_path / "alone")
@@ -140,32 +158,35 @@ def test_ranks_that_share_directions_step_along_all_of_them(home, tmp_path):
     assert all(len(record.probes) == 4 for record in records(tmp_path / "run"))
 
 
+@by_torchrun_too
 @pytest.mark.timeout(600)
-def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(home, tmp_path):
+def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(home, tmp_path, start):
     made, run = recipe(home, tmp_path), tmp_path / "run"
-    started = time.monotonic()
-    done = ranks(2, made, run, "--die", 1, 3)
-    assert done.returncode != 0 and time.monotonic() - started < 120
+    begin = time.monotonic()
+    done = start(2, made, run, "--die", 1, 3)
+    assert done.returncode != 0 and time.monotonic() - begin < 120
     assert "rank 0 of 2 lost another rank" in done.stderr and "go on with --resume" in done.stderr
     assert len(records(run)) == 3, "what was finished is logged"
-    assert ranks(3, made, run, "--resume").returncode == 0
+    assert start(3, made, run, "--resume").returncode == 0
     train(parse_config(yaml_of(made)), tmp_path / "alone")
     assert_same_trajectory(run, tmp_path / "alone")
     tuned, whole = result(run), result(tmp_path / "alone")
     assert all(tuned[name].allclose(whole[name], atol=1e-4) for name in whole)
 
 
+@by_torchrun_too
 @pytest.mark.timeout(600)
-def test_a_rank_that_drifts_is_named(home, tmp_path):
-    done = ranks(2, recipe(home, tmp_path, "mezo"), tmp_path / "run", "--drift", 1, 3)
+def test_a_rank_that_drifts_is_named(home, tmp_path, start):
+    done = start(2, recipe(home, tmp_path, "mezo"), tmp_path / "run", "--drift", 1, 3)
     assert done.returncode == 1
     assert "rank 1 has other parameters than rank 0 after step 4" in done.stderr
 
 
+@by_torchrun_too
 @pytest.mark.timeout(600)
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(home, tmp_path):
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(home, tmp_path, start):
     made, run = recipe(home, tmp_path), tmp_path / "run"
-    done = ranks(2, made, run, "--term", 1, 2)
+    done = start(2, made, run, "--term", 1, 2)
     assert done.returncode != 0
     assert "rank 0: stopped by a signal to another rank after step 3" in done.stderr
     assert len(records(run)) == 3 and (run / "checkpoint-3").is_dir()
