@@ -18,7 +18,7 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.tasks import Example, Format, LabelFormat, Row, parts
 from tezo.tasks.objectives import Batch, Encoded, Objective
 from tezo.tasks.setup import make_format, make_objective
-from tezo.tasks.splits import divide, read_splits
+from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.tasks.token_notices import token_notices
 from tezo.training.feedback_schedule import settle_feedback
 from tezo.training.recipe import Config
@@ -76,11 +76,17 @@ class Job:
         return self.objective.batches([self.train[i] for i in indices])
 
 
-def prepare(config: Config) -> Job:
-    """Loads, reads, encodes and plans; raises `RequestError` for whatever does not fit."""
+def prepare(config: Config, loaded: LoadedModel | None = None, rows: Splits | None = None) -> Job:
+    """Loads, reads, encodes and plans; raises `RequestError` for whatever does not fit.
+
+    Args:
+        config: of the run.
+        loaded: the base, where it is in memory already; None: as the configuration names it.
+        rows: likewise, before any is chosen.
+    """
     notices: list[str] = []
-    found = read_splits(config.data)
-    loaded = load_for_tuning(config)
+    found = read_splits(config.data) if rows is None else rows
+    loaded = load_for_tuning(config, loaded)
     notices += loaded.notices
     form = make_format(config.data, loaded, found.train)
     rows = divide(found, form, config.data, config.train.seed)
@@ -153,9 +159,9 @@ def load(config: Config) -> LoadedModel:
     )
 
 
-def load_for_tuning(config: Config) -> LoadedModel:
-    """The base with a new adapter of PEFT where the configuration asks for one."""
-    return add_adapter(load(config), config.model, config.train.seed)
+def load_for_tuning(config: Config, loaded: LoadedModel | None = None) -> LoadedModel:
+    """The base, or the one that is given, with a new adapter of PEFT where the configuration asks for one."""
+    return add_adapter(loaded or load(config), config.model, config.train.seed)
 
 
 def resolve(config: Config, form: Format) -> Config:

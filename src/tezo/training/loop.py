@@ -12,6 +12,7 @@ from tezo.distributed import Ranks, join
 from tezo.errors import RequestError, RunError, nearest
 from tezo.estimators.estimate import Closure
 from tezo.estimators.feedback import FeedbackOptimizer
+from tezo.models.loading import LoadedModel
 from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -21,6 +22,7 @@ from tezo.runs.fingerprint import check_unchanged
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder
 from tezo.tasks.evaluation import Metrics, evaluate
 from tezo.tasks.objectives import Encoded
+from tezo.tasks.splits import Splits
 from tezo.training.config import read_config
 from tezo.training.data_parallel import ReadOnlyRunFolder, check_shareable, shared_rows
 from tezo.training.feedback_schedule import is_feedback
@@ -32,7 +34,15 @@ from tezo.training.schedule import interval, lr_factor
 from tezo.training.summary import Outcome, summarize
 
 
-def train(config: Config, output: Path, listeners: Sequence[Listener] = (), *, resume: bool = False) -> dict[str, Any]:
+def train(
+    config: Config,
+    output: Path,
+    listeners: Sequence[Listener] = (),
+    *,
+    resume: bool = False,
+    loaded: LoadedModel | None = None,
+    rows: Splits | None = None,
+) -> dict[str, Any]:
     """Runs a configuration from start to end; returns the summary that is also in `output`/summary.json.
 
     Args:
@@ -41,6 +51,8 @@ def train(config: Config, output: Path, listeners: Sequence[Listener] = (), *, r
         listeners: told of every step and evaluation; see `tezo.training.trainer_callbacks` for transformers' callbacks.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Of one that has ended only the summary is returned.
+        loaded: the base model, where it is in memory already; None: as the configuration names it.
+        rows: the rows likewise.
 
     Raises:
         RequestError: the request is wrong; nothing has been written.
@@ -56,7 +68,7 @@ def train(config: Config, output: Path, listeners: Sequence[Listener] = (), *, r
         if resume and (summary := folder.summary()) is not None:
             check_unchanged(read_config(output / CONFIG, []), config)
             return summary
-        job = prepare(config)
+        job = prepare(config, loaded, rows)
         check_shareable(job, ranks)
         with Interruption() as interruption:
             return Loop(job, folder, [folder, *listeners], interruption, ranks).run()
