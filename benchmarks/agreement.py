@@ -75,7 +75,7 @@ def eigenvectors(job: Any, targets: list[Target]) -> dict[str, Tensor]:
     sketches = {n: Sketch(size, size, torch.device("cpu"), torch.float32, n) for n, size in sizes.items()}
     with torch.no_grad(), recording(job.model, targets, sketches):
         job.objective.losses(job.model, job.batches(range(len(job.train))), 1)
-    return {n: sketch.leading(EDGES[-1], centred=False)[0].float() for n, sketch in sketches.items()}
+    return {n: sketch.leading(EDGES[-1]).float() for n, sketch in sketches.items()}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tezo.errors import RequestError, TezoError
 from tezo.files import own_object
 from tezo.runs.folder import LOG, METRICS
 from tezo.runs.metrics_log import MetricsLog
-from tezo.runs.step_log import forward_passes, read_log
+from tezo.runs.step_log import read_log
 from tezo.studies.bench.result_files import commit
 from tezo.studies.reproduce import Cell, Grid, find_table, make_grid
 from tezo.studies.reproduce.results import all_cells, chooser, is_finished, summary_of
@@ -127,7 +128,7 @@ def read_run(cell: Cell, folder: Path, summary: dict[str, Any]) -> dict[str, Any
 def taken_passes(path: Path) -> list[int]:
     """Forward passes of a run after 0, 1, 2, ... steps."""
     log = read_log(path)
-    return forward_passes([step.record for step in log.steps], log.header["directions"])
+    return [0, *accumulate(step.record.forward_passes for step in log.steps)]
 
 
 def passes_at(step: int, cell: Cell, taken: Sequence[int], basis_passes: int) -> float:

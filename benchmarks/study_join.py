@@ -30,8 +30,8 @@ def joined_curves(path: Path, curves: dict[str, Any], grid: Grid) -> dict[str, A
         raise RequestError(f"{path} is of another table or of other settings{of(changed)}; give another --results.")
     order = [column.key for column in grid.table.columns]
     lines = []
-    for line in grid.table.lines:
-        found = [made[line.key] for made in (before, own) if line.key in made]
+    for line in line_order(grid, before):
+        found = [made[line] for made in (before, own) if line in made]
         columns = {key: column for made in found for key, column in made["columns"].items()}
         if found:
             lines.append(found[-1] | {"columns": {key: columns[key] for key in order if key in columns}})
@@ -52,8 +52,13 @@ def joined_runs(path: Path, runs: Iterable[dict[str, Any]], grid: Grid) -> list[
     if path.is_file():
         with path.open(encoding="utf-8", newline="") as file:
             kept = [row for row in csv.DictReader(file) if (row["line"], row["column"]) not in own]
-    lines, columns = ([entry.key for entry in entries] for entries in (grid.table.lines, grid.table.columns))
+    lines, columns = line_order(grid, [row["line"] for row in kept]), [column.key for column in grid.table.columns]
     return sorted([*kept, *runs], key=lambda run: (columns.index(run["column"]), lines.index(run["line"])))
+
+
+def line_order(grid: Grid, known: Iterable[str]) -> list[str]:
+    """Keys of the table's lines, and then of those that it no longer has, which stay as they were measured."""
+    return list(dict.fromkeys([*(line.key for line in grid.table.lines), *known]))
 
 
 def all_of(values: Iterable[Any]) -> str:

@@ -6,14 +6,20 @@ from typing import Any
 import drawing
 from drawing import grid, machine, read
 
+from tezo.studies.reproduce import find_table
+
+VARIED = "lozo-adam-act"
+"""The line that removed lines are variants of."""
+
 
 def study(name: str) -> str:
     """Dev losses of the study, with the forward passes that its lines take to a loss, and its figure."""
     made = study_numbers(name)
     if made is None:
         return ""
-    cells = cells_of(made, lambda column: mean_of(column["dev_loss"], "{:.3f}") + rate_of(column))
-    rows = [[line["label"], *own, *shares_of(line)] for line, own in zip(made["lines"], cells, strict=True)]
+    lines = current_lines(made)
+    cells = cells_of(made, lines, lambda column: mean_of(column["dev_loss"], "{:.3f}") + rate_of(column))
+    rows = [[line["label"], *own, *shares_of(line)] for line, own in zip(lines, cells, strict=True)]
     heads = ["dev loss at the end (rate)", *map(column_head, made["columns"]), "to TeZO's", "to TeZO-Adam's"]
     return grid(heads, [row for row in rows if set(row[1:]) != {"-"}]) + (
         f"\nMeans over seeds {', '.join(map(str, made['seeds']))} ± standard deviations; of the rates the one with "
@@ -26,13 +32,28 @@ def study(name: str) -> str:
     )
 
 
+def study_removed(name: str) -> str:
+    """Dev losses of the lines whose settings the library no longer has, below those of the line they vary."""
+    made = study_numbers(name)
+    if made is None:
+        return ""
+    current = current_lines(made)
+    removed = [line for line in made["lines"] if line not in current]
+    measured = made | {"columns": [key for key in made["columns"] if any(key in line["columns"] for line in removed)]}
+    lines = [line for line in current if line["key"] == VARIED] + removed
+    cells = cells_of(measured, lines, lambda column: mean_of(column["dev_loss"], "{:.3f}") + rate_of(column))
+    rows = [[line["label"], *own] for line, own in zip(lines, cells, strict=True)]
+    return grid(["dev loss at the end (rate)", *map(column_head, measured["columns"])], rows) if removed else ""
+
+
 def study_accuracy(name: str) -> str:
     """Test accuracies of the study, with the gap to fine-tuning that a line leaves."""
     made = study_numbers(name)
     if made is None:
         return ""
-    cells = cells_of(made, lambda column: mean_of(column["accuracy"], "{:.1f}", 100) + gap_of(column))
-    rows = [[line["label"], *own] for line, own in zip(made["lines"], cells, strict=True)]
+    lines = current_lines(made)
+    cells = cells_of(made, lines, lambda column: mean_of(column["accuracy"], "{:.1f}", 100) + gap_of(column))
+    rows = [[line["label"], *own] for line, own in zip(lines, cells, strict=True)]
     gaps = {key: made["gaps"][key] for key in made["columns"] if made["gaps"][key]["points"] is not None}
     flat = [column_head(key) for key, gap in gaps.items() if not gap["is_gap"]]
     none = f" No gap, FT being less than {100 * made['least_gap']:.0f} points above MeZO: {'; '.join(flat)}."
@@ -49,7 +70,7 @@ def study_short(name: str) -> str:
         return ""
     rows = [
         [line["label"], *shares_of(line), f"{100 * line['basis_share']:.1f} %", "yes" if line["exports"] else "no"]
-        for line in made["lines"]
+        for line in current_lines(made)
         if line["passes_to_tezo"]["of"] and len(line["columns"]) >= min(2, len(made["columns"]))
     ]
     heads = ["", "budget to TeZO's loss", "to TeZO-Adam's", "passes for the basis", "exact LoRA adapter"]
@@ -66,7 +87,7 @@ def study_ranked(name: str) -> str:
     made = study_numbers(name)
     if made is None:
         return ""
-    lines = [line for line in made["lines"] if line["passes_to_tezo"]["of"]]
+    lines = [line for line in current_lines(made) if line["passes_to_tezo"]["of"]]
     key = max(made["columns"], key=lambda key: sum(key in line["columns"] for line in lines))
     ranked = sorted(
         ((line["label"], line["columns"][key]) for line in lines if key in line["columns"]),
@@ -91,9 +112,15 @@ def study_numbers(name: str) -> Any:
     return read(f"{name}/numbers") if (drawing.RESULTS / f"{name}/numbers.json").is_file() else None
 
 
-def cells_of(made: Any, shown: Callable[[dict[str, Any]], str]) -> list[list[str]]:
+def current_lines(made: Any) -> list[dict[str, Any]]:
+    """The lines that the table still has: results keep those that it had when they were measured."""
+    keys = {line.key for line in find_table(made["table"]).lines}
+    return [line for line in made["lines"] if line["key"] in keys]
+
+
+def cells_of(made: Any, lines: list[dict[str, Any]], shown: Callable[[dict[str, Any]], str]) -> list[list[str]]:
     """What is shown of each column of each line."""
-    found = [[line["columns"].get(key) for key in made["columns"]] for line in made["lines"]]
+    found = [[line["columns"].get(key) for key in made["columns"]] for line in lines]
     return [["-" if column is None else shown(column) for column in columns] for columns in found]
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from drawing import RESULTS, SHORT, grid, head, machine, read
-from study_tables import study, study_accuracy, study_ranked, study_short
+from study_tables import study, study_accuracy, study_ranked, study_removed, study_short
 
 from tezo.numerics.products import LEAST_ROWS
 
@@ -195,5 +195,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"{name}-accuracy": partial(study_accuracy, name) for name in STUDIES},
     **{f"{name}-short": partial(study_short, name) for name in STUDIES},
     **{f"{name}-ranked": partial(study_ranked, name) for name in STUDIES},
+    **{f"{name}-removed": partial(study_removed, name) for name in STUDIES},
     **{f"figure-{name}": partial(figure, name) for name in FIGURES},
 }

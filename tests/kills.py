@@ -22,7 +22,7 @@ from folders import label_rows, model_folder, write_rows
 from tezo import files
 from tezo.optim.methods import method
 from tezo.runs import checkpoints as checkpoint
-from tezo.runs import folder as runs
+from tezo.runs import folder as run_folder
 from tezo.runs import step_log as steplog
 from tezo.runs.environment import hardware, versions
 from tezo.training.config import parse_config
@@ -136,7 +136,7 @@ def _watch(operation: int | None, mark: Path) -> None:
         mark.unlink()
         return path
 
-    runs.save_checkpoint = save
+    run_folder.save_checkpoint = save
 
     class Dying:
         def __getattr__(self, name: str) -> Any:

@@ -33,9 +33,14 @@ def made(
     folder.mkdir(parents=True)
     kappas = kappas or [[(-1.0) ** i] for i in range(len(losses))]
     (folder / "config.yaml").write_text(f"model: m\ndata: d.jsonl\ntrain: {{steps: {len(losses)}}}\n")
-    log = StepLog(folder / "steps.log", {"directions": len(kappas[0]), "versions": {"torch": "2"}, "device": "cpu"}, 0)
+    log = StepLog(
+        folder / "steps.log",
+        {"directions": len(kappas[0]), "kinds": ["two-point"], "versions": {"torch": "2"}, "device": "cpu"},
+        0,
+    )
     for i, (loss, values) in enumerate(zip(losses, kappas, strict=True)):
-        log.append(LoggedStep(StepRecord(i, loss, 0.1, tuple(Probe(loss, loss, k) for k in values)), 0, i))
+        probes = tuple(Probe(loss, loss, k) for k in values)
+        log.append(LoggedStep(StepRecord(i, loss, 0.1, probes, forward_passes=2 * len(probes) or 1), 0, i))
     log.close()
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))

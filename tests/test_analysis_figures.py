@@ -126,7 +126,7 @@ def test_the_command_writes_figure_and_numbers(name, tmp_path):
         ("estimator", {"draws": 1}, ("draws is 1", "at least 2")),
         ("convergence", {"sizes": [4, 5]}, ("sizes is [4, 5]", "takes one")),
         ("convergence", {"rank": 5}, ("rank: 5 is above 4", "lower it")),
-        ("convergence", {"horizons": [20, 10]}, ("horizons is [20, 10]", "rising")),
+        ("convergence", {"horizons": [20, 10]}, ("horizons is [20, 10]", "ascending")),
         ("convergence", {"rates": [-1.0]}, ("rates is [-1.0]", "above 0")),
         ("convergence", {"noise": -1.0}, ("noise is -1.0", "negative")),
     ],

@@ -232,11 +232,11 @@ def test_rates_fall_as_the_root_of_the_horizon_and_the_best_is_taken(monkeypatch
 
     monkeypatch.setattr(conv, "run", run)
     monkeypatch.setitem(conv.UNITS, "mezo", lambda _: 0.5)
-    found = conv._of_method("mezo", options_of("convergence", horizons=[10, 40], rates=[0.5, 1.0, 2.0]))
+    found = conv._measure_method("mezo", options_of("convergence", horizons=[10, 40], rates=[0.5, 1.0, 2.0]))
     assert found["rate"] == 0.5 and found["rate_in_units"] == 1.0 and found["slope"] == pytest.approx(-1)
     assert seen == [(10, 0.25), (10, 0.5), (10, 1.0), (40, 0.25)]
 
 
 def test_rates_that_all_diverge_are_refused():
-    with pytest.raises(ValueError, match=r"rates is \[1e\+28\]; mezo diverges at every one, so give smaller ones\."):
-        conv._of_method("mezo", options_of("convergence", rates=[1e28], noise=1e300))
+    with pytest.raises(ValueError, match=r"rates is \[1e\+28\]; mezo diverges at all of them; give smaller ones\."):
+        conv._measure_method("mezo", options_of("convergence", rates=[1e28], noise=1e300))

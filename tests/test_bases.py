@@ -6,9 +6,8 @@ from safetensors.torch import load_file
 from tiny import lm_loss, sines, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.directions.bases import BASES, ActivationBasis, Draw, GaussianBasis, find_basis
+from tezo.directions.bases import BASES, ActivationBasis, GaussianBasis, find_basis
 from tezo.directions.bases.activation import groups
-from tezo.directions.targets import select_targets
 from tezo.errors import RequestError
 from tezo.optim.methods import METHODS, lozo_adam, tezo_cadam
 from tezo.runs.factor_files import FactorFiles
@@ -28,7 +27,7 @@ def seen_inputs(model: nn.Module, batches: list[Tensor], name: str) -> Tensor:
 
 
 def factors_of(optimizer) -> dict[str, Tensor]:
-    """BORN/NAME -> what a basis keeps."""
+    """REFRESH_STEP/NAME -> what a basis keeps."""
     return {name: factor for name, factor in optimizer.perturbation.state().items() if name != "calls"}
 
 
@@ -68,10 +67,10 @@ def test_directions_have_unit_variance_whatever_the_basis(name, method):
     optimizer = METHODS[method].build(model, rank=RANK, basis=name, lr=1e-3, seed=5)
     optimizer.set_calibration_passes(lambda _: model(input_ids=tokens(batch=6, length=16, seed=9)))
     total, count = 0.0, 0
-    drawn = optimizer._draw()
+    drawn = optimizer.draw().directions
     for step in range(300):
-        optimizer.num_steps = step
-        drawn = optimizer._draw()
+        optimizer.progress.num_steps = step
+        drawn = optimizer.draw().directions
         for (direction,) in drawn.values():
             left, right = direction.factors()
             total += float((left @ right.T).square().sum())
@@ -94,7 +93,7 @@ def test_padding_is_not_looked_at():
     ):
         optimizer = lozo_adam(model, rank=RANK)
         optimizer.set_calibration_passes(call)
-        optimizer._draw()
+        optimizer.draw()
         found.append(factors_of(optimizer))
         optimizer.close()
     assert found[0].keys() == found[1].keys() == found[2].keys()
@@ -103,49 +102,16 @@ def test_padding_is_not_looked_at():
         assert torch.equal(found[2][name], found[1][name])
 
 
-def test_weighted_directions_move_the_output_alike_and_orthonormal_outputs_are_orthogonal():
-    model = tiny_opt()
-    target = next(t for t in select_targets(model) if t.name.endswith("layers.0.fc1.weight"))
-    factors = {}
-    for name in ("activation-weighted", "activation-orthonormal"):
-        basis = find_basis(name)
-        basis.prepare([target], {target.name: RANK})
-        batch = tokens(batch=4, length=12, seed=50)
-        basis.set_calibration_passes(model, lambda _: model(input_ids=batch))  # noqa: B023
-        with torch.no_grad():
-            factors[name] = {role: basis.factor(role, target, RANK, Draw(target.name, 0, 0)) for role in ("u", "v")}
-    x = seen_inputs(model, [tokens(batch=4, length=12, seed=50)], "model.decoder.layers.0.fc1")
-    reached = (x @ factors["activation-weighted"]["v"]).square().sum(0)
-    torch.testing.assert_close(reached, reached.mean().expand(RANK), rtol=1e-5, atol=0)
-    u = factors["activation-orthonormal"]["u"]
-    torch.testing.assert_close(u.T @ u, len(u) * torch.eye(RANK, dtype=u.dtype), rtol=0, atol=1e-9)
-
-
-def test_weights_go_by_directions_that_inputs_have():
-    basis = find_basis("activation-weighted")
-    layer = nn.Linear(40, 6, bias=False)
-    model = nn.Sequential(layer)
-    (target,) = select_targets(model)
-    x = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
-    basis.prepare([target], {target.name: 8})
-    basis.set_calibration_passes(model, lambda _: model(x))
-    with torch.no_grad():
-        v = basis.factor("v", target, 8, Draw(target.name, 0, 0))
-    lengths = v.norm(dim=0)
-    assert torch.allclose((x.double() @ v).norm(dim=0)[:5], (x.double() @ v).norm(dim=0)[0], rtol=1e-3)
-    torch.testing.assert_close(lengths[5:], lengths[4].expand(3), rtol=1e-6, atol=0)
-
-
 def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
     model = tiny_llama()
     whole, batches = watched(model, "activation")
-    whole._draw()
+    whole.draw()
     whole.close()
     monkeypatch.setattr(
         "tezo.directions.bases.activation.MOST_BYTES", 8000
     )  # three sketches of 16 x 16 float64 numbers
     parts, _ = watched(model, "activation")
-    parts._draw()
+    parts.draw()
     parts.close()
     number = len(list(groups(parts.targets, dict.fromkeys(parts.moving, RANK))))
     assert number > 2
@@ -158,13 +124,13 @@ def test_looking_changes_neither_the_model_nor_its_mode():
     model = tiny_opt(dropout=0.5).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer, _ = watched(model, "activation")
-    optimizer._draw()
+    optimizer.draw()
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     hooks = {name: len(m._forward_pre_hooks) for name, m in model.named_modules() if name}
     assert set(hooks.values()) == {0}
     again, _ = watched(tiny_opt().eval(), "activation")  # dropout was off while the basis looked
-    again._draw()
+    again.draw()
     for name, factor in factors_of(optimizer).items():
         assert torch.equal(factor, factors_of(again)[name])
 
@@ -182,7 +148,7 @@ def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
 def test_a_basis_that_sees_nothing_says_what_to_do():
     model = tiny_opt()
     with pytest.raises(RequestError, match=r"call optimizer\.set_calibration_passes\(passes\)"):
-        lozo_adam(model, rank=RANK)._draw()
+        lozo_adam(model, rank=RANK).draw()
     optimizer = lozo_adam(model, rank=RANK)
     optimizer.set_calibration_passes(lambda _: None)
     with pytest.raises(RequestError, match="do not call it"):
@@ -190,8 +156,9 @@ def test_a_basis_that_sees_nothing_says_what_to_do():
 
 
 def test_a_basis_has_a_name_and_factors_of_inputs_are_not_shared():
-    with pytest.raises(RequestError, match=r"method\.basis: there is no basis 'activations'.*activation"):
-        find_basis("activations")
+    for name in ("activations", "activation-centred"):
+        with pytest.raises(RequestError, match=rf"method\.basis: there is no basis '{name}'.*activation\b"):
+            find_basis(name)
     with pytest.raises(RequestError, match="share_factors"):
         tezo_cadam(tiny_opt(), rank=RANK, basis="activation", share_factors=True)
     assert isinstance(find_basis("gaussian"), GaussianBasis)
@@ -215,12 +182,12 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     model = tiny_opt()
     optimizer, _ = watched(model, "activation")
     optimizer.set_factor_store(FactorFiles(tmp_path, writes=True))
-    optimizer._draw()
+    optimizer.draw()
     (path,) = tmp_path.iterdir()
     assert path.name == "basis-0.safetensors"
     blind = lozo_adam(tiny_opt(), rank=RANK)
     blind.set_factor_store(FactorFiles(tmp_path, writes=False))
-    blind._draw()
+    blind.draw()
     for name, factor in factors_of(blind).items():
         assert torch.equal(factor, factors_of(optimizer)[name])
     sound = path.read_bytes()
@@ -233,4 +200,4 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     other = lozo_adam(tiny_opt(), rank=RANK + 1)
     other.set_factor_store(FactorFiles(tmp_path, writes=False))
     with pytest.raises(RequestError, match="is not of the shape"):
-        other._draw()
+        other.draw()

@@ -39,8 +39,6 @@ def test_running_means_are_checked_for_every_method(home, tmp_path, method):
 
 def test_settings_of_rows_that_there_are_not(home, tmp_path):
     model, out = home / "opt", tmp_path / "out"
-    done = train(model, home / "text.jsonl", out, train__order="stratified")
-    refused(done, "train.order", "no labels", "shuffled")
     done = train(model, home / "rows.jsonl", out, "--test", home / "rows.jsonl", train__patience=1)
     refused(done, "train.patience", "no dev rows", "data.dev")
     assert not out.exists()
@@ -54,7 +52,7 @@ def test_settings_of_rows_that_there_are_not(home, tmp_path):
         ("text.jsonl", {"data__template": "{prompt}!"}, ("data.template", "completion rows", "data.shape=label")),
         ("text.jsonl", {"data__label_words": "{good: great}"}, ("data.label_words", "completion rows")),
         ("rows.jsonl", {"data__per_class": 2, "data__num_train": 4}, ("data.per_class", "data.num_train")),
-        ("rows.jsonl", {"train__patience": 1, "train__eval_every": 0}, ("train.patience is 1", "eval_every 0")),
+        ("rows.jsonl", {"train__patience": 1, "train__eval_every": 0}, ("train.patience is 1", "eval_every is 0")),
     ],
 )
 def test_a_setting_that_another_makes_void(home, tmp_path, rows, values, parts):

@@ -116,7 +116,7 @@ def test_json_is_all_there_is_on_standard_output(home, tmp_path):
 
 def test_held_out_rows_are_said(home, tmp_path):
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", data__hold_out=0.25)
-    assert done.says("3 of 12 training rows are held out", "data.dev and data.test", "9 training rows, 3 dev, 3 test")
+    assert done.says("3 of 12 training rows are held out", "data.dev or data.test", "9 training rows, 3 dev, 3 test")
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "other", "--test", home / "test.jsonl")
     assert not done.says("held out")
 
@@ -204,7 +204,7 @@ def test_a_loss_that_is_no_number_ends_the_run_in_words(home, tmp_path, value, r
     method = "lozo-adam" if rank == 4 else "tezo-cadam"
     done = train(folder, home / "rows.jsonl", tmp_path / "run", method__name=method, method__rank=rank)
     if rank == 4:
-        refused(done, "the loss is", "step 0", "no earlier step", "as before", "method.lr")
+        refused(done, "the loss is", "step 0", "no earlier step", "restored", "method.lr")
         assert not (tmp_path / "run" / "adapter").exists()
         assert not (tmp_path / "run" / "summary.json").exists()
         assert all(strict_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
@@ -216,7 +216,7 @@ def test_a_loss_that_overflows_later_tells_the_step_and_the_last_good_loss(home,
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", train__log_every=1, method__lr=1e30)
     lines = [line for line in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "split" not in line]
     assert lines, "it failed at the first step"
-    refused(done, f"step {lines[-1]['step']}", f"last good loss was {lines[-1]['loss']:.6g}", "as before")
+    refused(done, f"step {lines[-1]['step']}", f"last good loss was {lines[-1]['loss']:.6g}", "restored")
 
 
 def test_methods_and_doctor_answer_people_and_programs(home):

@@ -11,7 +11,7 @@ from tezo.errors import RequestError
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import METHODS, Rate
 from tezo.tasks.data_config import DataConfig
-from tezo.training.config import dump_config, parse_config, parse_setting, read_config
+from tezo.training.config import REMOVED_SETTINGS, dump_config, overlay, parse_config, parse_setting, read_config
 from tezo.training.recipe import Config, TrainConfig
 
 LEAST = {"model": {"name": "m"}, "data": {"train": "d"}}
@@ -202,6 +202,24 @@ def test_a_key_that_is_not_there_is_refused(key):
     else:
         with pytest.raises(RequestError, match=key.split(".")[0]):
             read_config(None, named)
+
+
+OTHER_VALUES = {"train.order": "stratified", "method.clip": 3.0}
+
+
+@pytest.mark.parametrize("key", REMOVED_SETTINGS)
+def test_a_setting_that_was_removed_is_read_over_where_it_meant_what_is_done_now(key, tmp_path):
+    section, _, name = key.partition(".")
+    tree = LEAST | {"method": {"name": "tezo"}, "train": {"steps": 3}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree | {section: tree[section] | {name: REMOVED_SETTINGS[key]}}))
+    assert read_config(path, []) == parse_config(tree)
+    assert name not in yaml.safe_load(dump_config(read_config(path, [])))[section]
+    other = OTHER_VALUES[key]
+    path.write_text(yaml.safe_dump(tree | {section: tree[section] | {name: other}}))
+    for read in (lambda: read_config(path, []), lambda: parse_config(overlay(dict(tree), [(key, other)]))):
+        with pytest.raises(RequestError, match=rf"^{key} is {other!r}, and this setting was removed; leave it out"):
+            read()
 
 
 def test_a_setting_is_split_at_its_first_equals_sign():

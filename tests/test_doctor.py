@@ -106,7 +106,7 @@ def test_doctor_answers_for_every_kind_of_model(home, family):
     shown = tezo("doctor", "--model", home / family).out
     assert "exact LoRA adapter" in shown
     if family == "roberta":  # its tokenizer has no word for the answers
-        assert "is not one token to this model" in report["noise"] and report["noise"] in shown
+        assert "is not a single token of this model" in report["noise"] and report["noise"] in shown
     else:
         scales = [row["rho"] for row in report["noise"]]
         assert scales == sorted(scales, reverse=True) and report["recommended_rho"] in scales

@@ -154,7 +154,7 @@ def test_a_file_system_that_takes_no_more_is_named_by_the_command_line(home, tmp
     command = [sys.executable, "-c", code, "train", recipe, "--output", run, "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert re.search(r"error: \S+run/checkpoint-3 cannot be written: .*\. What was saved before is whole", done.stderr)
+    assert re.search(r"error: \S+run/checkpoint-3 cannot be written: .*\. What was saved before is intact", done.stderr)
     assert "Traceback" not in done.stderr and not list(run.rglob("*.partial"))
     train(made, run, resume=True)
     assert contents(run) == contents(tmp_path / "whole")

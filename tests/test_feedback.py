@@ -92,7 +92,7 @@ def test_of_the_last_layer_the_gradient_is_the_true_one(dtype, tmp_path):
     optimizer.set_factor_store(FactorFiles(tmp_path, writes=True))
     loss = closure()
     (whole,) = torch.autograd.grad(loss, model.get_parameter(name))
-    assert optimizer.feedback_step(closure) == pytest.approx(float(loss.detach()))
+    assert optimizer.step(closure, kind="feedback") == pytest.approx(float(loss.detach()))
     found = FactorFiles(tmp_path, writes=False).load("feedback", 0).factors
     torch.testing.assert_close(found[name], whole @ optimizer.moving[name].change.v_NR, rtol=1e-4, atol=1e-6)
     assert set(found) == {n for n in optimizer.moving if n.endswith(("out_proj.weight", "fc2.weight"))}
@@ -103,7 +103,7 @@ def test_steps_are_those_of_torchs_adam_on_the_coefficients(tmp_path):
     optimizer, store = built(model, weight_decay=0.1), FactorFiles(tmp_path, writes=True)
     optimizer.set_factor_store(store)
     for step in range(4):
-        optimizer.feedback_step(closure_of(model, seed=step, batch=16))
+        optimizer.step(closure_of(model, seed=step, batch=16), kind="feedback")
     for name, g in store.load("feedback", 0).factors.items():
         a_MR = nn.Parameter(torch.zeros_like(g))
         reference = torch.optim.AdamW([a_MR], lr=LR * SCALE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -131,9 +131,9 @@ def test_new_factors_in_a_phase_take_the_moments_of_zeroth_order_steps_along():
     model = tiny_opt()
     optimizer = built(model, lazy_update_interval=3)
     walk(optimizer, model, "zzz")
-    before = {name: state["exp_avg"].clone() for name, state in optimizer._update_state.items()}
+    before = {name: state["exp_avg"].clone() for name, state in optimizer.progress.moments["two-point"].items()}
     walk(optimizer, model, "f", 3)
-    for name, state in optimizer._update_state.items():
+    for name, state in optimizer.progress.moments["two-point"].items():
         direction = optimizer.perturbation.direction(optimizer.moving[name].target, DrawKey(0, 3), {})
         torch.testing.assert_close(state["exp_avg"], direction.carry_over(before[name]))
         assert not torch.allclose(state["exp_avg"], before[name])
@@ -144,7 +144,7 @@ def test_it_lowers_the_loss_and_zeroth_order_steps_go_on_from_there(make):
     model = make()
     closure = closure_of(model, batch=16)
     optimizer = built(model, feedback_scale=0.1)
-    losses = [optimizer.feedback_step(closure) for _ in range(10)]
+    losses = [optimizer.step(closure, kind="feedback") for _ in range(10)]
     assert losses[-1] < losses[0]
     after = float(closure().detach())
     # LOZO-Adam's first step measures around the point where feedback ended
@@ -161,16 +161,19 @@ def test_every_call_of_the_closure_is_counted_and_a_phase_ends_with_a_step_of_an
         return inner()
 
     for kind in "ffzfffzz":
-        (optimizer.feedback_step if kind == "f" else optimizer.step)(closure)
+        optimizer.step(closure, kind="feedback" if kind == "f" else "two-point")
         assert optimizer.num_forward_passes == len(calls)
     assert len(calls) == 5 + 2 * 2 + 3 * 4
     assert not any(key.endswith("exp_avg") for key in optimizer.resumable_state() if key.startswith("feedback/"))
 
 
-def walk(optimizer, model, kinds: str, start: int = 0) -> None:
+def walk(optimizer, model, kinds: str, start: int = 0) -> list[StepRecord]:
+    records = []
     for step, kind in enumerate(kinds, start):
         closure = closure_of(model, seed=step, batch=16)
-        (optimizer.feedback_step if kind == "f" else optimizer.step)(closure)
+        optimizer.step(closure, kind="feedback" if kind == "f" else "two-point")
+        records.append(optimizer.last_step)
+    return records
 
 
 @pytest.mark.parametrize("stop", [1, 2, 4, 6])
@@ -180,8 +183,8 @@ def test_it_goes_on_from_its_state_to_the_bit(stop):
     walk(whole, models[0], kinds)
     first = tiny_opt()
     begun = built(first, lazy_update_interval=5, frozen_rank=6)
-    walk(begun, first, kinds[:stop])
-    second.load_resumable_state({k: v.clone() for k, v in begun.resumable_state().items()}, stop)
+    records = walk(begun, first, kinds[:stop])
+    second.load_resumable_state({k: v.clone() for k, v in begun.resumable_state().items()}, records)
     walk(second, models[1], kinds[stop:], stop)
     for name in whole.moving:
         assert torch.equal(effective_weight(second, name), effective_weight(whole, name))
@@ -212,7 +215,7 @@ def test_it_is_taken_again_from_what_was_kept_and_not_without(tmp_path):
     assert again.num_forward_passes == whole.num_forward_passes
 
 
-def test_the_torch_face_takes_its_state_along():
+def test_the_torch_interface_takes_its_state_along():
     models = [tiny_opt(), tiny_opt()]
     whole, second = (built(model) for model in models)
     walk(whole, models[0], "ff")
@@ -230,7 +233,7 @@ def test_a_compiled_model_takes_the_steps_of_a_plain_one():
         optimizer = built(model, feedback_scale=0.1)
         called = torch.compile(model, backend="eager") if compiled else model
         closure = lm_loss(called, ids)
-        losses.append([optimizer.feedback_step(closure) for _ in range(4)])
+        losses.append([optimizer.step(closure, kind="feedback") for _ in range(4)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -260,20 +263,20 @@ def test_an_adapter_of_peft_takes_feedback_where_it_ends_in_the_residual_stream(
 def test_what_cannot_be_done_is_said_and_nothing_moves():
     regression = Regression()
     with pytest.raises(RequestError, match="last hidden states, and no part of Regression does"):
-        built(regression, rank=2, basis="gaussian").feedback_step(regression.loss)
+        built(regression, rank=2, basis="gaussian").step(regression.loss, kind="feedback")
     model = tiny_opt()
     optimizer = built(model)
     for closure in (lambda: closure_of(model)().item(), lambda: closure_of(model)().detach()):
         with pytest.raises(RequestError, match="a tensor and differentiable"):
-            optimizer.feedback_step(closure)
+            optimizer.step(closure, kind="feedback")
     with pytest.raises(NonFiniteLossError):
-        optimizer.feedback_step(lambda: closure_of(model)() * math.nan)
+        optimizer.step(lambda: closure_of(model)() * math.nan, kind="feedback")
     assert optimizer.num_steps == optimizer.num_forward_passes == 0
     assert not any(moving.trained() for moving in optimizer.moving.values())
     optimizer.close()
     with pytest.raises(RequestError, match="no tuned layer"):
-        built(model, targets=["q_proj"]).feedback_step(closure_of(model))
+        built(model, targets=["q_proj"]).step(closure_of(model), kind="feedback")
     with pytest.raises(RequestError, match=r"method\.feedback_scale is -1"):
         built(tiny_opt(), feedback_scale=-1.0)
     with pytest.raises(RequestError, match="with 0 directions"):
-        built(tiny_opt()).replay(StepRecord(1, 0.0, LR))
+        built(tiny_opt()).replay(StepRecord(1, 0.0, LR, kind="feedback"))

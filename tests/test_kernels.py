@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tezo.numerics import factored_adam
-from tezo.numerics.factored_adam import AdamFactors, factored_adam_
+from tezo.numerics.adam_factors import AdamFactors
+from tezo.numerics.factored_adam import factored_adam_
 
 LR = 1e-3
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

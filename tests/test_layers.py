@@ -84,7 +84,7 @@ def test_every_package_says_what_it_is_what_it_gives_and_what_it_may_import():
         path = SOURCE / name / "__init__.py"
         if path.exists():
             said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            assert "May import" in said and said.count(".") >= 2, f"{name}/__init__.py"
+            assert "may import" in " ".join(said.lower().split()) and said.count(".") >= 2, f"{name}/__init__.py"
 
 
 def test_the_reader_of_imports_sees_all_their_forms(tmp_path, monkeypatch):
@@ -103,6 +103,7 @@ def test_the_reader_of_imports_sees_all_their_forms(tmp_path, monkeypatch):
 
 
 OTHERS_PRIVATE = {
+    "_exit": "os ends a process at once by this name alone",
     "_C": "torch's switch for function overrides has no public name",
     "_hf_hook": "where accelerate keeps a module's hook",
     "_attn_implementation": "which attention transformers has chosen",

@@ -218,7 +218,7 @@ def test_what_cannot_be_is_refused(home, tmp_path):
 
 def test_layers_that_a_cpu_unpacks_wrongly_are_refused(home, tmp_path):
     done = train(home / "bert", home / "rows.jsonl", tmp_path / "run", "--quantization", "nf4", model__device="cpu")
-    refused(done, "no multiple of 64", "use int8wo")
+    refused(done, "not a multiple of 64", "use int8wo")
     import bitsandbytes
 
     values = torch.randn(64, 48)

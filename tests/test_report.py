@@ -170,7 +170,7 @@ DAMAGE = {
     "metrics list": (lambda run: (run / "metrics.jsonl").write_bytes(b"[1]\n"), ["line 1"]),
     "metrics folder": (lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()), ["missing"]),
     "summary": (lambda run: (run / "summary.json").write_text("{"), ["summary.json", "cannot be read"]),
-    "summary list": (lambda run: (run / "summary.json").write_text("[]"), ["summary.json", "no JSON object"]),
+    "summary list": (lambda run: (run / "summary.json").write_text("[]"), ["summary.json", "not a JSON object"]),
     "summary kind": (lambda run: (run / "summary.json").write_text('{"steps": "9"}'), ["steps is '9'"]),
     "summary size": (lambda run: (run / "summary.json").write_text('{"ranks": 1e99}'), ["ranks is"]),
     "summary metrics": (lambda run: (run / "summary.json").write_text('{"after": [1]}'), ["after is '[1]'"]),

@@ -1,5 +1,6 @@
 """A run that stops anywhere goes on to the bit, and no other run goes on in its place."""
 
+import json
 import os
 import shutil
 import signal
@@ -17,14 +18,14 @@ from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.models import lora as export
 from tezo.optim.methods import METHODS
 from tezo.runs.checkpoints import checkpoints
-from tezo.runs.fingerprint import check_same, log_header
 from tezo.runs.folder import LOG
-from tezo.runs.step_log import read_log
+from tezo.runs.step_log import StepLog, read_log
 from tezo.training.config import parse_config, to_tree
 from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.replay import replay
+from tezo.training.run_header import check_same, log_header
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +134,47 @@ def test_another_run_does_not_go_on_in_its_place(home, tmp_path):
 
 
 def test_a_run_that_began_before_there_was_a_setting_goes_on_with_its_default(home):
-    job, other = prepare(config(home)), prepare(config(home, order="stratified"))
+    job, other = prepare(config(home)), prepare(config(home, warmup_steps=1))
     found = log_header(job)
-    del found["config"]["train"]["order"]
+    del found["config"]["train"]["warmup_steps"]
     assert check_same(found, log_header(job), job.optimizer) == []
-    with pytest.raises(RequestError, match=r"train.order is 'stratified', and the run began with 'shuffled'"):
+    with pytest.raises(RequestError, match=r"train.warmup_steps is 1, and the run began with 0"):
         check_same(found, log_header(other), other.optimizer)
+
+
+def test_a_run_of_a_version_with_settings_that_were_removed_goes_on_and_is_replayed(home, tmp_path):
+    made = config(home)
+    train(made, tmp_path / "whole")
+    stopped(made, tmp_path / "run", 5)
+    begun = read_log(tmp_path / "run" / LOG)
+    old = json.loads(json.dumps(begun.header))
+    old["config"]["train"]["order"] = "shuffled"
+    old["config"]["method"]["clip"] = None
+    for run, header in ((tmp_path / "run", old), (tmp_path / "other", _with_order(old, "stratified"))):
+        run.mkdir(exist_ok=True)
+        (run / LOG).unlink(missing_ok=True)
+        log = StepLog(run / LOG, header, 0)
+        for step in begun.steps:
+            log.append(step)
+        log.close()
+    for again in (
+        lambda: train(made, tmp_path / "other", resume=True),
+        lambda: replay(tmp_path / "other", tmp_path / "o"),
+    ):
+        with pytest.raises(
+            RequestError, match=r"train\.order is 'stratified', and this setting was removed; leave it out"
+        ):
+            again()
+    train(made, tmp_path / "run", resume=True)
+    assert same(result(tmp_path / "run"), result(tmp_path / "whole"))
+    replay(tmp_path / "run", tmp_path / "replayed")
+    assert same(result(tmp_path / "replayed"), result(tmp_path / "whole"))
+
+
+def _with_order(header: dict[str, Any], order: str) -> dict[str, Any]:
+    other = json.loads(json.dumps(header))
+    other["config"]["train"]["order"] = order
+    return other
 
 
 def test_resume_by_the_command_line_needs_the_folder_alone(home, tmp_path):

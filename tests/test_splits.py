@@ -109,5 +109,5 @@ def test_rows_that_are_trained_on_and_evaluated_on_are_counted(tmp_path):
 )
 def test_a_setting_of_rows_from_elsewhere_is_refused(source, idle):
     ((name, value),) = idle.items()
-    with pytest.raises(RequestError, match=rf"data\.{name} is {re.escape(repr(value))}, and has no meaning for"):
+    with pytest.raises(RequestError, match=rf"data\.{name} is {re.escape(repr(value))}, but has no meaning for"):
         read_splits(DataConfig(**source, **idle))

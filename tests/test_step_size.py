@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tezo.optim import learning_rate as step_size
 from tezo.optim.learning_rate import DIRECTIONS, StepSize, choose_lr
-from tezo.optim.updates import SGD, Adam, AdaMU, Clipped, FactoredAdam, NormalizedSGD
+from tezo.optim.updates import SGD, Adam, AdaMU, FactoredAdam, NormalizedSGD
 from tezo.runs.step_log import read_log
 from tezo.training.config import read_config
 from tezo.training.listeners import Listener
@@ -112,7 +112,6 @@ def test_the_formulas_of_plain_and_normalised_steps():
             farthest = max(farthest, m / v**0.5)
         least = kind((0.9, 0.99), 0.0, eps_in_sqrt=True, bias_correction=False).divisor(g_sq, q)
         assert least == pytest.approx(1.5 / farthest) and farthest > 2
-    assert Clipped(NormalizedSGD(0.99, 0.0), 3.0).divisor(g_sq, q) == 3
 
 
 @pytest.mark.parametrize("q", [1, 4])
@@ -192,9 +191,9 @@ def home(tmp_path_factory):
 
 
 def pairs(home: Path, **more: Any) -> list[tuple[str, Any]]:
-    """Settings of a run that chooses its rate and clips."""
+    """Settings of a run that chooses its rate."""
     named = {name: home / f"{name}.jsonl" for name in ("train", "dev", "test")}
-    options = {"method.rank": 4, "method.lr": "auto", "method.clip": 3, "train.steps": 8, "train.checkpoint_every": 3}
+    options = {"method.rank": 4, "method.lr": "auto", "train.steps": 8, "train.checkpoint_every": 3}
     given = {"model.name": home / "opt", "train.batch_size": 4, **options, **more}
     return [(key, str(value)) for key, value in ({f"data.{k}": v for k, v in named.items()} | given).items()]
 
@@ -241,11 +240,11 @@ def test_a_run_records_the_rate_it_chose_and_resumes_and_replays_to_the_bit(home
 def test_requests_that_have_no_rate_to_measure_are_refused(home, tmp_path):
     auto = pairs(home)
     for more, said in (
-        ({"method.name": "adam"}, ("method.lr is auto, which is for zeroth-order methods; give adam a number",)),
-        ({"train.objective": "accuracy"}, ("method.lr is auto and train.objective is accuracy",)),
+        ({"method.name": "adam"}, ("method.lr is auto, which is for zeroth-order methods; set a number for adam",)),
+        ({"train.objective": "accuracy"}, ("method.lr is auto, which needs train.objective loss, not accuracy",)),
         ({"method.lr": "fast"}, ("method.lr is 'fast'", "a number")),
     ):
-        kept = [(k, v) for k, v in auto if more.get("method.name") != "adam" or k not in ("method.rank", "method.clip")]
+        kept = [(k, v) for k, v in auto if more.get("method.name") != "adam" or k != "method.rank"]
         refused(command(tmp_path / "run", [*kept, *more.items()]), *said)
     one = write_rows(tmp_path / "one.jsonl", completion_rows(1))
     few = [(key, value) for key, value in auto if key not in ("data.dev", "data.test")] + [("data.test", one)]

@@ -1,5 +1,6 @@
 """The step log: what is written is read, torn tails are cut, damage is found, one process writes."""
 
+import json
 import struct
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from tezo.errors import RequestError
 from tezo.estimators.estimate import Probe, StepRecord
 from tezo.runs.step_log import MAGIC, LoggedStep, StepLog, read_log
 
-HEADER = {"directions": 2, "note": "of a test"}
+HEADER = {"directions": 2, "kinds": ["two-point", "feedback"], "note": "of a test"}
 floats = st.floats(allow_nan=True)
 
 
@@ -23,7 +24,9 @@ def steps(count: int, directions: int = 2) -> list[LoggedStep]:
         return Probe(0.5 + step, 0.25 + index, 125.0 + step / 3)
 
     probes = [tuple(probe(step, index) for index in range(directions)) for step in range(count)]
-    return [LoggedStep(StepRecord(i, 0.1 * i, 1e-4, probes[i]), 7, 16 * (i + 1)) for i in range(count)]
+    return [
+        LoggedStep(StepRecord(i, 0.1 * i, 1e-4, probes[i], forward_passes=4), 7, 16 * (i + 1)) for i in range(count)
+    ]
 
 
 def written(path: Path, logged: list[LoggedStep], header: dict = HEADER) -> Path:
@@ -59,7 +62,7 @@ def test_what_is_written_is_read_to_the_bit(tmp_path_factory, drawn, seed, heade
         LoggedStep(StepRecord(i, loss, lr, tuple(Probe(*values) for values in probes)), seed, i)
         for i, (loss, lr, probes) in enumerate(rows)
     ]
-    header = header | {"directions": directions}
+    header = header | {"directions": directions, "kinds": ["two-point"]}
     path = written(tmp_path_factory.mktemp("log") / "steps.log", logged, header)
     found = read_log(path)
     assert (found.header, bits(found.steps)) == (header, bits(logged))
@@ -129,7 +132,8 @@ def test_records_in_another_order_are_damage(tmp_path):
 
 
 @pytest.mark.parametrize("text", [b'{"directions": -1}', b'{"directions": 99999}', b'{"directions": "2"}', b"[]", b"{}",
-                                  b"\xff\xff", b"[" * 5000])  # fmt: skip
+                                  b"\xff\xff", b"[" * 5000, b'{"directions": 2}',
+                                  b'{"directions": 2, "kinds": []}', b'{"directions": 2, "kinds": [1]}'])  # fmt: skip
 def test_a_forged_header_is_refused(tmp_path, text):
     head = MAGIC + struct.pack("<I", len(text)) + text
     path = tmp_path / "steps.log"
@@ -158,7 +162,8 @@ def test_a_second_writer_is_refused_and_takes_over_when_the_first_is_gone(tmp_pa
     path.parent.mkdir()
     code = (
         "import sys, time; from pathlib import Path; from tezo.runs.step_log import StepLog\n"
-        "log = StepLog(Path(sys.argv[1]), {'directions': 2}, 1); print('open', flush=True); time.sleep(600)"
+        "log = StepLog(Path(sys.argv[1]), {'directions': 2, 'kinds': ['two-point']}, 1)\n"
+        "print('open', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "open\n"
@@ -166,3 +171,62 @@ def test_a_second_writer_is_refused_and_takes_over_when_the_first_is_gone(tmp_pa
             StepLog(path, HEADER, 1)
         other.kill()
     StepLog(path, HEADER, 1).close()
+
+
+def test_steps_of_several_kinds_are_told_apart(tmp_path):
+    drawn, fed = steps(1)[0], StepRecord(1, 0.5, 1e-4, (), "feedback", 3)
+    partial = StepRecord(2, 0.5, 1e-4, drawn.record.probes[:1], forward_passes=2)
+    logged = [drawn, LoggedStep(fed, 7, 32), LoggedStep(partial, 7, 48)]
+    assert read_log(written(tmp_path / "steps.log", logged)).steps == logged
+    with pytest.raises(ValueError, match="gradient"):
+        written(tmp_path / "steps.log", [LoggedStep(StepRecord(3, 0.5, 1e-4, (), "gradient"), 7, 64)])
+
+
+def test_a_record_of_a_kind_that_the_header_does_not_name_is_no_record(tmp_path):
+    path = tmp_path / "steps.log"
+    head = written(path, []).stat().st_size
+    whole = bytearray(written(path, steps(1)).read_bytes())
+    for place in (head + 44, head + 46):  # kind, and number of probes
+        forged = whole.copy()
+        forged[place] = 99
+        forged[-4:] = struct.pack(
+            "<I", zlib.crc32(bytes(forged[head:-4]), struct.unpack("<I", whole[head - 4 : head])[0])
+        )
+        path.write_bytes(forged)
+        assert read_log(path).steps == []
+
+
+def version_1(path: Path, directions: int, kinds: str) -> list[LoggedStep]:
+    """Writes a log of the first version, and returns its steps: "z" along directions, "f" by feedback or gradient."""
+    text = json.dumps({"directions": directions}).encode()
+    data = b"tezolog1" + struct.pack("<I", len(text)) + text
+    data += struct.pack("<I", zlib.crc32(data))
+    logged, before = [], "z"
+    for i, kind in enumerate(kinds):
+        values = [[1.5 + i, 0.5, 500.0 + j] for j in range(directions if kind == "z" else 0)]
+        body = struct.pack("<QQQdd", i, 7, 16 * (i + 1), 1e-4, 0.1 * i)
+        body += b"".join(struct.pack("<ddd", *v) for v in values) or b"\xff" * (24 * directions)
+        data += body + struct.pack("<I", zlib.crc32(body, struct.unpack("<I", data[-4:])[0]))
+        name = "two-point" if kind == "z" else "feedback" if directions else "gradient"
+        passes = 2 * directions if kind == "z" else 3 if directions and before == "z" else 1
+        record = StepRecord(i, 0.1 * i, 1e-4, tuple(Probe(*v) for v in values), name, passes)
+        logged.append(LoggedStep(record, 7, 16 * (i + 1)))
+        before = kind
+    path.write_bytes(data)
+    return logged
+
+
+@pytest.mark.parametrize(("directions", "kinds"), [(2, "zzz"), (1, "ffzfffz"), (3, "zff"), (0, "fff")])
+def test_the_first_version_is_read_and_goes_on_in_this_one(tmp_path, directions, kinds):
+    path = tmp_path / "steps.log"
+    logged = version_1(path, directions, kinds)
+    found = read_log(path)
+    assert (found.version, found.steps) == (1, logged)
+    names = ["two-point", "feedback"] if directions else ["gradient"]
+    probes = logged[0].record.probes if kinds[0] == "z" else ()
+    more = LoggedStep(StepRecord(len(kinds), 0.5, 1e-4, probes, names[0], 4), 7, 0)
+    written(path, [more], {"directions": directions, "kinds": names})
+    again = read_log(path)
+    assert (again.version, again.header["kinds"], again.steps) == (2, names, [*logged, more])
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read_log(path).steps == logged

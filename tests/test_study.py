@@ -55,10 +55,16 @@ def log_of(directions: int, steps: int, first: int, last: int) -> bytes:
     """A step log, with feedback steps at both ends."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.log"
-        log, drawn = StepLog(path, {"directions": directions}, 0), (Probe(1.0, 1.0, 0.0),) * directions
+        log, drawn = (
+            StepLog(path, {"directions": directions, "kinds": ["two-point", "feedback"]}, 0),
+            (Probe(1.0, 1.0, 0.0),) * directions,
+        )
         for i in range(steps):
-            probes = drawn if first <= i < steps - last else ()
-            log.append(LoggedStep(StepRecord(i, 1.0, 0.1, probes), 0, 0))
+            along = first <= i < steps - last
+            begins = directions > 0 and i in ({0} if first else set()) | ({steps - last} if last else set())
+            passes = 2 * directions or 1 if along else 1 + 2 * begins
+            kind = "two-point" if along else "feedback"
+            log.append(LoggedStep(StepRecord(i, 1.0, 0.1, drawn if along else (), kind, passes), 0, 0))
         log.close()
         return path.read_bytes()
 
@@ -278,3 +284,30 @@ def test_the_documents_tables_are_drawn_from_the_numbers_or_left_out(tmp_path, m
     shutil.rmtree(tmp_path / "runs/mezo")
     study.main([str(tmp_path / "runs"), "--results", str(tmp_path / "study"), "--figures", str(tmp_path / "figures")])
     assert "No gap" not in tables.TABLES["study-accuracy"](), "without MeZO's runs nobody knows"
+
+
+def test_lines_that_a_table_no_longer_has_stay_in_the_results_and_have_a_table_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import drawing
+    import tables
+
+    monkeypatch.setattr(drawing, "RESULTS", tmp_path)
+    grid = grid_in(tmp_path / "runs", "sst2-16")
+    fill(tmp_path / "runs", grid, lambda cell: (falling(0.2 if "cadam" in cell.line.key else 0.6), 0.7))
+    read = [str(tmp_path / "runs"), "--results", str(tmp_path / "study"), "--figures", str(tmp_path / "figures")]
+    study.main(read)
+    assert tables.TABLES["study-removed"]() == ""
+    for name in ("curves.json", "runs.csv"):
+        path = tmp_path / "study" / name
+        text = path.read_text().replace("cadam-act", "cadam-old").replace("cAdam + act", "cAdam, old")
+        path.write_text(
+            text.replace("cadam-old-refresh", "cadam-act-refresh").replace("cAdam, old, re", "cAdam + act, re")
+        )
+    study.main(read)
+    runs = (tmp_path / "study/runs.csv").read_text().splitlines()
+    assert sum(run.startswith("cadam-old,") for run in runs) == sum(run.startswith("cadam-act,") for run in runs) == 9
+    lines = by_key(json.loads((tmp_path / "study/numbers.json").read_text()))
+    assert lines["cadam-old"]["columns"] == lines["cadam-act"]["columns"]
+    assert "| cAdam, old | 0.200 ± 0.000 (0.0001) |" in tables.TABLES["study-removed"]().splitlines()
+    for name in ("study", "study-accuracy", "study-short", "study-ranked"):
+        assert "cAdam + act" in tables.TABLES[name]() and "cAdam, old" not in tables.TABLES[name](), name

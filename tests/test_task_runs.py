@@ -115,7 +115,7 @@ def test_models_that_cannot_take_a_masked_task(home, tmp_path):
     tokenizer = words_tokenizer(closing=True, more=[word for word in LABEL_WORDS if word != "Maybe"])
     folder = saved(tiny_model("roberta", len(tokenizer)), tokenizer, tmp_path / "wordless")
     flags = ("--task", "snli", "--data-dir", home / "data", "--output", tmp_path / "out")
-    refused(tezo("train", "--model", folder, *flags), "data.label_words", "'Maybe'", "one token")
+    refused(tezo("train", "--model", folder, *flags), "data.label_words", "'Maybe'", "single token")
     tokenizer = words_tokenizer(closing=True, more=LABEL_WORDS)
     tokenizer.mask_token = None
     folder = saved(tiny_model("roberta", len(tokenizer)), tokenizer, tmp_path / "maskless")

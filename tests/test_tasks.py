@@ -117,7 +117,7 @@ def test_an_unknown_task_is_answered_with_the_nearest_name():
 
 
 def test_a_task_is_refused_for_a_kind_of_model_it_has_no_words_for():
-    with pytest.raises(RequestError, match="squad is for causal models, and this one is masked"):
+    with pytest.raises(RequestError, match="squad is for causal models, but this model is masked"):
         task("squad").wording("masked")
 
 

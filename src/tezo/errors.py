@@ -1,7 +1,7 @@
-"""What goes wrong, by whose doing it is.
+"""Exceptions of the library: a wrong request, or a run that failed.
 
-Messages are one or two sentences that name the key, the value and the way out. The command line
-prints them bare and exits with `exit_code`.
+A message is one or two sentences with the key, the value and the way out. The command line prints
+the message alone and exits with `exit_code`.
 """
 
 import difflib
@@ -9,29 +9,29 @@ from collections.abc import Iterable
 
 
 class TezoError(Exception):
-    """Any failure this library foresees."""
+    """Base class of all errors that this library raises."""
 
     exit_code = 1
 
 
 class RequestError(TezoError, ValueError):
-    """What was asked for is wrong: nothing has been started or written."""
+    """The request is wrong; nothing has been started or written."""
 
     exit_code = 2
 
 
 class RunError(TezoError, RuntimeError):
-    """A run that began could not go on."""
+    """A run failed after it had started."""
 
 
 class NonFiniteLossError(RunError):
-    """A loss was NaN or infinite; the parameters are back where they were before that step.
+    """A loss was NaN or infinite; the parameters are restored to their values before that step.
 
-    The same request would end so again, so the exit code is that of a request to be changed.
+    The same request would fail again, so the exit code is that of a wrong request.
 
     Attributes:
-        step: the step that failed, from 0.
-        last_loss: the mean loss of the last finished step, None at the first.
+        step: the step that failed, counted from 0.
+        last_loss: the mean loss of the last finished step; None at the first step.
     """
 
     exit_code = 2
@@ -39,8 +39,8 @@ class NonFiniteLossError(RunError):
     def __init__(self, step: int, loss: float, last_loss: float | None) -> None:
         last = "there was no earlier step" if last_loss is None else f"the last good loss was {last_loss:.6g}"
         super().__init__(
-            f"the loss is {loss} at step {step}; {last}, and the weights are as before that step. "
-            "Lower method.lr or method.rho, or look at the rows of this batch."
+            f"the loss is {loss} at step {step}; {last}, and the weights are restored to before that step. "
+            "Lower method.lr or method.rho, or check the rows of this batch."
         )
         self.step = step
         self.last_loss = last_loss

@@ -1,8 +1,9 @@
-"""Files: written whole or not at all, and read as if a stranger had made them.
+"""Atomic writes of files and folders, and reads that treat every file as untrusted.
 
-A file is written beside its place and renamed; a folder of files is written beside its place, each file and the
-folder forced to disk, and renamed. A process that is killed leaves the old one, or the new one, or a name that
-starts with a dot. What is read has a bounded size and is a plain file, and JSON follows its standard.
+A file is written under a temporary name in the same folder, forced to disk and renamed. A folder of files is written
+the same way: each file and the folder are forced to disk before the rename. A process that is killed leaves the old
+version, the new version, or a name that starts with a dot. Only plain files of bounded size are read. JSON is written
+by the standard, without NaN and infinity.
 """
 
 import errno
@@ -22,28 +23,28 @@ from tezo.errors import RequestError, RunError
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Turns what an operating system says of a write into an error that names the file and the way out."""
+    """Turns a write error of the operating system into a `RunError` with the file and the way out."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is whole.") from error
+        raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is intact.") from error
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return "the disk is full; make room, then start again, a run with --resume"
+            return "the disk is full; free some space, then start again (a run with --resume)"
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return "its folder is gone; put it back, then start again, a run with --resume"
+            return "its folder is gone; restore it, then start again (a run with --resume)"
         return f"{error.strerror or error}"
     return " ".join(str(error).split())[:200]
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Puts `data` at `path`, whole or not at all.
+    """Writes `data` to `path` atomically.
 
     Raises:
-        RunError: it cannot be written; what was there is as before.
+        RunError: it cannot be written; the old file, if any, is unchanged.
     """
     beside = path.with_name(f".{path.name}.partial")
     with storing(path):
@@ -65,14 +66,14 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def write_all(handle: int, data: bytes) -> None:
-    """Writes all of `data`; a disk that fills up takes a part, and says why at the next try."""
+    """Writes all of `data`; a full disk accepts only a part, and the next write raises the reason."""
     written = os.write(handle, data)
     while written < len(data):
         written += os.write(handle, data[written:])
 
 
 def append(path: Path, data: bytes) -> None:
-    """Adds `data` to a file with one write, and leaves it to the operating system when it goes to disk.
+    """Appends `data` to a file with one write; the operating system decides when it goes to disk.
 
     Raises:
         RunError: it cannot be written.
@@ -87,7 +88,7 @@ def append(path: Path, data: bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `path` when the block ends well; else nothing changes.
+    """A temporary folder to write into. It replaces `path` if the block succeeds; otherwise `path` is unchanged.
 
     Raises:
         RunError: something cannot be written.
@@ -117,7 +118,7 @@ def _exchange(beside: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Forces a file, or a folder's list of names, to disk."""
+    """Forces a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -126,15 +127,15 @@ def sync(path: Path) -> None:
 
 
 MOST_JSON = 1 << 24
-"""Bytes of a JSON file, at most."""
+"""Maximum size of a JSON file in bytes."""
 
 
 class UntrustedError(ValueError):
-    """A file that cannot be used, and why, in a few words."""
+    """A file is missing, too large or damaged; the message is a short reason."""
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file's bytes; `UntrustedError` where it is no plain file, or has more than `most`."""
+    """A file's bytes; `UntrustedError` if it is not a plain file, or has more than `most` bytes."""
     try:
         if not path.is_file():
             raise UntrustedError(f"{path.name} is missing")
@@ -146,7 +147,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """JSON from a file of bounded size; `UntrustedError` for anything else."""
+    """The JSON value in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else."""
     data = read_bytes(path, MOST_JSON)
     try:
         return json.loads(data.decode())
@@ -155,15 +156,15 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size; `UntrustedError` for anything else."""
+    """The JSON object in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise UntrustedError(f"{path.name} is no JSON object")
+        raise UntrustedError(f"{path.name} is not a JSON object")
     return value
 
 
 def own_object(path: Path, way_out: str) -> dict[str, Any]:
-    """`read_object` of a file that this library wrote; a `RequestError` with the way out where it is damaged."""
+    """`read_object` of a file that this library wrote; a `RequestError` with `way_out` if it is damaged."""
     try:
         return read_object(path)
     except UntrustedError as error:
@@ -171,14 +172,14 @@ def own_object(path: Path, way_out: str) -> dict[str, Any]:
 
 
 def plain_file(path: Path) -> Path:
-    """The path, if it is a file of its folder and no link out of it."""
+    """The path, if it is a regular file and not a link; otherwise `UntrustedError`."""
     if path.is_symlink() or not path.is_file():
         raise UntrustedError(f"{path.name} is missing, or is a link")
     return path
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """The document of dicts, lists, tuples, strings, numbers and None."""
+    """JSON text of dicts, lists, tuples, strings, numbers and None; NaN and infinity become null."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 

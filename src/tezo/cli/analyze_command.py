@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from tezo.cli.common import SetOption
-from tezo.cli.quiet import quiet_libraries
 from tezo.errors import RequestError
+from tezo.models.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:
@@ -16,16 +16,18 @@ def register(app: typer.Typer) -> None:
 
 
 def analyze(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Without one, list them.")] = None,
-    paths: Annotated[list[Path] | None, typer.Argument(metavar="[RUN|FILE]...", help="Runs, or JSON of bench.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Analysis; without it, list all.")] = None,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN|FILE]...", help="Run folders, or bench JSON files.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for NAME.png, NAME.svg and NAME.json.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
     data: Annotated[str | None, typer.Option(help="JSONL, CSV, TSV or Parquet file, or hub data set.")] = None,
-    task: Annotated[str | None, typer.Option(help="Instead of --data: one of `tezo tasks`.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task instead of --data; see `tezo tasks`.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
     settings: list[str] = SetOption,
 ) -> None:
-    """Draw a figure of the paper from your own model, runs or benchmarks, with the numbers behind it."""
+    """Draw a figure of the paper from your own model, runs or benchmarks, and write its numbers."""
     quiet_libraries()
     from tezo.studies.analysis import ANALYSES, Given, analysis, save
     from tezo.training.config import overlay, parse_config, parse_setting

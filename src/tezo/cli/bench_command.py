@@ -1,4 +1,4 @@
-"""`tezo bench`: step and memory."""
+"""`tezo bench step` and `tezo bench memory`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,26 +8,28 @@ from typing import Annotated, Any
 import typer
 
 from tezo.cli.common import print_json
-from tezo.cli.quiet import quiet_libraries
+from tezo.models.quiet import quiet_libraries
 
-Model = Annotated[str, typer.Option(help="Shape with random weights (opt-125m, llama-7b, ...), folder, or hub name.")]
-Methods = Annotated[str, typer.Option(help="Names, by commas; published:NAME is that one as published.")]
+Model = Annotated[
+    str, typer.Option(help="Shape with random weights (opt-125m, llama-7b, ...), model folder, or hub name.")
+]
+Methods = Annotated[str, typer.Option(help="Methods, separated by commas; published:NAME for the published form.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Batch = Annotated[int, typer.Option(help="Rows.")]
-Length = Annotated[str, typer.Option(help="Tokens of each row, or rte for lengths like its.")]
-Rank = Annotated[int, typer.Option(help="Of the low-rank methods.")]
-Targets = Annotated[str, typer.Option(help="all-linear or all.")]
-Rounds = Annotated[int, typer.Option(help="How often everything is measured.")]
-Warmup = Annotated[int, typer.Option(help="Rounds before those, not counted.")]
-Seconds = Annotated[float | None, typer.Option(help="Time for it all: ends rounds early, after three at the least.")]
-WithPublished = Annotated[bool, typer.Option("--published/--no-published", help="Measure published forms too.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - prints it.")]
+Batch = Annotated[int, typer.Option(help="Rows per batch.")]
+Length = Annotated[str, typer.Option(help="Tokens per row, or rte for row lengths like RTE's.")]
+Rank = Annotated[int, typer.Option(help="Rank of the low-rank methods.")]
+Targets = Annotated[str, typer.Option(help="Tuned parameters: all-linear or all.")]
+Rounds = Annotated[int, typer.Option(help="Number of rounds; each measures everything once.")]
+Warmup = Annotated[int, typer.Option(help="Warm-up rounds, which are not counted.")]
+Seconds = Annotated[float | None, typer.Option(help="Time limit in seconds; at least three rounds are run.")]
+WithPublished = Annotated[bool, typer.Option("--published/--no-published", help="Also measure the published forms.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it.")]
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.add_typer(bench, name="bench", help="Measure what a step costs, in time and memory.")
+    app.add_typer(bench, name="bench", help="Measure the time and memory of a step.")
 
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -66,11 +68,11 @@ def memory(
     rank: Rank = 32,
     targets: Targets = "all-linear",
     rounds: Rounds = 3,
-    seconds: Annotated[float | None, typer.Option(help="Time for it all: ends rounds early.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Time limit in seconds; at least one round is run.")] = None,
     published: WithPublished = True,
     json: Json = None,
 ) -> None:
-    """Peak memory of each method over inference: reserved on a GPU, resident in a fresh process on a CPU."""
+    """Measure each method's peak memory against inference: reserved on a GPU, resident in a new process on a CPU."""
     named = {"model": model, "dtype": dtype, "device": device, "batch": batch, "length": length, "rank": rank}
     named |= {"targets": targets, "rounds": rounds, "seconds": seconds}
     _run("memory", named, methods, published, json)
@@ -103,7 +105,7 @@ def _run(kind: str, named: dict[str, Any], methods: str, published: bool, json: 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    # What is being measured, on a terminal; gone when it ends.
+    # A status line on a terminal; it disappears at the end.
     from rich.console import Console
 
     console = Console(stderr=True)

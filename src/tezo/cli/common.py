@@ -1,4 +1,4 @@
-"""What commands share."""
+"""Options and output functions that the commands share."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -10,28 +10,28 @@ from tezo.files import json_text
 
 @dataclass
 class Options:
-    """Options of the program, before the command."""
+    """Options of the program itself, given before the command."""
 
     debug: bool = False
 
 
 options = Options()
 
-SetOption = typer.Option([], "--set", metavar="KEY=VALUE", help="Any key of a recipe, such as method.lr=1e-4.")
-BaseOption = Annotated[str | None, typer.Option("--model", help="The run's base, where it has moved since.")]
-JsonOption = typer.Option(False, "--json", help="Print JSON, for programs.")
+SetOption = typer.Option([], "--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as method.lr=1e-4.")
+BaseOption = Annotated[str | None, typer.Option("--model", help="Base model of the run, if it has moved.")]
+JsonOption = typer.Option(False, "--json", help="Print JSON.")
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output; JSON has no NaN or infinity, and null stands for them."""
+    """Prints one JSON document to standard output; NaN and infinity become null."""
     print(json_text(value, indent=2))
 
 
 def percent(value: float) -> str:
-    """0.512 -> 51.2 %."""
+    """A fraction as a percentage: 0.512 -> "51.2 %"."""
     return f"{100 * value:.1f} %"
 
 
 def readable(metric: str, value: float) -> str:
-    """A metric's value for people."""
+    """A metric's value as text: four decimals for the loss, a percentage for the others."""
     return f"{value:.4f}" if metric == "loss" else percent(value)

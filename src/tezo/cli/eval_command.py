@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from tezo.cli.common import JsonOption, SetOption, print_json, readable
-from tezo.cli.quiet import quiet_libraries
+from tezo.models.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:

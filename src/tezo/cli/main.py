@@ -1,4 +1,4 @@
-"""`tezo`: collects the commands, and turns errors into sentences and exit codes."""
+"""The program `tezo`: registers the commands, and turns errors into messages and exit codes."""
 
 import sys
 import traceback
@@ -22,7 +22,7 @@ from tezo.cli.common import options
 from tezo.errors import TezoError
 
 INTERRUPTED = 130
-"""What typer makes of KeyboardInterrupt, which it does not let through, and without a word."""
+"""Exit code of typer on KeyboardInterrupt, which it catches without a message."""
 
 app = typer.Typer(
     help="Fine-tune language models by forward passes alone.",
@@ -36,12 +36,12 @@ for command in (train, evaluate, predict, export, methods, tasks, doctor, bench,
 
 
 @app.callback()
-def _global(debug: bool = typer.Option(False, "--debug", help="Show a traceback with an error.")) -> None:
+def _global(debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None:
     options.debug = debug
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line. Exit codes: 0; 1, the run failed; 2, the request was wrong; 130, Ctrl-C."""
+    """Runs the command line. Exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 Ctrl-C."""
     try:
         app(args=arguments)
     except TezoError as error:
@@ -49,12 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except OSError as error:  # of a file or folder that was named
+    except OSError as error:  # a file or folder from the command line
         if options.debug:
             traceback.print_exc()
         print(f"error: {error.filename or 'the disk'}: {error.strerror or error}; give another path.", file=sys.stderr)
         raise SystemExit(1) from None
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            print("error: interrupted; a run that has a checkpoint goes on with --resume.", file=sys.stderr)
+            print("error: interrupted; if the run has a checkpoint, go on with --resume.", file=sys.stderr)
         raise

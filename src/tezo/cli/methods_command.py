@@ -13,10 +13,10 @@ def register(app: typer.Typer) -> None:
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one in full.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe this method in full.")] = None,
     json: bool = JsonOption,
 ) -> None:
-    """List the methods, or explain one."""
+    """List the methods, or describe one."""
     import inspect
 
     from tezo.optim.methods import BASELINES, METHODS, Method, method

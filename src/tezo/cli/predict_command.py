@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tezo.cli.common import SetOption
-from tezo.cli.quiet import quiet_libraries
+from tezo.models.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:

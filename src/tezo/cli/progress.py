@@ -1,4 +1,4 @@
-"""A run on the screen: what it will do, a bar, evaluations as they come."""
+"""Progress of a run on the screen: what is tuned, a progress bar, and the evaluations."""
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,7 +12,7 @@ from tezo.training.plan import plan
 
 
 class Screen(Listener):
-    """Prints to standard error, so that standard output keeps to results."""
+    """Prints the progress to standard error; standard output is for results."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
@@ -26,7 +26,7 @@ class Screen(Listener):
         )
 
     def started(self, job: Job) -> None:
-        for line in _opening(job):
+        for line in _start_lines(job):
             self.console.print(line, markup=False)
         self.task = self.bar.add_task("", total=job.config.train.steps, figures="")
         self.bar.start()
@@ -48,7 +48,7 @@ class Screen(Listener):
         self.bar.stop()
 
 
-def _opening(job: Job) -> list[str]:
+def _start_lines(job: Job) -> list[str]:
     rows = plan(job.model, job.optimizer)
     trained = [row for row in rows if row["trained"]]
     ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tezo.cli.common import BaseOption, JsonOption, print_json
-from tezo.cli.quiet import quiet_libraries
+from tezo.models.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:
@@ -16,17 +16,19 @@ def register(app: typer.Typer) -> None:
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, finished or not.")],
-    output: Annotated[Path, typer.Option(help="Folder to write, new.")],
-    step: Annotated[int | None, typer.Option(help="How many steps; default: those that the run kept.")] = None,
-    device: Annotated[str, typer.Option(help="To do it on.")] = "auto",
+    output: Annotated[Path, typer.Option(help="Folder to create.")],
+    step: Annotated[
+        int | None, typer.Option(help="Number of steps; default: up to the step that the run kept.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     model: BaseOption = None,
     json: bool = JsonOption,
 ) -> None:
-    """Make the tuned model again from its base and the run's steps.log, without data."""
+    """Rebuild the tuned model from its base and the run's steps.log, without data."""
     quiet_libraries()
-    from tezo.training.replay import replay as take_again
+    from tezo.training.replay import replay as replay_run
 
-    done = take_again(run, output, step=step, device=device, model=model)
+    done = replay_run(run, output, step=step, device=device, model=model)
     if json:
         print_json(done)
         return

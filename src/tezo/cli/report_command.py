@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.quiet import quiet_libraries
 from tezo.errors import RequestError
+from tezo.models.quiet import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:

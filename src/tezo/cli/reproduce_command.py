@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tezo.cli.quiet import quiet_libraries
+from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.studies.reproduce import Grid
@@ -18,17 +18,17 @@ def register(app: typer.Typer) -> None:
 
 def reproduce(
     table: Annotated[
-        str, typer.Argument(help="roberta-large, opt-13b or llama-7b, the paper's; encoder or study, ours.")
+        str, typer.Argument(help="The paper's roberta-large, opt-13b, llama-7b; or ours: encoder, study, study-long.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder of all runs; the same one goes on where it stopped.")],
-    only: Annotated[str, typer.Option(help="Methods and tasks to run, by commas; default: all.")] = "",
-    model: Annotated[str | None, typer.Option(help="Instead of the paper's.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder of all runs; run again with it to go on.")],
+    only: Annotated[str, typer.Option(help="Methods and tasks to run, separated by commas; default: all.")] = "",
+    model: Annotated[str | None, typer.Option(help="Model instead of the table's.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the tasks' rows; default: the hub.")] = None,
-    scale: Annotated[Literal["full", "small"], typer.Option(help="small cuts all, to see that it runs.")] = "full",
-    devices: Annotated[str, typer.Option(help="By commas: one run at a time on each, such as cpu,cpu.")] = "auto",
-    plan: Annotated[bool, typer.Option("--plan", help="Say what would be run, and run nothing.")] = False,
+    scale: Annotated[Literal["full", "small"], typer.Option(help="small: short runs of a tiny model.")] = "full",
+    devices: Annotated[str, typer.Option(help="Devices, separated by commas; one run at a time on each.")] = "auto",
+    plan: Annotated[bool, typer.Option("--plan", help="List the runs without running them.")] = False,
 ) -> None:
-    """Run a table of accuracies cell by cell, and write it beside the published numbers."""
+    """Run a table of accuracies cell by cell, and write it next to the published numbers."""
     from tezo.errors import RunError
     from tezo.studies.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo.studies.reproduce.small_models import small_model
@@ -39,7 +39,7 @@ def reproduce(
     own = str(output / "model") if small and model is None else model
     grid = make_grid(chosen, model=own, small=small, data_dir=data_dir, only=names)
     if plan:
-        _show(grid)
+        _print_plan(grid)
         return
     prepare_output(grid, output)
     if own is not None and model is None and not Path(own).exists():
@@ -48,10 +48,10 @@ def reproduce(
     for path in write_tables(grid, output):
         print(f"written: {path}")
     if stopped:
-        raise RunError(f"not run, for the reasons above: {stopped}. Mend them, and start the same command again.")
+        raise RunError(f"runs that failed for the reasons above: {stopped}. Fix them, and run the same command again.")
 
 
-def _show(grid: "Grid") -> None:
+def _print_plan(grid: "Grid") -> None:
     cells = list(grid.search())
     for cell in cells:
         print(cell.folder)

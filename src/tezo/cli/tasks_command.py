@@ -16,23 +16,23 @@ def register(app: typer.Typer) -> None:
 
 
 def tasks(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one with its prompts.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this task with its prompts.")] = None,
     json: bool = JsonOption,
 ) -> None:
-    """List the paper's data sets, or show how one is put to a model."""
+    """List the paper's data sets, or show the prompts of one."""
     from tezo.tasks import TASKS, task
 
     chosen = [task(name)] if name else list(TASKS.values())
     if json:
-        print_json([_described(entry) for entry in chosen])
+        print_json([_description(entry) for entry in chosen])
     elif name:
-        _print_one(_described(chosen[0]))
+        _print_one(_description(chosen[0]))
     else:
         for entry in chosen:
             print(f"{entry.name:<8} {', '.join(entry.wordings):<24} {entry.metric:<9} {_answers(entry)}")
 
 
-def _described(entry: "Task") -> dict[str, Any]:
+def _description(entry: "Task") -> dict[str, Any]:
     from tezo.tasks.catalogue import example_row
 
     row = example_row(entry.name)
@@ -45,7 +45,7 @@ def _described(entry: "Task") -> dict[str, Any]:
         "models": {
             kind: {
                 "label_words": [word.strip() for word in entry.wordings[kind].words],
-                "prompt": _shown(example),
+                "prompt": _prompt_text(example),
                 "answer": example.answer,
             }
             for kind, example in examples.items()
@@ -53,7 +53,7 @@ def _described(entry: "Task") -> dict[str, Any]:
     }
 
 
-def _shown(example: "Example") -> str:
+def _prompt_text(example: "Example") -> str:
     if example.slot is None:
         return example.prompt
     return f"{example.prompt[: example.slot]}<mask>{example.prompt[example.slot :]}"
@@ -66,9 +66,9 @@ def _answers(entry: "Task") -> str:
     return "(free text)" if wording.writes else "(options of each row)"
 
 
-def _print_one(described: dict[str, Any]) -> None:
-    print(f"{described['name']}: {described['hub']} ({', '.join(described['splits'])}); {described['metric']}")
-    for kind, model in described["models"].items():
+def _print_one(description: dict[str, Any]) -> None:
+    print(f"{description['name']}: {description['hub']} ({', '.join(description['splits'])}); {description['metric']}")
+    for kind, model in description["models"].items():
         words = ", ".join(model["label_words"])
         print(f"\n{kind}" + (f": {words}" if words else ""))
         for line in f"{model['prompt']}[{model['answer']}]".splitlines():

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tezo.cli.common import JsonOption, SetOption, print_json, readable
-from tezo.cli.quiet import quiet_libraries
 from tezo.errors import RequestError
+from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo.training.recipe import Config
@@ -20,23 +20,25 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Recipe.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
-    data: Annotated[str | None, typer.Option(help="JSONL, CSV, TSV or Parquet file, or hub data set.")] = None,
-    task: Annotated[str | None, typer.Option(help="Instead of --data: one of `tezo tasks`.")] = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Recipe file.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Training rows: JSONL, CSV, TSV or Parquet file, or hub data set.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Task instead of --data; see `tezo tasks`.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
-    test: Annotated[str | None, typer.Option(help="Rows for the figures before and after.")] = None,
-    method: Annotated[str | None, typer.Option(help="See `tezo methods`.")] = None,
-    lr: Annotated[str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; auto measures one.")] = None,
+    test: Annotated[str | None, typer.Option(help="Rows for the metrics before and after training.")] = None,
+    method: Annotated[str | None, typer.Option(help="Method; see `tezo methods`.")] = None,
+    lr: Annotated[str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; auto: measured first.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="Of the base's linear layers: nf4, int8, int8wo.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of directions, data order and sampling.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Quantization of linear layers: nf4, int8, int8wo.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of directions, data order and sampling.")] = None,
     settings: list[str] = SetOption,
-    output: Annotated[Path | None, typer.Option(help="Run folder, new.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Run folder to create.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, if there is one.")] = False,
     json: bool = JsonOption,
 ) -> None:
-    """Tune a model on your rows. Without a recipe, --model and --data (or --task) say it all."""
+    """Fine-tune a model on your rows. Without a recipe, --model and --data (or --task) are enough."""
     if output is None:
         raise RequestError("output is not set; give --output FOLDER for the run.")
     named = [

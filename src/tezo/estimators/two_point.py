@@ -1,14 +1,117 @@
 """Simultaneous perturbation: two losses say how steep the objective is along a random direction (Eq. 2)."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
+from torch import nn
+
+from tezo.directions.spaces import Direction
 from tezo.distributed import Ranks
-from tezo.estimators.estimate import BlockClosure, Closure, Probe, evaluate
+from tezo.errors import RequestError
+from tezo.estimators.estimate import (
+    TWO_POINT,
+    BlockClosure,
+    Closure,
+    Estimate,
+    ParameterEstimate,
+    Probe,
+    StepDraw,
+    StepRecord,
+    evaluate,
+)
+from tezo.estimators.estimator import Estimator
+from tezo.forward import MovingParameter, NotInBlocksError, Shift
+from tezo.forward.evaluation_mode import evaluation_mode
+from tezo.numerics.products import float32_on_emulating_cpu
+
+TOKENS_OF_A_PASS = 1024
+"""Up to so many tokens, several models share a pass: below it a pass is bound by reading the weights, above it by
+arithmetic. docs/cost.md has both measured, as J2 and N2."""
+
+TOKENS_OF_A_DENSE_PASS = 8192
+"""The same where dense noise is drawn once for all the models of a pass; the bound is for the activations' sake."""
+
+
+class TwoPoint(Estimator):
+    """The estimate (1/q) sum_i kappa_i Z_i, with kappa_i = (f(W + rho Z_i) - f(W - rho Z_i)) / (2 rho).
+
+    The model is in evaluation mode meanwhile, so that both evaluations see one function.
+
+    Args:
+        rho: perturbation scale.
+    """
+
+    kind = TWO_POINT
+
+    def __init__(self, rho: float) -> None:
+        self.rho = rho
+        self._ranks = Ranks()
+        self._moving: Mapping[str, MovingParameter] = {}
+        self._in_blocks = True
+
+    def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
+        del seed
+        self._model, self._moving = model, moving
+        self._in_blocks = all(parameter.in_blocks for parameter in moving.values())
+
+    def share_directions(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
+        probes = self.probes(closure, draw.directions, self.rho)
+        loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
+        return _estimate(loss, probes, 2 * len(probes), draw)
+
+    def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
+        return _estimate(record.loss, record.probes, record.forward_passes, draw)
+
+    def probes(self, closure: Closure, drawn: Mapping[str, Sequence[Direction]], rho: float) -> tuple[Probe, ...]:
+        """What is measured along each direction, by all ranks.
+
+        Raises:
+            RequestError: the closure runs none of the tuned modules.
+            FloatingPointError: a loss is NaN or infinite.
+        """
+
+        def set_perturbations(points: Sequence[tuple[int, float]]) -> None:
+            for name, parameter in self._moving.items():
+                parameter.set_perturbations([Shift(drawn[name][index], scale) for index, scale in points])
+
+        own = range(self._ranks.rank, len(next(iter(drawn.values()))), self._ranks.size)
+        with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            try:
+                probes = two_point(closure, set_perturbations, rho, own, self._copies(closure, len(own)))
+            except NotInBlocksError:  # found out once, by the first step
+                self._in_blocks = False
+                probes = two_point(closure, set_perturbations, rho, own, 1)
+        probes = gather_probes(probes, self._ranks)
+        for probe in probes:
+            if not probe.is_finite:
+                raise FloatingPointError(probe.loss_minus if math.isfinite(probe.loss_plus) else probe.loss_plus)
+        self._check_called()
+        return probes
+
+    def _copies(self, closure: Closure, directions: int) -> int:
+        dense = any(parameter.draws_for_all_blocks for parameter in self._moving.values())
+        return copies_of_a_pass(closure, directions, dense=dense) if self._in_blocks else 1
+
+    def _check_called(self) -> None:
+        if not any(parameter.was_called for parameter in self._moving.values()):
+            raise RequestError(
+                f"the closure runs none of the modules that are tuned, such as {next(iter(self._moving))}; it must "
+                "call the optimizer's model, and a compiled one only after the optimizer was made."
+            )
+
+
+def _estimate(loss: float, probes: tuple[Probe, ...], passes: int, draw: StepDraw) -> Estimate:
+    kappas = [probe.projected_grad for probe in probes]
+    gradients = {name: ParameterEstimate(own, kappas, draw.count) for name, own in draw.directions.items()}
+    return Estimate(loss, gradients, passes, probes)
 
 
 def two_point(
     closure: Closure,
-    show: Callable[[Sequence[tuple[int, float]]], None],
+    set_perturbations: Callable[[Sequence[tuple[int, float]]], None],
     rho: float,
     directions: Sequence[int],
     copies: int,
@@ -17,9 +120,10 @@ def two_point(
 
     Args:
         closure: returns the objective as a scalar; it need not be differentiable.
-        show: lets the model compute with W + scale * Z_i, for each (i, scale) it is given one block; with none, W.
+        set_perturbations: given (i, scale) pairs, lets the model compute with W + scale * Z_i, one block for each
+            pair; given none, with W.
         rho: perturbation scale.
-        directions: the indices of those to be evaluated.
+        directions: indices of the directions to be evaluated.
         copies: how many models share a forward pass; above 1, `closure` must be a `BlockClosure`.
     """
     points = [(index, sign * rho) for index in directions for sign in (1, -1)]
@@ -27,29 +131,21 @@ def two_point(
     try:
         for start in range(0, len(points), copies):
             part = points[start : start + copies]
-            show(part)
+            set_perturbations(part)
             losses += evaluate(closure, len(part))
     finally:
-        show([])
+        set_perturbations([])
     pairs = zip(losses[::2], losses[1::2], strict=True)
     return tuple(Probe(plus, minus, (plus - minus) / (2 * rho)) for plus, minus in pairs)
 
 
 def gather_probes(probes: tuple[Probe, ...], ranks: Ranks) -> tuple[Probe, ...]:
-    """The probes of every rank's own directions, of which each has as many: those of its first, then of its second."""
+    """The probes of every rank, which all have as many: first the first probe of each rank, then the second, ..."""
     if ranks.size == 1:
         return probes
     found = ranks.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
-    of_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in found]
-    return tuple(probe for of_one_turn in zip(*of_rank, strict=True) for probe in of_one_turn)
-
-
-TOKENS_OF_A_PASS = 1024
-"""Up to so many tokens, several models share a pass: below it a pass is bound by reading the weights, above it by
-arithmetic. docs/cost.md has both measured, as J2 and N2."""
-
-TOKENS_OF_A_DENSE_PASS = 8192
-"""The same where dense noise is drawn once for all the models of a pass; the bound is for the activations' sake."""
+    by_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in found]
+    return tuple(probe for turn in zip(*by_rank, strict=True) for probe in turn)
 
 
 def copies_of_a_pass(closure: Closure, directions: int, *, dense: bool) -> int:

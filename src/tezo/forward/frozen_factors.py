@@ -1,5 +1,7 @@
 """What was trained with factors that are no longer drawn from, kept beside a base that is not to be written."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ def low_rank(left_MK: Tensor, right_NK: Tensor) -> LowRank:
     return LowRank(draw=FixedCoefficient(left_MK), v_NR=right_NK, refresh_step=-1, gram=1.0)
 
 
-def join(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def join(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(left, right) of the sum of low-rank matrices: their factors side by side."""
     left, right = (torch.cat([part[side].to(dtype) for part in parts], dim=1) for side in (0, 1))
     return left, right

@@ -37,7 +37,6 @@ class InForward(MovingParameter):
     Attributes:
         change: D.
         frozen: F.
-        lost: by compression of F, each time as a share of its norm, added up.
     """
 
     writes_weight = False
@@ -47,7 +46,7 @@ class InForward(MovingParameter):
         super().__init__(target)
         self.change: FixedFactors | None = None
         self.frozen: LowRank | None = None
-        self.lost = 0.0
+        self.compression_error = 0.0
         self._most_rank = most_rank if target.is_writable or most_rank is not None else MOST_RANK
         self._blocks = blocks
         self._shifts: tuple[Shift, ...] = ()
@@ -136,12 +135,10 @@ class InForward(MovingParameter):
             self.frozen.coefficient.mul_(factor)
 
     @property
-    def folds_into_weight(self) -> bool:
-        """Whether new factors mean that the stored tensor is written."""
+    def folds_into_weight(self) -> bool:  # type: ignore[override]
         return self._most_rank is None
 
     def trained(self) -> list[tuple[Tensor, Tensor]]:
-        """(left, right) of F and of D, those that there are: their sum is the change of the weight."""
         frozen = [] if self.frozen is None else [self.frozen.factors()]
         return frozen + ([self.change.split_factors()] if self.change is not None and self._changed else [])
 
@@ -151,11 +148,11 @@ class InForward(MovingParameter):
             self.fold()
         elif self._changed:
             left, right, lost = compress(*join(self.trained(), self.target.state_dtype), self._most_rank)
-            self.frozen, self.lost = low_rank(left, right), self.lost + lost
+            self.frozen, self.compression_error = low_rank(left, right), self.compression_error + lost
         self.change, self._changed = None, False
 
     def fold(self) -> None:
-        """W += F + D, F = D = 0: one pass over the stored tensor."""
+        # W += F + D, then F = D = 0: one pass over the stored tensor
         parts = self.trained()
         if parts:
             require_writable(self.target, "folding trained factors into the base")
@@ -169,12 +166,12 @@ class InForward(MovingParameter):
         if self.change is not None and self._changed:
             state = {"coefficient": self.change.coefficient, "born": torch.tensor(self.change.refresh_step)}
         if self.frozen is not None:
-            lost = torch.tensor(self.lost, dtype=torch.float64)
+            lost = torch.tensor(self.compression_error, dtype=torch.float64)
             state |= {"frozen_left": self.frozen.coefficient, "frozen_right": self.frozen.v_NR, "frozen_lost": lost}
         return state
 
     def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
-        self.change, self.frozen, self.lost, self._changed = None, None, 0.0, False
+        self.change, self.frozen, self.compression_error, self._changed = None, None, 0.0, False
         if "coefficient" in state:
             direction = draw(int(state["born"]) if "born" in state else None)
             assert isinstance(direction, FixedFactors)
@@ -183,7 +180,7 @@ class InForward(MovingParameter):
         if "frozen_left" in state:
             place = self.target.device, self.target.state_dtype
             self.frozen = low_rank(*(state[key].to(*place).clone() for key in ("frozen_left", "frozen_right")))
-            self.lost = float(state["frozen_lost"])
+            self.compression_error = float(state["frozen_lost"])
 
 
 def _coefficient(direction: Direction) -> Tensor:

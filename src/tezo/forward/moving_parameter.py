@@ -86,6 +86,18 @@ class MovingParameter(ABC):
         """Puts `state` back; `draw` gives a direction with the fixed factors of a step, or None: of the last one."""
         del draw, state
 
+    folds_into_weight = False
+    """Whether new fixed factors mean that the stored tensor is written."""
+    compression_error = 0.0
+    """Lost by compressing what was trained, each time as a share of its norm, added up."""
+
+    def trained(self) -> list[tuple[Tensor, Tensor]]:
+        """(left, right) pairs whose products add up to what was trained beside the stored tensor; here none."""
+        return []
+
+    def fold(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
+        """Writes what was trained beside the stored tensor into it; here nothing."""
+
     def close(self) -> None:
         """Leaves the module as it was found, but for the trained values in stored tensors."""
         for handle in self._handles:

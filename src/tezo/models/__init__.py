@@ -1,4 +1,5 @@
-"""Models: loaded, quantised, placed, adapted by PEFT, and exported as exact LoRA adapters.
+"""Models: loading, quantization, placement, PEFT adapters, and export as exact LoRA adapters.
 
-It gives `load_model` and what a run leaves behind. May import optim and what that may import.
+The interface is `load_model` and the functions that save the result of a run. This package may import optim and the
+packages before it.
 """

@@ -1,14 +1,14 @@
-"""The kinds of model, by how they answer."""
+"""The kinds of model: causal, masked and encoder."""
 
 from collections.abc import Sequence
 from typing import Literal
 
 Kind = Literal["causal", "masked", "encoder"]
-"""How a model answers: by continuing a text, by filling in a mask, or by the likeness of embeddings."""
+"""How a model answers: it continues a text, fills in a mask, or compares embeddings."""
 
 
 def kind_of(architectures: Sequence[str]) -> Kind:
-    """How a model answers, by the names of its classes."""
+    """The kind of a model with these class names (`config.architectures` of transformers)."""
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         return "causal"
     return "masked" if any(name.endswith("ForMaskedLM") for name in architectures) else "encoder"

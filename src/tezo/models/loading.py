@@ -1,4 +1,4 @@
-"""Models from a folder, the hub, or an installed package: safetensors only, nothing from the model is run."""
+"""Loads models from a folder, the hub or an installed package; safetensors only, and no code of the model is run."""
 
 import hashlib
 import importlib.util
@@ -28,7 +28,7 @@ _CLASSES: dict[Kind, Any] = {"causal": AutoModelForCausalLM, "masked": AutoModel
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model that an installed package carries: the package, the folder in it, its weights' SHA-256."""
+    """A model inside an installed package: the package, the folder in it, and the SHA-256 of the weights."""
 
     package: str
     folder: str
@@ -45,24 +45,24 @@ EMBEDDED = {
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, its tokenizer, and how it answers."""
+    """A model in evaluation mode, its tokenizer, and its kind."""
 
     model: Any
     tokenizer: Any
     kind: Kind
     fingerprint: str = ""
-    """Digest of the weights as they were loaded."""
+    """Digest of the weights as loaded."""
     notices: tuple[str, ...] = ()
-    """What the user should know."""
+    """Notices for the user."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which the model computes."""
         return device_of(self.model)
 
     @property
     def max_length(self) -> int:
-        """The longest input in tokens, by tokenizer and positions; 2048 where neither sets a bound."""
+        """Maximum input length in tokens, by the tokenizer and the positions of the model; at most 2048."""
         bounds = [int(self.tokenizer.model_max_length), 2048]
         positions = getattr(self.model.config, "max_position_embeddings", None)
         if isinstance(positions, int):
@@ -84,24 +84,26 @@ def load_model(
 
     Args:
         name: a folder, a hub name, or a key of `EMBEDDED`.
-        kind: causal, masked or encoder; "auto" goes by the architecture that the configuration names.
-        dtype: of the weights; "auto" is the stored one.
-        device: "auto" is the first GPU, else the CPU.
+        kind: causal, masked or encoder; "auto": by the architecture in the model's configuration.
+        dtype: data type of the weights, a key of `DTYPES`; "auto": as stored.
+        device: name of a torch device; "auto": the first GPU, otherwise the CPU.
         quantization: "none", or a key of `tezo.models.quantization.QUANTIZERS`.
         placement: a key of `tezo.models.placement.PLACEMENTS`.
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
-        RequestError: there is no such model, it has no safetensors, its index points outside its folder, or it cannot
-            be quantised or placed so.
+        RequestError: there is no such model, it has no safetensors, its index points outside its folder, or it does
+            not support this quantization or placement.
     """
     source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
     trust = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **trust)
-        found = kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
+        model_kind = (
+            kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
+        )
         options = _weights(config, dtype, quantization, place, where)
-        model, report = _CLASSES[found].from_pretrained(source, config=config, **options, **trust)
+        model, report = _CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
     except RequestError:
         raise
@@ -117,11 +119,11 @@ def load_model(
     set_padding(name, tokenizer)
     model = (model if "device_map" in options else model.to(where)).eval()
     fingerprint = digest(dict(model.named_parameters()))
-    return LoadedModel(model, tokenizer, found, fingerprint, tuple(place.settle(model, where)))
+    return LoadedModel(model, tokenizer, model_kind, fingerprint, tuple(place.settle(model, where)))
 
 
 def _weights(config: Any, dtype: str, quantization: str, place: Placement, where: torch.device) -> dict[str, Any]:
-    """How `from_pretrained` is to load the weights."""
+    """Keyword arguments of `from_pretrained` for the weights."""
     options: dict[str, Any] = {"dtype": _dtype(dtype), "use_safetensors": True, "output_loading_info": True}
     if quantization != "none":
         width = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
@@ -136,30 +138,31 @@ def set_padding(name: str, tokenizer: Any) -> None:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
-        raise RequestError(f"model.name: the tokenizer of {name} has no token to pad with; set one in its files.")
+        raise RequestError(f"model.name: the tokenizer of {name} has no padding token; set one in its files.")
 
 
 def _placement(name: str, quantization: str) -> Placement:
     place = PLACEMENTS[_one_of("model.placement", name, tuple(PLACEMENTS))]
     if quantization != "none" and not place.packed:
         raise RequestError(
-            f"model.placement is {name}, which does not take model.quantization {quantization}; leave one of them out."
+            f"model.placement is {name}, which does not support model.quantization {quantization}; leave one of them "
+            "out."
         )
     return place
 
 
 def _check_complete(name: str, missing: Iterable[str]) -> None:
-    # A pooler that is not there is made anew; nothing here reads it.
+    # transformers initialises a missing pooler at random; this library does not use it
     lacking = sorted(key for key in missing if "pooler" not in key.split("."))
     if lacking:
         raise RequestError(
-            f"model.name: {name} lacks {len(lacking)} of the weights that its architecture has, {lacking[0]} for one; "
-            "set model.kind to what it was trained as, or download it again."
+            f"model.name: {name} lacks {len(lacking)} weights of its architecture, such as {lacking[0]}; "
+            "set model.kind to the kind it was trained as, or download it again."
         )
 
 
 def choose_device(name: str) -> torch.device:
-    """`name`, or for "auto" the first GPU and else the CPU."""
+    """The torch device `name`; for "auto" the first GPU, otherwise the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -171,7 +174,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def embedded_folder(name: str) -> Path:
-    """The folder of a model in `EMBEDDED`, its weights checked against their SHA-256."""
+    """The folder of a model in `EMBEDDED`; `RequestError` if it is missing or its weights have another SHA-256."""
     if name not in EMBEDDED:
         raise RequestError(f"model.name: there is no {name!r}; known: {', '.join(EMBEDDED)}.")
     entry = EMBEDDED[name]
@@ -228,13 +231,15 @@ def _check_index(index: Path) -> None:
         raise RequestError(f"model.name: {index} is not a shard index; download the model again.") from None
     for shard in shards:
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise RequestError(f"model.name: {index} names {shard!r}, which is not a file of its folder; don't use it.")
+            raise RequestError(
+                f"model.name: {index} names {shard!r}, which is not a file of its folder; do not use this model."
+            )
         if not (index.parent / shard).is_file():
             raise RequestError(f"model.name: {index} names {shard}, which is missing; download the model again.")
 
 
 def _first_position(model: nn.Module) -> int:
-    """Where positions are counted from: RoBERTa's kin count from behind the padding index."""
+    """The first position index: models like RoBERTa count from the padding index + 1, others from 0."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return int(module.padding_idx) + 1

@@ -1,11 +1,11 @@
-"""What a run leaves behind: an exact LoRA adapter where there is one, else the model itself.
+"""Exact LoRA adapters: made from an optimizer, saved, loaded, attached and merged.
 
 For `tezo`, `tezo-m` and `tezo-cadam` on linear layers, W_t = W_0 + U diag(c) V^T is a LoRA of rank r:
 
     B = U sign(c) sqrt|c|  (M x r),   A = (V sqrt|c|)^T  (r x N),   W_t = W_0 + B A.
 
-The file is PEFT's: float32, every layer padded with zeros to one rank R, lora_alpha = R so that the scale is
-1. Uniform rank is the one form that PEFT, vLLM and llama.cpp read alike (vLLM drops rank patterns).
+The file has PEFT's format: float32, every layer padded with zeros to one rank R, and lora_alpha = R, so that the
+scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correctly (vLLM ignores rank patterns).
 """
 
 import json
@@ -23,10 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from tezo.directions.targets import layout_of, only_input, place_of
 from tezo.errors import RequestError
 from tezo.files import plain_file, read_object
-from tezo.forward import InForward
 from tezo.forward.frozen_factors import join
 from tezo.models.kinds import Kind, kind_of
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.tuner import LowRankChange, Tuner
 
 _PREFIX = "base_model.model."
 _TASK_TYPES: dict[Kind, str | None] = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
@@ -38,41 +37,39 @@ class Adapter:
 
     Attributes:
         rank: R.
-        pairs: module -> (A_RI, B_OR): the module's output gains x A^T B^T, for x of I columns.
+        pairs: module name -> (A_RI, B_OR), float32; x A^T B^T is added to the module's output, for x with I columns.
     """
 
     rank: int
     pairs: dict[str, tuple[Tensor, Tensor]]
 
 
-def make_adapter(optimizer: ZerothOrderOptimizer) -> Adapter:
-    """The adapter of a run that is exactly one."""
+def make_adapter(optimizer: Tuner) -> Adapter:
+    """The adapter that equals the change an optimizer has trained; `RequestError` if there is none."""
     reason = optimizer.why_no_adapter()
     if reason is not None:
         raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
-    moved = [m for m in optimizer.moving.values() if isinstance(m, InForward)]
-    own = (optimizer.perturbation.rank_of(m.target.name) or 1 for m in moved)
-    rank = max(*own, *(sum(left.shape[1] for left, _ in m.trained()) for m in moved))
-    return Adapter(rank, {m.target.sites[0].name: _pair(m, rank) for m in moved})
+    changes = optimizer.low_rank_changes()
+    rank = max(max(change.rank, sum(left.shape[1] for left, _ in change.parts)) for change in changes)
+    return Adapter(rank, {change.target.sites[0].name: _pair(change, rank) for change in changes})
 
 
-def _pair(moving: InForward, rank: int) -> tuple[Tensor, Tensor]:
-    rows, columns = moving.target.matrix_shape
+def _pair(change: LowRankChange, rank: int) -> tuple[Tensor, Tensor]:
+    rows, columns = change.target.matrix_shape
     left_MR, right_NR = torch.zeros(rows, rank), torch.zeros(columns, rank)
-    parts = moving.trained()
-    if parts:
-        left, right = (factor.cpu() for factor in join(parts, torch.float32))
+    if change.parts:
+        left, right = (factor.cpu() for factor in join(change.parts, torch.float32))
         left_MR[:, : left.shape[1]], right_NR[:, : right.shape[1]] = left, right
-    if moving.target.sites[0].layout == "transposed":  # Conv1D: x W, with W = left right^T
+    if change.target.sites[0].layout == "transposed":  # Conv1D: x W, with W = left right^T
         left_MR, right_NR = right_NR, left_MR
     return right_NR.T.contiguous(), left_MR.contiguous()
 
 
-def export_adapter(optimizer: ZerothOrderOptimizer, folder: str | Path) -> Adapter:
-    """Writes the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
+def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
+    """Writes and returns the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
 
     Raises:
-        RequestError: the run is no exact adapter; `optimizer.merge()` gives the whole model.
+        RequestError: the change is not exactly an adapter; `optimizer.merge()` gives the whole model.
     """
     adapter = make_adapter(optimizer)
     save_adapter(adapter, Path(folder), model=optimizer.model, base=getattr(optimizer.model, "name_or_path", ""))
@@ -80,7 +77,14 @@ def export_adapter(optimizer: ZerothOrderOptimizer, folder: str | Path) -> Adapt
 
 
 def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> None:
-    """Writes adapter_model.safetensors and adapter_config.json, as PEFT has them."""
+    """Writes adapter_model.safetensors and adapter_config.json in PEFT's format.
+
+    Args:
+        adapter: the adapter.
+        folder: folder to write into; it is created if needed.
+        model: the model whose modules the adapter names.
+        base: name of the base model, for adapter_config.json.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a_RI, b_OR) in adapter.pairs.items():
@@ -104,7 +108,7 @@ def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> No
 
 
 def target_modules(model: nn.Module, names: set[str]) -> list[str]:
-    """The shortest names that mean these modules and no others: last parts where they suffice."""
+    """PEFT's target_modules: last name parts if they select exactly the modules `names`, otherwise the full names."""
     suffixes = {name.rpartition(".")[2] for name in names}
     meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in suffixes}
     return sorted(suffixes if meant == names else names)
@@ -114,7 +118,7 @@ def load_adapter(folder: Path) -> Adapter:
     """Reads an adapter that `save_adapter` wrote.
 
     Raises:
-        RequestError: a file is missing or damaged, or is another kind of adapter.
+        RequestError: a file is missing or damaged, or the adapter is of another kind.
     """
     try:
         config = read_object(plain_file(folder / "adapter_config.json"))
@@ -135,26 +139,29 @@ def _pairs(tensors: dict[str, Tensor], rank: int) -> dict[str, tuple[Tensor, Ten
     pairs = {n: (tensors[f"{_PREFIX}{n}.lora_A.weight"], tensors[f"{_PREFIX}{n}.lora_B.weight"]) for n in names}
     for name, (a_RI, b_OR) in pairs.items():
         if a_RI.ndim != 2 or b_OR.ndim != 2 or a_RI.shape[0] != rank or b_OR.shape[1] != rank:
-            raise ValueError(f"{name} has not the shapes of rank {rank}")
+            raise ValueError(f"{name} does not have the shapes of rank {rank}")
     return pairs
 
 
 def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
-    """Adds the adapter in the forward pass, by the arithmetic that training used; the base is only read."""
+    """Adds the adapter in the forward pass with the same arithmetic as in training; the weights are only read.
+
+    Returns the handles of the hooks. Raises `RequestError` if a module is missing or has another shape.
+    """
     handles = []
     for name, (a_RI, b_OR) in adapter.pairs.items():
         try:
             module = model.get_submodule(name)
         except AttributeError:
             raise RequestError(
-                f"the adapter has a layer {name}, which this model lacks; give the base it was made on."
+                f"the adapter has a layer {name}, which this model lacks; give the base model that it was trained on."
             ) from None
         weight = module.get_parameter("weight")
         shape = (b_OR.shape[0], a_RI.shape[1]) if layout_of(module) != "transposed" else (a_RI.shape[1], b_OR.shape[0])
         if weight.is_floating_point() and tuple(weight.shape) != shape:
             raise RequestError(
-                f"the adapter's {name} is for a weight of {shape}, and this model's has {tuple(weight.shape)}; "
-                "give the base it was made on."
+                f"the adapter's {name} is for a weight of shape {shape}, but this model's has {tuple(weight.shape)}; "
+                "give the base model that it was trained on."
             )
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         place = place_of(module, weight)
@@ -185,7 +192,7 @@ def _adding(a_RI: Tensor, b_OR: Tensor) -> Any:
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
-    """Adds the adapter to the weights of a plain float model."""
+    """Adds the adapter to the weights of a model in floating point, in place."""
     for name, pair in adapter.pairs.items():
         module = model.get_submodule(name)
         module.get_parameter("weight").copy_(_merged(module, *pair))
@@ -210,6 +217,6 @@ def _merged(module: nn.Module, a_RI: Tensor, b_OR: Tensor) -> Tensor:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, *, state: dict[str, Tensor] | None = None) -> None:
-    """The whole model, as transformers saves it: safetensors, configuration, tokenizer; `state` in place of its own."""
+    """Saves the whole model with transformers: safetensors, configuration, tokenizer; `state` in place of its own."""
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)

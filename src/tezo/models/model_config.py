@@ -9,27 +9,27 @@ IN_MEMORY = "in memory"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The base model."""
+    """The section `model`: the base model, and where and how its weights are held."""
 
     name: str
-    """A folder, a hub name, or embedded:all-minilm-l6-v2."""
+    """Model folder, hub name, or embedded:all-minilm-l6-v2."""
     kind: Literal["auto", "causal", "masked", "encoder"] = "auto"
-    """How it answers; auto goes by its architecture."""
+    """Kind of model: causal, masked or encoder. Default auto: by its architecture."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Of the weights; auto is as stored."""
+    """Data type of the weights. Default auto: as stored."""
     device: str = "auto"
-    """auto is the first GPU, else the CPU."""
+    """Device to compute on, such as cpu or cuda. Default auto: the first GPU, otherwise the CPU."""
     quantization: Literal["none", "nf4", "int8", "int8wo"] = "none"
-    """Of linear layers: nf4 and int8 by bitsandbytes, int8wo (weights alone) by torchao."""
+    """Quantization of the linear layers: nf4 and int8 by bitsandbytes, int8wo (weights only) by torchao."""
     placement: Literal["device", "spread", "cpu", "disk", "shards"] = "device"
-    """Where weights lie: on the device; spread over all; in memory or on disk between uses; shared out by torchrun."""
+    """Where weights are kept: device; spread over all devices; cpu or disk (offloaded); shards (FSDP2, by torchrun)."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
     peft: Literal["none", "lora", "prefix"] = "none"
-    """Tune an adapter of PEFT instead of the model: LoRA in PEFT's choice of layers, or a prefix."""
+    """Train a PEFT adapter instead of the model: lora (in PEFT's default layers) or prefix."""
     lora_rank: int = 8
-    """Rank of LoRA. MeZO: 8."""
+    """Rank of the LoRA adapter. MeZO uses 8."""
     lora_alpha: int = 16
-    """Scale of LoRA, times its rank. MeZO: 16."""
+    """LoRA alpha; the adapter is scaled by alpha / rank. MeZO uses 16."""
     prefix_length: int = 5
-    """Virtual tokens of a prefix. MeZO: 5."""
+    """Virtual tokens of the prefix. MeZO uses 5."""

@@ -1,4 +1,4 @@
-"""Adapters of PEFT, to be tuned in the place of the model itself."""
+"""PEFT adapters that are tuned instead of the model itself."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +15,15 @@ _TASK_TYPES = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRAC
 
 
 def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedModel:
-    """The model with a new adapter, which alone is trainable; the model as it is where none is asked for.
+    """Adds a new adapter to a model; only the adapter is trainable. With `config.peft` "none", returns `loaded`.
 
     Args:
-        loaded: the base; it is changed in place.
-        config: which adapter, and its size.
-        seed: of its first values, which are PEFT's: LoRA starts at the base, a prefix does not.
+        loaded: the base model; it is changed in place.
+        config: type and size of the adapter.
+        seed: seed of PEFT's initial values. LoRA starts as the base model, a prefix does not.
 
     Raises:
-        RequestError: PEFT is not installed, or has no such adapter for this model.
+        RequestError: PEFT is not installed, or does not support this adapter for this model.
     """
     if config.peft == "none":
         return loaded
@@ -31,7 +31,7 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
     task_type: Any = _TASK_TYPES[loaded.kind]
     if config.peft == "prefix" and loaded.kind != "causal":
         raise RequestError(
-            f"model.peft is prefix, which needs a causal model, and this one is {loaded.kind}; use lora."
+            f"model.peft is prefix, which needs a causal model, but this model is {loaded.kind}; use lora."
         )
     wanted = {
         "lora": lambda: peft.LoraConfig(task_type=task_type, r=config.lora_rank, lora_alpha=config.lora_alpha),
@@ -48,9 +48,13 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
 
 
 def open_adapter(loaded: LoadedModel, folder: Path) -> LoadedModel:
-    """The model with a tuned adapter that `save_pretrained` wrote."""
+    """The model with the tuned adapter that `save_pretrained` wrote into `folder`.
+
+    Raises:
+        RequestError: PEFT is not installed, or the adapter is missing or damaged.
+    """
     try:
-        plain_file(folder / "adapter_model.safetensors")  # PEFT would read a pickle in its place
+        plain_file(folder / "adapter_model.safetensors")  # without it PEFT would read a pickle
         return replace(loaded, model=_peft().PeftModel.from_pretrained(loaded.model, str(folder)).eval())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]

@@ -1,4 +1,4 @@
-"""Where a model's weights lie: on one device, or, where it is too large for that, in one of several other ways."""
+"""Placement of a model's weights: on one device, or spread, offloaded or sharded if the model is too large."""
 
 import shutil
 import tempfile
@@ -19,9 +19,9 @@ class Placement:
     """A way to place a model.
 
     Attributes:
-        settle: (model on the device, device) -> what the user should know; moves the weights to where they stay.
-        spread: whether accelerate places the layers as they are loaded, on all devices there are.
-        packed: whether quantised weights can be placed so.
+        settle: (model, device) -> notices for the user; moves the weights of a loaded model to their place.
+        spread: whether accelerate distributes the layers over all devices while loading.
+        packed: whether quantised weights support this placement.
     """
 
     settle: Callable[[Any, torch.device], list[str]]
@@ -51,13 +51,13 @@ def _offload_to_disk(model: Any, device: torch.device) -> list[str]:
 
 
 def _shard(model: Any, device: torch.device) -> list[str]:
-    """FSDP2: each rank holds a part of every tensor, and a block is gathered while it computes."""
+    """Shards the model with FSDP2: each rank holds a part of every tensor; a block is gathered while it computes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     if not dist.is_initialized():
         raise RequestError(
-            "model.placement is shards, which needs several processes; start it with torchrun, or set "
+            "model.placement is shards, which needs several processes; start the run with torchrun, or set "
             "model.placement=device."
         )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -68,7 +68,7 @@ def _shard(model: Any, device: torch.device) -> list[str]:
 
 
 def _freeze_tied(model: Any) -> list[str]:
-    # an offloaded tensor is made anew for each forward, and a tied one then twice
+    # accelerate creates an offloaded tensor anew for each forward pass, so tied parameters become separate tensors
     from accelerate.utils import find_tied_parameters
 
     names = {name for group in find_tied_parameters(model) for name in group}
@@ -77,7 +77,7 @@ def _freeze_tied(model: Any) -> list[str]:
             parameter.requires_grad_(False)
     if not names:
         return []
-    return [f"left untrained, since tied weights cannot be trained offloaded: {', '.join(sorted(names))}."]
+    return [f"not trained, because tied weights cannot be trained when offloaded: {', '.join(sorted(names))}."]
 
 
 def _accelerate() -> Any:
@@ -95,5 +95,6 @@ PLACEMENTS = {
     "disk": Placement(_offload_to_disk, packed=False),
     "shards": Placement(_shard, packed=False),
 }
-"""device: all on one; spread: layers over all devices (accelerate's device_map); cpu, disk: each layer is brought to
-the device for its forward alone; shards: a part of each tensor on every rank that torchrun starts (FSDP2)."""
+"""device: all weights on one device. spread: layers distributed over all devices (accelerate's device_map). cpu, disk:
+weights are offloaded, and each layer is loaded to the device only for its forward pass. shards: every rank that
+torchrun starts holds a part of each tensor (FSDP2)."""

@@ -1,4 +1,4 @@
-"""What a run leaves: an exact adapter where there is one, an adapter of PEFT, or the whole model."""
+"""Saves the result of a run: an exact LoRA adapter if there is one, a PEFT adapter, or the whole model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,32 +7,31 @@ from typing import Any
 
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import make_adapter, save_adapter, save_model
-from tezo.optim.methods import Tuner
-from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.training.recipe import Config
+from tezo.models.model_config import ModelConfig
+from tezo.optim.tuner import Tuner
 
 
 def save_result(
-    config: Config, loaded: LoadedModel, optimizer: Tuner, place: Callable[[str], AbstractContextManager[Path]]
+    config: ModelConfig, loaded: LoadedModel, optimizer: Tuner, place: Callable[[str], AbstractContextManager[Path]]
 ) -> dict[str, Any]:
-    """Saves what was trained; returns what kind it is, and in which folder.
+    """Saves what was trained; returns its "kind", its "folder" and details of that kind.
 
     Args:
-        config: of the run.
-        loaded: the model; where it is saved whole, the change is merged into it.
-        optimizer: that trained it.
-        place: name -> a folder of that name to write into.
+        config: the section `model` of the configuration.
+        loaded: the model; if it is saved whole, the change is merged into its weights.
+        optimizer: the optimizer that trained it.
+        place: folder name -> context manager with a folder of that name to write into.
     """
     reason = optimizer.why_no_adapter()
-    if config.model.peft != "none":
+    if config.peft != "none":
         optimizer.merge()  # into the adapter's own tensors
         with place("adapter") as folder:
             loaded.model.save_pretrained(folder)
-        return {"kind": "peft", "folder": "adapter", "adapter": config.model.peft}
-    if isinstance(optimizer, ZerothOrderOptimizer) and reason is None:
+        return {"kind": "peft", "folder": "adapter", "adapter": config.peft}
+    if reason is None:
         adapter = make_adapter(optimizer)
         with place("adapter") as folder:
-            save_adapter(adapter, folder, model=loaded.model, base=config.model.name)
+            save_adapter(adapter, folder, model=loaded.model, base=config.name)
         return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank}
     optimizer.merge()
     with place("model") as folder:

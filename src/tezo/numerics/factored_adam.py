@@ -3,45 +3,16 @@
 import functools
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tezo.numerics import rounding
+from tezo.numerics.adam_factors import AdamFactors
 from tezo.numerics.scratch import row_slices, scratch
 
 TILE = 1 << 18
 """Entries of a tile on a CPU: two of float32 and the rounding's noise, 2.5 MB, stay in a core's cache."""
-
-
-@dataclass(frozen=True)
-class AdamFactors:
-    """The step's two moments, and how they are divided.
-
-        M = U diag(tau_m) V^T,   V = U^2 diag(tau_v) (V^2)^T,   squares entry by entry,
-        step = M / sqrt(V + eps), or M / (sqrt(V) + eps).
-
-    Attributes:
-        u_MR: any floating dtype.
-        v_NR: likewise.
-        tau_m_R: first moment, float32 or float64: the dtype of the arithmetic.
-        tau_v_R: second moment, likewise; not negative.
-        eps: smoothing term.
-        eps_in_sqrt: the first form of the step, or the second.
-    """
-
-    u_MR: Tensor
-    v_NR: Tensor
-    tau_m_R: Tensor
-    tau_v_R: Tensor
-    eps: float
-    eps_in_sqrt: bool
-
-    @property
-    def transposed(self) -> "AdamFactors":
-        """The same for W^T."""
-        return AdamFactors(self.v_NR, self.u_MR, self.tau_m_R, self.tau_v_R, self.eps, self.eps_in_sqrt)
 
 
 def factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, draw: torch.Generator) -> None:

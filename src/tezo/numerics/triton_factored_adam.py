@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tezo.numerics.factored_adam import AdamFactors
+from tezo.numerics.adam_factors import AdamFactors
 
 BLOCK_M = 64
 BLOCK_N = 64

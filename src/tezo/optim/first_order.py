@@ -1,7 +1,7 @@
-"""Adam on gradients, with the face of the zeroth-order optimizer: the baseline in the same loop."""
+"""Adam on gradients, with the interface of the zeroth-order optimizer: the baseline in the same loop."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from tezo.directions.bases import FactorStore, Passes
 from tezo.directions.targets import ALL, select_targets
+from tezo.distributed import Ranks
 from tezo.errors import NonFiniteLossError, RequestError
-from tezo.estimators.estimate import Closure, StepRecord
+from tezo.estimators.estimate import GRADIENT, Closure, Probe, StepRecord
 from tezo.numerics.random import seed_of
 from tezo.optim.limits import check_rate
+from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates.update import check_average
 
 
@@ -52,7 +54,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         check_average("betas", betas, eps)
         self.model = model
         self.seed = seed
-        self.num_steps = 0
+        self.num_steps = self.num_forward_passes = 0
         self.last_step: StepRecord | None = None
         self.targets = select_targets(model, targets)
         for target in self.targets:
@@ -74,6 +76,11 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
+        return self.take_step(closure, GRADIENT)
+
+    def take_step(self, closure: Closure, kind: str) -> float:
+        """One step by gradient, the only kind that there is; returns the loss before it."""
+        self._check_kind(kind)
         self.zero_grad()
         with torch.enable_grad(), _training(self.model, self.seed, self.num_steps):
             loss = closure()
@@ -86,36 +93,89 @@ class FirstOrderOptimizer(torch.optim.AdamW):
             raise NonFiniteLossError(self.num_steps, value, last)
         super().step()
         self.zero_grad()
-        self.last_step = StepRecord(self.num_steps, value, lr)
-        self.num_steps += 1
+        self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=1)
+        self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + 1
         return value
 
+    def _check_kind(self, kind: str) -> None:
+        if kind != GRADIENT:
+            raise RequestError(
+                f"method.name is adam, which takes steps by gradient, not of kind {kind}; use lozo-adam."
+            )
+
+    def check_kind(self, kind: str, closure: Closure) -> None:
+        """An error for any kind but `GRADIENT`."""
+        del closure
+        self._check_kind(kind)
+
     @property
-    def num_forward_passes(self) -> int:
-        """Evaluations of the closure so far; each was followed by a backward pass."""
-        return self.num_steps
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of step."""
+        return (GRADIENT,)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """True: closures must be differentiable."""
+        return True
+
+    @property
+    def rho(self) -> float:
+        """0: nothing is perturbed."""
+        return 0.0
+
+    @property
+    def replays(self) -> bool:
+        """False: a record does not have the gradient."""
+        return False
+
+    def replay(self, record: StepRecord) -> None:
+        """Refused: a record does not have the gradient."""
+        del record
+        raise RequestError("method.name: adam steps along gradients, which a log does not have.")
+
+    def measure(self, closure: Closure, rho: float | None = None, *, others: int = 0) -> tuple[Probe, ...]:
+        """Refused: no direction is drawn."""
+        del closure, rho, others
+        raise RequestError(
+            "method.name is adam, which draws no directions to measure along; use a zeroth-order method."
+        )
+
+    def step_divisor(self, kappa_sq: float) -> float:
+        """1: nothing is known of the scale of its steps from projected gradients."""
+        del kappa_sq
+        return 1.0
+
+    def share_directions(self, ranks: Ranks) -> None:
+        """Refused: a step by gradient runs in one process."""
+        del ranks
+        raise RequestError("method.name is adam, which runs in one process; start it without torchrun.")
 
     def drawn_on_the_device(self) -> str | None:
         """A parameter whose steps depend on the type of its device: all do."""
         return self.targets[0].name
 
     def set_calibration_passes(self, passes: Passes) -> None:
-        """There is no basis that looks."""
+        """No effect: there is no basis."""
         del passes
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """There is nothing to keep."""
+        """No effect: nothing of a step is kept."""
         del store
 
     @property
     def cost_of_basis(self) -> tuple[int, float]:
-        """None."""
+        """(0, 0.0): there is no basis."""
         return 0, 0.0
 
     @property
     def factor_bytes(self) -> int:
-        """Nothing is drawn."""
+        """0: nothing is drawn."""
         return 0
+
+    @property
+    def compression_error(self) -> float:
+        """0: nothing is compressed."""
+        return 0.0
 
     def application(self, name: str) -> tuple[int | None, str]:
         """(None, how a parameter is changed, in words)."""
@@ -125,6 +185,10 @@ class FirstOrderOptimizer(torch.optim.AdamW):
     def why_no_adapter(self) -> str | None:
         """In words, what stands in the way of an exact adapter."""
         return "gradients change whole weights"
+
+    def low_rank_changes(self) -> list[LowRankChange]:
+        """Empty: whole weights change."""
+        return []
 
     def merge(self) -> nn.Module:
         """The model; nothing is kept beside it."""
@@ -138,7 +202,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         return {f"weight/{target.name}": target.parameter.data for target in self.targets}
 
     @torch.no_grad()
-    def load_tuned_state(self, tuned: dict[str, Tensor], num_steps: int) -> None:
+    def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
         """Puts a `tuned_state` back."""
         del num_steps
         for target in self.targets:
@@ -153,9 +217,9 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         }
         return self._weights() | moments
 
-    def load_resumable_state(self, state: dict[str, Tensor], num_steps: int) -> None:
-        """Puts a `resumable_state` taken after `num_steps` steps back; the next step is the one that followed it."""
-        self.load_tuned_state(state, num_steps)
+    def load_resumable_state(self, state: Mapping[str, Tensor], records: Sequence[StepRecord]) -> None:
+        """Puts back a `resumable_state` taken after the steps of these records; the next step is the one after them."""
+        self.load_tuned_state(state, len(records))
         for target in self.targets:
             start = f"update/{target.name}/"
             own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
@@ -163,7 +227,8 @@ class FirstOrderOptimizer(torch.optim.AdamW):
             self.state[target.parameter] = {
                 k: v.clone() if k == "step" else v.to(place).clone() for k, v in own.items()
             }
-        self.num_steps = num_steps
+        self.num_steps, self.num_forward_passes = len(records), sum(record.forward_passes for record in records)
+        self.last_step = records[-1] if records else None
 
 
 @contextmanager

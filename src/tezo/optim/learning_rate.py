@@ -36,7 +36,7 @@ import torch
 from tezo.estimators.estimate import Closure
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.products import float32_on_emulating_cpu
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.tuner import Tuner
 
 DIRECTIONS = 8
 """That are measured on each part."""
@@ -65,7 +65,7 @@ class StepSize:
     notice: str
 
 
-def choose_lr(optimizer: ZerothOrderOptimizer, parts: Sequence[Closure], rows: int, batch_size: int) -> StepSize:
+def choose_lr(optimizer: Tuner, parts: Sequence[Closure], rows: int, batch_size: int) -> StepSize:
     """Measures along directions that no step draws; the parameters and all that a run draws stay as they are.
 
     Args:
@@ -88,7 +88,7 @@ def choose_lr(optimizer: ZerothOrderOptimizer, parts: Sequence[Closure], rows: i
     lr, known = float(optimizer.param_groups[0]["lr"]), batch_sq > 0 and curvature > curvature_error
     if known:
         plain = optimizer.num_directions * used_sq / (batch_sq * curvature)
-        lr = float(f"{plain * optimizer.update.divisor(batch_sq, optimizer.num_directions):.1e}")
+        lr = float(f"{plain * optimizer.step_divisor(batch_sq):.1e}")
     passes = len(parts) * (2 * DIRECTIONS + 1)
     notice = (
         f"method.lr: auto chose {lr:.1e}, "
@@ -101,7 +101,7 @@ def choose_lr(optimizer: ZerothOrderOptimizer, parts: Sequence[Closure], rows: i
     return StepSize(lr, used_sq, batch_sq, curvature, passes, notice)
 
 
-def _measure(optimizer: ZerothOrderOptimizer, part: Closure) -> tuple[list[float], list[float]]:
+def _measure(optimizer: Tuner, part: Closure) -> tuple[list[float], list[float]]:
     """(kappa, Z^T H Z) along each direction."""
     with torch.no_grad(), evaluation_mode(optimizer.model), float32_on_emulating_cpu(optimizer.model):
         loss = float(part())

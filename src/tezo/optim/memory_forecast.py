@@ -10,8 +10,7 @@ from tezo.directions.perturbations import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import select_targets
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Estimate
-from tezo.forward import InForward
+from tezo.estimators.estimate import ParameterEstimate
 from tezo.optim.methods import METHODS, Method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
@@ -70,6 +69,6 @@ def _kept(optimizer: ZerothOrderOptimizer, name: str) -> int:
     """Bytes of a parameter's coefficient and moments, counted on real ones."""
     moving = optimizer.moving[name]
     direction: Any = optimizer.perturbation.direction(moving.target, DrawKey(optimizer.seed, 0), {})
-    state = optimizer.update.init(Estimate([direction], [0.0], 0), moving)
-    own = isinstance(moving, InForward) and isinstance(direction, FixedFactors)
+    state = optimizer.update.init(ParameterEstimate([direction], [0.0], 0), moving)
+    own = not moving.writes_weight and isinstance(direction, FixedFactors)
     return sum(value.nbytes for value in state.values()) + (direction.coefficient.nbytes if own else 0)

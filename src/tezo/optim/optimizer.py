@@ -1,11 +1,12 @@
-"""The torch.optim face: `loss = optimizer.step(closure)`, with no backward pass."""
+"""The interface of torch.optim, `loss = optimizer.step(closure)`, with forward passes alone."""
 
 import math
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tezo.directions.bases import FactorStore, Passes
 from tezo.directions.perturbations import DrawKey, Perturbation
@@ -13,18 +14,38 @@ from tezo.directions.spaces import Direction
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.distributed import Ranks
 from tezo.errors import NonFiniteLossError, RequestError
-from tezo.estimators.estimate import Closure, Estimate, Probe, StepRecord
-from tezo.estimators.two_point import copies_of_a_pass, gather_probes, two_point
-from tezo.forward import Blocks, InForward, MovingParameter, NotInBlocksError, Shift, moving_parameter, require_writable
+from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord
+from tezo.estimators.estimator import Estimator
+from tezo.estimators.two_point import TwoPoint
+from tezo.forward import MovingParameter
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.products import float32_on_emulating_cpu
 from tezo.optim.limits import check_settings
-from tezo.optim.saved_state import SavedState
-from tezo.optim.updates import Clipped, State, Update
+from tezo.optim.optimizer_state import Moments, OptimizerState
+from tezo.optim.tuned_parameters import TunedParameters
+from tezo.optim.tuner import LowRankChange
+from tezo.optim.updates import Update
 
 
-class ZerothOrderOptimizer(SavedState):
-    """A perturbation and an update rule, put together over the parameters of a model.
+@dataclass(frozen=True)
+class StepRule:
+    """A kind of step.
+
+    Attributes:
+        estimator: gives the estimate.
+        update: steps along it.
+        lr_scale: learning rate of these steps, as a share of the optimizer's.
+        restarts: whether the moments of `update` start again after a step of another kind.
+    """
+
+    estimator: Estimator
+    update: Update
+    lr_scale: float = 1.0
+    restarts: bool = False
+
+
+class ZerothOrderOptimizer(torch.optim.Optimizer):
+    """A perturbation, an estimator and an update rule, put together over the parameters of a model.
 
     `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z
     along each, and steps along the average of kappa Z. The closure runs forward passes only and returns
@@ -35,7 +56,7 @@ class ZerothOrderOptimizer(SavedState):
     Args:
         model: to be tuned, already on its device and in its dtype.
         perturbation: draws directions.
-        update: steps along estimates; must take the perturbation's type of direction.
+        update: steps along two-point estimates; must take the perturbation's type of direction.
         lr: learning rate.
         rho: perturbation scale (the paper's perturbation rate).
         weight_decay: decoupled: what the method trains is multiplied by 1 - lr * weight_decay each step.
@@ -48,7 +69,7 @@ class ZerothOrderOptimizer(SavedState):
         frozen_rank: where factors change during a run, what was trained with the old ones is kept beside the base, by
             factors of at most this rank, compressed to it; None: it is folded into the weights, and beside a base that
             cannot be written kept at rank 64.
-        clip: cuts projected gradients beyond so many times their running root mean square, see `Clipped`; above 1.
+        more_rules: further kinds of step, chosen by `step(closure, kind=...)`.
 
     Raises:
         RequestError: a setting is out of range, or the targets cannot be moved this way.
@@ -69,80 +90,81 @@ class ZerothOrderOptimizer(SavedState):
         seed: int = 0,
         in_forward: bool = True,
         frozen_rank: int | None = None,
-        clip: float | None = None,
+        more_rules: Sequence[StepRule] = (),
     ) -> None:
         check_settings(lr, rho, weight_decay, num_directions, frozen_rank, perturbation)
         self.model = model
         self.perturbation = perturbation
-        self.update = update if clip is None else Clipped(update, clip)
-        self.rho = rho
+        self.update = update
         self.num_directions = num_directions
-        self.seed, self.num_steps = seed, 0
-        self.last_step: StepRecord | None = None
+        self.seed = seed
         self.targets = select_targets(model, targets)
-        self._update_state: dict[str, State] = {}
-        self._ranks = Ranks()
-        self._watching = self._closed = False
-        self.merged = False
+        self._calibrated = False
         perturbation.prepare(self.targets)
-        self._blocks = Blocks(model)
-        self.moving: dict[str, MovingParameter] = {}
-        try:
-            for target in self.targets:
-                self.moving[target.name] = self._moving(target, in_forward, frozen_rank)
-        except RequestError:
-            self.close()
-            raise
-        self._in_blocks = all(moving.in_blocks for moving in self.moving.values())
+        self.parameters = TunedParameters(
+            model, self.targets, perturbation, update, in_forward=in_forward, frozen_rank=frozen_rank
+        )
+        self._two_point = TwoPoint(rho)
+        self.rules = {rule.estimator.kind: rule for rule in (StepRule(self._two_point, update), *more_rules)}
+        for rule in self.rules.values():
+            rule.estimator.prepare(model, self.moving, seed)
+        self._restarting = [kind for kind, rule in self.rules.items() if rule.restarts]
+        self.progress = OptimizerState(counts=dict.fromkeys(self.rules, 0), moments={kind: {} for kind in self.rules})
         super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
 
-    def _moving(self, target: Target, in_forward: bool, frozen_rank: int | None) -> MovingParameter:
-        kind = self.perturbation.direction_type(target)
-        if not issubclass(kind, self.update.takes):
-            taken = ", ".join(kind.__name__ for kind in self.update.takes)
-            raise RequestError(
-                f"{type(self.update).__name__} takes directions of type {taken}; "
-                f"{type(self.perturbation).__name__} draws {kind.__name__} for {target.name}."
-            )
-        if self.update.writes_weight:
-            require_writable(target, "this method")
-        return moving_parameter(target, kind, self._blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Called by torch's constructor; later calls are refused, since `targets` settles what is tuned."""
+        if self.param_groups:
+            raise RequestError("add_param_group: what is tuned is settled by `targets`; make another optimizer.")
+        super().add_param_group(param_group)
 
     @overload
-    def step(self, closure: None = ...) -> None: ...
+    def step(self, closure: None = ..., *, kind: str | None = ...) -> None: ...
     @overload
-    def step(self, closure: Closure) -> float: ...
+    def step(self, closure: Closure, *, kind: str | None = ...) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> float | None:
+    def step(self, closure: Closure | None = None, *, kind: str | None = None) -> float | None:
         """One step; returns the mean of its losses.
 
         Args:
             closure: evaluates the objective on this step's batch. It is called twice for every direction, unless
-                it is a `tezo.estimators.estimate.BlockClosure` and several evaluations are faster in one forward pass.
+                it is a `BlockClosure` and several evaluations are faster in one forward pass.
+            kind: of the step, one of `kinds`; None: the first of them, along random directions.
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
-        if not self._watching:
-            self._look_at(lambda _: closure())
-        drawn = self._draw()
-        with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
-            probes = self._probes(closure, drawn, self.rho)
-        loss = sum(p.loss_plus + p.loss_minus for p in probes) / (2 * len(probes))
-        self._take(drawn, StepRecord(self.num_steps, loss, float(self.param_groups[0]["lr"]), probes))
-        return loss
+        return self.take_step(closure, self.kinds[0] if kind is None else kind)
 
     @torch.no_grad()
-    def measure(self, closure: Closure, rho: float, *, others: int = 0) -> tuple[Probe, ...]:
-        """What the next step would measure at another perturbation scale; no step is taken.
+    def take_step(self, closure: Closure, kind: str) -> float:
+        """`step` of a kind."""
+        rule = self._rule(kind)
+        if not self._calibrated:
+            self._calibrate_with(lambda _: closure())
+        draw = self.draw(kind)
+        try:
+            estimate = rule.estimator.estimate(closure, draw)
+        except FloatingPointError as error:
+            raise self._not_finite(error) from None
+        lr = float(self.param_groups[0]["lr"]) * rule.lr_scale
+        record = StepRecord(self.num_steps, estimate.loss, lr, estimate.probes, kind, estimate.forward_passes)
+        self._apply(rule, estimate, record, draw)
+        return estimate.loss
+
+    @torch.no_grad()
+    def measure(self, closure: Closure, rho: float | None = None, *, others: int = 0) -> tuple[Probe, ...]:
+        """What the next step along random directions would measure; no step is taken.
 
         Args:
             closure: as for `step`.
-            rho: the scale.
+            rho: the perturbation scale; None: that of the steps.
             others: measures along so many directions that no step draws, in place of the next step's.
         """
-        drawn = self._draw(others)
-        with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
-            return self._probes(closure, drawn, rho)
+        draw = self.draw(others=others)
+        try:
+            return self._two_point.probes(closure, draw.directions, self.rho if rho is None else rho)
+        except FloatingPointError as error:
+            raise self._not_finite(error) from None
 
     @torch.no_grad()
     def replay(self, record: StepRecord) -> None:
@@ -151,24 +173,44 @@ class ZerothOrderOptimizer(SavedState):
         Args:
             record: of step `num_steps` of a run with the same seed and settings.
         """
-        if record.step != self.num_steps or len(record.probes) != self.num_directions:
+        rule = self._rule(record.kind)
+        count = self.num_directions if record.kind == self.kinds[0] else 0
+        if record.step != self.num_steps or len(record.probes) != count:
             raise RequestError(
                 f"record is of step {record.step} with {len(record.probes)} directions; the next step is "
-                f"{self.num_steps}, with {self.num_directions}."
+                f"{self.num_steps}, with {count}."
             )
-        self._take(self._draw(), record)
+        draw = self.draw(record.kind)
+        self._apply(rule, rule.estimator.recall(record, draw), record, draw)
+
+    def check_kind(self, kind: str, closure: Closure) -> None:
+        """An error where the model does not allow steps of that kind.
+
+        Args:
+            kind: one of `kinds`.
+            closure: evaluates the objective on some rows.
+
+        Raises:
+            RequestError: with the reason.
+        """
+        self._rule(kind).estimator.check(closure)
+
+    def _rule(self, kind: str) -> StepRule:
+        if kind not in self.rules:
+            raise RequestError(f"this method takes steps of kind {', '.join(self.rules)}, not {kind}; use lozo-adam.")
+        return self.rules[kind]
 
     def set_calibration_passes(self, passes: Passes) -> None:
-        """Says what a basis that sees the data is to look at; without it, that is the batch of the step at hand.
+        """Says which rows a data-dependent basis looks at; without it, those of the step at hand.
 
         Args:
             passes: step -> anything: runs the model on some training rows, whose inputs to each layer are looked at.
-                It is called when factors are first needed, and at every refresh with the step it is at.
+                It is called when factors are first needed, and at every refresh with the step of the refresh.
         """
-        self._watching = True
-        self._look_at(passes)
+        self._calibrate_with(passes)
+        self._calibrated = True
 
-    def _look_at(self, passes: Passes) -> None:
+    def _calibrate_with(self, passes: Passes) -> None:
         def as_in_a_step(refresh_step: int) -> object:
             with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
                 return passes(refresh_step)
@@ -176,61 +218,10 @@ class ZerothOrderOptimizer(SavedState):
         self.perturbation.set_calibration_passes(self.model, as_in_a_step)
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """Says where such a basis is to keep what it saw, so that steps can be replayed without the data."""
+        """Says where to keep what depends on data, so that steps can be replayed without the data."""
         self.perturbation.set_factor_store(store)
-
-    def _draw(self, others: int = 0) -> dict[str, list[Direction]]:
-        """The step's directions, by parameter; what is trained in the forward pass moves over to their factors."""
-        if self._closed:
-            raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
-        indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
-        keys = [DrawKey(self.seed, self.num_steps, index) for index in indices]
-        drawn: dict[str, list[Direction]] = {}
-        try:
-            for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
-                state = self._update_state.get(name, {})
-                drawn[name] = [self.perturbation.direction(moving.target, key, state) for key in keys]
-                moving.begin(drawn[name][0], keys[0])
-        except FloatingPointError:  # of what a basis looked at
-            raise self._not_finite(math.nan) from None
-        return drawn
-
-    def _take(self, drawn: dict[str, list[Direction]], record: StepRecord) -> None:
-        for name, moving in self.moving.items():
-            estimate = Estimate(drawn[name], record.projected_grads, self._num_estimates)
-            self._apply(moving, estimate, record.lr)
-        self.last_step = record
-        self.num_steps += 1
-
-    @property
-    def _num_estimates(self) -> int:
-        """How many were stepped along so far, which moments are corrected for."""
-        return self.num_steps
-
-    def _probes(self, closure: Closure, drawn: dict[str, list[Direction]], rho: float) -> tuple[Probe, ...]:
-        def show(points: Sequence[tuple[int, float]]) -> None:
-            for name, moving in self.moving.items():
-                moving.set_perturbations([Shift(drawn[name][index], scale) for index, scale in points])
-
-        own = range(self._ranks.rank, len(next(iter(drawn.values()))), self._ranks.size)
-        try:
-            probes = two_point(closure, show, rho, own, self._copies(closure, len(own)))
-        except NotInBlocksError:  # found out once, by the first step
-            self._in_blocks = False
-            probes = two_point(closure, show, rho, own, 1)
-        probes = gather_probes(probes, self._ranks)
-        for probe in probes:
-            if not probe.is_finite:
-                raise self._not_finite(probe.loss_minus if math.isfinite(probe.loss_plus) else probe.loss_plus)
-        if not any(moving.was_called for moving in self.moving.values()):
-            raise RequestError(
-                f"the closure runs none of the modules that are tuned, {self.targets[0].name} for one; it is to call "
-                "the optimizer's model, and a compiled one only after the optimizer was made."
-            )
-        return probes
-
-    def _not_finite(self, loss: float) -> NonFiniteLossError:
-        return NonFiniteLossError(self.num_steps, loss, self.last_step.loss if self.last_step is not None else None)
+        for rule in self.rules.values():
+            rule.estimator.set_factor_store(store)
 
     def share_directions(self, ranks: Ranks) -> None:
         """From now on each rank evaluates directions of its own, and all step along all of them.
@@ -243,28 +234,106 @@ class ZerothOrderOptimizer(SavedState):
                 f"method.num_directions is {self.num_directions}, which {ranks.size} ranks cannot share evenly; "
                 "give a multiple, or set train.parallel=rows."
             )
-        self._ranks = ranks
+        for rule in self.rules.values():
+            rule.estimator.share_directions(ranks)
 
-    def _copies(self, closure: Closure, directions: int) -> int:
-        dense = any(moving.draws_for_all_blocks for moving in self.moving.values())
-        return copies_of_a_pass(closure, directions, dense=dense) if self._in_blocks else 1
+    def draw(self, kind: str | None = None, *, others: int = 0) -> StepDraw:
+        """The directions of the next step; what is trained in the forward pass moves over to their fixed factors.
 
-    def _apply(self, moving: MovingParameter, estimate: Estimate, lr: float) -> None:
-        name = moving.target.name
-        if name not in self._update_state:
-            self._update_state[name] = self.update.init(estimate, moving)
-        self._decay(moving, lr)
-        self.update.step(moving, estimate, self._update_state[name], lr)
+        Args:
+            kind: of the step; None: the usual one.
+            others: draws as many directions that no step draws, in place of the step's own.
+        """
+        if self.parameters.closed:
+            raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
+        indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
+        keys = [DrawKey(self.seed, self.num_steps, index) for index in indices]
+        drawn: dict[str, list[Direction]] = {}
+        try:
+            for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
+                state = self._moments.get(name, {})
+                drawn[name] = [self.perturbation.direction(moving.target, key, state) for key in keys]
+                moving.begin(drawn[name][0], keys[0])
+        except FloatingPointError as error:  # of the rows that a basis is computed from
+            raise self._not_finite(error) from None
+        return StepDraw(self.num_steps, self.progress.counts[kind or self.kinds[0]], drawn)
 
-    def _decay(self, moving: MovingParameter, lr: float) -> None:
+    @property
+    def _moments(self) -> Moments:
+        """Of two-point steps, on which directions may depend."""
+        return self.progress.moments[self.kinds[0]]
+
+    def _apply(self, rule: StepRule, estimate: Estimate, record: StepRecord, draw: StepDraw) -> None:
+        for kind, other in self.rules.items():
+            if kind != record.kind and not other.restarts:  # no step of its own carries them over now
+                for name, state in self.progress.moments[kind].items():
+                    other.update.carry_over(draw.directions[name][0], state)
+        moments = self.progress.moments[record.kind]
+        for name, gradient in estimate.gradients.items():
+            moving = self.moving[name]
+            if name not in moments:
+                moments[name] = rule.update.init(gradient, moving)
+            self._decay(rule, moving, record.lr)
+            rule.update.step(moving, gradient, moments[name], record.lr)
+        self.progress.add(record, self._restarting)
+
+    def _decay(self, rule: StepRule, moving: MovingParameter, lr: float) -> None:
         weight_decay = float(self.param_groups[0]["weight_decay"])
         if weight_decay and moving.target.is_matrix:
-            decay = moving.decay_weight_ if self.update.writes_weight else moving.decay_
+            decay = moving.decay_weight_ if rule.update.writes_weight else moving.decay_
             decay(1 - lr * weight_decay)
+
+    def _not_finite(self, error: FloatingPointError) -> NonFiniteLossError:
+        loss = float(error.args[0]) if error.args else math.nan
+        return NonFiniteLossError(self.num_steps, loss, self.last_step.loss if self.last_step is not None else None)
+
+    @property
+    def moving(self) -> dict[str, MovingParameter]:
+        """Parameter name -> how it is moved."""
+        return self.parameters.moving
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of step, the usual one first."""
+        return tuple(self.rules)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """False: closures need not be differentiable."""
+        return False
+
+    @property
+    def replays(self) -> bool:
+        """True: a record says all that a step did."""
+        return True
+
+    @property
+    def rho(self) -> float:
+        """Perturbation scale."""
+        return self._two_point.rho
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken."""
+        return self.progress.num_steps
+
+    @property
+    def num_forward_passes(self) -> int:
+        """Evaluations of the closure so far."""
+        return self.progress.num_forward_passes
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """Record of the last step; None before the first."""
+        return self.progress.last_step
+
+    def step_divisor(self, kappa_sq: float) -> float:
+        """What a step divides the estimate by, at its least; see `Update.divisor`."""
+        return self.update.divisor(kappa_sq, self.num_directions)
 
     @property
     def cost_of_basis(self) -> tuple[int, float]:
-        """(calls of the model, seconds) that a basis which sees the data has spent on looking so far."""
+        """(calls of the model, seconds) that a data-dependent basis has spent so far."""
         return self.perturbation.cost_of_basis
 
     @property
@@ -272,28 +341,110 @@ class ZerothOrderOptimizer(SavedState):
         """Bytes of what is kept for drawing directions."""
         return self.perturbation.factor_bytes
 
+    @property
+    def compression_error(self) -> float:
+        """Of the parameter where it is largest: the share of what was trained that compression beside the base lost."""
+        return self.parameters.compression_error
+
     def application(self, name: str) -> tuple[int | None, str]:
-        """(rank of a parameter's directions or None, how it is moved, in words)."""
+        """(rank of a parameter's directions or None, how perturbations reach it, in words)."""
         return self.perturbation.rank_of(name), self.moving[name].application
 
-    @property
-    def num_forward_passes(self) -> int:
-        """Evaluations of the closure so far."""
-        return 2 * self.num_directions * self.num_steps
+    def drawn_on_the_device(self) -> str | None:
+        """A parameter whose steps depend on the type of its device, by noise or by rounding; None: there is none."""
+        return self.parameters.drawn_on_the_device()
+
+    def why_no_adapter(self) -> str | None:
+        """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
+        return self.parameters.why_no_adapter()
+
+    def low_rank_changes(self) -> list[LowRankChange]:
+        """What training added to each matrix that is moved in the forward pass."""
+        return self.parameters.low_rank_changes()
 
     @torch.no_grad()
     def merge(self) -> nn.Module:
         """Writes what was trained in the forward pass into the weights, removes the hooks, returns the model."""
-        for moving in self.moving.values():
-            if isinstance(moving, InForward):
-                moving.fold()
-        self.merged = True
-        self.close()
+        self.parameters.fold()
         return self.model
 
     def close(self) -> None:
         """Removes the hooks: parameters moved in the forward pass are the base's again."""
-        self._closed = True
-        for moving in self.moving.values():
-            moving.close()
-        self._blocks.close()
+        self.parameters.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """param_groups as torch has them; everything else by parameter name, in its own dtype.
+
+        The weights themselves are the model's, except where the method keeps its change beside them.
+        """
+        progress = self.progress
+        return {
+            "param_groups": super().state_dict()["param_groups"],
+            "rule": self._description,
+            "num_steps": progress.num_steps,
+            "num_forward_passes": progress.num_forward_passes,
+            "counts": dict(progress.counts),
+            "seed": self.seed,
+            "basis": self.perturbation.state(),
+            "change": self.parameters.changes(),
+            "moments": progress.tensors(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Puts a `state_dict` back; torch's own would cast float32 state to a bf16 parameter's dtype."""
+        if state_dict.get("rule", self._description) != self._description:
+            raise RequestError(f"state_dict: it is of {state_dict['rule']}, and this optimizer is {self._description}.")
+        names = set(state_dict["change"])
+        if names != set(self.moving):
+            odd = sorted(names ^ set(self.moving))[0]
+            raise RequestError(f"state_dict: it tunes other parameters than this optimizer, {odd} for one.")
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        progress, self.seed = self.progress, state_dict["seed"]
+        progress.num_steps, progress.num_forward_passes = state_dict["num_steps"], state_dict["num_forward_passes"]
+        progress.counts |= state_dict["counts"]
+        self._load_moments(state_dict["moments"])
+        self.perturbation.load_state(state_dict["basis"])
+        self.parameters.load_changes(state_dict["change"], self._draw_for(self.num_steps))
+
+    @property
+    def _description(self) -> str:
+        return f"{type(self.update).__name__} over {type(self.perturbation).__name__}"
+
+    def tuned_state(self) -> dict[str, Tensor]:
+        """Copies, on the CPU, of all that training changes; see `TunedParameters.tensors`."""
+        return {key: value.detach().cpu().clone() for key, value in self.parameters.tensors().items()}
+
+    def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
+        """Puts back a `tuned_state` taken after `num_steps` steps."""
+        self.parameters.load_tensors(tuned, self._draw_for(num_steps))
+
+    def resumable_state(self) -> dict[str, Tensor]:
+        """All tensors that the next step depends on, by name; not copies. See `load_resumable_state`."""
+        return self.parameters.tensors() | self.progress.tensors()
+
+    def load_resumable_state(self, state: Mapping[str, Tensor], records: Sequence[StepRecord]) -> None:
+        """Puts back a `resumable_state`; the next step is the one that followed it.
+
+        Args:
+            state: as it was saved.
+            records: of all steps that had been taken, from the first on.
+        """
+        self.progress.load_records(records, self._restarting)
+        self._load_moments(state)
+        self.load_tuned_state(state, self.num_steps)
+
+    def _load_moments(self, tensors: Mapping[str, Tensor]) -> None:
+        self.progress.load_tensors(tensors, {name: moving.target.device for name, moving in self.moving.items()})
+        for kind, rule in self.rules.items():
+            rule.estimator.resume(list(self.progress.moments[kind]))
+
+    def _draw_for(self, num_steps: int) -> Callable[[Target, int | None], Direction]:
+        """Draws directions with the fixed factors of a step; by default of the last of `num_steps`."""
+
+        def draw(target: Target, refresh_step: int | None) -> Direction:
+            key = DrawKey(self.seed, max(0, num_steps - 1) if refresh_step is None else refresh_step)
+            return self.perturbation.direction(target, key, self._moments.get(target.name, {}))
+
+        return draw

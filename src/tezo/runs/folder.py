@@ -1,21 +1,23 @@
-"""A run folder, and the listeners that follow a run.
+"""A run folder: what each file is for, and who writes it.
 
 config.yaml          resolved: `tezo train config.yaml` is the same run
-plan.json            every parameter: shape, kind, rank, trained or not, and how
+plan.json            every parameter: shape, kind, rank, whether it is trained, and how
 steps.log            every finished step, see `tezo.runs.step_log`
-basis-<step>.safetensors   what a basis that sees the data saw there
+basis-<step>.safetensors   factors that a data-dependent basis computed at that step
 feedback-<step>.safetensors   what a feedback step measured
-metrics.jsonl        a line every `log_every` steps, and one for each evaluation
+metrics.jsonl        one line every `log_every` steps, and one for each evaluation
 checkpoint-<step>/   until the run has ended, see `tezo.runs.checkpoints`
 adapter/             or model/: the result
 summary.json         before, after, time, memory, versions
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -23,23 +25,20 @@ from tezo.errors import RequestError
 from tezo.files import new_folder, own_object, write_file
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
 from tezo.runs.factor_files import FactorFiles
-from tezo.runs.fingerprint import check_same, log_header
 from tezo.runs.metrics_log import MetricsLog
-from tezo.runs.step_log import LoggedStep, StepLog
+from tezo.runs.step_log import LoggedStep, StepLog, read_log
 from tezo.tasks.evaluation import Metrics
-from tezo.training.config import dump_config
-from tezo.training.job import Job
-from tezo.training.listeners import Listener, Progress
-from tezo.training.plan import plan
 
-CONFIG, LOG, METRICS, SUMMARY = "config.yaml", "steps.log", "metrics.jsonl", "summary.json"
+CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
 
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What a run folder knows of a run that goes on.
+    """What a run folder has of a run that was begun.
 
     Attributes:
+        header: of its step log.
+        begun: whether there was a run before.
         checkpoint: the newest that is whole; None: start from the base.
         steps: all that were finished, from 0 on.
         evaluations: (split, step) -> metrics, of those that were made.
@@ -47,6 +46,8 @@ class ResumeState:
         notices: what the user should know.
     """
 
+    header: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    begun: bool = False
     checkpoint: Checkpoint | None = None
     steps: Sequence[LoggedStep] = ()
     evaluations: Mapping[tuple[str, int], Metrics] = field(default_factory=lambda: MappingProxyType({}))
@@ -54,24 +55,17 @@ class ResumeState:
     notices: tuple[str, ...] = ()
 
 
-class RunFolder(Listener):
-    """The files of one run, which this process alone writes.
+class RunFolder(ABC):
+    """The files of one run: one process writes them, others of the same run read them.
+
+    Calls come in this order: `open`, `describe`, steps and evaluations, `finish`; and `close` in any case.
 
     Args:
-        path: the folder; it is made when the run starts, not before.
+        path: of the folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._job: Job
-        self._steps: StepLog | None = None
-        self._metrics: MetricsLog
-
-    def check_free(self) -> None:
-        """An error where the folder exists and is not empty."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            ways = "give another --output, go on with --resume, or delete it first"
-            raise RequestError(f"output: {self.path} is in use; {ways}.")
 
     @property
     def has_begun(self) -> bool:
@@ -79,21 +73,100 @@ class RunFolder(Listener):
         return (self.path / LOG).is_file()
 
     def summary(self) -> dict[str, Any] | None:
-        """Of the run, if it has ended; what it needed until then is removed."""
+        """Of the run, if it has ended."""
         path = self.path / SUMMARY
-        if not path.is_file():
-            return None
-        remove_checkpoints(self.path)
-        return own_object(path, "delete it to go on with the run")
+        return own_object(path, "delete it to go on with the run") if path.is_file() else None
 
-    def begin(self, job: Job) -> ResumeState:
-        """Makes the folder, or takes up the run that is in it.
+    @property
+    @abstractmethod
+    def factor_files(self) -> FactorFiles:
+        """Where factors that depend on data are kept."""
+
+    @abstractmethod
+    def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
+        """Begins a run, or reads the one that is there.
+
+        Args:
+            header: of the step log of a new run.
+            sync_every: see `StepLog`.
 
         Raises:
-            RequestError: it cannot be written, another process writes it, or the run in it is another one.
+            RequestError: the folder cannot be written, or another process writes it.
         """
-        self._job, own = job, log_header(job)
-        resumed = self.has_begun
+
+    @abstractmethod
+    def result(self, name: str) -> AbstractContextManager[Path]:
+        """A folder for the result, which appears under that name when it is whole."""
+
+    # What follows has no effect in a process that only reads.
+
+    def check_free(self) -> None:
+        """An error where the folder exists and is not empty."""
+        return
+
+    def describe(self, config: str, plan: Sequence[Mapping[str, Any]]) -> None:
+        """Writes config.yaml and plan.json."""
+        del config, plan
+
+    def append_step(self, step: LoggedStep) -> None:
+        """Adds a step to the log, if it is not there already."""
+        del step
+
+    def append_metrics(self, step: int, line: Mapping[str, Any]) -> None:
+        """Adds the line of a step to metrics.jsonl."""
+        del step, line
+
+    def append_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
+        """Adds the line of an evaluation to metrics.jsonl."""
+        del split, step, metrics
+
+    def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
+        """Writes a checkpoint, after the log is on disk, and removes all but the newest `keep`."""
+        del checkpoint, keep
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json and removes the checkpoints."""
+        del summary
+
+    def remove_leftovers(self) -> None:
+        """Removes what a run that has ended needed until then, if its process was killed before it did."""
+        return
+
+    def close(self) -> None:
+        """Closes the log; the last call, whether the run has finished or not."""
+        return
+
+
+class WritableRunFolder(RunFolder):
+    """The folder of a run that this process alone writes; it is made when the run starts, not before."""
+
+    _steps: StepLog | None = None
+
+    @property
+    def factor_files(self) -> FactorFiles:
+        return FactorFiles(self.path, writes=True)
+
+    def check_free(self) -> None:
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            ways = "give another --output, go on with --resume, or delete it first"
+            raise RequestError(f"output: {self.path} is in use; {ways}.")
+
+    def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
+        begun = self.has_begun
+        self._check_writable()
+        self._steps = StepLog(self.path / LOG, header, sync_every)
+        self._metrics = MetricsLog(self.path / METRICS)
+        contents = self._steps.contents
+        checkpoint, notices = newest(self.path, len(contents.steps))
+        if contents.size > contents.valid:
+            notices.append(f"an unfinished record of {contents.size - contents.valid} bytes was cut from {LOG}.")
+        if begun:
+            at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
+            notices.append(f"going on after step {len(contents.steps)}, from {at} and {LOG}.")
+        evaluations, seconds = self._metrics.evaluations, self._metrics.seconds
+        return ResumeState(contents.header, begun, checkpoint, contents.steps, evaluations, seconds, tuple(notices))
+
+    def _check_writable(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".writable"
@@ -101,62 +174,67 @@ class RunFolder(Listener):
             probe.unlink()
         except OSError as error:
             raise RequestError(f"output: {self.path} cannot be written ({error.strerror}); give another.") from None
-        self._steps = StepLog(self.path / LOG, own, job.config.train.sync_every)
-        contents = self._steps.contents
-        notices = check_same(contents.header, own, job.optimizer) if resumed else []
-        write_file(self.path / CONFIG, dump_config(job.config).encode())
-        self._metrics = MetricsLog(self.path / METRICS)
-        job.optimizer.set_factor_store(FactorFiles(self.path, writes=True))
-        self.write_json("plan.json", plan(job.model, job.optimizer))
-        if contents.size > contents.valid:
-            notices.append(f"an unfinished record of {contents.size - contents.valid} bytes was cut from {LOG}.")
-        checkpoint, skipped = newest(self.path, len(contents.steps))
-        if resumed:
-            at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
-            notices.append(f"going on after step {len(contents.steps)}, from {at} and {LOG}.")
-        return ResumeState(checkpoint, contents.steps, self._metrics.evaluations, self._metrics.seconds,
-                    (*skipped, *notices))  # fmt: skip
 
-    def stepped(self, progress: Progress) -> None:
-        record, settings = progress.record, self._job.config.train
-        assert self._steps is not None
-        if record.step >= self._steps.count:
-            self._steps.append(LoggedStep(record, settings.seed, (record.step + 1) * settings.batch_size))
-        if (record.step + 1) % settings.log_every == 0:
-            self._metrics.step(
-                record.step + 1,
-                loss=record.loss,
-                projected_grads=list(record.projected_grads),
-                lr=record.lr,
-                seconds=round(progress.seconds, 3),
-                memory=progress.memory,
-            )
+    def describe(self, config: str, plan: Sequence[Mapping[str, Any]]) -> None:
+        write_file(self.path / CONFIG, config.encode())
+        self._metrics.cut_tail()
+        self._write_json(PLAN, plan)
 
-    def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
+    def append_step(self, step: LoggedStep) -> None:
+        if step.record.step >= self._log.count:
+            self._log.append(step)
+
+    def append_metrics(self, step: int, line: Mapping[str, Any]) -> None:
+        self._metrics.step(step, **line)
+
+    def append_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
         self._metrics.evaluation(split, step, metrics)
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Writes a checkpoint; the log is on disk before it."""
-        assert self._steps is not None
-        self._steps.sync()
-        save_checkpoint(self.path, checkpoint, self._job.config.train.keep_checkpoints)
+    def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
+        self._log.sync()
+        save_checkpoint(self.path, checkpoint, keep)
 
     @contextmanager
     def result(self, name: str) -> Iterator[Path]:
-        """A folder for the result, which appears when it is whole."""
         with new_folder(self.path / name) as folder:
             yield folder
 
-    def finished(self, summary: dict[str, Any]) -> None:
-        assert self._steps is not None
-        self._steps.sync()
-        self.write_json(SUMMARY, summary)
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._log.sync()
+        self._write_json(SUMMARY, summary)
         remove_checkpoints(self.path)
 
-    def closed(self) -> None:
+    def remove_leftovers(self) -> None:
+        remove_checkpoints(self.path)
+
+    def close(self) -> None:
         if self._steps is not None:
             self._steps.close()
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Writes one JSON file of the folder."""
+    @property
+    def _log(self) -> StepLog:
+        assert self._steps is not None, "open() comes first"
+        return self._steps
+
+    def _write_json(self, name: str, value: Any) -> None:
         write_file(self.path / name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+class ReadOnlyRunFolder(RunFolder):
+    """The folder of a run that another process writes: this one reads what that one has begun."""
+
+    @property
+    def factor_files(self) -> FactorFiles:
+        return FactorFiles(self.path, writes=False)
+
+    def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
+        del header, sync_every
+        contents, metrics = read_log(self.path / LOG), MetricsLog(self.path / METRICS)
+        checkpoint, _ = newest(self.path, len(contents.steps))
+        return ResumeState(contents.header, True, checkpoint, contents.steps, metrics.evaluations, metrics.seconds)
+
+    @contextmanager
+    def result(self, name: str) -> Iterator[Path]:
+        del name
+        with TemporaryDirectory() as folder:
+            yield Path(folder)

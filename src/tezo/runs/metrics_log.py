@@ -14,8 +14,7 @@ MOST_LINE = 1 << 20
 class MetricsLog:
     """The file, and what it already says of a run that was cut short.
 
-    An unfinished last line is cut off. What is there is not written again, so that a run that goes on adds what
-    is missing.
+    Lines that are there are not written again, so that a resumed run adds what is missing.
 
     Attributes:
         evaluations: (split, step) -> metrics.
@@ -28,12 +27,15 @@ class MetricsLog:
         self.seconds = 0.0
         self._last_step = 0
         data = path.read_bytes() if path.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]
-        for text in whole.splitlines():
+        self._whole, self._size = data.rfind(b"\n") + 1, len(data)
+        for text in data[: self._whole].splitlines():
             self._remember(text)
-        if len(whole) < len(data):
-            with storing(path), path.open("r+b") as file:
-                file.truncate(len(whole))
+
+    def cut_tail(self) -> None:
+        """Removes an unfinished last line; to be called before the first line is added."""
+        if self._whole < self._size:
+            with storing(self.path), self.path.open("r+b") as file:
+                file.truncate(self._whole)
 
     def _remember(self, text: bytes) -> None:
         try:

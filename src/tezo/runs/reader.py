@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tezo.estimators.estimate import StepRecord
 from tezo.files import UntrustedError, read_bytes, read_json, read_object
 from tezo.runs.folder import CONFIG, LOG, METRICS, SUMMARY
 from tezo.runs.metrics_log import MOST_LINE
-from tezo.runs.step_log import forward_passes, read_log
+from tezo.runs.step_log import read_log
 from tezo.training.config import read_config
 from tezo.training.recipe import Config
 
@@ -78,7 +79,7 @@ class Run:
     @cached_property
     def passes(self) -> list[int]:
         """Forward passes after 0, 1, 2, ... steps."""
-        return forward_passes(self.records, self.header["directions"])
+        return [0, *accumulate(record.forward_passes for record in self.records)]
 
     def metrics(self, split: str, *, last: bool) -> dict[str, float]:
         """Of the first or last evaluation of `split`; empty where there is none."""

@@ -2,9 +2,12 @@
 
     magic (8 bytes) | length (u32) | header (JSON) | CRC-32 of all before (u32) | record | record | ...
     record: step, seed, data position (3 u64) | learning rate, loss (2 f64)
-            | loss_plus, loss_minus, projected_grad (3 f64 for each direction) | CRC-32 (u32)
+            | forward passes (u32) | kind, number of probes (2 u16)
+            | loss_plus, loss_minus, projected_grad (3 f64 for each probe, zeros up to the header's "directions")
+            | CRC-32 (u32)
 
-A step that took no directions, a feedback step, has all bits set in their places, as no loss has.
+The kind is an index into the header's list "kinds". Version 1 ("tezolog1") has no forward passes, kind and number of
+probes; all bits of its probes are set in a step that took none.
 
 Little-endian. The CRC of a record goes on from the stored one of the record before it (of the header, for the first),
 so that a record is valid only in its place. A process that dies can leave the last record unfinished: an invalid
@@ -22,17 +25,21 @@ from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
-from tezo.estimators.estimate import MOST_DIRECTIONS, Probe, StepRecord
-from tezo.estimators.residual_writers import PASSES
-from tezo.files import storing, sync, write_all
+from tezo.estimators.estimate import FEEDBACK, GRADIENT, MOST_DIRECTIONS, TWO_POINT, Probe, StepRecord
+from tezo.files import storing, sync, write_all, write_file
 
-MAGIC = b"tezolog1"
+MAGIC, MAGIC_1 = b"tezolog2", b"tezolog1"
 MOST_HEADER = 1 << 20
-"""What a file may claim of the size of its header, before anything is read by it."""
+"""Bound on the size that a file may claim for its header, before anything is read by it."""
+MOST_KINDS = 1 << 8
+"""Bound on the kinds of step that a header may name."""
 
-_HEAD, _FIXED, _PROBE, _CRC = struct.Struct("<I"), struct.Struct("<QQQdd"), struct.Struct("<ddd"), struct.Struct("<I")
+_HEAD, _CRC, _PROBE = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<ddd")
+_FIXED = {MAGIC: struct.Struct("<QQQddIHH"), MAGIC_1: struct.Struct("<QQQdd")}
 
-_NOT_DRAWN = b"\xff" * _PROBE.size
+_NO_PROBE_1 = b"\xff" * _PROBE.size
+_PASSES_AT_PHASE_START_1 = 2
+"""Version 1: further forward passes of the first of several feedback steps in a row."""
 
 
 @dataclass(frozen=True)
@@ -55,46 +62,49 @@ class LogContents:
     """What a log says.
 
     Attributes:
-        header: JSON, with the number of directions a step.
+        version: of the format.
+        header: JSON, with the number of directions per step and the kinds of step.
         steps: finished steps, from 0 on.
         valid: bytes up to the end of the last one.
         size: bytes of the file; what is beyond `valid` is an unfinished tail.
     """
 
+    version: int
     header: dict[str, Any]
     steps: list[LoggedStep]
     valid: int
     size: int
 
 
-def _pack(step: LoggedStep, directions: int, crc: int) -> bytes:
-    record = step.record
-    body = _FIXED.pack(record.step, step.seed, step.position, record.lr, record.loss)
-    drawn = b"".join(_PROBE.pack(p.loss_plus, p.loss_minus, p.projected_grad) for p in record.probes)
-    body += drawn or _NOT_DRAWN * directions
+def _pack(step: LoggedStep, header: dict[str, Any], crc: int) -> bytes:
+    record, slots = step.record, header["directions"]
+    kind, count = header["kinds"].index(record.kind), len(record.probes)
+    body = _FIXED[MAGIC].pack(
+        record.step, step.seed, step.position, record.lr, record.loss, record.forward_passes, kind, count
+    )
+    body += b"".join(_PROBE.pack(p.loss_plus, p.loss_minus, p.projected_grad) for p in record.probes)
+    body += bytes(_PROBE.size * (slots - count))
     return body + _CRC.pack(zlib.crc32(body, crc))
 
 
-def _unpack(body: bytes) -> LoggedStep:
-    number, seed, position, lr, loss = _FIXED.unpack_from(body)
-    drawn = body[_FIXED.size :]
-    drawn = b"" if drawn == _NOT_DRAWN * (len(drawn) // _PROBE.size) else drawn
-    probes = tuple(Probe(*values) for values in _PROBE.iter_unpack(drawn))
-    return LoggedStep(StepRecord(number, loss, lr, probes), seed, position)
+def _unpack(body: bytes, kinds: Sequence[str]) -> LoggedStep:
+    fixed = _FIXED[MAGIC]
+    step, seed, position, lr, loss, passes, kind, count = fixed.unpack_from(body)
+    probes = tuple(Probe(*_PROBE.unpack_from(body, fixed.size + i * _PROBE.size)) for i in range(count))
+    return LoggedStep(StepRecord(step, loss, lr, probes, kinds[kind], passes), seed, position)
 
 
-def forward_passes(records: Sequence[StepRecord], directions: int) -> list[int]:
-    """Forward passes after 0, 1, 2, ... steps.
-
-    A step along directions has two for each. A feedback step has one, and two more where it follows none; a step of a
-    run without directions, by gradient, has one beside its backward pass.
-    """
-    passes, fed = [0], False
-    for record in records:
-        begins = directions > 0 and not record.probes and not fed
-        fed = not record.probes
-        passes.append(passes[-1] + (2 * len(record.probes) or 1) + PASSES * begins)
-    return passes
+def _unpack_1(body: bytes, before: StepRecord | None) -> LoggedStep:
+    fixed = _FIXED[MAGIC_1]
+    step, seed, position, lr, loss = fixed.unpack_from(body)
+    drawn = body[fixed.size :]
+    if drawn and drawn != _NO_PROBE_1 * (len(drawn) // _PROBE.size):
+        probes = tuple(Probe(*values) for values in _PROBE.iter_unpack(drawn))
+        return LoggedStep(StepRecord(step, loss, lr, probes, TWO_POINT, 2 * len(probes)), seed, position)
+    kind = FEEDBACK if drawn else GRADIENT
+    begins = kind == FEEDBACK and (before is None or before.kind != FEEDBACK)
+    passes = 1 + _PASSES_AT_PHASE_START_1 * begins
+    return LoggedStep(StepRecord(step, loss, lr, (), kind, passes), seed, position)
 
 
 def _head_bytes(header: dict[str, Any]) -> bytes:
@@ -113,18 +123,27 @@ def read_log(path: Path) -> LogContents:
         data = path.read_bytes()
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
-    header, start = _read_head(path, data)
-    size = _FIXED.size + _PROBE.size * header["directions"] + _CRC.size
+    magic, header, start = _read_head(path, data)
+    size = _FIXED[magic].size + _PROBE.size * header["directions"] + _CRC.size
     steps: list[LoggedStep] = []
     previous = _CRC.unpack_from(data, start - _CRC.size)[0]
     for place in range(start, len(data) - size + 1, size):
         body, crc = data[place : place + size - _CRC.size], _CRC.unpack_from(data, place + size - _CRC.size)[0]
-        if zlib.crc32(body, previous) != crc or _FIXED.unpack_from(body)[0] != len(steps):
+        if zlib.crc32(body, previous) != crc or not _is_record(body, magic, header, len(steps)):
             _check_tail(path, data, place, size, len(steps))
             break
-        steps.append(_unpack(body))
+        before = steps[-1].record if steps else None
+        steps.append(_unpack(body, header["kinds"]) if magic == MAGIC else _unpack_1(body, before))
         previous = crc
-    return LogContents(header, steps, start + size * len(steps), len(data))
+    return LogContents(int(magic[-1:]), header, steps, start + size * len(steps), len(data))
+
+
+def _is_record(body: bytes, magic: bytes, header: dict[str, Any], number: int) -> bool:
+    """Whether a body with a right CRC says what a record in this place can say."""
+    values = _FIXED[magic].unpack_from(body)
+    if values[0] != number:
+        return False
+    return magic == MAGIC_1 or (values[6] < len(header["kinds"]) and values[7] <= header["directions"])
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -135,15 +154,16 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            return _read_head(path, file.read(len(MAGIC) + _HEAD.size + MOST_HEADER + _CRC.size))[0]
+            return _read_head(path, file.read(len(MAGIC) + _HEAD.size + MOST_HEADER + _CRC.size))[1]
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
 
 
-def _read_head(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
+def _read_head(path: Path, data: bytes) -> tuple[bytes, dict[str, Any], int]:
+    """(magic, header, where the records begin)."""
     fault = RequestError(f"{path} is not a step log, or its header is damaged; go on from a copy, or start again.")
-    start = len(MAGIC) + _HEAD.size
-    if data[: len(MAGIC)] != MAGIC or len(data) < start:
+    magic, start = data[: len(MAGIC)], len(MAGIC) + _HEAD.size
+    if magic not in _FIXED or len(data) < start:
         raise fault
     end = start + _HEAD.unpack_from(data, len(MAGIC))[0]
     if end - start > MOST_HEADER or len(data) < end + _CRC.size:
@@ -152,12 +172,20 @@ def _read_head(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
         raise fault
     try:
         header = json.loads(data[start:end])
-        directions = header["directions"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, RecursionError):
         raise fault from None
-    if not isinstance(directions, int) or not 0 <= directions <= MOST_DIRECTIONS:
+    if not isinstance(header, dict) or not _is_sound(header, magic):
         raise fault
-    return header, end + _CRC.size
+    return magic, header, end + _CRC.size
+
+
+def _is_sound(header: dict[str, Any], magic: bytes) -> bool:
+    """Whether the header has what reading records takes."""
+    directions, kinds = header.get("directions"), header.get("kinds", [])
+    if not isinstance(directions, int) or not 0 <= directions <= MOST_DIRECTIONS:
+        return False
+    named = isinstance(kinds, list) and len(kinds) <= MOST_KINDS and all(isinstance(kind, str) for kind in kinds)
+    return named and (magic == MAGIC_1 or len(kinds) > 0)
 
 
 def _check_tail(path: Path, data: bytes, place: int, size: int, number: int) -> None:
@@ -176,10 +204,11 @@ class StepLog:
     """An open log that this process alone appends to.
 
     Args:
-        path: the file; it is made when there is none.
-        header: JSON that goes into a new file; "directions" says how many a step has.
+        path: the file; it is made when there is none, and rewritten when it has an earlier version.
+        header: JSON that goes into a new file; "directions" is the number of directions per step, "kinds" the kinds of
+            step that there may be.
         sync_every: records between forced writes to disk; 0 leaves that to the operating system. A process that is
-            killed loses no record either way; a power cut loses at most so many, which are then taken again.
+            killed loses no record either way; a power cut loses at most that many, which are then taken again.
 
     Attributes:
         contents: what was in the file.
@@ -192,12 +221,12 @@ class StepLog:
     def __init__(self, path: Path, header: dict[str, Any], sync_every: int) -> None:
         self.path = path
         self._sync_every = sync_every
-        with storing(path):
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._open()
         try:
-            self._lock()
             self._begin(_head_bytes(header))
             self.contents = read_log(path)
+            if self.contents.version == 1:
+                self._rewrite(header["kinds"])
             with storing(path):
                 os.ftruncate(self._file, self.contents.valid)
             self._crc = _last_crc(path, self.contents.valid)
@@ -205,6 +234,15 @@ class StepLog:
             os.close(self._file)
             raise
         self.count = len(self.contents.steps)
+
+    def _open(self) -> None:
+        with storing(self.path):
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._lock()
+        except BaseException:
+            os.close(self._file)
+            raise
 
     def _begin(self, head: bytes) -> None:
         """Writes the header of a new file, or of one whose process died while it wrote it."""
@@ -216,6 +254,17 @@ class StepLog:
                 write_all(self._file, head)
                 os.fsync(self._file)
                 sync(self.path.parent)
+
+    def _rewrite(self, kinds: Sequence[str]) -> None:
+        """Puts the same steps in their place in the present version."""
+        header = {**self.contents.header, "kinds": list(kinds)}
+        data = _head_bytes(header)
+        for step in self.contents.steps:
+            data += _pack(step, header, _CRC.unpack(data[-_CRC.size :])[0])
+        write_file(self.path, data)
+        os.close(self._file)
+        self._open()
+        self.contents = read_log(self.path)
 
     def _lock(self) -> None:
         try:
@@ -231,7 +280,7 @@ class StepLog:
         Raises:
             RunError: it cannot be written; the log ends with the step before.
         """
-        data = _pack(step, self.contents.header["directions"], self._crc)
+        data = _pack(step, self.contents.header, self._crc)
         with storing(self.path):
             if not self.path.exists():
                 raise FileNotFoundError(2, "no such file")
@@ -247,7 +296,7 @@ class StepLog:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file and its lock."""
         os.close(self._file)
 
 

@@ -1,7 +1,7 @@
-"""Rows, prompts and label words, and the objectives that put them to a model.
+"""Rows, prompts and label words, and the objectives that score a model on them.
 
-It gives the paper's sixteen tasks, the formats of rows, splits, objectives, evaluation and linear probes. May import
-models and what that may import.
+The interface: the paper's sixteen tasks, row formats, splits, objectives, evaluation and linear probes. This package
+may import models and the packages before it.
 """
 
 from tezo.tasks.answer_metrics import Measure as Measure

@@ -1,4 +1,4 @@
-"""How answers are scored: by the conventions of the ZO papers, and beside them by the data sets' own."""
+"""Metrics of answers: by the conventions of the ZO papers, and by those of the data sets."""
 
 import re
 import string
@@ -9,29 +9,29 @@ Score = tuple[float, float]
 """(exact match, F1), each from 0 to 1."""
 
 Measure = Callable[[str, Sequence[str]], dict[str, float]]
-"""(answer, right answers) -> figures by name, each from 0 to 1."""
+"""(answer, correct answers) -> metrics by name, each from 0 to 1."""
 
 
 def squad(prediction: str, references: Sequence[str]) -> dict[str, float]:
-    """By the best of the references: "exact_match" and "f1"."""
+    """SQuAD's "exact_match" and "f1", each the best over the references."""
     exact, f1 = exact_and_f1(prediction, references)
     return {"exact_match": exact, "f1": f1}
 
 
 def drop(prediction: str, references: Sequence[str]) -> dict[str, float]:
-    """DROP's official figures, the references being the spans of one answer: "drop_exact_match" and "drop_f1"."""
+    """DROP's official "drop_exact_match" and "drop_f1"; the references are the spans of one answer."""
     exact, f1 = drop_exact_and_f1(prediction, references)
     return {"drop_exact_match": exact, "drop_f1": f1}
 
 
 def normalized(text: str) -> str:
-    """As SQuAD compares answers: lower case, without punctuation, articles and doubled spaces."""
+    """The text in SQuAD's normal form: lower case, without punctuation, articles and repeated spaces."""
     kept = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
 def exact_and_f1(prediction: str, references: Sequence[str]) -> Score:
-    """The best of the references: (same after normalisation, F1 of the words in common)."""
+    """(equality after normalisation, F1 of the common words), each the best over the references."""
     scores = [(float(normalized(prediction) == normalized(r)), _word_f1(prediction, r)) for r in references]
     return max(exact for exact, _ in scores), max(f1 for _, f1 in scores)
 
@@ -45,10 +45,10 @@ def _word_f1(prediction: str, reference: str) -> float:
 
 
 def drop_exact_and_f1(prediction: str, spans: Sequence[str]) -> Score:
-    """DROP's own metric for an answer of one span, where `spans` together are the right answer.
+    """DROP's official metric for an answer of one span; `spans` together are the correct answer.
 
-    Words are compared after normalisation, numbers by value; a span whose numbers are not met scores nothing; the
-    F1 of the span that fits best is shared among all.
+    Words are compared after normalisation, numbers by value. A span with numbers scores 0 unless the answer has one of
+    them. F1 is that of the best span, divided by the number of spans.
     """
     said = _drop_words(prediction)
     right = [_drop_words(span) for span in spans]
@@ -57,7 +57,7 @@ def drop_exact_and_f1(prediction: str, spans: Sequence[str]) -> Score:
 
 
 def _drop_words(text: str) -> frozenset[str]:
-    """The set of a span's words: numbers as floats are written, words lower, bare of articles and punctuation."""
+    """The set of a span's words: numbers written as floats, words in lower case without articles and punctuation."""
     words = (_drop_word(word) for word in re.split(r"[ -]", text))
     return frozenset(part for word in words for part in word.split())
 

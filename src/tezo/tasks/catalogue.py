@@ -1,6 +1,6 @@
-"""The sixteen data sets of the paper, as MeZO, LOZO, SubZO and TeZO put them to models.
+"""The sixteen data sets of the paper, with the prompts of MeZO, LOZO, SubZO and TeZO.
 
-To add one, add an entry here, a row to `examples.json` and its prompt to `tests/golden/`; it is tested with the others.
+To add one, add an entry here, a row to `examples.json` and its prompt to `tests/golden/`; the tests cover all entries.
 """
 
 import json
@@ -17,29 +17,29 @@ SUPER_GLUE, GLUE = "aps/super_glue", "nyu-mll/glue"
 
 
 def capital(text: str) -> str:
-    """With a capital first letter."""
+    """The text with an upper-case first letter."""
     return text[:1].upper() + text[1:]
 
 
 def small(text: str) -> str:
-    """With a small first letter."""
+    """The text with a lower-case first letter."""
     return text[:1].lower() + text[1:]
 
 
 def pair(first: str, second: str, words: tuple[str, ...]) -> Choice:
-    """RoBERTa's wording of two sentences: "first?<mask>, second", the last character of the first cut off."""
+    """RoBERTa's prompt for two sentences: "first?<mask>, second", without the last character of the first."""
     return Choice(lambda row: f"{row[first][:-1]}?{MASK}, {small(row[second])}", words)
 
 
 def premise_and_hypothesis(words: tuple[str, ...]) -> dict[Kind, Wording]:
-    """Natural language inference for models with a mask, and for encoders of sentences."""
+    """Natural language inference, for masked models and encoders."""
     described = {" Yes": "It follows.", " No": "It is false.", " Maybe": "It may be true or false."}
     both = Choice(lambda row: f"{row['premise']} {row['hypothesis']}", tuple(described[word] for word in words))
     return {"masked": pair("premise", "hypothesis", words), "encoder": both}
 
 
 def sentiment(text: str, words: tuple[str, ...]) -> dict[Kind, Wording]:
-    """Opinions, from bad to good."""
+    """Sentiment, for masked models and encoders; `words` go from negative to positive."""
     return {
         "masked": Choice(lambda row: f"{row[text].strip()} It was{MASK}.", words),
         "encoder": Choice(lambda row: row[text], tuple(f"It was{word}." for word in words)),
@@ -83,7 +83,7 @@ def _record_right(row: Row) -> list[int]:
     entities = row.value("entities", list)
     right = [entities.index(answer) for answer in row.value("answers", list) if answer in entities]
     if not right:
-        raise RequestError(f"{row.where}: none of its answers is among its entities; mend or leave out that row.")
+        raise RequestError(f"{row.where}: none of its answers is among its entities; fix or remove that row.")
     return right
 
 
@@ -96,11 +96,11 @@ def _drop_references(row: Row) -> Sequence[str]:
 
 
 def _texts(row: Row, field: str, key: str) -> Sequence[str]:
-    """The answers, once each; an error where there is none."""
-    found = row.value(field, dict).get(key)
-    if not isinstance(found, list) or not found:
-        raise RequestError(f"{row.where}: there is no answer in {field!r}; mend or leave out that row.")
-    return [str(text) for text in dict.fromkeys(found)]
+    """The distinct answers; `RequestError` if there are none."""
+    texts = row.value(field, dict).get(key)
+    if not isinstance(texts, list) or not texts:
+        raise RequestError(f"{row.where}: there is no answer in {field!r}; fix or remove that row.")
+    return [str(text) for text in dict.fromkeys(texts)]
 
 
 YES_NO, NO_YES = ("Yes", "No"), ("No", "Yes")
@@ -195,7 +195,7 @@ CAUSAL = (
         measures=(squad, drop),
     ),
 )  # fmt: skip
-"""Of the tables for OPT and LLaMA."""
+"""Tasks of the paper's tables for OPT and LLaMA."""
 
 MASKED = (
     Task("sst5", Hub("SetFit/sst5"),
@@ -217,16 +217,16 @@ MASKED = (
         },
     ),
 )  # fmt: skip
-"""Of the tables for RoBERTa-large, which has SST-2 and RTE too."""
+"""Tasks of the paper's tables for RoBERTa-large, besides SST-2 and RTE."""
 
 TASKS = {task.name: task for task in (*CAUSAL, *MASKED)}
 
 
 def task(name: str) -> Task:
-    """The task of that name.
+    """The task `name`.
 
     Raises:
-        RequestError: there is none.
+        RequestError: there is no such task.
     """
     if name not in TASKS:
         raise RequestError(f"data.task: there is no task {name!r}. " + nearest(name, TASKS))
@@ -234,6 +234,6 @@ def task(name: str) -> Task:
 
 
 def example_row(name: str) -> Row:
-    """A row of that task, written for this project."""
+    """An example row of the task `name`, written for this project."""
     rows = json.loads((resources.files("tezo.tasks") / "examples.json").read_text(encoding="utf-8"))
     return Row(rows[name], "the example")

@@ -6,51 +6,51 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The rows."""
+    """The section `data`: where rows come from, how they become prompts, and how many are used."""
 
     train: str | None = None
-    """A JSONL, CSV, TSV or Parquet file, or a hub data set."""
+    """Training rows: a JSONL, CSV, TSV or Parquet file, or a hub data set."""
     task: str | None = None
-    """Instead of train: one of the paper's data sets, see `tezo tasks`."""
+    """One of the paper's data sets, instead of train; see `tezo tasks`."""
     dir: str | None = None
-    """Folder with a task's rows, TASK/train.jsonl and TASK/validation.jsonl; None: the hub."""
+    """Folder with the task's rows, TASK/train.jsonl and TASK/validation.jsonl. Default: the hub."""
     dev: str | None = None
-    """Rows that choose the checkpoint, evaluated during the run: a file, or a split of the hub data set."""
+    """Dev rows, evaluated during the run to choose the checkpoint: a file, or a split of the hub data set."""
     test: str | None = None
-    """Rows for the figures before and after: a file, or a split of the hub data set. None: the dev rows."""
+    """Rows for the metrics before and after training: a file, or a split of the hub data set. Default: the dev rows."""
     hold_out: float = 0.1
-    """Share of the training rows used as dev rows where neither dev nor test is given."""
+    """Fraction of the training rows held out as dev rows if neither dev nor test is given; at most 500 rows."""
     subset: str | None = None
-    """Configuration name of a hub data set."""
+    """Configuration name of the hub data set."""
     train_split: str = "train"
-    """Split of a hub data set to train on."""
+    """Split to train on, of the hub data set or the task."""
     shape: Literal["auto", "completion", "messages", "label"] = "auto"
-    """What a row is; auto goes by the fields of the first."""
+    """Shape of the rows: completion, messages or label. Default auto: by the fields of the first row."""
     text: str = "text"
-    """Field of a labelled text."""
+    """Name of the field with the text of a labelled row."""
     label: str = "label"
-    """Field of its label."""
+    """Name of the field with the label."""
     prompt: str = "prompt"
-    """Field of a prompt."""
+    """Name of the field with the prompt."""
     completion: str = "completion"
-    """Field of its completion."""
+    """Name of the field with the completion."""
     messages: str = "messages"
-    """Field of a conversation."""
+    """Name of the field with the messages of a conversation."""
     template: str | None = None
-    """Of labelled rows: {field} stands for a field, {mask} for the mask of a masked model."""
+    """Prompt of labelled rows: {field} inserts a field, {mask} the mask token. Default: by the kind of model."""
     label_words: dict[str, str] | None = None
-    """Label -> word, or description for an encoder; None: the labels found, as they are."""
+    """Word (for an encoder: description) that stands for each label. Default: the labels themselves."""
     num_train: int | None = None
-    """Training rows; None: all, of a task 1000."""
+    """Training rows. Default: all; for a task 1000."""
     num_dev: int | None = None
-    """Dev rows; None: all that are given; of a task 500 (cb and copa 100), taken from the training rows."""
+    """Dev rows. Default: all that are given; for a task 500 (cb and copa 100), taken from the training rows."""
     num_test: int | None = None
-    """Test rows, the same for every seed; None: all, of a task at most 1000."""
+    """Test rows, the same for every seed. Default: all; for a task at most 1000."""
     per_class: int | None = None
-    """Training rows of each label (k-shot), and of a task as many dev rows but where num_dev says; None: num_train."""
+    """Training rows per label (k-shot). A task also draws as many dev rows per label, unless num_dev is set."""
     allow_fewer: bool = False
-    """Take what there is where there are fewer rows than num_train or per_class says."""
+    """Use all rows there are if they are fewer than num_train, num_dev, num_test or per_class."""
     seed: int | None = None
-    """Of the choice of rows; None: train.seed."""
+    """Seed of the choice of rows. Default: train.seed."""
     max_length: int | None = None
-    """Longest input in tokens; None: the model's."""
+    """Maximum input length in tokens. Default: the model's maximum."""

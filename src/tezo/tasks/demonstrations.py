@@ -1,4 +1,4 @@
-"""In-context learning: solved rows before the question."""
+"""In-context learning: rows with their answers before the question."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from tezo.tasks.examples import Example, Row
 from tezo.tasks.formats import Format
 
 JOINT = "\n\n"
-"""Between demonstrations, as MeZO and the papers after it have it."""
+"""Separator of demonstrations, as in MeZO and later papers."""
 
 
 @dataclass(frozen=True)
 class Demonstrated(Format):
-    """A format whose prompts begin with `count` rows of `pool` and their answers, drawn anew for every row.
+    """A format whose prompts begin with `count` rows of `pool` and their answers, drawn separately for every row.
 
-    A row that is in the pool itself is not shown to itself.
+    A row is never a demonstration for itself.
     """
 
     shape = "task"
@@ -43,11 +43,11 @@ class Demonstrated(Format):
         return self.inner.max_new_tokens
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        asked = self.inner.example(row, answered=answered)
+        question = self.inner.example(row, answered=answered)
         others = [i for i in permutation(len(self.pool), seed=self.seed, step=0, name=f"shots.{row.where}")
                   if self.pool[i].fields != row.fields][: self.count]  # fmt: skip
         if len(others) < self.count:
             raise RequestError(f"shots is {self.count}, but there are {len(others)} other rows to show; lower it.")
-        shown = [self.inner.example(self.pool[i]) for i in others]
-        solved = [(example.prompt + example.answer).strip() for example in shown]
-        return replace(asked, prompt=JOINT.join([*solved, asked.prompt]))
+        examples = [self.inner.example(self.pool[i]) for i in others]
+        demonstrations = [(example.prompt + example.answer).strip() for example in examples]
+        return replace(question, prompt=JOINT.join([*demonstrations, question.prompt]))

@@ -1,4 +1,4 @@
-"""Scoring a model on encoded examples, and answering new ones."""
+"""Evaluation of a model on encoded examples, and prediction of answers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,21 +30,21 @@ def evaluate(
     max_new_tokens: int = 0,
     calibrate: bool = False,
 ) -> Metrics:
-    """Metrics over all examples.
+    """Metrics of a model over all examples.
 
-    Options: "loss" (mean cross-entropy over the options), "accuracy", and where all examples have the same options
-    "macro_f1" (mean over the labels that occur among answers or predictions). Free text: "loss" (mean negative
-    log-likelihood of an answer token, in nats) and "token_accuracy" (share of answer tokens that are the likeliest,
-    given those before).
+    Examples with options: "loss" (mean cross-entropy over the options), "accuracy", and, if all examples have the same
+    options, "macro_f1" (mean over the labels that occur among answers or predictions). Free text: "loss" (mean
+    negative log-likelihood per answer token, in nats) and "token_accuracy" (fraction of answer tokens that are the
+    most likely token, given those before).
 
     Args:
-        model: to be measured.
-        objective: of its kind.
+        model: the model to evaluate.
+        objective: the objective of the model's kind.
         encoded: examples with their answers.
-        batch_size: examples of a batch.
-        measures: for examples with references: what compares them with the answer, which is the best option or
-            the greedy continuation; their means are metrics too.
-        max_new_tokens: longest continuation.
+        batch_size: examples per batch.
+        measures: metrics that compare the answer (best option or greedy continuation) with the references of an
+            example; their means are returned as well.
+        max_new_tokens: maximum length of a continuation in tokens.
         calibrate: see `option_scores`.
     """
     objective.adapt(model, encoded)
@@ -71,15 +71,15 @@ def measure(
     shots: int = 0,
     calibrate: bool = False,
 ) -> tuple[Metrics, list[str]]:
-    """(metrics, what the user should know) of a model on rows with answers.
+    """(metrics, notices for the user) of a model on rows with answers.
 
     Args:
-        data: how the rows are read.
+        data: format of the rows.
         loaded: the model.
-        rows: as they were read.
-        batch_size: examples of a batch.
-        seed: of the choice of shots.
-        shots: training rows shown before each question.
+        rows: rows with their answers.
+        batch_size: examples per batch.
+        seed: seed of the choice of demonstrations.
+        shots: number of training rows shown, with their answers, before each question.
         calibrate: see `option_scores`.
     """
     form = with_shots(make_format(data, loaded, rows), data, loaded, shots, seed)
@@ -95,47 +95,54 @@ def measure(
 def option_scores(
     model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, *, calibrate: bool = False
 ) -> list[Tensor]:
-    """The score of every option of each example, float64 on the CPU.
+    """For each example the scores of its options, (O,) in float64 on the CPU.
 
-    With `calibrate` a score is how much likelier the option is after the prompt than after the prompt without the
-    row's own text (surface form competition, Holtzman et al. 2021):
+    With `calibrate` a score compares the option after the prompt with the option after the null prompt, the prompt
+    without the row's own text (surface form competition, Holtzman et al. 2021):
 
         log p(option | prompt) - log p(option | null prompt).
 
     Raises:
-        RequestError: calibrated scores are asked for where there is no null prompt.
+        RequestError: `calibrate` is set, but the examples have no null prompt.
     """
     scores = _plain_scores(model, objective, encoded, batch_size)
     if not calibrate:
         return scores
     nulls = {(e.example.null, e.example.options): e.example for e in encoded}
     if any(null is None for null, _ in nulls) or not isinstance(objective, CausalObjective):
-        raise RequestError("calibrate is set, but these rows have no prompt without their text; it is for tasks "
-                           "and causal models.")  # fmt: skip
+        raise RequestError("calibrate is set, but these rows have no prompt without their text; use it with a task "
+                           "and a causal model.")  # fmt: skip
     blank = [objective.encode(replace(example, prompt=null or "")) for (null, _), example in nulls.items()]
-    found = _plain_scores(model, objective, blank, batch_size)
-    prior = {key: _sums(row, e) for key, row, e in zip(nulls, found, blank, strict=True)}
+    null_scores = _plain_scores(model, objective, blank, batch_size)
+    prior = {key: _sums(row, e) for key, row, e in zip(nulls, null_scores, blank, strict=True)}
     pairs = zip(scores, encoded, strict=True)
     return [_sums(row, e) - prior[e.example.null, e.example.options] for row, e in pairs]
 
 
 def _sums(means: Tensor, encoded: Encoded) -> Tensor:
-    """Log-probabilities of whole options, of means over their tokens."""
+    """Log-probabilities of whole options from the means over their tokens."""
     return means * torch.tensor(encoded.answers)
 
 
 def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
+    scores: dict[int, Tensor] = {}
     for part in by_length(encoded, batch_size):
         table = objective.scores(model, objective.collate([encoded[i] for i in part])).double().cpu()
-        found |= {i: row[: len(encoded[i].example.options)] for i, row in zip(part, table, strict=True)}
-    return [found[i] for i in range(len(encoded))]
+        scores |= {i: row[: len(encoded[i].example.options)] for i, row in zip(part, table, strict=True)}
+    return [scores[i] for i in range(len(encoded))]
 
 
 def choice_metrics(
     scores: Sequence[Tensor], best: Sequence[int], encoded: Sequence[Encoded], *, shared: bool
 ) -> Metrics:
-    """Of the options' scores and the best ones; `shared` where all examples have the same options."""
+    """The metrics "loss", "accuracy" and, if `shared`, "macro_f1".
+
+    Args:
+        scores: for each example the scores of its options.
+        best: for each example the index of its best option.
+        encoded: the examples, with their labels.
+        shared: whether all examples have the same options.
+    """
     labels = [e.example.label for e in encoded]
     loss = sum(-float(row.log_softmax(0)[label]) for row, label in zip(scores, labels, strict=True))
     hits = [e.example.is_right(option) for e, option in zip(encoded, best, strict=True)]
@@ -167,7 +174,7 @@ def _measured(measures: Sequence[Measure], answers: Sequence[str], encoded: Sequ
 def predict(
     model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, max_new_tokens: int
 ) -> list[str]:
-    """The answers, in order: the name of the best option, or for free text the greedy continuation."""
+    """The answer to each example, in order: the name of the best option, or for free text the greedy continuation."""
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if not encoded[0].example.options:
@@ -195,7 +202,7 @@ _GREEDY: dict[str, Any] = {
     "min_length": 0,
     "min_new_tokens": 0,
 }
-"""The likeliest token each time, whatever the model's own generation_config would have."""
+"""Options of greedy decoding; they override the model's own generation_config."""
 
 
 def _generate(model: Any, objective: Objective, encoded: Sequence[Encoded], max_new_tokens: int) -> list[str]:
@@ -204,8 +211,8 @@ def _generate(model: Any, objective: Objective, encoded: Sequence[Encoded], max_
     length = max(map(len, prompts))
     padded = [(tokenizer.pad_token_id,) * (length - len(p)) + tuple(p) for p in prompts]
     mask = [[0] * (length - len(p)) + [1] * len(p) for p in prompts]
-    a_line = not encoded[0].example.ends
-    stop = {"stop_strings": ["\n"], "tokenizer": tokenizer} if a_line else {}
+    one_line = not encoded[0].example.ends
+    stop = {"stop_strings": ["\n"], "tokenizer": tokenizer} if one_line else {}
     output = model.generate(
         input_ids=torch.tensor(padded, device=objective.device),
         attention_mask=torch.tensor(mask, device=objective.device),
@@ -215,18 +222,18 @@ def _generate(model: Any, objective: Objective, encoded: Sequence[Encoded], max_
         **stop,
     )
     texts = [str(text) for text in tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)]
-    return [(text.partition("\n")[0] if a_line else text).strip() for text in texts]
+    return [(text.partition("\n")[0] if one_line else text).strip() for text in texts]
 
 
 def by_length(encoded: Sequence[Encoded], batch_size: int) -> Iterator[list[int]]:
-    """Indices in batches of like length, so that little is padded."""
+    """Indices of the examples in batches of similar length, which keeps padding short."""
     order = sorted(range(len(encoded)), key=lambda i: encoded[i].length)
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
 
 
 def macro_f1(predictions: Sequence[int], labels: Sequence[int | None]) -> float:
-    """Mean of the F1 scores of the labels that occur."""
+    """Mean of the F1 scores of the labels that occur among predictions or labels."""
     classes = sorted({c for c in (*predictions, *labels) if c is not None})
     pairs = list(zip(predictions, labels, strict=True))
     scores = []

@@ -1,4 +1,4 @@
-"""The two records of this room: a row as it was read, an example as a model sees it."""
+"""The two records of this package: a row of a data file, and an example with prompt and answer."""
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,50 +10,50 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a data file: its fields, and where it stands ("train.jsonl, line 3") for messages."""
+    """A row of a data file: its fields, and its place ("train.jsonl, line 3") for messages."""
 
     fields: dict[str, Any]
     where: str
 
     def __getitem__(self, name: str) -> str:
-        """The text in a field."""
+        """The string in a field; see `value`."""
         return self.value(name, str)
 
     def value(self, name: str, kind: type[T]) -> T:
-        """What is in a field; an error where there is no such field or it is of another type."""
+        """The value of a field; `RequestError` if the field is missing or not of type `kind`."""
         if name not in self.fields:
             raise RequestError(f"{self.where}: there is no field {name!r}; it has {', '.join(self.fields) or 'none'}.")
         value = self.fields[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise RequestError(
-                f"{self.where}: field {name!r} is {type(value).__name__}, not {kind.__name__}; mend that row."
+                f"{self.where}: field {name!r} is {type(value).__name__}, not {kind.__name__}; fix that row."
             )
         return value
 
 
 def blank(row: Row, kept: tuple[str, ...] = ()) -> Row:
-    """The row with its texts emptied, but for the fields named in `kept`."""
+    """The row with its strings emptied, except the fields in `kept`."""
     emptied = {k: "" if isinstance(v, str) and k not in kept else v for k, v in row.fields.items()}
     return Row(emptied, row.where)
 
 
 @dataclass(frozen=True)
 class Example:
-    """A question with its answer.
+    """A prompt with its answer.
 
     Attributes:
-        prompt: what comes before the answer, or for a masked model all but the mask.
-        answer: the text to be learnt; "" where it is not known.
-        options: the answers to choose among; empty for free text.
-        label: index of the right option; None where it is not known, or for free text.
-        where: the row it was made from.
+        prompt: the text before the answer; for a masked model, the whole text without the mask.
+        answer: the text to learn; "" if it is unknown.
+        options: the answers to choose from; empty for free text.
+        label: index of the correct option; None if it is unknown, or for free text.
+        where: place of the row it was made from, for messages.
         chat: whether the prompt was rendered by a chat template, special tokens included.
-        slot: for a masked model, the place of the mask: how many characters of the prompt precede it.
-        names: what the options are called in answers; empty: as they are, without the space around them.
-        null: the prompt without the row's own text, for calibrated scores; None where there is no such thing.
-        right: indices of all options that are right, where there may be several; empty: `label` alone.
-        references: right answers of free text, to compare with.
-        ends: whether the end of the text is learnt as part of the answer.
+        slot: for a masked model, the position of the mask in the prompt, in characters; otherwise None.
+        names: names of the options in predictions; empty: the options without surrounding spaces.
+        null: the prompt without the row's own text, for calibrated scores; None if there is none.
+        right: indices of all correct options, if there can be several; empty: only `label`.
+        references: correct answers to compare a predicted text with.
+        ends: whether the end-of-text token is learnt as part of the answer.
     """
 
     prompt: str
@@ -70,9 +70,9 @@ class Example:
     ends: bool = True
 
     def name_of(self, option: int) -> str:
-        """What an option is called in answers."""
+        """The name of an option in predictions."""
         return self.names[option] if self.names else self.options[option].strip()
 
     def is_right(self, option: int) -> bool:
-        """Whether an option is a right one."""
+        """Whether an option is correct."""
         return option in (self.right or (self.label,))

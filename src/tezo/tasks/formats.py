@@ -1,4 +1,4 @@
-"""Rows to examples, for each shape of data: prompt/completion, messages, text/label."""
+"""Formats that turn rows into examples, one for each shape of row: prompt/completion, messages, text/label."""
 
 import re
 from abc import ABC, abstractmethod
@@ -12,52 +12,52 @@ from tezo.tasks.answer_metrics import Measure
 from tezo.tasks.examples import Example, Row
 
 RenderChat = Callable[[list[dict[str, Any]]], str]
-"""Messages -> the prompt that asks for the next one, special tokens included."""
+"""Messages -> the prompt for the next message, special tokens included."""
 
 TEMPLATES: dict[Kind, str] = {"causal": "{text}\nLabel:", "masked": "{text} It was {mask}.", "encoder": "{text}"}
-"""Of text/label rows, where no template is given."""
+"""Default templates of text/label rows."""
 
 _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
-"""A field of a template; braces around anything else, such as JSON, are text."""
+"""A field in a template. Braces around anything else, such as JSON, are plain text."""
 
 
 class Format(ABC):
-    """A shape of data."""
+    """Turns rows of one shape into examples."""
 
     shape: ClassVar[Literal["completion", "messages", "label", "task"]]
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Of labelled data, in order; empty where rows do not share their options."""
+        """The labels in order; empty if the rows do not share their options."""
         return ()
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What stands for each label in the model's answer."""
+        """The text that stands for each label in the model's answer; empty if the rows do not share them."""
         return ()
 
     @property
     def measures(self) -> tuple[Measure, ...]:
-        """What compares an answer with the references of its example, where it has any."""
+        """Metrics that compare an answer with the references of its example."""
         return ()
 
     @property
     def max_new_tokens(self) -> int | None:
-        """How long an answer in free text may be; None: not settled by the data."""
+        """Maximum length in tokens of an answer in free text; None if the data set no limit."""
         return None
 
     @abstractmethod
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        """The example of a row; with `answered=False` without its answer, which may be missing or wrong."""
+        """The example of a row. With `answered=False` the answer is not read; it may be missing or invalid."""
 
     def training_example(self, row: Row) -> Example:
-        """The example to learn from: by default the one to be answered."""
+        """The example to train on; by default the same as for evaluation."""
         return self.example(row)
 
 
 @dataclass(frozen=True)
 class CompletionFormat(Format):
-    """{"prompt": ..., "completion": ...}."""
+    """Rows {"prompt": ..., "completion": ...}."""
 
     shape = "completion"
     prompt: str
@@ -70,7 +70,7 @@ class CompletionFormat(Format):
 
 @dataclass(frozen=True)
 class MessagesFormat(Format):
-    """{"messages": [{"role": ..., "content": ...}, ...]}: the last message, the assistant's, is the answer."""
+    """Rows {"messages": [{"role": ..., "content": ...}, ...]}; the assistant's last message is the answer."""
 
     shape = "messages"
     messages: str
@@ -83,7 +83,7 @@ class MessagesFormat(Format):
             for m in messages
         ):
             raise RequestError(
-                f'{row.where}: field {self.messages!r} is not a list of {{"role": ..., "content": ...}}; mend that row.'
+                f'{row.where}: field {self.messages!r} is not a list of {{"role": ..., "content": ...}}; fix that row.'
             )
         answer = ""
         if messages and messages[-1]["role"] == "assistant":
@@ -95,7 +95,7 @@ class MessagesFormat(Format):
 
 @dataclass(frozen=True)
 class LabelFormat(Format):
-    """{"text": ..., "label": ...} with a template, and words that stand for the labels."""
+    """Rows {"text": ..., "label": ...}, with a template for the prompt and a word for each label."""
 
     shape = "label"
     label: str
@@ -120,14 +120,14 @@ class LabelFormat(Format):
         label = str(_value(row, self.label))
         if label not in self.words:
             raise RequestError(
-                f"{row.where}: the label {label!r} is unknown; mend the row, or name all labels in data.label_words. "
+                f"{row.where}: the label {label!r} is unknown; fix the row, or name all labels in data.label_words. "
                 + nearest(label, self.words)
             )
         index = self.labels.index(label)
         return Example(prompt, options[index], options, index, row.where, slot=slot, names=self.labels)
 
     def _fill(self, row: Row) -> tuple[str, int | None]:
-        """The template with the row's fields, and where the mask goes; braces in a field are only text."""
+        """(the template with the row's fields, the position of the mask or None); braces in a field are plain text."""
         prompt, slot = "", None
         for place, piece in enumerate(_FIELD.split(self.template)):
             if place % 2 == 0:
@@ -141,17 +141,17 @@ class LabelFormat(Format):
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The names that a data set gives its fields, and how labelled rows are put to the model.
+    """Field names of a data set, and the prompts of labelled rows.
 
     Attributes:
-        shape: completion, messages or label; "auto" goes by the fields of the first row.
-        text: field of a labelled text.
-        label: field of its label.
-        prompt: field of a prompt.
-        completion: field of its completion.
-        messages: field of a conversation.
-        template: of labelled rows: "{field}" stands for a field, "{mask}" for the mask; None: `TEMPLATES`.
-        label_words: label -> word (or, for an encoder, description); None: the labels found, as they are.
+        shape: completion, messages or label; "auto": by the fields of the first row.
+        text: name of the field with the text of a labelled row.
+        label: name of the field with the label.
+        prompt: name of the field with the prompt.
+        completion: name of the field with the completion.
+        messages: name of the field with the messages of a conversation.
+        template: prompt of labelled rows: "{field}" inserts a field, "{mask}" the mask token; None: `TEMPLATES`.
+        label_words: label -> word (for an encoder: description); None: the labels themselves.
     """
 
     shape: str = "auto"
@@ -168,13 +168,13 @@ def choose_format(rows: Sequence[Row], kind: Kind, fields: Fields, render: Rende
     """The format of `rows`.
 
     Args:
-        rows: training rows, whose labels are all there are unless `fields.label_words` names them.
-        kind: of the model.
-        fields: names and templates.
-        render: makes a prompt of messages.
+        rows: training rows; they must contain every label unless `fields.label_words` names the labels.
+        kind: kind of the model.
+        fields: field names and templates.
+        render: renders messages into a prompt.
 
     Raises:
-        RequestError: no shape fits, or the shape or template does not go with the model.
+        RequestError: no shape fits, or the model does not support the shape or the template.
     """
     shape = _shape(rows[0], fields) if fields.shape == "auto" else fields.shape
     if shape == "label":
@@ -186,7 +186,7 @@ def choose_format(rows: Sequence[Row], kind: Kind, fields: Fields, render: Rende
             )
     if kind != "causal":
         raise RequestError(
-            f"data.shape: {shape} rows need a causal model, and this one is {kind}; give labelled rows "
+            f"data.shape: {shape} rows need a causal model, but this model is {kind}; give labelled rows "
             f"({fields.text!r} and {fields.label!r})."
         )
     if shape == "messages":
@@ -220,37 +220,37 @@ def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields) -> LabelForma
         raise RequestError(f"data.template: {template!r} has {names.count('mask')} masks; leave one.")
     if set(names) <= {"mask"}:
         raise RequestError(
-            f"data.template: {template!r} names no field, so that all rows would read alike; "
+            f"data.template: {template!r} names no field, so all prompts would be equal; "
             f"put one in braces: {', '.join(rows[0].fields)}."
         )
     words = dict(fields.label_words or {name: name for name in _labels_of(rows, fields.label)})
     if len(words) < 2:
-        raise RequestError(f"data.label: there is but one label ({', '.join(words)}); give rows of two or more.")
+        raise RequestError(f"data.label: there is only one label ({', '.join(words)}); give rows with two or more.")
     for word in words.values():
         if list(words.values()).count(word) > 1:
-            raise RequestError(f"data.label_words: two labels have the word {word!r}; give each one of its own.")
+            raise RequestError(f"data.label_words: two labels have the word {word!r}; give each label its own word.")
     return LabelFormat(fields.label, template, words, kind)
 
 
 def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
-    found: dict[str, str] = {}
+    by_stripped: dict[str, str] = {}
     for row in rows:
         name = str(_value(row, label))
         if not name.strip():
-            raise RequestError(f"{row.where}: the label is empty; fill it in, or leave the row out.")
-        if found.setdefault(name.strip(), name) != name:
+            raise RequestError(f"{row.where}: the label is empty; fill it in, or remove the row.")
+        if by_stripped.setdefault(name.strip(), name) != name:
             raise RequestError(
-                f"{row.where}: the label {name!r} differs from {found[name.strip()]!r} by white space alone; "
-                "write them alike, or name all labels in data.label_words."
+                f"{row.where}: the label {name!r} differs from {by_stripped[name.strip()]!r} only by white space; "
+                "write them the same way, or name all labels in data.label_words."
             )
-    return sorted(found.values())
+    return sorted(by_stripped.values())
 
 
 def _value(row: Row, name: str) -> str | int:
     if name not in row.fields:
         raise RequestError(
-            f"{row.where}: there is no field {name!r}; set data.text, data.label, data.template and the like to the "
-            f"names your rows have. {nearest(name, row.fields)}"
+            f"{row.where}: there is no field {name!r}; set data.text, data.label, data.template, ... to the names of "
+            f"your fields. {nearest(name, row.fields)}"
         )
     value = row.fields[name]
     if not isinstance(value, str | int):

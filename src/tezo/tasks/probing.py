@@ -1,4 +1,4 @@
-"""Linear probing: logistic regression on what a frozen model knows, the baseline below all fine-tuning."""
+"""Linear probing: logistic regression on the features of a frozen model, a baseline for fine-tuning."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,22 +19,24 @@ from tezo.tasks.splits import divide, read_splits
 
 @torch.no_grad()
 def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) -> tuple[Metrics, dict[str, int]]:
-    """(metrics on the test rows, rows by use) of a probe fitted to the training rows.
+    """Fits a linear probe to the training rows.
+
+    Returns (metrics on the test rows, or the dev rows if there are none; number of "train" and "test" rows).
 
     Args:
-        data: which rows; they must share their options.
+        data: the rows; they must share their options.
         loaded: the model; it is only read.
-        batch_size: examples of a forward pass.
-        seed: of the choice of rows.
+        batch_size: examples per forward pass.
+        seed: seed of the choice of rows.
 
     Raises:
         RequestError: the rows have no labels in common.
     """
-    found = read_splits(data)
-    form = make_format(data, loaded, found.train)
+    splits = read_splits(data)
+    form = make_format(data, loaded, splits.train)
     if not form.options:
-        raise RequestError("probe is set, but these rows do not share their labels; it is for labelled rows.")
-    rows = divide(found, form, data, seed)
+        raise RequestError("probe is set, but these rows do not share their labels; use it with labelled rows.")
+    rows = divide(splits, form, data, seed)
     objective = make_objective(data, loaded, form)
     parts = [[objective.encode(form.example(row)) for row in part] for part in (rows.train, rows.test or rows.dev)]
     train_BD, test_BD = (features(loaded.model, objective, part, batch_size) for part in parts)
@@ -47,13 +49,13 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
 
 
 def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Tensor:
-    """(B, D) in float64 on the CPU, in order: see `Objective.features`."""
-    found: dict[int, Tensor] = {}
+    """Features of the examples in order, (B, D) in float64 on the CPU; see `Objective.features`."""
+    by_index: dict[int, Tensor] = {}
     with float32_on_emulating_cpu(model):
         for part in by_length(encoded, batch_size):
             rows = objective.features(model, [encoded[i] for i in part]).double().cpu()
-            found |= dict(zip(part, rows, strict=True))
-    return torch.stack([found[i] for i in range(len(encoded))])
+            by_index |= dict(zip(part, rows, strict=True))
+    return torch.stack([by_index[i] for i in range(len(encoded))])
 
 
 @torch.enable_grad()
@@ -62,7 +64,12 @@ def fit(x_BD: Tensor, labels_B: Tensor, options: int) -> tuple[Tensor, Tensor]:
 
         sum_b cross entropy(W x_b + bias, label_b) + |W|^2 / 2,
 
-    which has one minimum (the penalty is scikit-learn's default). By L-BFGS, in float64.
+    which has one minimum (the penalty is scikit-learn's default). Solved by L-BFGS in float64.
+
+    Args:
+        x_BD: features, float64.
+        labels_B: int64, from 0 to `options` - 1.
+        options: number of options O.
     """
     weight_OD = torch.zeros(options, x_BD.shape[1], dtype=torch.float64, requires_grad=True)
     bias_O = torch.zeros(options, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Rows from a JSONL, CSV, TSV or Parquet file, or from a hub data set. Every fault names file and line."""
+"""Reads rows from a JSONL, CSV, TSV or Parquet file, or from a hub data set. Every error names the file and line."""
 
 import csv
 import io
@@ -17,12 +17,12 @@ def read_rows(source: str, *, key: str, split: str = "train", subset: str | None
 
     Args:
         source: a file, or the name of a data set on the hub.
-        key: the setting that named it, for messages.
-        split: of a hub data set.
-        subset: of a hub data set (its configuration name).
+        key: the setting that `source` comes from, for messages.
+        split: split of a hub data set.
+        subset: configuration name of a hub data set.
 
     Raises:
-        RequestError: missing, empty, not UTF-8, a broken line, an unknown kind of file.
+        RequestError: the file is missing, empty, not UTF-8 or of an unknown kind, or a line is invalid.
     """
     if source == IN_MEMORY:
         raise RequestError(f"{key}: the rows of this run were objects in memory; give them again, or name a file.")
@@ -30,7 +30,7 @@ def read_rows(source: str, *, key: str, split: str = "train", subset: str | None
     if path.is_file():
         reader = _READERS.get(path.suffix.lower())
         if reader is None:
-            raise RequestError(f"{key}: {source} is none of {', '.join(_READERS)}; convert it to one of them.")
+            raise RequestError(f"{key}: {source} is not one of {', '.join(_READERS)}; convert it to one of them.")
         rows = reader(path, key)
     elif path.suffix.lower() in _READERS or path.is_absolute() or path.is_dir() or source.startswith("."):
         raise RequestError(f"{key}: there is no file {source}; check the path.")
@@ -60,17 +60,19 @@ def _jsonl(path: Path, key: str) -> list[Row]:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
             fault = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
-            raise RequestError(f"{key}: {path}, line {number}, is not JSON ({fault}); mend that line.") from None
+            raise RequestError(f"{key}: {path}, line {number}, is not JSON ({fault}); fix that line.") from None
         if not isinstance(fields, dict):
-            raise RequestError(f'{key}: {path}, line {number}, is not an object; write {{"field": value}} a line.')
+            raise RequestError(
+                f'{key}: {path}, line {number}, is not an object; write {{"field": value}} in each line.'
+            )
         if "\\ud" in line.lower() and not _is_text(fields):
-            raise RequestError(f"{key}: {path}, line {number}, has half of a surrogate pair; mend that line.")
+            raise RequestError(f"{key}: {path}, line {number}, has half of a surrogate pair; fix that line.")
         rows.append(Row(fields, f"{path.name}, line {number}"))
     return rows
 
 
 def _is_text(fields: dict[str, Any]) -> bool:
-    """Whether all strings can be written: JSON can name half a character by its escape."""
+    """Whether all strings can be encoded: a JSON escape can be half of a surrogate pair."""
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -85,11 +87,14 @@ def _separated(path: Path, key: str, delimiter: str) -> list[Row]:
         for fields in reader:
             if None in fields or None in fields.values():
                 count = len(reader.fieldnames or ())
-                raise RequestError(f"{key}: {path}, line {reader.line_num}, has not the header's {count} columns.")
+                raise RequestError(
+                    f"{key}: {path}, line {reader.line_num}, does not have the {count} columns of the header; fix that "
+                    "line."
+                )
             rows.append(Row(dict(fields), f"{path.name}, line {reader.line_num}"))
     except csv.Error as error:
         raise RequestError(
-            f"{key}: {path}, line {reader.reader.line_num}, is broken ({error}); mend that line."
+            f"{key}: {path}, line {reader.reader.line_num}, is invalid ({error}); fix that line."
         ) from None
     return rows
 
@@ -113,7 +118,7 @@ def _from_hub(name: str, key: str, split: str, subset: str | None) -> list[Row]:
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RequestError(
-            f"{key}: {name} is no file here, and its split {split!r} could not be had from the hub ({reason}). "
+            f"{key}: {name} is not a file, and its split {split!r} could not be loaded from the hub ({reason}). "
             "Check the name, or give a JSONL, CSV or Parquet file."
         ) from None
     return [Row(dict(fields), f"{name}, {split} row {number}") for number, fields in enumerate(loaded)]

@@ -1,4 +1,4 @@
-"""Which rows are used: so many of each class, some held out for a dev set. Pure functions of the seed."""
+"""Random choice of rows: parts of given sizes, rows per class, rows held out for a dev set. Functions of the seed."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,13 +11,20 @@ T = TypeVar("T")
 
 
 def shares(available: int, wanted: Sequence[int]) -> list[int]:
-    """`wanted` counts, or where there are fewer rows than they take together, in the same proportion."""
+    """The counts `wanted`; scaled down in proportion if their sum exceeds `available`."""
     total = sum(wanted)
     return [available * count // total for count in wanted] if available < total else list(wanted)
 
 
 def parts(rows: Sequence[T], counts: Sequence[int], seed: int, name: str) -> list[list[T]]:
-    """Disjoint random parts with so many rows each, in the order of the file; `name` is of the draw."""
+    """Disjoint random parts of `rows`, in the order of `rows`.
+
+    Args:
+        rows: the rows to draw from.
+        counts: number of rows of each part; their sum is at most `len(rows)`.
+        seed: seed of the draw.
+        name: name of the draw; draws of different names are independent.
+    """
     order = permutation(len(rows), seed=seed, step=0, name=name)
     bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
     return [[rows[i] for i in sorted(order[a:b])] for a, b in itertools.pairwise(bounds)]
@@ -26,21 +33,24 @@ def parts(rows: Sequence[T], counts: Sequence[int], seed: int, name: str) -> lis
 def per_class(
     labels: Sequence[int | None], counts: Sequence[int], names: Sequence[str], seed: int, *, fewer: bool = False
 ) -> list[list[int]]:
-    """Disjoint parts, each with so many rows of every label.
+    """Disjoint random parts with the same number of rows of every label.
 
     Args:
-        labels: of the rows, as indices into `names`.
-        counts: for each part, its rows of a label.
-        names: of the labels.
-        seed: of the draw.
-        fewer: take what there is of a label with too few rows, in proportion; otherwise that is an error.
+        labels: labels of the rows, as indices into `names`.
+        counts: for each part, its number of rows per label.
+        names: names of the labels.
+        seed: seed of the draw.
+        fewer: if a label has too few rows, divide them among the parts in proportion; otherwise that is an error.
 
     Returns:
-        For each part the indices of its rows, in order.
+        For each part the indices of its rows, ascending.
+
+    Raises:
+        RequestError: a label has too few rows, and `fewer` is False.
     """
     chosen: list[list[int]] = [[] for _ in counts]
     for index, label in enumerate(names):
-        own = [i for i, found in enumerate(labels) if found == index]
+        own = [i for i, row_label in enumerate(labels) if row_label == index]
         if len(own) < sum(counts) and not fewer:
             also = " and as many dev rows" if len(counts) > 1 else ""
             raise RequestError(
@@ -53,7 +63,7 @@ def per_class(
 
 
 def hold_out(rows: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """(kept, held out): a random `share` of the rows, at least one and at most 500, for a dev set."""
+    """(kept rows, held-out rows): a random fraction `share` is held out, at least 1 and at most 500 rows."""
     count = min(500, max(1, round(share * len(rows))))
     if count >= len(rows):
         raise RequestError(f"data.train has {len(rows)} row(s), too few to hold some out; give data.dev or data.test.")

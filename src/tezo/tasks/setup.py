@@ -1,4 +1,4 @@
-"""From the data settings and a model: the format of the rows and the objective on them."""
+"""Builds the format of the rows and the objective from the data settings and a model."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,7 +15,7 @@ from tezo.tasks.splits import training_rows
 
 
 def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> Format:
-    """The format of the rows that the settings describe."""
+    """The format of the rows, by the settings and the kind of the model."""
     if data.task is not None:
         entry = task(data.task)
         return TaskFormat(entry, entry.wording(loaded.kind))
@@ -24,27 +24,34 @@ def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> F
 
 
 def with_shots(form: Format, data: DataConfig, loaded: LoadedModel, shots: int, seed: int) -> Format:
-    """The format with so many training rows shown before each question."""
+    """The format with `shots` training rows, with their answers, before each question; unchanged for 0 shots."""
     if shots == 0:
         return form
     if shots < 0 or loaded.kind != "causal":
-        raise RequestError(f"shots is {shots} for a model that is {loaded.kind}; it is a count, for causal models.")
+        raise RequestError(
+            f"shots is {shots}, and the model is {loaded.kind}; use a number from 0, and a causal model."
+        )
     if form.shape == "messages":
-        raise RequestError(f"shots is {shots}, and these rows are conversations, which cannot be shown in a prompt.")
+        raise RequestError(f"shots is {shots}, but conversations cannot be shown in a prompt; leave it out.")
     return Demonstrated(form, training_rows(data), shots, seed)
 
 
 def make_objective(data: DataConfig, loaded: LoadedModel, form: Format, max_new_tokens: int | None = None) -> Objective:
-    """The objective of a model on these rows, with room for an answer of `max_new_tokens`, or of the format's own."""
+    """The objective of a model on rows of this format.
+
+    Prompts are cut so that an answer of `max_new_tokens` fits; None: the maximum of the format.
+    """
     new = form.max_new_tokens or 0 if max_new_tokens is None else max_new_tokens
-    room = loaded.max_length - new
-    if room < 1:
-        raise RequestError(f"max_new_tokens is {new}, but the model takes {loaded.max_length} tokens in all.")
-    return objective_for(loaded, form.options, min(data.max_length or room, room))
+    longest = loaded.max_length - new
+    if longest < 1:
+        raise RequestError(
+            f"max_new_tokens is {new}, but the model takes {loaded.max_length} tokens for prompt and answer; lower it."
+        )
+    return objective_for(loaded, form.options, min(data.max_length or longest, longest))
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """The prompt that asks for the next message."""
+    """The prompt for the next message, by the tokenizer's chat template; `RequestError` if it has none."""
     if tokenizer.chat_template is None:
         raise RequestError(
             "data.messages: the tokenizer of this model has no chat template; use a chat model, or rows with "
@@ -55,5 +62,5 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages) or "none"
         raise RequestError(
-            f"data.messages: the model's chat template does not take messages of the roles {roles} ({error})."
+            f"data.messages: the model's chat template does not accept messages of the roles {roles} ({error})."
         ) from None

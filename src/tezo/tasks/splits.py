@@ -1,4 +1,4 @@
-"""Which rows a configuration means: read, and divided into those that train, choose the checkpoint, are reported on."""
+"""Reads the rows of a configuration and divides them into training, dev and test rows."""
 
 import json
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from tezo.tasks import Fields, Format, Row, Task, hold_out, parts, per_class, re
 from tezo.tasks.data_config import DataConfig
 
 NO_ROWS = "-"
-"""data.train of a base model that is measured as it is: there are none."""
+"""Value of data.train for a base model that is evaluated without training rows."""
 
 NUM_TRAIN, NUM_TEST = 1000, 1000
-"""Rows of a task, as MeZO and the papers after it take them."""
+"""Default numbers of training and test rows of a task, as in MeZO and later papers."""
 
 MOST_DEV = 0.4
-"""Of a task with too few rows, the share that may choose the checkpoint: CB's and COPA's dev rows are the papers', and
-WSC's 554 do not lose 500 to it, as they do there."""
+"""Maximum fraction of dev rows, for a task with too few rows. CB and COPA keep the papers' numbers of dev rows; WSC
+does not use 500 of its 554 rows as dev rows, as the papers do."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,10 @@ class Splits:
     """Rows by use; dev and test may be empty.
 
     Attributes:
-        notices: what the user should know of how they came about.
+        train: rows to train on.
+        dev: rows that choose the checkpoint.
+        test: rows for the reported metrics.
+        notices: notices for the user on how the rows were chosen.
     """
 
     train: list[Row]
@@ -35,13 +38,13 @@ class Splits:
 
 
 def read_splits(data: DataConfig) -> Splits:
-    """All rows that are named, before any is chosen."""
+    """Reads all rows that the settings name; `divide` chooses among them."""
     _check_use(data)
     return Splits(training_rows(data), read_part(data, "dev"), evaluation_rows(data))
 
 
 def _check_use(data: DataConfig) -> None:
-    """An error where a setting is of rows from another source than these."""
+    """Raises `RequestError` if a setting does not apply to the source of the rows."""
     if data.task is not None:
         source, idle = f"the task {data.task}", [*(f.name for f in fields(Fields)), "subset"]
     elif Path(str(data.train)).expanduser().is_file():
@@ -51,11 +54,11 @@ def _check_use(data: DataConfig) -> None:
     for name in idle:
         value, default = getattr(data, name), getattr(DataConfig, name)
         if value != default:
-            raise RequestError(f"data.{name} is {value!r}, and has no meaning for {source}; leave it out.")
+            raise RequestError(f"data.{name} is {value!r}, but has no meaning for {source}; leave it out.")
 
 
 def training_rows(data: DataConfig) -> list[Row]:
-    """All rows of data.train, or of a task's training split."""
+    """All rows of data.train, or of the task's training split."""
     if data.task is None:
         assert data.train is not None
         return read_rows(data.train, key="data.train", split=data.train_split, subset=data.subset)
@@ -65,7 +68,7 @@ def training_rows(data: DataConfig) -> list[Row]:
 
 
 def read_part(data: DataConfig, name: str) -> list[Row]:
-    """The rows of data.dev or data.test: of a file, or of a split of what is trained on."""
+    """The rows of data.dev or data.test: from a file, or from a split of the training data set; [] if it is not set."""
     source, key = getattr(data, name), f"data.{name}"
     if source is None:
         return []
@@ -77,7 +80,7 @@ def read_part(data: DataConfig, name: str) -> list[Row]:
 
 
 def evaluation_rows(data: DataConfig) -> list[Row]:
-    """The rows of data.test, or those that a task is reported on: the same ones for every seed."""
+    """The rows of data.test, or of the task's test split; the same rows for every seed."""
     if data.task is None or data.test is not None:
         rows = read_part(data, "test")
     else:
@@ -93,12 +96,12 @@ def drawn_test(rows: list[Row], data: DataConfig) -> list[Row]:
 
 
 def rows_to_report(data: DataConfig, seed: int, file: str | None) -> tuple[list[Row], str]:
-    """The rows that figures are made of, and in words where they are from: `file`, or what the run was tested on.
+    """(rows to evaluate on, their source in words): `file`, or the rows that the run was evaluated on.
 
     Args:
-        data: of the run.
-        seed: of the run.
-        file: rows that are named instead.
+        data: data settings of the run.
+        seed: seed of the run.
+        file: rows to use instead; None: the rows of the run.
     """
     if file is not None:
         return read_rows(file, key="data"), file
@@ -119,39 +122,42 @@ def _seed_of_draws(data: DataConfig, seed: int) -> int:
 
 
 def _drawn_dev(rows: list[Row], data: DataConfig, seed: int) -> list[Row]:
-    """As many as data.num_dev says."""
+    """data.num_dev of the dev rows; all if it is not set."""
     _check_enough(len(rows), data.num_dev, "data.num_dev", data)
     most = min(data.num_dev or len(rows), len(rows))
     return parts(rows, [most], _seed_of_draws(data, seed), "dev")[0]
 
 
 def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
-    """The rows that are used.
+    """Chooses the rows that are used.
 
     Args:
-        rows: what `read_splits` returned.
-        form: of the rows; data.per_class goes by its labels.
-        data: sizes.
-        seed: of the draws, but for the test rows.
+        rows: result of `read_splits`.
+        form: format of the rows; its labels are those of data.per_class.
+        data: data settings, with the numbers of rows.
+        seed: seed of the training and dev rows; the test rows do not depend on it.
+
+    Raises:
+        RequestError: there are too few rows, and data.allow_fewer is not set.
     """
     seed = _seed_of_draws(data, seed)
     if data.task is None and not rows.dev and not rows.test:
         kept, held = hold_out(rows.train, data.hold_out, seed)
         notice = (
             f"{len(held)} of {len(rows.train)} training rows are held out for evaluation; "
-            "data.dev and data.test name rows of your own."
+            "set data.dev or data.test to use your own rows."
         )
         rows = replace(rows, train=kept, dev=held, notices=(notice,))
     takes_dev = data.task is not None and not rows.dev
     if takes_dev and data.per_class and data.num_dev is not None:
         rows, takes_dev = _with_dev(rows, form, data, seed), False
-    chosen = _per_class(rows, form, data, seed, takes_dev) if data.per_class else _plain(rows, data, seed, takes_dev)
+    chosen = _by_class(rows, form, data, seed, takes_dev) if data.per_class else _by_count(rows, data, seed, takes_dev)
     used = replace(chosen, dev=_drawn_dev(chosen.dev, data, seed))
-    return replace(used, notices=used.notices + _of_repeated(used))
+    return replace(used, notices=used.notices + _repetition_notice(used))
 
 
-def _of_repeated(splits: Splits) -> tuple[str, ...]:
-    """What is to be known of rows that are both trained on and evaluated on, if there are any."""
+def _repetition_notice(splits: Splits) -> tuple[str, ...]:
+    """A notice on dev and test rows that are training rows too; empty if there are none."""
     trained = {_content(row) for row in splits.train}
     held = [*splits.dev, *splits.test]
     count = sum(_content(row) in trained for row in held)
@@ -159,7 +165,7 @@ def _of_repeated(splits: Splits) -> tuple[str, ...]:
         return ()
     return (
         f"{count} of the {len(held)} dev and test rows are training rows too, word for word; "
-        "of these a loss or a score shows what was memorised.",
+        "their loss and scores measure what was memorised.",
     )
 
 
@@ -167,37 +173,37 @@ def _content(row: Row) -> str:
     return json.dumps(row.fields, sort_keys=True, default=str)
 
 
-def _per_class(rows: Splits, form: Format, data: DataConfig, seed: int, takes_dev: bool) -> Splits:
+def _by_class(rows: Splits, form: Format, data: DataConfig, seed: int, takes_dev: bool) -> Splits:
     assert data.per_class is not None
     if not form.labels:
-        raise RequestError("data.per_class is set, but these rows have no labels of their own; leave it out.")
+        raise RequestError("data.per_class is set, but these rows have no labels in common; leave it out.")
     labels = [form.example(row).label for row in rows.train]
     counts = [data.per_class] * (2 if takes_dev else 1)
-    found = per_class(labels, counts, form.labels, seed, fewer=data.allow_fewer)
-    train, *dev = ([rows.train[i] for i in part] for part in found)
+    drawn = per_class(labels, counts, form.labels, seed, fewer=data.allow_fewer)
+    train, *dev = ([rows.train[i] for i in part] for part in drawn)
     notices = rows.notices
     if len(train) < data.per_class * len(form.labels):
         notices += (
-            f"some labels have fewer than {sum(counts)} rows: {len(train)} rows train"
-            + (f" and {len(dev[0])} choose the checkpoint." if takes_dev else "."),
+            f"some labels have fewer than {sum(counts)} rows: {len(train)} training rows"
+            + (f" and {len(dev[0])} dev rows are used." if takes_dev else " are used."),
         )
     return replace(rows, train=train, dev=dev[0] if takes_dev else rows.dev, notices=notices)
 
 
 def _with_dev(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
-    """data.num_dev of a task's rows to choose by, the same ones for any data.per_class, which draws from the others."""
+    """Draws data.num_dev dev rows of a task; data.per_class draws from the others, so they are the same for any k."""
     available, count = len(rows.train), data.num_dev or 0
     together = count + (data.per_class or 0) * len(form.labels)
     _check_enough(available, together, "data.num_dev + data.per_class of each label", data)
     notices = rows.notices
     if available < together:
         count = min(count, int(MOST_DEV * available))
-        notices += (f"{data.task} has {available} rows to train on, of which {count} choose the checkpoint.",)
+        notices += (f"{data.task} has {available} rows to train on; {count} of them are dev rows.",)
     dev, others = parts(rows.train, (count, available - count), seed, "dev")
     return replace(rows, train=others, dev=dev, notices=notices)
 
 
-def _plain(rows: Splits, data: DataConfig, seed: int, takes_dev: bool) -> Splits:
+def _by_count(rows: Splits, data: DataConfig, seed: int, takes_dev: bool) -> Splits:
     if not takes_dev:
         default = NUM_TRAIN if data.task is not None else len(rows.train)
         _check_enough(len(rows.train), data.num_train, "data.num_train", data)
@@ -211,19 +217,19 @@ def _plain(rows: Splits, data: DataConfig, seed: int, takes_dev: bool) -> Splits
     if counts != wanted:
         notices += (
             f"{data.task} has {len(rows.train)} rows to train on, not {wanted[0]} + {wanted[1]}: "
-            f"{counts[0]} train and {counts[1]} choose the checkpoint.",
+            f"{counts[0]} training rows and {counts[1]} dev rows are used.",
         )
     train, chosen = parts(rows.train, counts, seed, "train")
     return replace(rows, train=train, dev=chosen, notices=notices)
 
 
-def _check_enough(found: int, wanted: int | None, key: str, data: DataConfig) -> None:
-    if wanted is not None and found < wanted and not data.allow_fewer:
-        raise RequestError(f"{key} is {wanted}, but there are {found} rows; lower it, or set data.allow_fewer.")
+def _check_enough(available: int, wanted: int | None, key: str, data: DataConfig) -> None:
+    if wanted is not None and available < wanted and not data.allow_fewer:
+        raise RequestError(f"{key} is {wanted}, but there are {available} rows; lower it, or set data.allow_fewer.")
 
 
 def _task_rows(data: DataConfig, split: str, key: str) -> list[Row]:
-    """The labelled rows of a task's split: from the hub, or from a local folder with the task's name."""
+    """The labelled rows of a task's split, from the hub or from the task's folder in data.dir."""
     entry = task(str(data.task))
     if data.dir is None:
         rows = read_rows(entry.hub.name, key=key, split=split, subset=entry.hub.subset)
@@ -235,11 +241,11 @@ def _task_rows(data: DataConfig, split: str, key: str) -> list[Row]:
 def _file(entry: Task, folder: Path, split: str) -> Path:
     own = folder / entry.name
     names = [split, "validation"] if split == entry.hub.test else [split]
-    found = [path for name in names for path in sorted(own.glob(f"{name}.*"))]
-    if found:
-        return found[0]
-    there: Sequence[str] = sorted({path.stem for path in own.glob("*.*")})
-    what = f"it has {', '.join(there)}" if there else "it has no rows"
+    paths = [path for name in names for path in sorted(own.glob(f"{name}.*"))]
+    if paths:
+        return paths[0]
+    splits: Sequence[str] = sorted({path.stem for path in own.glob("*.*")})
+    content = f"it has {', '.join(splits)}" if splits else "it has no rows"
     raise RequestError(
-        f"data.dir: there is no split {split!r} in {own} ({what}); give the folder that has {entry.name}/."
+        f"data.dir: there is no split {split!r} in {own} ({content}); give the folder that contains {entry.name}/."
     )

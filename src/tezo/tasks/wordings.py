@@ -1,4 +1,4 @@
-"""What a task is: where its rows are, and a wording for each kind of model that can take it."""
+"""Tasks: the source of the rows, and a wording (prompts and options) for each kind of model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +15,15 @@ Text = Callable[[Row], str]
 Metric = Literal["accuracy", "f1"]
 
 NEW_TOKENS = 50
-"""Longest answer in free text, as MeZO and the papers after it have it."""
+"""Maximum length in tokens of an answer in free text, as in MeZO and later papers."""
 
 MASK = "\0"
-"""Where a masked wording has its mask; no text of a row holds this character."""
+"""Stands for the mask in the prompts of masked models; no text of a row may contain this character."""
 
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set on the hub: its name, the name of its configuration, and the splits to train and to test on."""
+    """A data set on the hub: its name, its configuration name, and its training and test splits."""
 
     name: str
     subset: str | None = None
@@ -32,21 +32,21 @@ class Hub:
 
 
 class Wording(ABC):
-    """How rows are put to a model."""
+    """Turns the rows of a task into examples for one kind of model."""
 
     words: tuple[str, ...] = ()
-    """The options, where all rows have the same."""
+    """The options, if all rows have the same; otherwise empty."""
     labels: tuple[str, ...] = ()
-    """Their names."""
+    """Names of the options in `words`."""
     writes = False
-    """Whether the model answers in words of its own."""
+    """Whether the model answers in free text."""
 
     @abstractmethod
     def example(self, row: Row, *, answered: bool) -> Example:
-        """What the model is asked, and what it chooses among or is to write."""
+        """The example of a row, with its prompt and options; with `answered` also its label, answer and references."""
 
     def training_example(self, row: Row) -> Example:
-        """What it learns from: by default the choice among the options."""
+        """The example to train on; by default `example`."""
         return self.example(row, answered=True)
 
 
@@ -55,9 +55,9 @@ class Choice(Wording):
     """The same options for every row.
 
     Attributes:
-        prompt: row -> the text, for a masked model with `MASK` in it.
-        words: of the labels 0, 1, ...: what the model chooses among, to the letter, leading space included.
-        label: field of the number of the right one.
+        prompt: row -> prompt, for a masked model with `MASK` in it.
+        words: options of the labels 0, 1, ..., exactly as the model writes them, leading space included.
+        label: name of the field with the number of the correct option.
     """
 
     prompt: Text
@@ -71,28 +71,28 @@ class Choice(Wording):
     def example(self, row: Row, *, answered: bool) -> Example:
         prompt = self.prompt(row)
         if prompt.count(MASK) > 1:
-            raise RequestError(f"{row.where}: the text has a NUL character in it; remove it.")
+            raise RequestError(f"{row.where}: the text has a NUL character in it; remove that character.")
         slot = prompt.index(MASK) if MASK in prompt else None
         null = self.prompt(blank(row)) if slot is None else None
-        asked = Example(
+        question = Example(
             prompt.replace(MASK, ""), "", self.words, None, row.where, slot=slot, names=self.labels, null=null
         )
         if not answered:
-            return asked
+            return question
         label = index_of(row, self.label, len(self.words))
-        return replace(asked, answer=self.words[label], label=label)
+        return replace(question, answer=self.words[label], label=label)
 
 
 @dataclass(frozen=True)
 class OwnOptions(Wording):
-    """Every row has options of its own, and is learnt by writing the right one.
+    """Every row has its own options; the model learns to write the correct one.
 
     Attributes:
-        prompt: row -> the text.
-        options: row -> the options, leading space included.
-        right: row -> indices of those that are right; the first is learnt.
-        names: row -> what they are called in answers; None: as they are.
-        kept: fields that shape the prompt but are not in it.
+        prompt: row -> prompt.
+        options: row -> options, leading space included.
+        right: row -> indices of the correct options; the first is learnt.
+        names: row -> names of the options in predictions; None: the options without surrounding spaces.
+        kept: fields that select the wording of the prompt; the null prompt keeps them.
     """
 
     prompt: Text
@@ -105,12 +105,12 @@ class OwnOptions(Wording):
         options = tuple(self.options(row))
         names = tuple(self.names(row)) if self.names is not None else ()
         null = self.prompt(blank(row, self.kept))
-        asked = Example(self.prompt(row), "", options, None, row.where, names=names, null=null)
+        question = Example(self.prompt(row), "", options, None, row.where, names=names, null=null)
         if not answered:
-            return asked
+            return question
         right = tuple(self.right(row))
-        references = tuple(asked.name_of(i) for i in right)
-        return replace(asked, answer=options[right[0]], label=right[0], right=right, references=references)
+        references = tuple(question.name_of(i) for i in right)
+        return replace(question, answer=options[right[0]], label=right[0], right=right, references=references)
 
     def training_example(self, row: Row) -> Example:
         known = self.example(row, answered=True)
@@ -119,11 +119,11 @@ class OwnOptions(Wording):
 
 @dataclass(frozen=True)
 class FreeText(Wording):
-    """The model writes; it is compared with one reference or several.
+    """The model writes free text, which is compared with one or more references.
 
     Attributes:
-        prompt: row -> the text.
-        references: row -> right answers, without a space before them; the first is learnt, and a line end after it.
+        prompt: row -> prompt.
+        references: row -> correct answers without leading space; the model learns the first, followed by a newline.
     """
 
     prompt: Text
@@ -140,16 +140,16 @@ class FreeText(Wording):
 
 @dataclass(frozen=True)
 class Task:
-    """A data set of the paper's.
+    """One of the paper's data sets.
 
     Attributes:
-        name: of the task, and of its folder in a local copy of the data.
-        hub: where its rows are.
-        wordings: by kind of model.
-        metric: the one of the papers' tables.
-        measures: what compares answers with the references, where there are any.
-        unlabelled: the label of rows without one, which are left out.
-        num_dev: rows that choose the checkpoint, as MeZO and the papers after it take them.
+        name: name of the task, and of its folder in a local copy of the data.
+        hub: the data set on the hub.
+        wordings: wording for each supported kind of model.
+        metric: the metric in the papers' tables.
+        measures: metrics that compare answers with the references.
+        unlabelled: label value that marks rows without a label, which are left out; None: all rows are labelled.
+        num_dev: default number of dev rows, as in MeZO and later papers.
     """
 
     name: str
@@ -161,10 +161,10 @@ class Task:
     num_dev: int = 500
 
     def wording(self, kind: Kind) -> Wording:
-        """For models of this kind."""
+        """The wording for models of this kind; `RequestError` if there is none."""
         if kind not in self.wordings:
             raise RequestError(
-                f"data.task: {self.name} is for {' and '.join(self.wordings)} models, and this one is {kind}; "
+                f"data.task: {self.name} is for {' and '.join(self.wordings)} models, but this model is {kind}; "
                 "choose another model or task."
             )
         return self.wordings[kind]
@@ -172,7 +172,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskFormat(Format):
-    """The rows of a task, put to one kind of model."""
+    """The format of a task's rows for one kind of model."""
 
     shape = "task"
     task: Task
@@ -202,7 +202,7 @@ class TaskFormat(Format):
 
 
 def index_of(row: Row, field: str, count: int) -> int:
-    """The number in `field`, which must be one of 0 ... count - 1."""
+    """The whole number in `field`; `RequestError` unless it is from 0 to count - 1."""
     value = row.value(field, int)
     if not 0 <= value < count:
         raise RequestError(f"{row.where}: {field} is {value}; it must be a whole number from 0 to {count - 1}.")

@@ -1,4 +1,4 @@
-"""Values from YAML and the command line as the types that settings are declared with."""
+"""Conversion of values from YAML and the command line to the declared types of the settings."""
 
 import types
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,17 @@ from tezo.errors import RequestError
 
 
 def coerce(key: str, value: Any, kind: Any) -> Any:
-    """`value` as `kind`; strings, as they come from the command line, are read as YAML where kind is not str.
+    """Converts `value` to the type `kind`.
 
-    YAML reads 1e-5 as a string; here it is the number that was meant.
+    A string, as the command line gives it, is read as YAML unless `kind` is str. Unlike in YAML, 1e-5 is a number.
+
+    Args:
+        key: dotted key of the setting, for messages.
+        value: value from YAML or the command line.
+        kind: declared type of the setting.
+
+    Raises:
+        RequestError: the value does not have this type.
     """
     if isinstance(value, str) and kind not in (str, str | None) and get_origin(kind) is not Literal:
         value = _scalar(value)
@@ -37,7 +45,7 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
         for k, v in value.items():
             if isinstance(k, bool) or (arguments[1] is str and isinstance(v, bool)):
                 raise RequestError(
-                    f"{key} has {k}: {v}, as YAML reads yes, no, on and off where they are not in quotes; quote them."
+                    f"{key} has {k}: {v}: YAML reads yes, no, on and off without quotes as true or false; quote them."
                 )
         return {str(k): coerce(f"{key}.{k}", v, arguments[1]) for k, v in value.items()}
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -46,7 +54,7 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
         return value
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise RequestError(f"{key} is {value!r}; it must be {_spoken(kind)}.")
+    raise RequestError(f"{key} is {value!r}; it must be {_description(kind)}.")
 
 
 def _scalar(text: str) -> Any:
@@ -64,7 +72,7 @@ def _scalar(text: str) -> Any:
 _LISTS = {int: "a list of whole numbers, such as [8, 16]", float: "a list of numbers, such as [0.5, 1]"}
 
 
-def _spoken(kind: Any) -> str:
+def _description(kind: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is tuple:

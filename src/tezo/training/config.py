@@ -1,7 +1,8 @@
-"""What a run is asked to do: YAML and `key=value` settings to the sections of a recipe, each checked once.
+"""Configuration of a run: reads YAML and `key=value` settings into the sections of a recipe, and checks them.
 
 A recipe has four sections (model, data, method, train). `model: NAME`, `data: FILE` and `method: NAME` are
-short for their first key. The resolved configuration is written into the run folder and reads back the same.
+short for model.name, data.train and method.name. The resolved configuration is written into the run folder;
+reading that file gives an equal configuration.
 """
 
 import dataclasses
@@ -20,13 +21,19 @@ from tezo.training.recipe import Config, MethodConfig, TrainConfig
 
 _SHORT = {"model": "name", "data": "train", "method": "name"}
 
+REMOVED_SETTINGS: dict[str, Any] = {"train.order": "shuffled", "method.clip": None}
+"""Settings of earlier versions, and the value of each that stands for what is done without it.
+
+Run folders of those versions have them: with this value they are read as if the key were not there.
+"""
+
 
 def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Config:
-    """The configuration of a recipe file with settings laid over it.
+    """Reads a recipe file and applies settings to it.
 
     Args:
-        path: YAML file; None starts from nothing.
-        settings: (dotted key, value) pairs; later ones win.
+        path: YAML file; None: an empty recipe.
+        settings: (dotted key, value) pairs; later pairs override earlier ones and the file.
 
     Raises:
         RequestError: no such file, an unknown key, a value of the wrong type or out of range.
@@ -36,16 +43,16 @@ def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Confi
 
 
 def overlay(tree: dict[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Nested mappings with (dotted key, value) pairs laid over them; later ones win."""
+    """Sets (dotted key, value) pairs in the nested mappings `tree`, in order, and returns it."""
     for key, value in settings:
         _set(tree, key, value)
     return tree
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
-    """A configuration from nested mappings."""
+    """The configuration that nested mappings describe; `RequestError` if a key or value is wrong."""
     _known_keys(tree, {"model", "data", "method", "train"}, "")
-    sections = {key: _long(key, value) for key, value in tree.items()}
+    sections = without_removed({key: _long(key, value) for key, value in tree.items()})
     if "name" not in sections.get("model", {}):
         raise RequestError("model.name is not set; give --model or a recipe that has it.")
     config = Config(
@@ -59,8 +66,23 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     return config
 
 
+def without_removed(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The sections without `REMOVED_SETTINGS`.
+
+    Raises:
+        RequestError: one of them has another value.
+    """
+    kept = {section: dict(values) for section, values in sections.items()}
+    for key, neutral in REMOVED_SETTINGS.items():
+        section, _, name = key.partition(".")
+        value = kept.get(section, {}).pop(name, neutral)
+        if value != neutral:
+            raise RequestError(f"{key} is {value!r}, and this setting was removed; leave it out, in a new run.")
+    return kept
+
+
 def to_tree(config: Config) -> dict[str, Any]:
-    """Nested mappings that `parse_config` reads back to the same configuration."""
+    """The configuration as nested mappings, the inverse of `parse_config`."""
     tree = {section.name: dataclasses.asdict(getattr(config, section.name)) for section in dataclasses.fields(config)}
     tree["method"] = {"name": config.method.name, **config.method.options}
     return tree
@@ -70,12 +92,12 @@ def dump_config(config: Config) -> str:
     """The configuration as YAML."""
     tree = to_tree(config)
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    # this one is a line break when it is read
+    # YAML reads an unescaped \x85 as a line break
     return yaml.safe_dump(tree, sort_keys=False) if "\x85" in text else text
 
 
 def parse_setting(text: str) -> tuple[str, str]:
-    """("a.b", "value") of "a.b=value"."""
+    """Splits "a.b=value" at the first "=" into ("a.b", "value")."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise RequestError(f"--set {text!r} is not key=value; write for example --set method.lr=1e-4.")
@@ -104,7 +126,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     *middle, last = rest.split(".")
     for name in middle:
         if not isinstance(parent.get(name, {}), Mapping):
-            raise RequestError(f"{key}: there is no such key, since {name} has a value of its own.")
+            raise RequestError(f"{key}: there is no such key, because {name} is a value, not a section.")
         parent[name] = dict(parent.get(name, {}))
         parent = parent[name]
     parent[last] = value
@@ -174,9 +196,11 @@ def _check(config: Config) -> None:
     if data.train is None and data.task is None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
     if train.patience is not None and train.eval_every == 0:
-        raise RequestError(f"train.patience is {train.patience} and train.eval_every 0, no evaluation; leave one out.")
+        raise RequestError(
+            f"train.patience is {train.patience}, but train.eval_every is 0 (no evaluation); leave one of them out."
+        )
     if data.per_class is not None and data.num_train is not None:
-        raise RequestError("data.per_class and data.num_train both say how many rows train; leave one of them out.")
+        raise RequestError("data.per_class and data.num_train both set the training rows; leave one of them out.")
     if not 0 < data.hold_out < 1:
         raise RequestError(f"data.hold_out is {data.hold_out}; it must lie between 0 and 1.")
 
@@ -186,6 +210,8 @@ def _check_lr(config: Config) -> None:
     if lr != AUTO:
         return
     if name in BASELINES:
-        raise RequestError(f"method.lr is auto, which is for zeroth-order methods; give {name} a number.")
+        raise RequestError(f"method.lr is auto, which is for zeroth-order methods; set a number for {name}.")
     if objective != TrainConfig().objective:
-        raise RequestError(f"method.lr is auto and train.objective is {objective}; give a number, or leave it at loss.")
+        raise RequestError(
+            f"method.lr is auto, which needs train.objective loss, not {objective}; set method.lr to a number."
+        )

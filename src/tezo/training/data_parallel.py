@@ -1,27 +1,15 @@
 """How ranks share a run: the rows of each batch, or the directions of each step; one of them writes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tezo.distributed import Ranks
 from tezo.errors import RequestError
-from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.runs.checkpoints import Checkpoint, newest
-from tezo.runs.factor_files import FactorFiles
-from tezo.runs.folder import LOG, METRICS, ResumeState, RunFolder
-from tezo.runs.metrics_log import MetricsLog
-from tezo.runs.step_log import read_log
-from tezo.tasks.evaluation import Metrics
 from tezo.tasks.objectives import BatchClosure
 from tezo.training.job import LOSS, Job
-from tezo.training.listeners import Progress
 
 
 @dataclass(frozen=True)
@@ -65,9 +53,10 @@ def check_shareable(job: Job, ranks: Ranks) -> None:
     """An error where a run cannot be shared; directions are shared out where they are what is shared."""
     if ranks.size == 1:
         return
-    if not isinstance(job.optimizer, ZerothOrderOptimizer):
-        raise RequestError(f"method.name is {job.config.method.name}, which runs in one process; start it without "
-                           "torchrun.")  # fmt: skip
+    if job.optimizer.needs_gradient:
+        raise RequestError(
+            f"method.name is {job.config.method.name}, which runs in one process; start it without torchrun."
+        )
     train = job.config.train
     if job.config.model.placement == "shards" and train.batch_size < ranks.size and train.parallel == "rows":
         raise RequestError(
@@ -80,35 +69,3 @@ def check_shareable(job: Job, ranks: Ranks) -> None:
         raise RequestError(
             f"train.objective is {train.objective}, whose rows cannot be shared out; set train.parallel=directions."
         )
-
-
-class ReadOnlyRunFolder(RunFolder):
-    """The run folder of a rank that does not write: it reads what the first rank has taken up."""
-
-    def check_free(self) -> None:
-        return
-
-    def begin(self, job: Job) -> ResumeState:
-        job.optimizer.set_factor_store(FactorFiles(self.path, writes=False))
-        contents = read_log(self.path / LOG)
-        checkpoint, _ = newest(self.path, len(contents.steps))
-        metrics = MetricsLog(self.path / METRICS)
-        return ResumeState(checkpoint, contents.steps, metrics.evaluations, metrics.seconds)
-
-    def stepped(self, progress: Progress) -> None:
-        del progress
-
-    def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
-        del split, step, metrics
-
-    def save(self, checkpoint: Checkpoint) -> None:
-        del checkpoint
-
-    @contextmanager
-    def result(self, name: str) -> Iterator[Path]:
-        with TemporaryDirectory() as folder:
-            del name
-            yield Path(folder)
-
-    def finished(self, summary: dict[str, Any]) -> None:
-        del summary

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the step under way is finished, the run saved, and the process ends."""
+"""Handling of SIGTERM and SIGINT: the current step is finished, the run is saved, and the process ends."""
 
 import signal
 import threading
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Interruption:
-    """Notes a signal while it is open; a second one has its usual effect.
+    """Context manager that records the first SIGTERM or SIGINT; a second signal has its usual effect.
 
     Attributes:
-        signal: the name of the signal that came, or None.
+        signal: the name of the recorded signal, or None.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Interruption:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
+        if threading.current_thread() is threading.main_thread():  # Python sets signal handlers only there
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
         return self

@@ -10,26 +10,26 @@ from torch import Tensor
 
 from tezo.distributed import Ranks, join
 from tezo.errors import RequestError, RunError, nearest
-from tezo.estimators.estimate import Closure
-from tezo.estimators.feedback import FeedbackOptimizer
+from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
-from tezo.runs.fingerprint import check_unchanged
-from tezo.runs.folder import CONFIG, ResumeState, RunFolder
+from tezo.runs.folder import CONFIG, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
+from tezo.runs.step_log import LoggedStep
 from tezo.tasks.evaluation import Metrics, evaluate
 from tezo.tasks.objectives import Encoded
 from tezo.tasks.splits import Splits
-from tezo.training.config import read_config
-from tezo.training.data_parallel import ReadOnlyRunFolder, check_shareable, shared_rows
+from tezo.training.config import dump_config, read_config
+from tezo.training.data_parallel import check_shareable, shared_rows
 from tezo.training.feedback_schedule import is_feedback
 from tezo.training.interruption import Interruption
 from tezo.training.job import LOSS, Job, prepare
 from tezo.training.listeners import Listener, Progress
+from tezo.training.plan import plan
 from tezo.training.recipe import Config
+from tezo.training.run_header import check_same, check_unchanged, log_header
 from tezo.training.schedule import interval, lr_factor
 from tezo.training.summary import Outcome, summarize
 
@@ -51,8 +51,8 @@ def train(
         listeners: told of every step and evaluation; see `tezo.training.trainer_callbacks` for transformers' callbacks.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Of one that has ended only the summary is returned.
-        loaded: the base model, where it is in memory already; None: as the configuration names it.
-        rows: the rows likewise.
+        loaded: a model that is in memory, see `prepare`.
+        rows: rows that are in memory, see `prepare`.
 
     Raises:
         RequestError: the request is wrong; nothing has been written.
@@ -60,18 +60,19 @@ def train(
         RunError: the run was interrupted, or something could not be written; it can be resumed.
     """
     ranks = join()
-    folder = RunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
+    folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
     if not (resume and folder.has_begun):
         folder.check_free()
     ranks.wait()
     try:
         if resume and (summary := folder.summary()) is not None:
             check_unchanged(read_config(output / CONFIG, []), config)
+            folder.remove_leftovers()
             return summary
-        job = prepare(config, loaded, rows)
+        job = prepare(config, loaded=loaded, rows=rows)
         check_shareable(job, ranks)
         with Interruption() as interruption:
-            return Loop(job, folder, [folder, *listeners], interruption, ranks).run()
+            return Loop(job, folder, listeners, interruption, ranks).run()
     finally:
         ranks.close()
 
@@ -93,7 +94,7 @@ class Loop:
     Args:
         job: what `prepare` returned.
         folder: where the result goes.
-        listeners: told of everything, in order.
+        listeners: told of everything, in order, after the folder has it.
         interruption: whether the process was asked to end.
         ranks: that share the run.
     """
@@ -110,7 +111,7 @@ class Loop:
         self.sampler = job.sampler()
         self.lr = float(job.optimizer.param_groups[0]["lr"])
         self.lr_factor = lr_factor(self.settings)
-        self.resume_state = ResumeState()
+        self.resumed = ResumeState()
         self.best: Best | None = None
         self.dev_loss: float | None = None
         self.step_seconds = 0.0
@@ -120,14 +121,14 @@ class Loop:
         try:
             return self._run()
         finally:
+            self.folder.close()
             for listener in self.listeners:
                 listener.closed()
 
     def _run(self) -> dict[str, Any]:
         self._check_objective()
-        self.resume_state = self._begin()
-        self.job = replace(self.job, notices=(*self.job.notices, *self.resume_state.notices))
-        start = self._restore_checkpoint(self.resume_state)
+        self.resumed = self._open()
+        start = self._restore_checkpoint(self.resumed)
         for listener in self.listeners:
             listener.started(self.job)
         before = self._evaluate("test", 0)
@@ -136,28 +137,36 @@ class Loop:
         after = self._evaluate("test", steps)
         return self._finish(steps, before, after)
 
-    def _begin(self) -> ResumeState:
-        """What the folder knows; the first rank puts it in order before the others read it."""
-        resumed = self.folder.begin(self.job) if self.ranks.is_first else None
+    def _open(self) -> ResumeState:
+        """Opens the folder; the first rank puts it in order before the others read it."""
+        state = self._open_folder() if self.ranks.is_first else None
         self.ranks.wait()
-        resumed = resumed or self.folder.begin(self.job)
+        state = state or self._open_folder()
         self.ranks.wait()  # before the first rank writes again
-        return resumed
+        return state
 
-    def _restore_checkpoint(self, resumed: ResumeState) -> int:
-        """Puts the newest checkpoint back; the steps that it had."""
-        self.step_seconds = resumed.seconds
-        if resumed.checkpoint is None:
+    def _open_folder(self) -> ResumeState:
+        job, header = self.job, log_header(self.job)
+        state = self.folder.open(header, self.settings.sync_every)
+        notices = check_same(state.header, header, job.optimizer) if state.begun else []
+        self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
+        job.optimizer.set_factor_store(self.folder.factor_files)
+        self.job = replace(job, notices=(*job.notices, *notices, *state.notices))
+        return state
+
+    def _restore_checkpoint(self, state: ResumeState) -> int:
+        """Puts the newest checkpoint back; returns the number of steps that it had."""
+        self.step_seconds = state.seconds
+        if state.checkpoint is None:
             return 0
-        step, tensors, best = resumed.checkpoint.step, resumed.checkpoint.tensors, resumed.checkpoint.state["best"]
+        step, tensors, best = state.checkpoint.step, state.checkpoint.tensors, state.checkpoint.state["best"]
         parts: dict[str, dict[str, Tensor]] = {"run": {}, "best": {}}
         for key, value in tensors.items():
             part, _, name = key.partition("/")
             parts[part][name] = value
-        self.job.optimizer.load_resumable_state(parts["run"], step)
-        self.job.optimizer.last_step = resumed.steps[step - 1].record
+        self.job.optimizer.load_resumable_state(parts["run"], [logged.record for logged in state.steps[:step]])
         if best is not None:
-            # with the state of the base, which has no tensors, told from none
+            # the state of the base has no tensors, which must be told from no state
             self.best = Best(best["step"], best["loss"], parts["best"] if best["kept"] else None, best["since"])
         return step
 
@@ -188,7 +197,7 @@ class Loop:
         return self.ranks.max([float(flag)])[0] > 0
 
     def _keep(self, steps: int) -> None:
-        if steps <= len(self.resume_state.steps):
+        if steps <= len(self.resumed.steps):
             return  # a step that is taken again
         tensors = {f"run/{key}": value for key, value in self.job.optimizer.resumable_state().items()}
         state: dict[str, Any] = {"best": None}
@@ -196,20 +205,36 @@ class Loop:
             tensors |= {f"best/{key}": value for key, value in (self.best.state or {}).items()}
             figures = {"step": self.best.step, "loss": self.best.loss, "since": self.best.since}
             state["best"] = {**figures, "kept": self.best.state is not None}
-        self.folder.save(Checkpoint(steps, tensors, state))
+        self.folder.save_checkpoint(Checkpoint(steps, tensors, state), self.settings.keep_checkpoints)
 
     def _step(self, step: int) -> None:
         for listener in self.listeners:
             listener.stepping(step)
         optimizer = self.job.optimizer
-        if step < len(self.resume_state.steps) and isinstance(optimizer, ZerothOrderOptimizer):
-            optimizer.replay(self.resume_state.steps[step].record)
+        if step < len(self.resumed.steps) and optimizer.replays:
+            optimizer.replay(self.resumed.steps[step].record)
         else:
             self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
+        progress = Progress(record, self.step_seconds, peak_memory())
+        self._log_step(progress)
         for listener in self.listeners:
-            listener.stepped(Progress(record, self.step_seconds, peak_memory()))
+            listener.stepped(progress)
+
+    def _log_step(self, progress: Progress) -> None:
+        record, settings = progress.record, self.settings
+        taken = record.step + 1
+        self.folder.append_step(LoggedStep(record, settings.seed, taken * settings.batch_size))
+        if taken % settings.log_every == 0:
+            line = {
+                "loss": record.loss,
+                "projected_grads": list(record.projected_grads),
+                "lr": record.lr,
+                "seconds": round(progress.seconds, 3),
+                "memory": progress.memory,
+            }
+            self.folder.append_metrics(taken, line)
 
     def _measured_step(self, step: int) -> None:
         indices = self.sampler.rows(step)
@@ -217,18 +242,17 @@ class Loop:
             group["lr"] = self.lr * self.lr_factor(step)
         started = time.perf_counter()
         with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
-            self._take(step, indices)
+            self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % self.settings.compare_every == 0:
             self.ranks.check_equal(digest(self.job.optimizer.resumable_state()), step + 1)
 
-    def _take(self, step: int, indices: Sequence[int]) -> None:
+    def _take_step(self, step: int, indices: Sequence[int]) -> None:
         job, optimizer = self.job, self.job.optimizer
-        if is_feedback(step, self.settings):
-            assert isinstance(optimizer, FeedbackOptimizer)
-            optimizer.feedback_step(job.objective.closure(job.model, job.batches(indices)))
+        if is_feedback(step, self.settings):  # every rank takes it on all rows
+            optimizer.take_step(job.objective.closure(job.model, job.batches(indices)), FEEDBACK)
         else:
-            optimizer.step(self._closure(indices))
+            optimizer.take_step(self._closure(indices), optimizer.kinds[0])
 
     def _closure(self, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""
@@ -245,7 +269,7 @@ class Loop:
         name, optimizer = self.settings.objective, self.job.optimizer
         if name == LOSS:
             return
-        if not isinstance(optimizer, ZerothOrderOptimizer):
+        if optimizer.needs_gradient:
             raise RequestError(f"train.objective is {name}, which has no gradient; use a zeroth-order method.")
         known = self._metrics(self.job.train[:1], written=True)
         if name not in known or name == LOSS:
@@ -263,10 +287,11 @@ class Loop:
         encoded = self.job.test if split == "test" else self.job.dev
         size = self.settings.eval_batch_size
         longest = sorted(encoded, key=lambda row: row.length)[-size:]
-        metrics = self.resume_state.evaluations.get((split, step))
+        metrics = self.resumed.evaluations.get((split, step))
         if metrics is None:
             with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
                 metrics = self._metrics(encoded, written=split == "test")
+        self.folder.append_evaluation(split, step, metrics)
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)
         return metrics
@@ -304,8 +329,9 @@ class Loop:
             after,
         )
         # in this order: saving a whole model merges the change into it
-        result = save_result(self.job.config, self.job.loaded, self.job.optimizer, self.folder.result)
+        result = save_result(self.job.config.model, self.job.loaded, self.job.optimizer, self.folder.result)
         summary = summarize(self.job, outcome, self.ranks, result)
+        self.folder.finish(summary)
         for listener in self.listeners:
             listener.finished(summary)
         return summary

@@ -1,4 +1,4 @@
-"""What happens to every parameter of a model in a run."""
+"""The plan of a run: shape, rank and update of every parameter of the model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,11 @@ from tezo.optim.methods import Tuner
 
 
 def plan(model: Any, optimizer: Tuner) -> list[dict[str, Any]]:
-    """What happens to every parameter of the model: shape, kind, rank, trained or not, and how it is moved."""
+    """One entry per parameter of the model.
+
+    Each has "name", "shape" and "trained". A trained parameter also has "kind", "rank", "moved" (how it is perturbed
+    and updated) and "also" (other modules that share it).
+    """
     targets = {target.name: target for target in optimizer.targets}
     rows: list[dict[str, Any]] = []
     for name, parameter in model.named_parameters():
@@ -23,6 +27,6 @@ def plan(model: Any, optimizer: Tuner) -> list[dict[str, Any]]:
 
 
 def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Numbers in all, and of those that are trained, of a `plan`."""
+    """The number of parameter entries of a `plan`: {"total": all, "trained": those that are trained}."""
     sizes = [(math.prod(row["shape"]), row["trained"]) for row in rows]
     return {"total": sum(size for size, _ in sizes), "trained": sum(size for size, trained in sizes if trained)}

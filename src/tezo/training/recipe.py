@@ -1,4 +1,4 @@
-"""What a recipe says: the sections model, data, method and train, each key with its default and meaning."""
+"""Sections of a recipe (model, data, method, train): every key with its default and meaning."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from tezo.tasks.data_config import DataConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """A method and its options; the ones not named keep the defaults of `tezo.optim.methods`."""
+    """A method and the options that are set; the other options keep the defaults of `tezo.optim.methods`."""
 
     name: str = "lozo-adam"
     options: dict[str, Any] = field(default_factory=dict)
@@ -17,51 +17,49 @@ class MethodConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The loop."""
+    """The section `train`: settings of the training loop."""
 
     steps: int = 1000
-    """Steps; one is two forward passes for each direction."""
+    """Number of steps. A step takes two forward passes per direction."""
     feedback_first: int | None = None
-    """The first so many are along the error at the last hidden states; None: 15 of lozo-adam with labels, else 0."""
+    """Feedback steps at the start. Default: 15 for lozo-adam on labelled rows, at most 5 % of the steps; else 0."""
     feedback_last: int | None = None
-    """The last so many likewise; None: 60. Below 300 steps it is a twentieth and a fifth of them, below 100 none."""
+    """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
     batch_size: int = 16
-    """Rows a step. The paper: 16 for LLMs, 64 for RoBERTa."""
+    """Rows per step. The paper uses 16 for LLMs and 64 for RoBERTa."""
     objective: str = "loss"
-    """What is minimised: the loss, or minus a metric of the evaluation such as accuracy, f1 or exact_match."""
+    """What is minimised: the loss, or the negative of a metric such as accuracy, f1 or exact_match."""
     seed: int = 0
-    """Of directions, data order and sampling."""
-    order: Literal["shuffled", "stratified"] = "shuffled"
-    """Of training rows in an epoch; stratified spreads labels evenly, so that batches have them in proportion."""
+    """Seed of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate, down to zero for linear and cosine. ZO papers keep it constant."""
+    """Learning-rate schedule; linear and cosine decay to zero. ZO papers keep the rate constant."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
     eval_every: int | None = None
-    """Steps between evaluations on the dev rows; None: ten a run; 0: none."""
+    """Steps between evaluations on the dev rows; 0: none. Default: a tenth of the steps."""
     eval_batch_size: int = 64
-    """Rows a batch in evaluation."""
+    """Rows per batch in evaluation."""
     keep_best: bool = True
-    """End with the parameters of the lowest dev loss rather than the last."""
+    """Keep the parameters with the lowest dev loss instead of the last ones."""
     patience: int | None = None
-    """Stop after so many evaluations without a lower dev loss; None: never."""
+    """Stop after this number of evaluations without a lower dev loss. Default: never."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     sync_every: int = 10
-    """Steps between forced writes of steps.log to disk: a power cut loses at most so many; 0: the system decides."""
+    """Steps between forced writes of steps.log to disk: the most that a power cut loses. 0: the system decides."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; None: ten a run; 0: none."""
+    """Steps between checkpoints; 0: none. Default: a tenth of the steps."""
     keep_checkpoints: int = 2
-    """The newest so many are kept until the run has ended."""
+    """Number of newest checkpoints that are kept until the run ends."""
     parallel: Literal["rows", "directions"] = "rows"
-    """What the processes that torchrun starts share out: the rows of each batch, or the directions of each step."""
+    """What is divided among the processes that torchrun starts: the rows of a batch, or the directions of a step."""
     compare_every: int = 100
-    """Steps between comparisons of the processes' parameters."""
+    """Steps between checks that all processes have the same parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run."""
+    """The configuration of a run: the four sections of a recipe."""
 
     model: ModelConfig
     data: DataConfig

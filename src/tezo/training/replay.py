@@ -8,7 +8,6 @@ from tezo.directions.bases.activation import KIND
 from tezo.errors import RequestError
 from tezo.files import new_folder, own_object
 from tezo.models.saving import save_result
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import versions
 from tezo.runs.factor_files import FactorFiles
 from tezo.runs.fingerprint import check_complete, check_model, check_place
@@ -42,16 +41,16 @@ def replay(
     loaded = load_for_tuning(config)
     check_model(contents.header, loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, contents.header["untrained"])
-    if not isinstance(optimizer, ZerothOrderOptimizer):
+    if not optimizer.replays:
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
     optimizer.set_factor_store(FactorFiles(run, writes=False))
     optimizer.set_calibration_passes(partial(_no_data, run))
     own = {"device": loaded.device.type, "versions": versions(("tezo", "torch"))}
-    notices = check_place(contents.header, own, optimizer)
+    notices = check_place(contents.header, own, optimizer.drawn_on_the_device)
     wanted = _wanted(run, contents, step)
     for logged in contents.steps[:wanted]:
         optimizer.replay(logged.record)
-    result = save_result(config, loaded, optimizer, lambda name: new_folder(output / name))
+    result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
     return {"steps": wanted, "result": result, "notices": notices}
 
 

@@ -1,11 +1,10 @@
-"""What a run has come to: summary.json."""
+"""The summary of a finished run, summary.json."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from tezo.distributed import Ranks
 from tezo.models.quantization import stored_bytes
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.tasks.evaluation import Metrics
 from tezo.training.job import Job
@@ -14,15 +13,15 @@ from tezo.training.plan import parameter_counts, plan
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a run that has ended.
+    """The outcome of a finished run.
 
     Attributes:
-        steps: that were taken.
-        kept_step: after which the parameters are as they were kept.
-        dev_loss: of the dev rows, with the parameters that were kept; None where there were none.
-        seconds: spent on steps.
-        before: metrics of the test rows at the start.
-        after: those at the end.
+        steps: number of steps taken.
+        kept_step: number of steps after which the kept parameters were reached.
+        dev_loss: loss on the dev rows with the kept parameters; None if there are no dev rows.
+        seconds: time spent on steps.
+        before: metrics of the test rows before training.
+        after: metrics of the test rows after training.
     """
 
     steps: int
@@ -34,17 +33,16 @@ class Outcome:
 
 
 def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) -> dict[str, Any]:
-    """JSON: figures, cost, and where they were come by.
+    """The summary as JSON: metrics, cost, hardware and versions.
 
     Args:
-        job: of the run.
-        outcome: what it showed.
-        ranks: that shared it.
-        result: what was saved.
+        job: the job that ran.
+        outcome: its outcome.
+        ranks: the processes of the run.
+        result: what was saved, as `save_result` returns it.
     """
     optimizer = job.optimizer
     calls, seconds = optimizer.cost_of_basis
-    error = optimizer.compression_error if isinstance(optimizer, ZerothOrderOptimizer) else 0.0
     return {
         "method": job.config.method.name,
         "model": job.config.model.name,
@@ -58,7 +56,7 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
         "basis_passes": calls,
         "seconds_stepping": round(outcome.seconds, 3),
         "seconds_on_basis": round(seconds, 3),
-        "compression_error": error,
+        "compression_error": optimizer.compression_error,
         "peak_memory": peak_memory(),
         "model_bytes": stored_bytes(job.model),
         "parameters": parameter_counts(plan(job.model, optimizer)),

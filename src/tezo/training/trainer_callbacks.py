@@ -1,4 +1,4 @@
-"""transformers' TrainerCallbacks as a listener: `train(config, output, [TrainerCallbacks([MyCallback()])])`."""
+"""A listener that calls transformers' TrainerCallbacks: `train(config, output, [TrainerCallbacks([MyCallback()])])`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +13,17 @@ from tezo.training.listeners import Listener, Progress
 
 
 class TrainerCallbacks(Listener):
-    """Fires on_train_begin, on_step_begin, on_step_end, on_log, on_evaluate and on_train_end.
+    """Calls on_train_begin, on_step_begin, on_step_end, on_log, on_evaluate and on_train_end.
 
     `state` has global_step, max_steps, epoch and log_history; `control.should_training_stop` ends the run.
-    Dev metrics are named "eval_loss" and so on, as in Trainer, those of the test rows "test_loss".
+    Dev metrics have the prefix "eval_" as in Trainer ("eval_loss"), test metrics the prefix "test_".
 
     Args:
         callbacks: instances of transformers.TrainerCallback.
-        output_dir: what the callbacks see as `args.output_dir`.
+        output_dir: value of `args.output_dir` in the callbacks.
 
     Raises:
-        RequestError: accelerate, which transformers' TrainingArguments need, is not installed.
+        RequestError: accelerate, which transformers' TrainingArguments needs, is not installed.
     """
 
     def __init__(self, callbacks: Sequence[Any], output_dir: str = ".") -> None:

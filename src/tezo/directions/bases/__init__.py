@@ -1,7 +1,6 @@
-"""What the fixed factors of low-rank directions are drawn from, one file each."""
+"""Where the fixed factors of low-rank directions come from, one file each."""
 
 from collections.abc import Callable
-from functools import partial
 
 from tezo.directions.bases.activation import ActivationBasis as ActivationBasis
 from tezo.directions.bases.basis import Basis as Basis
@@ -16,15 +15,16 @@ from tezo.errors import RequestError, nearest
 BASES: dict[str, Callable[[], Basis]] = {
     "gaussian": GaussianBasis,
     "activation": ActivationBasis,
-    "activation-centred": partial(ActivationBasis, centred=True),
-    "activation-weighted": partial(ActivationBasis, weighted=True),
-    "activation-orthonormal": partial(ActivationBasis, orthonormal=True),
 }
-"""By the names that recipes have for them. A name gives a new basis at each use, since one may hold what it saw."""
+"""Bases by their names in recipes. Each use of a name makes a new basis, since a basis may hold factors."""
 
 
 def find_basis(basis: str | Basis) -> Basis:
-    """The basis of that name, or the one that is given; an error with the nearest where there is none."""
+    """The basis of that name, or the given one.
+
+    Raises:
+        RequestError: there is no basis of that name; the error has the nearest one.
+    """
     if isinstance(basis, Basis):
         return basis
     if basis not in BASES:

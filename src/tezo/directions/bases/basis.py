@@ -10,15 +10,21 @@ from torch import Tensor, nn
 from tezo.directions.targets import Target
 
 Role = Literal["u", "v"]
-"""Of a factor: "u" has the weight's M rows, "v" its N columns, as the weight is stored."""
+"""The side of a factor: "u" has the M rows of the stored weight, "v" its N columns."""
 
 Passes = Callable[[int], object]
-"""Runs forward passes over the rows that a basis refresh_step at that step is to see."""
+"""Runs forward passes over the training rows from which the factors of that refresh step are computed."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Which factors: whose, of which run, and from which step on they hold."""
+    """Which factors are drawn.
+
+    Attributes:
+        owner: name of the parameter, or of the parameters that share them.
+        seed: of the run.
+        refresh_step: the step at which they are drawn, the first of those that use them.
+    """
 
     owner: str
     seed: int
@@ -27,11 +33,11 @@ class Draw:
 
 @dataclass(frozen=True)
 class CollectedFactors:
-    """What was seen of the data at one step.
+    """What was computed from the training data at one step.
 
     Attributes:
-        factors: name -> factor; of a basis float64 on the CPU.
-        calls: of the model, that it took.
+        factors: name of the parameter -> factor; of a basis float64 on the CPU.
+        calls: calls of the model that this took.
     """
 
     factors: Mapping[str, Tensor]
@@ -39,48 +45,48 @@ class CollectedFactors:
 
 
 class FactorStore(Protocol):
-    """Where what was seen of the data is kept, so that steps can be taken again without it."""
+    """Stores what was computed from the data, so that steps can be replayed without the data."""
 
     def load(self, kind: str, step: int) -> CollectedFactors | None:
-        """What was seen at that step; None where there is nothing."""
+        """What was stored at that step; None where there is nothing."""
 
-    def save(self, kind: str, step: int, seen: CollectedFactors) -> None:
-        """Keeps it."""
+    def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
+        """Stores what was computed at that step."""
 
 
 class Basis(ABC):
     """Where the fixed factors of low-rank directions come from.
 
-    Factors are float64 on the CPU, and the mean square of their entries is 1, so that directions keep unit variance
-    whatever the basis.
+    Factors are float64 on the CPU, and the mean square of their entries is 1, so that directions have unit variance
+    with every basis.
     """
 
     data_dependent = False
-    """Whether factors depend on the data: they are saved with a run."""
+    """Whether factors depend on the data; a run then saves them."""
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
         """Called once, with the matrices that will be tuned and the ranks of their factors."""
         del targets, ranks
 
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
-        """Says what to look at; a basis that sees no data does not look."""
+        """Sets the model and the forward passes from which factors are computed; a random basis needs none."""
         del model, passes
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """Says where to keep what was seen, so that steps can be taken again without the data."""
+        """Sets where factors that depend on the data are stored; a random basis stores none."""
         del store
 
     @abstractmethod
     def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
-        """The (M, rank) or (N, rank) factor of `target`, by its role."""
+        """The factor of `target`: (M, rank) of role "u", (N, rank) of role "v"."""
 
     @property
     def cost(self) -> tuple[int, float]:
-        """(calls of the model, seconds) that were spent on looking so far."""
+        """(calls of the model, seconds) spent on factors so far."""
         return 0, 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """What cannot be drawn again without the data: "BORN/NAME" -> factor."""
+        """What cannot be computed again without the data: "REFRESH_STEP/NAME" -> factor."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

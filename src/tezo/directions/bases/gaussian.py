@@ -1,4 +1,4 @@
-"""The paper's basis: independent standard normal numbers, which know nothing of the data."""
+"""The paper's basis: independent standard normal numbers."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from tezo.numerics.random import normal
 
 
 class GaussianBasis(Basis):
-    """Entries ~ N(0, 1), of u and of v, as a function of (seed, step of birth, owner, role)."""
+    """Entries ~ N(0, 1), of u and of v, as a function of (seed, refresh step, owner, role)."""
 
     def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
         size = target.matrix_shape["uv".index(role)]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from tezo.errors import RequestError, nearest
-from tezo.optim.first_order import FirstOrderOptimizer
+from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
 from tezo.optim.methods.common_options import Common
 from tezo.optim.methods.fine_tuning import adam as adam
 from tezo.optim.methods.lozo import lozo as lozo
@@ -36,8 +36,8 @@ from tezo.optim.methods.tezo import tezo_cadam as tezo_cadam
 from tezo.optim.methods.tezo import tezo_m as tezo_m
 from tezo.optim.methods.zo_adamu import zo_adamu as zo_adamu
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.tuner import Tuner as Tuner
 
-Tuner = ZerothOrderOptimizer | FirstOrderOptimizer
 T = TypeVar("T", bound=Tuner, covariant=True)
 
 AUTO = "auto"

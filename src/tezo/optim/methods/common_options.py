@@ -14,4 +14,3 @@ class Common(TypedDict, total=False):
     seed: int
     in_forward: bool
     frozen_rank: int | None
-    clip: float | None

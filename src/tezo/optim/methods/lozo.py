@@ -7,10 +7,14 @@ from torch import nn
 from tezo.directions.bases import Basis
 from tezo.directions.perturbations import Lazy, Scale
 from tezo.directions.rank_selection import FixedRank
-from tezo.estimators.feedback import FeedbackOptimizer
+from tezo.estimators.feedback import DirectFeedback
+from tezo.optim.limits import check_rate
 from tezo.optim.methods.common_options import Common
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.optimizer import StepRule, ZerothOrderOptimizer
 from tezo.optim.updates import SGD, Adam, Momentum
+
+FEEDBACK_UPDATE = Adam((0.9, 0.999), 1e-8, eps_in_sqrt=False, bias_correction=True)
+"""Of feedback steps: torch's Adam, with torch's settings."""
 
 
 def lozo(
@@ -74,7 +78,7 @@ def lozo_adam(
     scale: Scale = "unit",
     feedback_scale: float = 0.3,
     **common: Unpack[Common],
-) -> FeedbackOptimizer:
+) -> ZerothOrderOptimizer:
     """LOZO-Adam: Adam on the factor that changes, beside one of leading input directions. Ours, not the paper's.
 
         Z_t = U_t V^T,   U_t (M x r) every step, V (N x r) once,
@@ -90,9 +94,12 @@ def lozo_adam(
     steps; A V^T is folded (`frozen_rank`: beside the base), the first moment goes over by projection. `lr` and `rank`
     are those of the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
 
-    Steps of another kind, `feedback_step`, move A along the error at the last hidden states, at `feedback_scale` times
-    `lr` (`tezo.estimators.feedback`); a run takes them as `train.feedback_first` and `train.feedback_last` say.
+    Feedback steps, `step(closure, kind="feedback")`, move A along the error at the last hidden states, at
+    `feedback_scale` times `lr` (`tezo.estimators.feedback`); a run takes them as `train.feedback_first` and
+    `train.feedback_last` say.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)
-    return FeedbackOptimizer(model, perturbation, update, feedback_scale=feedback_scale, lr=lr, **common)
+    check_rate("feedback_scale", feedback_scale)
+    feedback = StepRule(DirectFeedback(perturbation.fixed), FEEDBACK_UPDATE, lr_scale=feedback_scale, restarts=True)
+    return ZerothOrderOptimizer(model, perturbation, update, lr=lr, more_rules=(feedback,), **common)

@@ -3,7 +3,6 @@
 from tezo.optim.updates.adam import Adam as Adam
 from tezo.optim.updates.adam import FactoredAdam as FactoredAdam
 from tezo.optim.updates.adamu import AdaMU as AdaMU
-from tezo.optim.updates.clipped import Clipped as Clipped
 from tezo.optim.updates.momentum import Momentum as Momentum
 from tezo.optim.updates.normalized import NormalizedSGD as NormalizedSGD
 from tezo.optim.updates.sgd import SGD as SGD

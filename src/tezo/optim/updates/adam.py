@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from tezo.directions.spaces import CP, Core, Dense, Direction, FixedFactors, LowRank
-from tezo.estimators.estimate import Estimate
+from tezo.estimators.estimate import ParameterEstimate
 from tezo.forward import MovingParameter
-from tezo.numerics.factored_adam import AdamFactors, factored_adam_
+from tezo.numerics.adam_factors import AdamFactors
+from tezo.numerics.factored_adam import factored_adam_
 from tezo.optim.updates.update import State, Update, check_average, zeros_like_coefficient
 
 
@@ -34,16 +35,19 @@ class Adam(Update):
         self.eps_in_sqrt = eps_in_sqrt
         self.bias_correction = bias_correction
 
-    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         return {name: zeros_like_coefficient(estimate, moving) for name in ("exp_avg", "exp_avg_sq")}
 
-    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
-        if isinstance(estimate.direction, FixedFactors):
-            state["exp_avg"] = estimate.direction.carry_over(state["exp_avg"])
+    def carry_over(self, direction: Direction, state: State) -> None:
+        if isinstance(direction, FixedFactors):
+            state["exp_avg"] = direction.carry_over(state["exp_avg"])
+
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+        self.carry_over(estimate.direction, state)
         for rows, grad in estimate.tiles():
             exp_avg, exp_avg_sq = state["exp_avg"][rows], state["exp_avg_sq"][rows]
             self.average_(exp_avg, exp_avg_sq, grad)
-            moving.add_(estimate.direction, rows, self.ratio(exp_avg, exp_avg_sq, estimate.step), -lr)
+            moving.add_(estimate.direction, rows, self.ratio(exp_avg, exp_avg_sq, estimate.count), -lr)
 
     def average_(self, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
         """Takes `grad` into both moments, in place."""
@@ -84,7 +88,7 @@ class FactoredAdam(Adam):
     takes: tuple[type[Direction], ...] = (Dense, CP)
     writes_weight = True
 
-    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         point = estimate.direction
         if not isinstance(point, CP):
             super().step(moving, estimate, state, lr)
@@ -92,6 +96,6 @@ class FactoredAdam(Adam):
         tau_exp_avg, tau_exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         for _, grad in estimate.tiles():
             self.average_(tau_exp_avg, tau_exp_avg_sq, grad)
-        tau_m, tau_v = self.corrected(tau_exp_avg, tau_exp_avg_sq, estimate.step)
+        tau_m, tau_v = self.corrected(tau_exp_avg, tau_exp_avg_sq, estimate.count)
         factors = AdamFactors(point.u_MR, point.v_NR, tau_m, tau_v, self.eps, self.eps_in_sqrt)
         factored_adam_(moving.weight, factors, lr, moving.rounding)

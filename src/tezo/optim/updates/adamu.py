@@ -4,7 +4,7 @@ import torch
 
 from tezo.directions.perturbations.momentum_noise import MomentumNoise
 from tezo.directions.spaces import row_tiles
-from tezo.estimators.estimate import Estimate
+from tezo.estimators.estimate import ParameterEstimate
 from tezo.forward import MovingParameter
 from tezo.optim.updates.update import State, Update, check_average, zeros_like_coefficient
 
@@ -21,10 +21,10 @@ class AdaMU(Update):
         check_average("eps", (), eps)
         self.eps = eps
 
-    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         return {"exp_avg": zeros_like_coefficient(estimate, moving)}
 
-    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         noise, (kappa,) = estimate.direction, estimate.projected_grads
         assert isinstance(noise, MomentumNoise)
         for rows in row_tiles(noise.shape):

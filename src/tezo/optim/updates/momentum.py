@@ -1,7 +1,7 @@
 """Steps along an exponential average of the estimates."""
 
-from tezo.directions.spaces import FixedFactors
-from tezo.estimators.estimate import Estimate
+from tezo.directions.spaces import Direction, FixedFactors
+from tezo.estimators.estimate import ParameterEstimate
 from tezo.forward import MovingParameter
 from tezo.optim.updates.update import State, Update, check_average, zeros_like_coefficient
 
@@ -16,13 +16,16 @@ class Momentum(Update):
         check_average("beta", (beta,))
         self.beta = beta
 
-    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         return {"exp_avg": zeros_like_coefficient(estimate, moving)}
 
-    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
-        direction = estimate.direction
+    def carry_over(self, direction: Direction, state: State) -> None:
         if isinstance(direction, FixedFactors):
             state["exp_avg"] = direction.carry_over(state["exp_avg"])
+
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+        direction = estimate.direction
+        self.carry_over(direction, state)
         for rows, grad in estimate.tiles():
             exp_avg = state["exp_avg"][rows]
             exp_avg.mul_(self.beta).add_(grad, alpha=1 - self.beta)

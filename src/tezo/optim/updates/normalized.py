@@ -2,7 +2,7 @@
 
 import torch
 
-from tezo.estimators.estimate import Estimate
+from tezo.estimators.estimate import ParameterEstimate
 from tezo.forward import MovingParameter
 from tezo.optim.updates.update import State, Update, check_average
 
@@ -25,15 +25,15 @@ class NormalizedSGD(Update):
         self.beta = beta
         self.eps = eps
 
-    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         del estimate
         target = moving.target
         return {"kappa_sq": torch.zeros((), dtype=target.state_dtype, device=target.device)}
 
-    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         mean = sum(kappa**2 for kappa in estimate.projected_grads) / len(estimate.projected_grads)
         kappa_sq = state["kappa_sq"].mul_(self.beta).add_(mean, alpha=1 - self.beta)
-        corrected = float(kappa_sq) / (1 - self.beta ** (estimate.step + 1))
+        corrected = float(kappa_sq) / (1 - self.beta ** (estimate.count + 1))
         for rows, grad in estimate.tiles():
             moving.add_(estimate.direction, rows, grad, -lr / (corrected**0.5 + self.eps))
 

@@ -1,6 +1,6 @@
 """Plain steps: W -= lr * kappa Z."""
 
-from tezo.estimators.estimate import Estimate
+from tezo.estimators.estimate import ParameterEstimate
 from tezo.forward import MovingParameter
 from tezo.optim.updates.update import State, Update
 
@@ -8,11 +8,11 @@ from tezo.optim.updates.update import State, Update
 class SGD(Update):
     """W_t+1 = W_t - lr * g, with g the estimate. For every type of direction."""
 
-    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         del estimate, moving
         return {}
 
-    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         del state
         for rows, grad in estimate.tiles():
             moving.add_(estimate.direction, rows, grad, -lr)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Estimate
+from tezo.estimators.estimate import ParameterEstimate
 from tezo.forward import MovingParameter
 
 State = dict[str, Tensor]
@@ -27,12 +27,16 @@ class Update(ABC):
     writes_weight = False
 
     @abstractmethod
-    def init(self, estimate: Estimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         """The state before the first step."""
 
     @abstractmethod
-    def step(self, moving: MovingParameter, estimate: Estimate, state: State, lr: float) -> None:
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         """W_t -> W_t+1; `state` is changed in place."""
+
+    def carry_over(self, direction: Direction, state: State) -> None:
+        """Expresses moments in the space of `direction`, where its fixed factors are new; here there are none."""
+        del direction, state
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
         """What a step divides the estimate by, at its least, which sets the scale of learning rates; here nothing.
@@ -54,7 +58,7 @@ def check_average(key: str, betas: Sequence[float], eps: float = 0.0) -> None:
         raise RequestError(f"method.eps is {eps}; it must be finite and not negative.")
 
 
-def zeros_like_coefficient(estimate: Estimate, moving: MovingParameter) -> Tensor:
+def zeros_like_coefficient(estimate: ParameterEstimate, moving: MovingParameter) -> Tensor:
     """Zeros of the shape, dtype and device of the estimate's coefficient."""
     direction, target = estimate.direction, moving.target
     if isinstance(direction, FixedFactors):

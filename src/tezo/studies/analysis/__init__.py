@@ -1,4 +1,4 @@
-"""The paper's figures and proofs, drawn from the reader's own model: a row of `ANALYSES` each."""
+"""Analyses that redraw the paper's figures from the user's own model; each is an entry of `ANALYSES`."""
 
 from tezo.errors import RequestError, nearest
 from tezo.studies.analysis.convergence import CONVERGENCE
@@ -23,7 +23,7 @@ ANALYSES: dict[str, Analysis] = {entry.name: entry for entry in _ROWS}
 
 
 def analysis(name: str) -> Analysis:
-    """The analysis of that name; an error with the nearest one where there is none."""
+    """The analysis `name`; `RequestError` with the nearest name if there is none."""
     if name not in ANALYSES:
         raise RequestError(f"there is no analysis {name!r}. " + nearest(name, ANALYSES))
     return ANALYSES[name]

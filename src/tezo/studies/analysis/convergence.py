@@ -4,9 +4,9 @@ With D = W - A the objective of a step is
 
     f(W) = sum_ij (d_ij^2 + 1 - cos 2 d_ij) / 2 + noise <X_t, D>,   X_t Gaussian, drawn every step,
 
-of which the first part is smooth and not convex: its gradient is d + sin 2d, its second derivative 1 + 2 cos 2d lies
-in [-1, 3], so lambda = 3, and A, where it is 0, is its one stationary point. W_0 = 0 and A is Gaussian. The second
-part gives the gradient of a step the variance sigma^2 = noise^2 M N.
+The first part is smooth and nonconvex: its gradient is d + sin 2d, and its second derivative 1 + 2 cos 2d lies in
+[-1, 3], so lambda = 3. Its only stationary point is A, where it is 0. W_0 = 0 and A is Gaussian. The second part gives
+the gradient of a step the variance sigma^2 = noise^2 M N.
 """
 
 import math
@@ -28,31 +28,31 @@ from tezo.studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo.studies.analysis.matrices import linear, require_at_least, require_sizes
 
 LIPSCHITZ = 3.0
-"""Lambda of the objective."""
+"""Lipschitz constant lambda of the objective's gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvergenceOptions:
-    """Of `convergence`."""
+    """Options of `convergence`."""
 
     sizes: Sequence[int] = (6,)
-    """Rows, and columns, of W: one number."""
+    """Number of rows and columns of W; one number."""
     rank: int = 3
-    """Of the low-rank methods' directions."""
+    """Rank of the low-rank methods' directions."""
     horizons: Sequence[int] = (125, 250, 500, 1000)
-    """T of the theorem: a run each, rising."""
+    """Values of T in the theorem, ascending; one run each."""
     rates: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0)
-    """Learning rates tried at the first horizon, in units of `unit_rate`; at T the best is divided by the root."""
+    """Learning rates tried at the first horizon T_0, in units of `UNITS`; the best is scaled by sqrt(T_0 / T) at T."""
     interval: int = 50
     """Steps between new factors of lozo and subzo."""
     noise: float = 1.0
-    """Standard deviation of a step's gradient, entry by entry."""
+    """Standard deviation of each entry of a step's gradient."""
     seed: int = 0
-    """Of every draw."""
+    """Seed of all draws."""
 
 
 class Bowl(nn.Module):
-    """The objective f(W), W being the weight of a linear layer."""
+    """The objective f(W); W is the weight of a linear layer."""
 
     def __init__(self, size: int, seed: int) -> None:
         super().__init__()
@@ -61,28 +61,28 @@ class Bowl(nn.Module):
         self.goal_MN = normal((size, size), seed=seed, step=0, name="bowl", role="goal")
 
     def distance(self) -> Tensor:
-        """D = W - A, (M, N), by a forward pass."""
+        """D = W - A, (M, N), computed by a forward pass."""
         out_NM: Tensor = self.layer(self.eye)
         return out_NM.T - self.goal_MN
 
     def forward(self, noise_MN: Tensor) -> Tensor:
-        """F(W) for the step whose noise X_t that is, scale included."""
+        """f(W) of a step with the noise matrix `noise_MN`, noise X_t in the formula above."""
         d_MN = self.distance()
         return (d_MN.square() + 1 - torch.cos(2 * d_MN) + 2 * noise_MN * d_MN).sum() / 2
 
     def loss_and_gradient(self) -> tuple[Tensor, Tensor]:
-        """F(W) without noise, and its gradient (M, N)."""
+        """f(W) without noise, and its gradient (M, N)."""
         d_MN = self.distance()
         return (d_MN.square() + 1 - torch.cos(2 * d_MN)).sum() / 2, d_MN + torch.sin(2 * d_MN)
 
 
 def plain_unit(size: int) -> float:
-    """1 / (lambda M N): the theorem's bound on the rate, 1 / (lambda (delta + 1)), to leading order."""
+    """1 / (lambda M N), the theorem's bound on the rate, 1 / (lambda (delta + 1)), to leading order."""
     return 1 / (LIPSCHITZ * size * size)
 
 
 def adam_unit(size: int) -> float:
-    """1 / (lambda (M N)^(1/2)): a step of `plain_unit` with kappa at its root mean square for a gradient of ones."""
+    """1 / (lambda (M N)^(1/2)): `plain_unit` times the root mean square of kappa for a gradient of ones."""
     return 1 / (LIPSCHITZ * size)
 
 
@@ -95,18 +95,19 @@ UNITS = {
     "tezo-adam": adam_unit,
     "tezo-cadam": adam_unit,
 }
-"""Method -> the unit of its learning rates, for a size."""
+"""Method -> function from the size to the unit of its learning rates."""
 
 
 def measure_convergence(options: ConvergenceOptions, given: Given) -> Numbers:
-    """Mean squared gradient norm of each method against T, beside the 1/sqrt(T) of Theorem 2.
+    """Mean squared gradient norm of each method against T, next to the 1/sqrt(T) of Theorem 2.
 
-    For each horizon T a run of T steps at the rate eta_0 sqrt(T_0 / T), as the theorem has it; eta_0, that of
-    `rates` which ends lowest at the first horizon T_0, is recorded as `rate`. `full` is
-    (1/T) sum_t |grad f(W_t)|^2 over |grad f(W_0)|^2, `last` the same of the last tenth of the steps, and `loss` the
-    mean f there over f(W_0). Methods with TeZO's factors have `span` and `span_last`, the same with P grad f for
-    grad f, P projecting on the span of the u_s v_s^T: tezo, tezo-m and tezo-cadam never leave W_0 + that span, so
-    only this part of their gradient can vanish. `slope` and `span_slope` are least-squares slopes of the logarithms.
+    For each horizon T there is a run of T steps at the rate eta_0 sqrt(T_0 / T), as in the theorem. eta_0, recorded as
+    `rate`, is the one of `rates` with the lowest loss at the first horizon T_0. `full` is
+    (1/T) sum_t |grad f(W_t)|^2 over |grad f(W_0)|^2, `last` the same over the last tenth of the steps, and `loss` the
+    mean f over the last tenth, over f(W_0). Methods with TeZO's factors also have `span` and `span_last`, with
+    P grad f instead of grad f; P projects on the span of the u_s v_s^T. tezo, tezo-m and tezo-cadam never leave
+    W_0 + that span, so only this part of their gradient can vanish. `slope` and `span_slope` are least-squares slopes
+    of the logarithms.
 
     Raises:
         RequestError: an option is out of range, or every rate of a method diverges.
@@ -122,7 +123,7 @@ def measure_convergence(options: ConvergenceOptions, given: Given) -> Numbers:
         "span_share": min(1.0, options.rank / size**2),
         "lipschitz": LIPSCHITZ,
         "theorem_rate": 1 / (LIPSCHITZ * (delta + 1)),
-        "methods": [_of_method(name, options) for name in UNITS],
+        "methods": [_measure_method(name, options) for name in UNITS],
     }
 
 
@@ -132,7 +133,7 @@ def _check(options: ConvergenceOptions) -> None:
     require_sizes(options.sizes, [options.rank], "rank")
     require_at_least(1, interval=options.interval)
     if len(options.horizons) < 2 or list(options.horizons) != sorted(set(options.horizons)):
-        raise RequestError(f"horizons is {list(options.horizons)}; give at least two numbers of steps, rising.")
+        raise RequestError(f"horizons is {list(options.horizons)}; give at least two numbers of steps, ascending.")
     require_at_least(1, horizons=options.horizons[0])
     if not options.rates or not all(rate > 0 for rate in options.rates):
         raise RequestError(f"rates is {list(options.rates)}; give at least one number, each above 0.")
@@ -140,18 +141,20 @@ def _check(options: ConvergenceOptions) -> None:
         raise RequestError(f"noise is {options.noise}; it must not be negative.")
 
 
-def _of_method(name: str, options: ConvergenceOptions) -> Numbers:
+def _measure_method(name: str, options: ConvergenceOptions) -> Numbers:
     first = options.horizons[0]
     unit = UNITS[name](options.sizes[0])
     tried = [(run(name, first, rate * unit, options), rate) for rate in options.rates]
     best, rate = min(tried, key=lambda pair: pair[0]["loss"])
     if not math.isfinite(best["loss"]):
-        raise RequestError(f"rates is {list(options.rates)}; {name} diverges at every one, so give smaller ones.")
+        raise RequestError(f"rates is {list(options.rates)}; {name} diverges at all of them; give smaller ones.")
     runs = [best] + [run(name, t, rate * unit * math.sqrt(first / t), options) for t in options.horizons[1:]]
-    for horizon, found in zip(options.horizons, runs, strict=True):
-        if not math.isfinite(found["loss"]):
-            raise RequestError(f"rates is {list(options.rates)}; {name} diverges within {horizon} steps: lower them.")
-    curves = {key: [found[key] for found in runs] for key in best}
+    for horizon, values in zip(options.horizons, runs, strict=True):
+        if not math.isfinite(values["loss"]):
+            raise RequestError(
+                f"rates is {list(options.rates)}; {name} diverges within {horizon} steps; give smaller ones."
+            )
+    curves = {key: [values[key] for values in runs] for key in best}
     numbers = {"method": name, "rate": rate * unit, "rate_in_units": rate, **curves}
     numbers["slope"] = slope(options.horizons, curves["full"])
     if "span" in curves:
@@ -168,7 +171,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 @torch.no_grad()
 def run(name: str, steps: int, lr: float, options: ConvergenceOptions) -> dict[str, float]:
-    """What `measure_convergence` records of one run; an infinite `loss` alone where it diverges."""
+    """The values of one run that `measure_convergence` records; only an infinite `loss` if the run diverges."""
     (size,) = options.sizes
     model = Bowl(size, options.seed)
     optimizer = build(name, model, lr, options)
@@ -192,22 +195,22 @@ def _means(seen_T3: Tensor, *, has_span: bool) -> dict[str, float]:
     relative_T3 = seen_T3 / seen_T3[0]
     tail_T3 = relative_T3[-max(1, len(relative_T3) // 10) :]
     (_, full, span), (loss, last, span_last) = relative_T3.mean(dim=0).tolist(), tail_T3.mean(dim=0).tolist()
-    found = {"loss": loss, "full": full, "last": last}
-    return found | ({"span": span, "span_last": span_last} if has_span else {})
+    means = {"loss": loss, "full": full, "last": last}
+    return means | ({"span": span, "span_last": span_last} if has_span else {})
 
 
 def build(name: str, model: Bowl, lr: float, options: ConvergenceOptions) -> ZerothOrderOptimizer:
-    """The method's own optimizer, with those of the options that it has."""
+    """The optimizer of method `name`, with the options that it supports."""
     method = METHODS[name]
     wanted: Mapping[str, Any] = {"rank": options.rank, "lazy_update_interval": options.interval}
-    defaults = method.defaults()  # where an interval has no default, factors stay
+    defaults = method.defaults()  # no default interval: the factors are fixed
     known = [key for key in wanted if key in defaults and (key == "rank" or defaults[key] is not None)]
     own = {key: wanted[key] for key in known}
     return method.build(model, lr=lr, seed=options.seed, **own)
 
 
 def span_basis(optimizer: ZerothOrderOptimizer) -> Tensor:
-    """Orthonormal basis (M N, at most r) of the span of TeZO's u_s v_s^T; without columns where factors are others."""
+    """Orthonormal basis (M N, at most r) of the span of TeZO's u_s v_s^T; (M N, 0) for other factors."""
     (target,) = optimizer.targets
     direction = optimizer.perturbation.direction(target, DrawKey(optimizer.seed, 0), {})
     cells = target.shape.numel()
@@ -219,7 +222,7 @@ def span_basis(optimizer: ZerothOrderOptimizer) -> Tensor:
 
 
 def draw_convergence(numbers: Numbers, figure: Any) -> None:
-    """Left, the whole gradient against T; right, of TeZO's methods, its part in the span of the factors."""
+    """Draws the whole gradient against T (left), and its part in the span of TeZO's factors (right)."""
     figure.set_size_inches(9.0, 4.2)
     whole, part = figure.subplots(1, 2, sharey=True)
     horizons = numbers["horizons"]
@@ -246,7 +249,7 @@ def _short(value: float) -> str:
 
 
 def caption_convergence(numbers: Numbers) -> str:
-    """What was computed."""
+    """The caption of the figure."""
     size, rows = numbers["size"], {row["method"]: row for row in numbers["methods"]}
     steps = ", ".join(map(str, numbers["horizons"]))
     return (

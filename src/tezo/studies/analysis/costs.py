@@ -1,4 +1,4 @@
-"""Figure 1 (c), the figure and the appendix tables of memory and time: our benchmarks beside the paper's numbers."""
+"""Memory and time (the paper's Figure 1c and appendix tables): our benchmarks next to the paper's numbers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ GIGABYTES: dict[str, tuple[float | None, ...]] = {
     "mezo-adam": (1.19, 9.15, 16.90, 39.98, 75.27, None, 39.50, 75.69, None),
     "tezo-adam": (0.57, 3.48, 6.16, 14.07, 26.01, 58.64, 13.71, 26.16, 62.80),
 }
-"""The paper's max memory reserved on an H100, RTE; None: above 80."""
+"""The paper's maximum reserved memory in gigabytes on an H100, RTE; columns as `MODELS`. None: above 80."""
 
 ADAPTERS: dict[str, tuple[float, float]] = {
     "ft": (105.24, 238.26),
@@ -32,7 +32,7 @@ ADAPTERS: dict[str, tuple[float, float]] = {
     "mezo, LoRA": (13.04, 24.82),
     "mezo, prefix": (13.06, 24.81),
 }
-"""The paper's, for OPT 6.7B and 13B, in gigabytes."""
+"""The paper's memory in gigabytes for OPT 6.7B and 13B."""
 
 MILLISECONDS: dict[str, tuple[float | None, ...]] = {
     "mezo": (33, 69, 111, 212, 388, 871, 212, 372, 942),
@@ -45,7 +45,7 @@ MILLISECONDS: dict[str, tuple[float | None, ...]] = {
     "mezo-adam": (39, 104, 173, 348, 642, None, 342, 624, None),
     "tezo-adam": (54, 92, 134, 224, 394, 841, 227, 397, 937),
 }
-"""The paper's wall-clock time of an iteration on an H100, RTE."""
+"""The paper's wall-clock time of an iteration in milliseconds on an H100, RTE; columns as `MODELS`."""
 
 
 MEMORY_UNITS = {"unit": "peak memory over a forward pass's", "paper_unit": "memory over zero-shot"}
@@ -54,14 +54,14 @@ TIME_UNITS = {"unit": "a step over two forward passes", "paper_unit": "an iterat
 
 @dataclass(frozen=True, kw_only=True)
 class CostOptions:
-    """Of the comparison."""
+    """Options of `memory` and `step-time`."""
 
     paper_model: str = "OPT 13B"
-    """Whose numbers of the paper are drawn beside ours."""
+    """Model of the paper whose numbers are drawn next to ours."""
 
 
 def measure_memory(options: CostOptions, given: Given) -> Numbers:
-    """Peak memory over that of inference, from `tezo bench memory`, beside the paper's."""
+    """Peak memory relative to inference, from `tezo bench memory`, next to the paper's numbers."""
     place = paper_place(options)
     base = GIGABYTES["zero-shot"][place]
     assert base is not None
@@ -73,7 +73,7 @@ def measure_memory(options: CostOptions, given: Given) -> Numbers:
 
 
 def measure_time(options: CostOptions, given: Given) -> Numbers:
-    """Time of a step over that of two plain forward passes, from `tezo bench step`, beside the paper's over MeZO's."""
+    """Time of a step relative to two plain forward passes, from `tezo bench step`, next to the paper's numbers."""
     place = paper_place(options)
     base = MILLISECONDS["mezo"][place]
     assert base is not None
@@ -83,44 +83,53 @@ def measure_time(options: CostOptions, given: Given) -> Numbers:
 
 
 def results(paths: Sequence[Path], kind: str, figure: Callable[[dict[str, Any]], float | None]) -> list[dict[str, Any]]:
-    """{"setting": in words, "figures": {make_case: figure}} for each result of one kind in files of `tezo bench`."""
-    found = []
+    """{"setting": text, "figures": {label: value}} for each result of one kind in files of `tezo bench`.
+
+    Args:
+        paths: JSON files that `tezo bench` wrote.
+        kind: "step" or "memory".
+        figure: row of a result -> value, or None if the row has none.
+
+    Raises:
+        RequestError: a file is not such a result, or there is none of this kind.
+    """
+    selected = []
     for path in paths:
         try:
             read = read_json(path)
             for result in read if isinstance(read, list) else [read]:
                 if result["kind"] == kind:
                     figures = {row["label"]: figure(row) for row in result["rows"]}
-                    found.append({"setting": in_words(result["settings"]), "figures": figures})
+                    selected.append({"setting": in_words(result["settings"]), "figures": figures})
         except (UntrustedError, KeyError, TypeError, AttributeError):
-            raise RequestError(f"{path} is not a result of this version's tezo bench; measure again.") from None
-    if not found:
-        raise RequestError(f"{', '.join(map(str, paths))}: no result of tezo bench {kind}; run that first.")
-    return found
+            raise RequestError(f"{path} is not a result of this version of tezo bench; measure again.") from None
+    if not selected:
+        raise RequestError(f"{', '.join(map(str, paths))}: there is no result of tezo bench {kind}; run it first.")
+    return selected
 
 
 def in_words(settings: dict[str, Any]) -> str:
-    """A setting of a benchmark."""
+    """Text for the settings of a benchmark: model, dtype, batch size x length, targets."""
     batch = f"{settings['batch']} x {settings['length']}"
     return f"{settings['model']} {settings['dtype']} {batch}, {settings['targets']}"
 
 
 def paper_place(options: CostOptions) -> int:
-    """The column of the paper's tables."""
+    """The column of `options.paper_model` in the paper's tables."""
     if options.paper_model not in MODELS:
         raise RequestError(f"paper_model is {options.paper_model!r}; it must be one of {', '.join(MODELS)}.")
     return MODELS.index(options.paper_model)
 
 
 def draw_costs(numbers: Numbers, figure: Any) -> None:
-    """Bars: ours on the left, a colour a setting; the paper's on the right."""
-    shown = numbers["ours"][: len(COLOURS)]
+    """Draws bars: our results on the left, one colour per setting; the paper's on the right."""
+    settings = numbers["ours"][: len(COLOURS)]
     figure.set_size_inches(8.0, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    every = dict.fromkeys(name for row in shown for name in row["figures"])
-    names = [name for name in every if any(row["figures"].get(name) is not None for row in shown)]
-    height = 0.8 / len(shown)
-    for i, (row, colour) in enumerate(zip(shown, COLOURS, strict=False)):
+    every = dict.fromkeys(name for row in settings for name in row["figures"])
+    names = [name for name in every if any(row["figures"].get(name) is not None for row in settings)]
+    height = 0.8 / len(settings)
+    for i, (row, colour) in enumerate(zip(settings, COLOURS, strict=False)):
         bars = [(j + i * height, row["figures"].get(name)) for j, name in enumerate(names)]
         known = [(place, value) for place, value in bars if value is not None]
         left.barh(*zip(*known, strict=True), height, color=colour, label=row["setting"])
@@ -140,7 +149,7 @@ def draw_costs(numbers: Numbers, figure: Any) -> None:
 
 
 def caption_memory(numbers: Numbers) -> str:
-    """What was computed on what."""
+    """The caption of the figure of memory."""
     return (
         f"Peak memory over that of a plain forward pass, for {len(numbers['ours'])} settings of tezo bench memory; "
         f"beside it the paper's own, over zero-shot, for {numbers['paper_model']} on an H100."
@@ -148,7 +157,7 @@ def caption_memory(numbers: Numbers) -> str:
 
 
 def caption_time(numbers: Numbers) -> str:
-    """What was computed on what."""
+    """The caption of the figure of time."""
     return (
         f"Time of a step over that of two plain forward passes, for {len(numbers['ours'])} settings of tezo bench "
         f"step; beside it the paper's own, over MeZO, for {numbers['paper_model']} on an H100."

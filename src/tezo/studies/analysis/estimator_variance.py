@@ -1,18 +1,18 @@
-"""Mean and variance of one-direction estimates, drawn and in closed form (Theorem 1).
+"""Mean and variance of one-direction estimates, sampled and in closed form (Theorem 1).
 
-For a linear loss <G, W>, G being M x N, the estimate along Z is kappa Z with kappa = <G, Z>, whatever rho. Every
-method here has E[kappa Z] = G over all that it draws. What kappa Z is on average in size, |G| = 1:
+For a linear loss <G, W> with G of shape M x N, the estimate along Z is kappa Z with kappa = <G, Z>, for any rho. Every
+method here has E[kappa Z] = G over all its draws. E|kappa Z|^2 for |G| = 1:
 
     mezo    Z Gaussian                                    M N + 2
     tezo    U diag(tau) V^T / sqrt(r), all three Gaussian  M N + 2 + 2 M N / r + 6 (M + N) / r + 10 / r
     lozo    U V^T / sqrt(r), both Gaussian                 M N + 2 + 2 (M + N + 1) / r
     subzo   U S V^T sqrt(M N) / r, S Gaussian, U and V orthonormal   M N + 2 M N / r^2
 
-The relative variance E|kappa Z - G|^2 / |G|^2 is that less 1. Theorem 1 divides the estimate by r; unit scale has
-done so already, Z carrying r^(-1/2), so that tezo's row is the theorem's delta + 1 as it stands.
-lozo's is tezo's with tau^2 = 1 (a sign is absorbed by u): the pairs s != s' give r (r - 1) (M N + 2) and each s
-(M + 2) (N + 2), instead of three times that. subzo's: given U and V, kappa Z has the mean square
-(M N)^2 / r^4 (r^2 + 2) |U^T G V|^2, and E|U^T G V|^2 = r^2 / (M N).
+The relative variance E|kappa Z - G|^2 / |G|^2 is this number minus 1. Theorem 1 divides the estimate by r. Unit scale
+includes this division (Z has the factor r^(-1/2)), so tezo's row is the theorem's delta + 1. lozo's row is tezo's with
+tau^2 = 1 (u absorbs the sign): the pairs s != s' give r (r - 1) (M N + 2), and each s gives (M + 2) (N + 2) instead of
+three times that. subzo's row: given U and V, kappa Z has the mean square (M N)^2 / r^4 (r^2 + 2) |U^T G V|^2, and
+E|U^T G V|^2 = r^2 / (M N).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,18 +32,18 @@ from tezo.studies.analysis.matrices import linear, require_at_least, require_siz
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorOptions:
-    """Of `estimator`."""
+    """Options of `estimator`."""
 
     sizes: Sequence[int] = (16, 32, 64)
-    """Rows, and columns, of the matrices."""
+    """Numbers of rows and columns of the matrices."""
     ranks: Sequence[int] = (1, 4, 16)
-    """Of the low-rank methods' directions."""
+    """Ranks of the low-rank methods' directions."""
     draws: int = 800
-    """Of each method's direction, factors and all, at each size and rank."""
+    """Draws of each method's direction, including its factors, at each size and rank."""
     fixed_draws: int = 20
-    """Of factors, for the mean that they leave."""
+    """Draws of the factors, for the mean estimate given the factors."""
     seed: int = 0
-    """Of every draw."""
+    """Seed of all draws."""
 
 
 _MARKERS = "os^Dv<>p*"
@@ -71,18 +71,18 @@ def mezo_second_moment(m: int, n: int, r: int) -> float:
 
 
 def tezo_cosine(m: int, n: int, r: int) -> float:
-    """cos(E[kappa Z | u, v], G), E|c|^2 over the root of E|sum_s c_s u_s v_s^T|^2; near sqrt(r / (M N))."""
+    """cos(E[kappa Z | u, v], G) = E|c|^2 over the root of E|sum_s c_s u_s v_s^T|^2; about sqrt(r / (M N))."""
     return float((r / ((m + 2) * (n + 2) + r - 1)) ** 0.5)
 
 
 def lozo_cosine(m: int, n: int, r: int) -> float:
-    """cos(E[kappa Z | v], G), likewise from |G V|^2 and |G V V^T|^2; near sqrt(r / N)."""
+    """cos(E[kappa Z | v], G) = E|G V|^2 over the root of E|G V V^T|^2; about sqrt(r / N)."""
     del m
     return float((r / (n + r + 1)) ** 0.5)
 
 
 def subzo_cosine(m: int, n: int, r: int) -> float:
-    """cos(E[kappa Z | u, v], G) = |U^T G V| / |G|, root of its mean square."""
+    """cos(E[kappa Z | u, v], G) = |U^T G V| / |G|; the root of its mean square."""
     return float(r / (m * n) ** 0.5)
 
 
@@ -95,16 +95,17 @@ SECOND_MOMENTS: dict[str, Closed] = {
 }
 """Method -> closed form of E|kappa Z|^2 / |G|^2 at (M, N, r)."""
 COSINES: dict[str, Closed] = {"lozo": lozo_cosine, "subzo": subzo_cosine, "tezo": tezo_cosine}
-"""Method -> cosine of its mean given the fixed factors to the gradient, to leading order, at (M, N, r)."""
+"""Method -> cosine between its mean estimate given the fixed factors and the gradient, to leading order, at (M, N, r).
+"""
 
 
 def measure_estimator(options: EstimatorOptions, given: Given) -> Numbers:
-    """Mean and variance of each method's one-direction estimate, drawn and in closed form; Theorem 1 is one.
+    """Mean and variance of each method's one-direction estimate, sampled and in closed form (Theorem 1 for tezo).
 
-    Rows of `over_all_draws`: `mean` is <E[kappa Z], G> / |G|^2, 1 where there is no bias, and `variance` is
+    Rows of `over_all_draws`: `mean` is <E[kappa Z], G> / |G|^2, which is 1 without bias, and `variance` is
     E|kappa Z - G|^2 / |G|^2, both with a standard error (`_se`); `distance` is |mean of kappa Z - G| / |G|, and
-    `distance_closed` the root of the variance over the number of draws. Rows of `given_factors`: the
-    `cosine` of E[kappa Z | fixed factors] to G, rms over draws of the factors, and its closed form.
+    `distance_closed` the root of the variance over the number of draws. Rows of `given_factors`: the `cosine` between
+    E[kappa Z | fixed factors] and G, rms over draws of the factors, and its closed form.
 
     Raises:
         RequestError: an option is out of range.
@@ -120,18 +121,18 @@ def measure_estimator(options: EstimatorOptions, given: Given) -> Numbers:
 
 
 def _ranked(ranks: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """(method, rank), 0 for a method that has none."""
+    """All pairs (method, rank); rank 0 for a method without rank."""
     for name in SECOND_MOMENTS:
         yield from ((name, rank) for rank in (ranks if "rank" in METHODS[name].options() else [0]))
 
 
 def optimizer_for(name: str, size: int, rank: int) -> ZerothOrderOptimizer:
-    """A method over one matrix of zeros in float64, at unit scale; a rank of 0 is not passed on."""
+    """The optimizer of a method on one zero matrix in float64, at unit scale; rank 0: no rank is set."""
     return METHODS[name].build(linear(size), **({"rank": rank} if rank else {}))
 
 
 def estimates(optimizer: ZerothOrderOptimizer, grad_MN: Tensor, seeds: range) -> Iterator[Tensor]:
-    """The estimate kappa Z of the first step of each seed, (M, N); factors are drawn anew for each."""
+    """For each seed the estimate kappa Z of the first step, (M, N); every seed draws its own factors."""
     (target,) = optimizer.targets
     for seed in seeds:
         z_MN = torch.zeros_like(grad_MN)
@@ -161,7 +162,7 @@ def _over_all_draws(name: str, size: int, rank: int, options: EstimatorOptions) 
 
 
 def _mean_of(key: str, samples: Sequence[Tensor], closed: float) -> dict[str, float]:
-    """Mean, its standard error, and what it should be."""
+    """Mean of samples, its standard error, and the closed form."""
     values = torch.stack(list(samples))
     error = float(values.std()) / len(values) ** 0.5
     return {key: float(values.mean()), f"{key}_se": error, f"{key}_closed": closed}
@@ -189,9 +190,9 @@ def _given_factors(name: str, size: int, rank: int, options: EstimatorOptions) -
 
 
 def mean_given_factors(direction: FixedFactors, grad_MN: Tensor) -> Tensor:
-    """E[<G, Z> Z] over the coefficient of `direction`, its fixed factors being given; (M, N).
+    """E[<G, Z> Z] over the coefficient of `direction`, given its fixed factors; (M, N).
 
-    tezo: sum_s <G, u_s v_s^T> u_s v_s^T.   lozo: G V V^T.   subzo: U U^T G V V^T.   Scale is inside the factors.
+    tezo: sum_s <G, u_s v_s^T> u_s v_s^T.   lozo: G V V^T.   subzo: U U^T G V V^T.   The factors include the scale.
     """
     (mean,) = (mean for kind, mean in _MEANS.items() if isinstance(direction, kind))
     return mean(direction, grad_MN)
@@ -220,7 +221,7 @@ _MEANS: dict[type[FixedFactors], Callable[[Any, Tensor], Tensor]] = {
 
 
 def draw_estimator(numbers: Numbers, figure: Any) -> None:
-    """Left, the variance over M N against the rank, lines being closed forms; right, cosines given the factors."""
+    """Draws variance / (M N) against the rank, with closed forms as lines (left), and cosines given factors (right)."""
     figure.set_size_inches(9.0, 4.2)
     variances, cosines = figure.subplots(1, 2)
     rows = numbers["over_all_draws"]
@@ -231,7 +232,7 @@ def draw_estimator(numbers: Numbers, figure: Any) -> None:
             look = {"fmt": _MARKERS[j % len(_MARKERS)], "color": COLOURS[i], "markersize": 4, "elinewidth": 0.8}
             own = [row for row in rows if row["method"] == name and row["size"] == size]
             x = [row["rank"] or ranks[-1] * 2 for row in own]
-            apart = 1.04 ** (len(sizes) * (i - 1.5) + j - (len(sizes) - 1) / 2)  # or the points would hide each other
+            apart = 1.04 ** (len(sizes) * (i - 1.5) + j - (len(sizes) - 1) / 2)  # keeps points from hiding each other
             y, bars, closed = (
                 [scale * row[key] / size**2 for row in own]
                 for scale, key in ((1, "variance"), (2, "variance_se"), (1, "variance_closed"))
@@ -256,7 +257,7 @@ def draw_estimator(numbers: Numbers, figure: Any) -> None:
 
 
 def caption_estimator(numbers: Numbers) -> str:
-    """What was computed."""
+    """The caption of the figure."""
     rows = numbers["over_all_draws"]
     sizes = ", ".join(map(str, sorted({row["size"] for row in rows})))
     ranks = ", ".join(map(str, sorted({row["rank"] for row in rows if row["rank"]})))

@@ -1,4 +1,4 @@
-"""Figure 1 (a), App. A.1.1: each gradient is nearly of low rank."""
+"""Each gradient is nearly of low rank (Figure 1a, App. A.1.1)."""
 
 import statistics
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from tezo.studies.analysis.gradients import (
 )
 
 LINE = 0.02
-"""Share of the largest singular value where the paper draws its line."""
+"""Fraction of the largest singular value at which the paper draws its line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpectrumOptions(GradientOptions):
-    """Of the spectrum."""
+    """Options of `gradient-spectrum`."""
 
     top: int = 100
-    """Singular values that are kept. The paper: 100."""
+    """Number of singular values to keep. The paper uses 100."""
 
 
 class Spectrum(Watcher):
-    """The largest singular values of every gradient."""
+    """Keeps the largest singular values of every gradient, and counts those above `LINE`."""
 
     def __init__(self, top: int) -> None:
         self.top = top
@@ -45,7 +45,7 @@ class Spectrum(Watcher):
 
 
 def measure_spectrum(options: SpectrumOptions, given: Given) -> Numbers:
-    """The largest singular values of chosen layers' gradients, step by step."""
+    """The largest singular values of the gradients of some layers, step by step."""
     watchers, losses, job = watched_run(options, given, lambda _: Spectrum(options.top))
     layers = {}
     for name, watcher in watchers.items():
@@ -58,7 +58,7 @@ def measure_spectrum(options: SpectrumOptions, given: Given) -> Numbers:
 
 
 def draw_spectrum(numbers: Numbers, figure: Any) -> None:
-    """A heat map a layer: steps to the right, singular values down, over the step's largest, in decades."""
+    """Draws one heat map per layer: singular values relative to the step's largest (log10), against steps."""
     layers = numbers["layers"]
     columns = min(2, len(layers))
     figure.set_size_inches(7.0, 2.6 * -(-len(layers) // columns) + 0.4)
@@ -78,17 +78,17 @@ def draw_spectrum(numbers: Numbers, figure: Any) -> None:
 
 
 def short(name: str) -> str:
-    """A parameter's name without what all of them have."""
+    """A parameter's name without ".weight"."""
     return name.removesuffix(".weight")
 
 
 def caption_spectrum(numbers: Numbers) -> str:
-    """What was computed on what."""
-    shown = [
+    """The caption of the figure."""
+    counts = [
         f"{statistics.median(layer['above_line']):.0f} of {min(layer['shape'])}" for layer in numbers["layers"].values()
     ]
     return (
-        f"Singular values of gradients, over the largest of the step; {', '.join(shown)} are above the white line at "
+        f"Singular values of gradients, over the largest of the step; {', '.join(counts)} are above the white line at "
         f"{100 * numbers['line']:.0f} % of it in the median step. {on_what(numbers)}."
     )
 

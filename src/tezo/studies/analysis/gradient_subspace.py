@@ -1,4 +1,4 @@
-"""Figure 1 (b), App. A.1.2: the gradients of a run lie close to one subspace."""
+"""The gradients of a run lie close to one subspace (Figure 1b, App. A.1.2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from tezo.studies.analysis.gradients import GradientOptions, Sketch, Watcher, de
 
 @dataclass(frozen=True, kw_only=True)
 class SubspaceOptions(GradientOptions):
-    """Of the subspace."""
+    """Options of `gradient-subspace`."""
 
     sketch: int = 65521
-    """Numbers kept of a gradient where it has more; see `tezo.studies.analysis.gradients.Sketch`."""
+    """Size of a gradient's sketch if it has more entries; see `tezo.studies.analysis.gradients.Sketch`."""
 
 
 class Directions(Watcher):
-    """Sketches of every gradient, at unit length."""
+    """Keeps a sketch of every gradient, scaled to norm 1."""
 
     def __init__(self, target: Target, size: int) -> None:
         self.sketch = Sketch(target.shape.numel(), size)
@@ -33,13 +33,13 @@ class Directions(Watcher):
         self.rows.append(self.sketch.of(flat / flat.norm().clamp(min=1e-30)))
 
     def gram(self) -> Tensor:
-        """G^T G (T, T), float64: cosines between the gradients of all pairs of steps."""
+        """Cosines between the gradients of all pairs of steps, G^T G, (T, T) in float64."""
         rows_TK = torch.stack(self.rows).double()
         return rows_TK @ rows_TK.T
 
 
 def measure_subspace(options: SubspaceOptions, given: Given) -> Numbers:
-    """Cosines between a layer's gradients at all pairs of steps, and the singular values of all of them stacked."""
+    """Cosines between a layer's gradients at all pairs of steps, and singular values of the stacked gradients."""
     watchers, losses, job = watched_run(options, given, lambda of: Directions(of, options.sketch), least_steps=3)
     layers = {}
     for name, watcher in watchers.items():
@@ -58,13 +58,13 @@ def measure_subspace(options: SubspaceOptions, given: Given) -> Numbers:
 
 
 def needed(values: Tensor | Sequence[float], share: float) -> int:
-    """How many singular values have this share of the sum of squares."""
+    """Number of leading singular values with at least a fraction `share` of the sum of squares."""
     energy = torch.as_tensor(values).double().square().cumsum(0)
     return int((energy < share * energy[-1]).sum()) + 1
 
 
 def draw_subspace(numbers: Numbers, figure: Any) -> None:
-    """Singular values of all layers on the left; the cosines of the first layer on the right."""
+    """Draws the singular values of all layers (left) and the cosines of the first layer (right)."""
     left, right = figure.subplots(1, 2)
     for (name, layer), colour in zip(numbers["layers"].items(), COLOURS * len(numbers["layers"]), strict=False):
         values = layer["singular_values"]
@@ -83,7 +83,7 @@ def draw_subspace(numbers: Numbers, figure: Any) -> None:
 
 
 def caption_subspace(numbers: Numbers) -> str:
-    """What was computed on what."""
+    """The caption of the figure."""
     layers = numbers["layers"].values()
     needs = [layer["for_90_percent"] for layer in layers]
     means = [layer["mean_cosine"] for layer in layers]

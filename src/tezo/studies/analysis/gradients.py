@@ -1,6 +1,7 @@
-"""The gradients of a first-order run, layer by layer, as the paper looks at them; none is kept whole.
+"""Gradients of a first-order run, layer by layer; no full gradient is kept.
 
-A run of `adam` takes its steps, and every chosen layer's gradient is handed to a `Watcher` the moment it is there.
+A run of `adam` takes its steps, and the gradient of every chosen layer is passed to a `Watcher` as soon as it is
+computed.
 """
 
 import math
@@ -24,42 +25,42 @@ from tezo.training.recipe import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions:
-    """Of the run whose gradients are looked at."""
+    """Options of the run whose gradients are analysed."""
 
     layers: Sequence[str] = ()
-    """Patterns of parameters; none: four linear layers, spread over the depth."""
+    """Name patterns of the parameters to analyse. Default: four linear layers, spread over the depth."""
     steps: int = 50
-    """Steps of first-order training. The paper: 500."""
+    """Steps of first-order training. The paper uses 500."""
     lr: float = 5e-5
-    """Of Adam."""
+    """Learning rate of Adam."""
     batch_size: int = 16
-    """Rows a step. The paper: 16."""
+    """Rows per step. The paper uses 16."""
 
 
 class Watcher(ABC):
-    """Sees one layer's gradient, step after step."""
+    """Receives one layer's gradient at each step."""
 
     @abstractmethod
     def see(self, gradient_MN: Tensor) -> None:
-        """The gradient of the next step."""
+        """Processes the gradient of the next step."""
 
 
 def watched_run(
     options: GradientOptions, given: Given, make: Any, least_steps: int = 2
 ) -> tuple[dict[str, Any], list[float], Job]:
-    """(watcher by layer, loss by step, job) of a short first-order run.
+    """Makes a short first-order run; returns (watcher by layer name, loss of each step, job).
 
     Args:
-        options: of the run.
+        options: options of the run.
         given: model and rows.
         make: target -> its `Watcher`.
-        least_steps: that the figure needs.
+        least_steps: minimum number of steps that the figure needs.
 
     Raises:
         RequestError: too few steps, or a pattern that no matrix matches.
     """
     if options.steps < least_steps:
-        raise RequestError(f"steps is {options.steps}, and the figure needs at least {least_steps}; raise it.")
+        raise RequestError(f"steps is {options.steps}, but the figure needs at least {least_steps}; raise it.")
     assert given.config is not None
     train = replace(given.config.train, batch_size=options.batch_size, steps=options.steps)
     job = prepare(replace(given.config, method=MethodConfig(name="adam", options={"lr": options.lr}), train=train))
@@ -88,22 +89,22 @@ def _see(watcher: Watcher, gradient: Tensor) -> None:
 
 
 def chosen_layers(job: Job, patterns: Sequence[str]) -> list[Target]:
-    """The matrices that `patterns` choose, or four linear layers spread over the depth; those that have a gradient."""
+    """The matrices with a gradient that `patterns` select; default: four linear layers, spread over the depth."""
     matrices = [target for target in select_targets(job.model, patterns or (ALL_LINEAR,)) if target.is_matrix]
     with torch.enable_grad():
         loss = job.objective.loss(job.model, *job.batches([0]))
-        found = torch.autograd.grad(loss, [target.parameter for target in matrices], allow_unused=True)
-    matrices = [target for target, gradient in zip(matrices, found, strict=True) if gradient is not None]
+        gradients = torch.autograd.grad(loss, [target.parameter for target in matrices], allow_unused=True)
+    matrices = [target for target, gradient in zip(matrices, gradients, strict=True) if gradient is not None]
     if not matrices:
         raise RequestError(
-            f"layers is {list(patterns)}, which chooses no matrix that the loss depends on; name another."
+            f"layers is {list(patterns)}, which selects no matrix that the loss depends on; set another pattern."
         )
     places = {round(i * (len(matrices) - 1) / 3) for i in range(4)}
     return matrices if patterns else [matrices[place] for place in sorted(places)]
 
 
 def described(options: GradientOptions, losses: Sequence[float], job: Job) -> Numbers:
-    """What belongs to every figure of a run."""
+    """The numbers that every figure of a run has: model, rows, losses, steps and batch size."""
     config = job.config
     return {
         "model": config.model.name,
@@ -115,7 +116,7 @@ def described(options: GradientOptions, losses: Sequence[float], job: Job) -> Nu
 
 
 def on_what(numbers: Numbers) -> str:
-    """The end of a caption: the run that was looked at."""
+    """The end of a caption: a description of the run."""
     first, last = numbers["losses"][0], numbers["losses"][-1]
     return (
         f"{numbers['model']}, {numbers['steps']} steps of Adam on {numbers['batch_size']} rows each of "
@@ -124,26 +125,25 @@ def on_what(numbers: Numbers) -> str:
 
 
 def singular_values(matrix_MN: Tensor) -> Tensor:
-    """All, in falling order, in float64."""
+    """All singular values of a matrix, descending, in float64."""
     return squared_singular_values(matrix_MN).clamp(min=0).sqrt().flip(0)
 
 
 def rounded(values: Any, digits: int = 5) -> list[float]:
-    """Numbers for JSON, with so many significant digits."""
+    """Numbers for JSON, rounded to `digits` significant digits."""
     return [float(f"{float(value):.{digits}g}") for value in values]
 
 
 class Sketch:
-    """Inner products of long vectors from short ones, that of a vector with itself kept.
+    """A random projection S of long vectors to k numbers that preserves inner products on average.
 
-    With k numbers and random signs s, S(x)_j = sum of s_i x_i over i = j mod k; E <S x, S y> = <x, y>, with a standard
-    error of at most about sqrt(2 / k) for unit vectors. Vectors of at most k entries are kept as they are. For a matrix
-    of 4096 x 4096 over 500 steps, k = 65521 takes 131 MB for the sketches and 17 MB for the signs; gradients themselves
-    would take 33 GB.
+    With random signs s, S(x)_j = sum of s_i x_i over i = j mod k; E <S x, S y> = <x, y>, with a standard error of at
+    most about sqrt(2 / k) for unit vectors. Vectors of at most k entries are kept unchanged. For a 4096 x 4096 matrix
+    over 500 steps, k = 65521 takes 131 MB for the sketches and 17 MB for the signs; the gradients would take 33 GB.
 
     Args:
-        length: of the vectors.
-        size: k; a prime keeps the entries of one column apart.
+        length: length of the vectors.
+        size: k; with a prime, the entries of one column do not fall on the same number.
     """
 
     def __init__(self, length: int, size: int = 65521) -> None:
@@ -154,11 +154,11 @@ class Sketch:
 
     @property
     def standard_error(self) -> float:
-        """Of the inner product of two unit vectors."""
+        """Standard error of the inner product of two unit vectors; 0 if vectors are kept unchanged."""
         return 0.0 if self.exact else math.sqrt(2 / self._size)
 
     def of(self, vector: Tensor) -> Tensor:
-        """S(x), float32 on the CPU."""
+        """S(x) of a vector x, float32 on the CPU."""
         vector = vector.float().cpu()
         if self.exact:
             return vector

@@ -1,7 +1,7 @@
-"""What half precision does to weights that are perturbed and stepped in place, and what is done about it here.
+"""Half precision with in-place perturbations and updates: drift and lost updates, and this library's remedy.
 
-In-place code shows W + rho z, W - rho z and W again by three additions, each rounded: the weights wander. A step of
-lr kappa z is far below a weight's spacing: rounded to the nearest, most of it never arrives.
+In-place code reaches W + rho z, W - rho z and W again by three additions. Each is rounded, so the weights drift. An
+update lr kappa z is far below the spacing of a weight, so rounding to nearest loses most of it.
 """
 
 from collections.abc import Sequence
@@ -23,29 +23,29 @@ from tezo.studies.analysis.matrices import linear, require_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class HalfOptions:
-    """Of the drift and of the lost updates."""
+    """Options of `half-precision`."""
 
     size: int = 256
-    """Rows, and columns, of the matrix."""
+    """Number of rows and columns of the matrix."""
     steps: int = 200
-    """Steps."""
+    """Number of steps."""
     dtypes: Sequence[str] = ("bfloat16", "float16")
-    """Of the weight."""
+    """Data types of the weight."""
     spread: float = 0.02
-    """Standard deviation of the weight's entries, that of many initialisations."""
+    """Standard deviation of the weight's entries, as in many initialisations."""
     rho: float = 1e-3
-    """Perturbation scale. The paper: 1e-3."""
+    """Perturbation scale. The paper uses 1e-3."""
     step: float = 1e-6
-    """Size of an entry's step, lr kappa. The paper's learning rate, at kappa = 1."""
+    """Size of an entry's update, lr kappa; the default is the paper's learning rate with kappa = 1."""
     seed: int = 0
-    """Of every draw."""
+    """Seed of all draws."""
 
 
 def measure_half(options: HalfOptions, given: Given) -> Numbers:
-    """Drift of weights that are restored in place, and the part of small updates that arrives, in half precision.
+    """Drift of weights that are restored in place, and the fraction of small updates that arrives, in half precision.
 
     `drift_in_place`, `drift_ours`: root mean square of W_t - W_0 over that of W_0, step by step, at learning rate 0.
-    `arrived_nearest`, `arrived_stochastic`: <W_t - W_0, sum of updates> over |sum of updates|^2: 1 where all arrives.
+    `arrived_nearest`, `arrived_stochastic`: <W_t - W_0, sum of updates> over |sum of updates|^2; 1 if all arrives.
     """
     del given
     require_at_least(1, size=options.size, steps=options.steps)
@@ -67,45 +67,45 @@ def _measure_dtype(options: HalfOptions, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def drift_in_place(start: Tensor, options: HalfOptions) -> list[float]:
-    """W += rho z, W -= 2 rho z, W += rho z in the weight's dtype, as published code restores it."""
+    """Drift of W += rho z, W -= 2 rho z, W += rho z in the weight's dtype, as in published code."""
     weight = start.clone()
-    found = []
+    drift = []
     for step in range(options.steps):
         z = _noise(start, options, step)
         for scale in (1, -2, 1):
             weight += (scale * options.rho * z).to(weight.dtype)
-        found.append(_share(weight, start))
-    return found
+        drift.append(_share(weight, start))
+    return drift
 
 
 def drift_ours(start: Tensor, options: HalfOptions) -> list[float]:
-    """The same weight under this library's `mezo` at learning rate 0."""
+    """Drift of the same weight with this library's `mezo` at learning rate 0."""
     model = linear(len(start), start.dtype)
     model.weight.data.copy_(start)
     optimizer = mezo(model, lr=0.0, rho=options.rho, seed=options.seed)
     x = torch.ones(1, len(start), dtype=start.dtype)
-    found = []
+    drift = []
     for _ in range(options.steps):
         optimizer.step(lambda: model(x).float().sum())
-        found.append(_share(model.weight.data, start))
+        drift.append(_share(model.weight.data, start))
     optimizer.close()
-    return found
+    return drift
 
 
 def arrived(start: Tensor, options: HalfOptions, *, stochastic: bool) -> list[float]:
-    """How much of the updates so far is in the weight; updates of one sign, so that rounding cannot average out."""
+    """Fraction of the updates so far that is in the weight; updates have one sign, so rounding does not average out."""
     weight = start.clone()
     sign = _noise(start, options, 0).sign()
     draw = generator(weight.device, seed=options.seed, step=0, name="weight", role="rounding")
-    found = []
+    fractions = []
     for step in range(1, options.steps + 1):
         if stochastic:
             rounding.add_(weight, sign, options.step, draw)
         else:
             weight += (options.step * sign).to(weight.dtype)
         moved = (weight.double() - start.double()) * sign.double()
-        found.append(float(moved.mean()) / (options.step * step))
-    return found
+        fractions.append(float(moved.mean()) / (options.step * step))
+    return fractions
 
 
 def _noise(start: Tensor, options: HalfOptions, step: int) -> Tensor:
@@ -118,7 +118,7 @@ def _share(weight: Tensor, start: Tensor) -> float:
 
 
 def draw_half(numbers: Numbers, figure: Any) -> None:
-    """Left the drift, right what arrives; a colour a dtype, full lines for this library."""
+    """Draws the drift (left) and the updates that arrive (right); one colour per dtype, solid lines: this library."""
     left, right = figure.subplots(1, 2)
     for (name, of), colour in zip(numbers["of"].items(), COLOURS, strict=False):
         steps = range(1, len(of["drift_ours"]) + 1)
@@ -133,7 +133,7 @@ def draw_half(numbers: Numbers, figure: Any) -> None:
 
 
 def caption_half(numbers: Numbers) -> str:
-    """What was computed."""
+    """The caption of the figure."""
     last = {name: {key: values[-1] for key, values in of.items()} for name, of in numbers["of"].items()}
     drift = ", ".join(f"{100 * of['drift_in_place']:.2f} % in {name}" for name, of in last.items())
     lost = ", ".join(f"{100 * of['arrived_nearest']:.0f} % in {name}" for name, of in last.items())

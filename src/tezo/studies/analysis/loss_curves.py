@@ -1,4 +1,4 @@
-"""The figure of loss curves: runs against steps, forward passes and time."""
+"""The figure of loss curves: batch losses of runs over steps, forward passes and time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +12,14 @@ from tezo.studies.report.curves import half_life, seconds_at, smooth
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Of the curves."""
+    """Options of `loss`."""
 
     half_life: int | None = None
-    """Steps after which a loss counts half in the smoothed curve; None: a fifteenth of the longest run."""
+    """Half-life in steps of a loss in the smoothed curve. Default: a fifteenth of the longest run."""
 
 
 def measure_loss(options: LossOptions, given: Given) -> Numbers:
-    """Smoothed losses of runs, by steps, by forward passes and by time."""
+    """Smoothed losses of runs over steps, forward passes and time."""
     if options.half_life is not None and options.half_life < 1:
         raise RequestError(f"half_life is {options.half_life}; it must be at least 1.")
     runs = [read_run(path) for path in given.paths]
@@ -43,7 +43,7 @@ def measure_loss(options: LossOptions, given: Given) -> Numbers:
 
 
 def draw_loss(numbers: Numbers, figure: Any) -> None:
-    """Three panels with the same curves, raw losses faint behind the first."""
+    """Draws the same curves in three panels; the first also has the raw losses, faint."""
     figure.set_size_inches(9.0, 3.4)
     places = figure.subplots(1, 3, sharey=True)
     for run, colour in zip(numbers["runs"], COLOURS * len(numbers["runs"]), strict=False):
@@ -61,7 +61,7 @@ def draw_loss(numbers: Numbers, figure: Any) -> None:
 
 
 def caption_loss(numbers: Numbers) -> str:
-    """What was computed on what."""
+    """The caption of the figure."""
     models = ", ".join(dict.fromkeys(f"{run['model']} on {run['rows']}" for run in numbers["runs"]))
     return (
         f"Batch losses of {len(numbers['runs'])} runs ({models}), averaged with a half-life of {numbers['half_life']} "

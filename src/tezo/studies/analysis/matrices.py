@@ -1,4 +1,4 @@
-"""Square matrices of no model, for analyses that need none."""
+"""Square matrices, and checks of their sizes, for analyses that need no model."""
 
 from collections.abc import Sequence
 
@@ -10,19 +10,22 @@ from tezo.numerics.random import normal
 
 
 def require_at_least(least: int, **values: int) -> None:
-    """An error where one of `values`, options by name, is below `least`."""
+    """Raises `RequestError` if one of `values` (options by name) is below `least`."""
     for key, value in values.items():
         if value < least:
             raise RequestError(f"{key} is {value}; it must be at least {least}.")
 
 
 def require_sizes(sizes: Sequence[int], ranks: Sequence[int], rank_key: str) -> None:
-    """An error where there is no size or rank, one is below 1, or a rank is above a size.
+    """Checks the sizes and ranks of matrices.
 
     Args:
-        sizes: option `sizes`, rows and columns of square matrices.
-        ranks: all that will be drawn at each size.
-        rank_key: the option they come from.
+        sizes: option `sizes`, numbers of rows and columns of square matrices.
+        ranks: ranks that are used at each size.
+        rank_key: name of the option of `ranks`, for messages.
+
+    Raises:
+        RequestError: there is no size or rank, one is below 1, or a rank is above a size.
     """
     for key, values in (("sizes", sizes), (rank_key, ranks)):
         if not values:
@@ -31,12 +34,12 @@ def require_sizes(sizes: Sequence[int], ranks: Sequence[int], rank_key: str) -> 
             require_at_least(1, **{key: value})
     if max(ranks) > min(sizes):
         raise RequestError(
-            f"{rank_key}: {max(ranks)} is above {min(sizes)}, the smallest of sizes; lower it, or leave that size out."
+            f"{rank_key}: {max(ranks)} is above {min(sizes)}, the smallest of sizes; lower it, or remove that size."
         )
 
 
 def linear(size: int, dtype: torch.dtype = torch.float64) -> nn.Linear:
-    """A linear layer with a weight of zeros, (size, size), and no bias; torch's global generator is not touched."""
+    """A linear layer with a zero weight (size, size) and no bias; torch's global generator is not used."""
     with torch.device("meta"):
         layer = nn.Linear(size, size, bias=False, dtype=dtype)
     layer.weight = nn.Parameter(torch.zeros(size, size, dtype=dtype))

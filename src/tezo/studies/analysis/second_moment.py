@@ -1,4 +1,4 @@
-"""What TeZO-Adam's second moment leaves out, and how little of the gradient is in what it keeps (App. A.2)."""
+"""TeZO-Adam's separable second moment: what it leaves out, and how little it depends on the gradient (App. A.2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,32 +20,33 @@ _PATCH = 24
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentOptions:
-    """Of `second-moment`."""
+    """Options of `second-moment`."""
 
     sizes: Sequence[int] = (64, 256, 512)
-    """Rows, and columns, of the matrices. The paper: up to 4096."""
+    """Numbers of rows and columns of the matrices. The paper uses up to 4096."""
     rank: int = 64
-    """Of Z. The paper: 64."""
+    """Rank of Z. The paper uses 64."""
     steps: int = 300
-    """Steps of the exponential average. The paper: 1000."""
+    """Steps of the exponential average. The paper uses 1000."""
     beta2: float = 0.99
-    """Of the exponential average. The paper: 0.99."""
+    """Decay rate of the exponential average. The paper uses 0.99."""
     draws: int = 20000
-    """Of tau, for the expected kappa^2 tau_s^2; at least `steps`."""
+    """Draws of tau for the mean of kappa^2 tau_s^2; at least `steps`."""
     seed: int = 0
-    """Of every draw."""
+    """Seed of all draws."""
 
 
 def measure_second_moment(options: SecondMomentOptions, given: Given) -> Numbers:
-    """The separable term of Z^2 against all of it, in one step and in the average that Adam keeps.
+    """The separable term of Z^2 compared with Z^2, in one step and in Adam's exponential average.
 
     With Z = sum_s tau_s u_s v_s^T and kappa = 1, as in App. A.2, per size (M = N):
 
         F = Z^2,   S = sum_s tau_s^2 u_s^2 (v_s^2)^T,   V and V^ their averages with beta2.
 
-    Each comparison has `norm` |V - V^| / |V| (Frobenius), `norm_of_root` the same of the roots, `entries` the rms
-    over entries of (V - V^) / V^, `entries_of_root`, `correlation` (Pearson, over entries), `mean_ratio`, the mean of
-    V^ over that of V, and `paper`, the |V - V^| / (M N) that App. A.2 plots. For tau_V see `uniformity`.
+    Each comparison has `norm` |V - V^| / |V| (Frobenius), `norm_of_root` the same for the square roots, `entries` the
+    rms over entries of (V - V^) / V^, `entries_of_root` the same for the square roots, `correlation` (Pearson, over
+    entries), `mean_ratio`, the mean of V^ over that of V, and `paper`, the |V - V^| / (M N) that App. A.2 plots. For
+    tau_V see `uniformity`.
 
     Raises:
         RequestError: an option is out of range.
@@ -72,7 +73,7 @@ def measure_second_moment(options: SecondMomentOptions, given: Given) -> Numbers
 
 
 def _drawn(size: int, options: SecondMomentOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """The factors of one run of TeZO-Adam, and tau of its steps (T, R)."""
+    """The factors u (M, R) and v (N, R) of a run of TeZO-Adam, and tau of its steps (T, R)."""
     optimizer = METHODS["tezo-adam"].build(linear(size, torch.float32), rank=options.rank, scale="raw")
     (target,) = optimizer.targets
     points = [optimizer.perturbation.direction(target, DrawKey(options.seed, t), {}) for t in range(options.steps)]
@@ -87,16 +88,16 @@ def squares(u_MR: Tensor, v_NR: Tensor, tau_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def separable(u_MR: Tensor, v_NR: Tensor, tau_v_R: Tensor) -> Tensor:
-    """sum_s tau_V,s u_s^2 (v_s^2)^T, (M, N): what TeZO-Adam divides by the root of."""
+    """sum_s tau_V,s u_s^2 (v_s^2)^T, (M, N); TeZO-Adam divides by its square root."""
     return (u_MR.square() * tau_v_R) @ v_NR.square().T
 
 
 def comparison(full_MN: Tensor, kept_MN: Tensor) -> dict[str, float]:
-    """How far `kept_MN` is from `full_MN`, neither negative; see `measure_second_moment`."""
+    """Compares `kept_MN` with `full_MN`, both (M, N) and nonnegative; see `measure_second_moment` for the keys."""
     full, kept = full_MN.double().flatten(), kept_MN.double().flatten()
     floor = kept.clamp_min(torch.finfo(torch.float64).tiny)
     relative, of_root = (full - kept) / floor, (full.sqrt() - kept.sqrt()) / floor.sqrt()
-    found = {
+    errors = {
         "norm": (full - kept).norm() / full.norm(),
         "norm_of_root": (full.sqrt() - kept.sqrt()).norm() / full.sum().sqrt(),
         "entries": relative.square().mean().sqrt(),
@@ -105,45 +106,45 @@ def comparison(full_MN: Tensor, kept_MN: Tensor) -> dict[str, float]:
         "mean_ratio": kept.mean() / full.mean(),
         "paper": (full - kept).norm() / full.numel(),
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in errors.items()}
 
 
 def correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Pearson's, over entries; 1 where both are constant."""
+    """Pearson's correlation over entries; 1 if one of them is constant."""
     a, b = a - a.mean(), b - b.mean()
     scale = a.norm() * b.norm()
     return (a * b).sum() / scale if scale > 0 else torch.ones(())
 
 
 def _averaged(u_MR: Tensor, v_NR: Tensor, tau_TR: Tensor, beta2: float) -> list[dict[str, float]]:
-    """The comparison of the averages after some of the steps, evenly apart in their logarithm."""
-    seen, found = set(recorded_steps(len(tau_TR))), []
+    """The comparison of the averages after the steps of `recorded_steps`."""
+    recorded, comparisons = set(recorded_steps(len(tau_TR))), []
     full_MN = u_MR.new_zeros(len(u_MR), len(v_NR))
     tau_v_R = torch.zeros_like(tau_TR[0])
     for step, tau_R in enumerate(tau_TR, start=1):
         z_MN = (u_MR * tau_R) @ v_NR.T
         full_MN.mul_(beta2).addcmul_(z_MN, z_MN, value=1 - beta2)
         tau_v_R.mul_(beta2).addcmul_(tau_R, tau_R, value=1 - beta2)
-        if step in seen:
-            found.append({"step": step} | comparison(full_MN, separable(u_MR, v_NR, tau_v_R)))
-    return found
+        if step in recorded:
+            comparisons.append({"step": step} | comparison(full_MN, separable(u_MR, v_NR, tau_v_R)))
+    return comparisons
 
 
 def recorded_steps(steps: int) -> list[int]:
-    """1 to `steps`, about twelve for every tenfold, with 100 and the last."""
+    """About twelve steps per decade from 1 to `steps`, including 100 and the last."""
     spread = {round(10 ** (k / 12)) for k in range(12 * len(str(steps)) + 1)} | {100, steps}
     return sorted(step for step in spread if step <= steps)
 
 
 def uniformity(u_MR: Tensor, v_NR: Tensor, grad_MN: Tensor, options: SecondMomentOptions) -> dict[str, Any]:
-    """How far TeZO-Adam's tau_V is from one number, for a linear loss with gradient G.
+    """How much TeZO-Adam's tau_V varies over s, for a linear loss with gradient G.
 
-    kappa = sum_q c_q tau_q with c_s = <G, u_s v_s^T>, so E[kappa^2 tau_s^2] = |c|^2 + 2 c_s^2: r numbers whose
-    coefficient of variation is `closed` given these factors, and near 2 sqrt(2) / (r + 2), `leading`, for a Gaussian G.
-    `drawn` is that of the mean over draws of tau, `averaged` that of the tau_V which beta2 leaves after `steps` steps
-    with kappa so measured. `shape` has `relative` = E[kappa^2 tau_s^2] over its mean, in order. `entries` is the
-    coefficient of variation of V^'s entries and `of_factors` what it would be with tau_V one number: V^ varies, but
-    with the draw of u and v and not with the gradient; `correlation` is between the two matrices.
+    kappa = sum_q c_q tau_q with c_s = <G, u_s v_s^T>, so E[kappa^2 tau_s^2] = |c|^2 + 2 c_s^2. The coefficient of
+    variation of these r numbers is `closed` for the given factors, and about 2 sqrt(2) / (r + 2), `leading`, for a
+    Gaussian G. `drawn` is the coefficient of variation of the mean over draws of tau, `averaged` that of tau_V after
+    `steps` steps with beta2. `relative` is E[kappa^2 tau_s^2] over its mean, sorted. `entries` is the coefficient of
+    variation of the entries of V^, and `of_factors` the same if tau_V were constant: V^ varies with the draw of u and
+    v, but not with the gradient. `correlation` is the correlation between the two matrices.
     """
     c_R = torch.einsum("mn,ms,ns->s", grad_MN, u_MR, v_NR)
     closed_R = c_R.square().sum() + 2 * c_R.square()
@@ -171,20 +172,20 @@ def variation(values: Tensor) -> float:
 
 
 def _patch(u_MR: Tensor, v_NR: Tensor, tau_R: Tensor) -> dict[str, list[list[float]]]:
-    """A corner of Z^2, of its separable term and of the rest."""
+    """The upper left corner of Z^2, of its separable term, and of their difference."""
     full, kept = squares(u_MR[:_PATCH].double(), v_NR[:_PATCH].double(), tau_R.double())
     parts = {"full": full, "separable": kept, "cross": full - kept}
     return {name: [[round(x, 3) for x in row] for row in part.tolist()] for name, part in parts.items()}
 
 
 def draw_second_moment(numbers: Numbers, figure: Any) -> None:
-    """Above, a corner of one step's terms; below, over steps, the errors, the paper's, correlation; and tau_V."""
+    """Draws a corner of the terms of one step (top); errors, the paper's error, correlation and tau_V (bottom)."""
     figure.set_size_inches(10.5, 6.0)
     top, bottom = figure.subfigures(2, 1, height_ratios=(1.0, 1.1))
     _draw_patch(numbers, top)
     errors, papers, correlations, taus = panels = bottom.subplots(1, 4)
     for index, row in enumerate(numbers["sizes"]):
-        # sizes differ so little that wide lines lie under narrow ones
+        # the curves of different sizes nearly coincide, so the first lines are wider
         look = {"color": COLOURS[index % len(COLOURS)], "linewidth": max(1.0, 4.0 - 1.3 * index)}
         steps = [point["step"] for point in row["averaged"]]
         curves = {key: [point[key] for point in row["averaged"]] for key in row["averaged"][0]}
@@ -221,7 +222,7 @@ def _draw_patch(numbers: Numbers, figure: Any) -> None:
 
 
 def caption_second_moment(numbers: Numbers) -> str:
-    """What was computed."""
+    """The caption of the figure."""
     sizes = ", ".join(str(row["size"]) for row in numbers["sizes"])
     last = numbers["sizes"][-1]
     end = last["averaged"][-1]

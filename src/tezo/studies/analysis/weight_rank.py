@@ -1,4 +1,4 @@
-"""App. A.1.3: ranks of weights beside ranks of their gradients, and what Eq. 7 makes of the former."""
+"""Ranks of weights and of their gradients, and the ranks that Eq. 7 selects (App. A.1.3)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from tezo.studies.analysis.gradients import GradientOptions, Watcher, described,
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRankOptions(GradientOptions):
-    """Of the comparison."""
+    """Options of `weight-rank`."""
 
     layers: Sequence[str] = (ALL_LINEAR,)
-    """Patterns of parameters."""
+    """Name patterns of the parameters to analyse."""
     steps: int = 10
-    """Steps of first-order training, whose gradients' ranks are averaged."""
+    """Steps of first-order training; the ranks of their gradients are averaged."""
     thresholds: Sequence[float] = (0.2, 0.25, 0.3, 0.35)
-    """Shares of the largest singular value. The paper searches these."""
+    """Fractions of the largest singular value. The paper searches these."""
     max_rank: int = 256
-    """Cap of Eq. 7."""
+    """Maximum rank of Eq. 7."""
 
 
 class Ranks(Watcher):
-    """How many singular values of each gradient exceed each threshold."""
+    """Counts the singular values of each gradient that exceed each threshold."""
 
     def __init__(self, thresholds: Sequence[float]) -> None:
         self.thresholds = thresholds
@@ -41,9 +41,9 @@ class Ranks(Watcher):
 
 
 def measure_weight_rank(options: WeightRankOptions, given: Given) -> Numbers:
-    """Ranks of weights and gradients at several thresholds, layer by layer, and the ranks that Eq. 7 selects."""
+    """Ranks of weights and gradients at several thresholds, per layer, and the ranks that Eq. 7 selects."""
     if not options.thresholds or not all(0 < threshold < 1 for threshold in options.thresholds):
-        raise RequestError(f"thresholds is {list(options.thresholds)}; give shares between 0 and 1.")
+        raise RequestError(f"thresholds is {list(options.thresholds)}; give fractions between 0 and 1.")
     watchers, losses, job = watched_run(options, given, lambda _: Ranks(options.thresholds), least_steps=1)
     targets = {target.name: target for target in job.optimizer.targets if target.name in watchers}
     chosen = [
@@ -63,12 +63,12 @@ def measure_weight_rank(options: WeightRankOptions, given: Given) -> Numbers:
         rank_correlation(*([layer[key][i] for layer in layers.values()] for key in ("weight", "gradient")))
         for i in range(len(chosen))
     ]
-    found = {"thresholds": list(options.thresholds), "rank_correlation": correlations, "layers": layers}
-    return described(options, losses, job) | found
+    ranks_of_layers = {"thresholds": list(options.thresholds), "rank_correlation": correlations, "layers": layers}
+    return described(options, losses, job) | ranks_of_layers
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Spearman's: Pearson's correlation of ranks, ties sharing theirs; None where one of them does not vary."""
+    """Spearman's rank correlation, with mean ranks for ties; None if one of the sequences is constant."""
     ranks = [_ranks(torch.tensor(values).double()) for values in (one, other)]
     centred = [values - values.mean() for values in ranks]
     sizes = [float(values.norm()) for values in centred]
@@ -82,13 +82,13 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def draw_weight_rank(numbers: Numbers, figure: Any) -> None:
-    """Left: rank of weight and gradient by layer at the second threshold; right: what Eq. 7 selects at each."""
+    """Draws the ranks of weight and gradient per layer at the second threshold (left), and Eq. 7's ranks (right)."""
     left, right = figure.subplots(1, 2)
     thresholds, layers = numbers["thresholds"], list(numbers["layers"].values())
-    shown = min(1, len(thresholds) - 1)
+    index = min(1, len(thresholds) - 1)
     for key, colour, marker in (("weight", COLOURS[0], "o"), ("gradient", COLOURS[1], "^")):
-        left.plot([layer[key][shown] for layer in layers], marker, color=colour, markersize=4, label=key)
-    left.set(xlabel="linear layer", ylabel="rank", yscale="log", title=f"above {thresholds[shown]:g} of the largest")
+        left.plot([layer[key][index] for layer in layers], marker, color=colour, markersize=4, label=key)
+    left.set(xlabel="linear layer", ylabel="rank", yscale="log", title=f"above {thresholds[index]:g} of the largest")
     left.legend()
     for i, (threshold, colour) in enumerate(zip(thresholds, COLOURS, strict=False)):
         selected = [layer["selected"][i] for layer in layers]
@@ -98,12 +98,12 @@ def draw_weight_rank(numbers: Numbers, figure: Any) -> None:
 
 
 def caption_weight_rank(numbers: Numbers) -> str:
-    """What was computed on what."""
-    found = ", ".join("none" if c is None else f"{c:.2f}" for c in numbers["rank_correlation"])
+    """The caption of the figure."""
+    correlations = ", ".join("none" if c is None else f"{c:.2f}" for c in numbers["rank_correlation"])
     at = ", ".join(f"{threshold:g}" for threshold in numbers["thresholds"])
     return (
         f"Ranks of weights and gradients of {len(numbers['layers'])} linear layers; their rank correlation over the "
-        f"layers is {found} at thresholds of {at}. {on_what(numbers)}."
+        f"layers is {correlations} at thresholds of {at}. {on_what(numbers)}."
     )
 
 

@@ -1,5 +1,6 @@
-"""The benchmark: what a step costs in time and memory, against plain forward passes and the published algorithms.
+"""The benchmark: time and memory of a step, against plain forward passes and the published algorithms.
 
-Labels in tables and files: F2 is two forward passes of the stock model, N2 the same with only the needed
-logits; a method's name is ours; "published:" before it is the algorithm as its authors wrote it.
+Labels in tables and files: F and F2 are one and two forward passes of the stock model, N and N2 the same with only
+the needed logits, J2 one pass over the batch twice. A method's name is this library's implementation; with the prefix
+"published:" it is the algorithm as its authors wrote it.
 """

@@ -1,4 +1,4 @@
-"""What is measured, each with one way to run it: plain passes, our methods, the published algorithms."""
+"""Cases of the benchmark: plain passes, the library's methods and the published algorithms, with one interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tezo.directions.targets import select_targets
 from tezo.errors import RequestError
-from tezo.optim.methods import method
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.methods import METHODS, method
 from tezo.studies.bench.published import PUBLISHED
 from tezo.studies.bench.settings import PREFIX
 from tezo.studies.bench.workload import Work
@@ -20,9 +19,9 @@ class Case(ABC):
     """One row of the table.
 
     Attributes:
-        label: F2, N2, J2, a method's name, or "published:" and a method's name.
-        interval: steps from one refresh of lazy factors to the next; None where there are none.
-        trained: how many numbers of the model it trains.
+        label: F, F2, N, N2, J2, a method's name, or "published:" and a method's name.
+        interval: steps between refreshes of lazy factors; None if there are none.
+        trained: number of trained parameter entries.
     """
 
     def __init__(self, label: str, *, interval: int | None = None, trained: int = 0) -> None:
@@ -30,22 +29,22 @@ class Case(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Two passes, or one step that is not a refresh."""
+        """Runs the plain passes, or one step without refresh."""
 
     def run_refresh(self) -> None:
-        """A step that renews the lazy factors and folds what was trained with the old ones."""
+        """Runs a step that draws new lazy factors and folds what was trained with the old ones into the weights."""
         raise NotImplementedError(f"{self.label} has no interval")
 
     def state_bytes(self) -> int:
-        """Bytes that it keeps from step to step beside the model: factors, coefficients, moments."""
+        """Bytes kept between steps in addition to the model: factors, coefficients, moments."""
         return 0
 
     def close(self) -> None:  # noqa: B027 - plain passes have nothing to undo
-        """Takes off what it attached."""
+        """Removes what it attached to the model."""
 
 
 class PlainPasses(Case):
-    """Plain forward passes of the stock model, no perturbation."""
+    """Plain forward passes of the stock model without perturbation."""
 
     def __init__(self, label: str, loss: Callable[[], Tensor], count: int = 2) -> None:
         super().__init__(label)
@@ -62,9 +61,9 @@ class LibraryCase(Case):
 
     def __init__(self, label: str, work: Work) -> None:
         self._model = work.twin()
-        optimizer = method(label).build(self._model, **work.settings.options(label))
-        if not isinstance(optimizer, ZerothOrderOptimizer):
-            raise RequestError(f"methods: {label} takes gradients; bench measures zeroth-order methods.")
+        if label not in METHODS:
+            raise RequestError(f"methods: {label} needs gradients; bench measures zeroth-order methods only.")
+        optimizer = METHODS[label].build(self._model, **work.settings.options(label))
         self._optimizer = optimizer
         interval = optimizer.perturbation.interval
         trained = sum(target.parameter.numel() for target in self._optimizer.targets)
@@ -72,16 +71,16 @@ class LibraryCase(Case):
         self._closure = work.closure(self._model)
 
     def run(self) -> None:
-        past_refresh(self._optimizer, self.interval)
+        past_refresh(self._optimizer.progress, self.interval)
         self._optimizer.step(self._closure)
 
     def run_refresh(self) -> None:
-        to_refresh(self._optimizer, self.interval)
+        to_refresh(self._optimizer.progress, self.interval)
         self._optimizer.step(self._closure)
 
     def state_bytes(self) -> int:
         optimizer, model = self._optimizer, self._model
-        roots = (optimizer.perturbation, optimizer.moving, optimizer._update_state)
+        roots = (optimizer.perturbation, optimizer.moving, optimizer.progress.moments)
         return stored_bytes(roots, (*model.parameters(), *model.buffers()))
 
     def close(self) -> None:
@@ -117,7 +116,7 @@ class PublishedCase(Case):
 
 
 def make_case(label: str, work: Work) -> Case:
-    """The make_case of that label, made for `work`."""
+    """The case with this label, on the model and batch of `work`."""
     plain = {"F": (work.stock_loss, 1), "N": (work.needed_loss, 1)}
     plain |= {"F2": (work.stock_loss, 2), "N2": (work.needed_loss, 2), "J2": (work.joint_loss, 1)}
     if label in plain:
@@ -126,20 +125,20 @@ def make_case(label: str, work: Work) -> Case:
     return PublishedCase(label, work) if label.startswith(PREFIX) else LibraryCase(label, work)
 
 
-def to_refresh(stepper: Any, interval: int | None) -> None:
-    """Moves the number of steps taken on to the next at which factors are renewed."""
+def to_refresh(counted: Any, interval: int | None) -> None:
+    """Advances `counted.num_steps` to the next refresh step."""
     assert interval is not None
-    stepper.num_steps += -stepper.num_steps % interval
+    counted.num_steps += -counted.num_steps % interval
 
 
-def past_refresh(stepper: Any, interval: int | None) -> None:
-    """Moves the number of steps taken off one at which factors are renewed, but for the very first."""
-    if interval is not None and interval > 1 and stepper.num_steps and stepper.num_steps % interval == 0:
-        stepper.num_steps -= interval - 1
+def past_refresh(counted: Any, interval: int | None) -> None:
+    """Changes `counted.num_steps` if the next step would be a refresh; the very first step is left as it is."""
+    if interval is not None and interval > 1 and counted.num_steps and counted.num_steps % interval == 0:
+        counted.num_steps -= interval - 1
 
 
 def stored_bytes(root: Any, known: Iterable[Tensor] = ()) -> int:
-    """Bytes of the distinct storages of tensors that can be reached from `root`, those of `known` tensors aside."""
+    """Bytes of the distinct tensor storages reachable from `root`, without the storages of `known` tensors."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(root, set())}
     for tensor in known:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
@@ -147,7 +146,7 @@ def stored_bytes(root: Any, known: Iterable[Tensor] = ()) -> int:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    # Through containers and the library's own objects; modules, and the model with them, are left out.
+    # Follows containers and the library's own objects, but not modules, so the model is left out.
     if id(value) in seen or isinstance(value, torch.nn.Module):
         return
     seen.add(id(value))

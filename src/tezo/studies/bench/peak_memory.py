@@ -1,12 +1,12 @@
-"""Peak memory over that of inference.
+"""Peak memory relative to inference.
 
-On a GPU the most that the allocator reserved, the paper's measure. On a CPU the peak resident set of a fresh process
-for each make_case and round, so that one does not hide another: it builds the model, has the kernel forget the
-peak so far, runs, and reads it. The C library is told to give freed blocks back at once.
+On a GPU it is the maximum that the allocator reserved, as in the paper. On a CPU it is the peak resident set of a new
+process for each case and round, so that no case hides another. The process builds the model, resets the kernel's peak,
+runs the case and reads the peak. The C library is set to return freed blocks to the system at once.
 
     python -m tezo.studies.bench.peak_memory '{"label": "tezo", "threads": 2, "settings": {...}}'
 
-is such a process; it prints one JSON document.
+starts such a process; it prints one JSON document.
 """
 
 import ctypes
@@ -34,13 +34,19 @@ from tezo.studies.bench.workload import Work
 
 INFERENCE = ("F", "N")
 STEPS = 3
-"""Steps before the peak is read; after them, one refresh where there are lazy factors."""
+"""Steps before the peak is read, followed by one refresh if there are lazy factors."""
 
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def measure_memory(settings: Settings, labels: Sequence[str], tell: Callable[[str], None] = silent) -> Any:
-    """Measures F (one forward pass), N (needed logits only) and `labels`; returns what the JSON file has."""
+    """Measures F (one forward pass), N (needed logits only) and `labels`; returns the content of the JSON file.
+
+    Args:
+        settings: settings of the benchmark.
+        labels: labels of cases, from `settings.entries`.
+        tell: called with progress messages.
+    """
     started, runs = time.perf_counter(), {label: list[dict[str, Any]]() for label in (*INFERENCE, *labels)}
     on_cuda = choose_device(settings.device).type == "cuda"
     for number in range(settings.rounds):
@@ -55,9 +61,14 @@ def measure_memory(settings: Settings, labels: Sequence[str], tell: Callable[[st
 
 
 def rows(runs: dict[str, list[dict[str, Any]]], model_bytes: int) -> list[dict[str, Any]]:
-    """One row a make_case: its peak, and what of it is over inference, with and without what it holds."""
+    """One row per case: its peak, and the difference to inference with and without the bytes it holds.
+
+    Args:
+        runs: label -> results of `peak_of`, one per round.
+        model_bytes: bytes of the model's parameters.
+    """
     peaks = {label: statistics.median(run["peak"] for run in found) for label, found in runs.items()}
-    made = []
+    table = []
     for label, found in runs.items():
         all_peaks, held = [run["peak"] for run in found], found[0]["held"]
         row: dict[str, Any] = {"label": label, "peak": spread(all_peaks), "held": held}
@@ -69,13 +80,13 @@ def rows(runs: dict[str, list[dict[str, Any]]], model_bytes: int) -> list[dict[s
                 "percent": round(100 * over / model_bytes, 3),
                 "percent_less_held": round(100 * (over - held) / model_bytes, 3),
             }
-        made.append(row | {"rounds": all_peaks, "peak_reset": found[0]["peak_reset"]})
-    return made
+        table.append(row | {"rounds": all_peaks, "peak_reset": found[0]["peak_reset"]})
+    return table
 
 
 def peak_of(label: str, settings: Settings) -> dict[str, Any]:
-    """The peak of one make_case in this process."""
-    gc.collect()  # what was measured before may hang in cycles
+    """Measures the peak of one case in this process."""
+    gc.collect()  # earlier cases may be kept alive by reference cycles
     work = Work(settings)
     peak_reset = forget_peak(work.device)
     entry = make_case(label, work)
@@ -84,13 +95,13 @@ def peak_of(label: str, settings: Settings) -> dict[str, Any]:
     if entry.interval is not None:
         entry.run_refresh()
     work.synchronize()
-    found = {"peak": peak_now(work.device), "held": entry.state_bytes(), "peak_reset": peak_reset}
+    result = {"peak": peak_now(work.device), "held": entry.state_bytes(), "peak_reset": peak_reset}
     entry.close()
-    return found | {"circumstances": circumstances(work)}
+    return result | {"circumstances": circumstances(work)}
 
 
 def peak_of_fresh_process(label: str, settings: Settings) -> dict[str, Any]:
-    """The same in a process of its own, with as many threads as this one."""
+    """`peak_of` in a new process, with as many threads as this one."""
     request = {"label": label, "threads": torch.get_num_threads(), "settings": asdict(settings)}
     done = subprocess.run(
         [sys.executable, "-m", "tezo.studies.bench.peak_memory", json.dumps(request)],
@@ -99,15 +110,15 @@ def peak_of_fresh_process(label: str, settings: Settings) -> dict[str, Any]:
         text=True,
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it was ended from outside, perhaps for want of memory"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it was killed, perhaps because memory ran out"])[-1]
         raise RunError(f"the process that measured {label} ended with code {done.returncode}: {last}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    found["circumstances"]["command"] = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    result["circumstances"]["command"] = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return result
 
 
 def forget_peak(device: torch.device) -> bool:
-    """Starts the peak again from what is in use now; False where the system does not let us."""
+    """Resets the peak to the memory in use now; returns False if the system does not allow it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -121,7 +132,7 @@ def forget_peak(device: torch.device) -> bool:
 
 
 def peak_now(device: torch.device) -> int:
-    """Bytes: the most reserved on the GPU, or the peak resident set of this process."""
+    """Peak in bytes: the maximum reserved on the GPU, or the peak resident set of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     status = Path("/proc/self/status")
@@ -134,7 +145,7 @@ def peak_now(device: torch.device) -> int:
 
 
 def main() -> None:
-    """Measures what the one argument asks for."""
+    """Measures the case that the JSON in the first argument describes, and prints the result."""
     request = json.loads(sys.argv[1])
     torch.set_num_threads(request["threads"])
     print(json.dumps(peak_of(request["label"], Settings(**request["settings"]))))

@@ -1,4 +1,4 @@
-"""What a result says besides its figures, and how both are shown."""
+"""Results of the benchmark: environment, statistics, JSON files and tables."""
 
 import json
 import statistics
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def circumstances(work: "Work") -> dict[str, Any]:
-    """The model's size, and where and with what it was measured."""
+    """The environment of a measurement: model size, hardware, threads, versions, commit and command."""
     parameters = list(work.model.parameters())
     return {
         "model": {
@@ -36,7 +36,7 @@ def circumstances(work: "Work") -> dict[str, Any]:
 
 
 def cpu() -> str:
-    """The processor, by name where the system says it."""
+    """The processor's name, or "CPU" if the system does not give it, and the number of threads."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -44,7 +44,7 @@ def cpu() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this file lies in, "+" behind it when changed; None outside of one."""
+    """The commit of the checkout with this file, followed by "+" if it has changes; None outside a checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
@@ -55,35 +55,35 @@ def commit() -> str | None:
 
 
 def describe(settings: Settings) -> dict[str, Any]:
-    """The settings as the JSON file has them, and the lengths they stand for."""
+    """The settings as in the JSON file, with the row lengths."""
     return asdict(settings) | {"lengths": settings.lengths()}
 
 
 def silent(progress: str) -> None:
-    """Tells nobody."""
+    """Ignores a progress message."""
     del progress
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and quartiles."""
+    """Median, minimum and quartiles: "median", "min", "q1", "q3"."""
     quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    found = {"median": quartiles[1], "min": min(values), "q1": quartiles[0], "q3": quartiles[2]}
-    return {name: round(value, 7) for name, value in found.items()}
+    summary = {"median": quartiles[1], "min": min(values), "q1": quartiles[0], "q3": quartiles[2]}
+    return {name: round(value, 7) for name, value in summary.items()}
 
 
 def check_target(path: Path | None) -> None:
-    """An error, before anything is measured, where a result could not be written."""
+    """Raises `RequestError` if the result cannot be written to `path`; called before anything is measured."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise RequestError(f"json: {path} cannot be written; give a file in a folder that exists.")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """One JSON document."""
+    """Writes `value` as one JSON document."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """A result for people."""
+    """Prints a result as a table."""
     columns = {"step": _STEP, "memory": _MEMORY}[result["kind"]]
     lines = [list(columns), *([_cell(row, key, form) for key, form in columns.values()] for row in result["rows"])]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

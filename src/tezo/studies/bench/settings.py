@@ -1,4 +1,4 @@
-"""What is measured: the model, the batch, the methods; checked before anything is built."""
+"""Settings of the benchmark: model, batch and methods, checked before anything is built."""
 
 import random
 import re
@@ -24,25 +24,25 @@ LENGTHS: Mapping[str, Sequence[int]] = {
         69, 71, 73, 75, 77, 81, 85, 92, 104, 114, 124, 136, 146, 155, 169, 203,
     ),
 }  # fmt: skip
-"""Quantiles of length distributions in tokens. "rte": the prompts of 1000 training rows, at 4.5 characters a token
-(mean 82, longest 253)."""
+"""Quantiles of length distributions in tokens. "rte": the prompts of 1000 training rows, at 4.5 characters per token
+(mean 82, maximum 253)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One setting of the benchmark.
+    """Settings of one benchmark.
 
     Attributes:
         model: key of `SHAPES`, folder or hub name.
-        dtype: of the weights.
-        device: torch's name of it.
-        batch: rows.
-        length: tokens of every row, or a key of `LENGTHS`.
-        rank: of the low-rank methods.
-        targets: what is trained, "all-linear" or "all".
-        rounds: how often everything is measured, at most.
-        warmup: rounds before those, not counted.
-        seconds: after so long no further round begins, once there are three; None: all rounds.
+        dtype: data type of the weights, a key of `DTYPES` or fp32, bf16, fp16, fp64.
+        device: name of a torch device.
+        batch: rows per batch.
+        length: tokens per row, or a key of `LENGTHS`.
+        rank: rank of the low-rank methods.
+        targets: tuned parameters, "all-linear" or "all".
+        rounds: maximum number of rounds; each measures everything once.
+        warmup: warm-up rounds, which are not counted.
+        seconds: time limit in seconds, after which no round begins (step: three rounds are always run); None: no limit.
     """
 
     model: str = "opt-125m"
@@ -74,10 +74,10 @@ class Settings:
         if self.model in SHAPES:
             positions = SHAPES[self.model].make().max_position_embeddings
             if longest > positions:
-                raise RequestError(f"length is {longest}; {self.model} has {positions} positions, give no more.")
+                raise RequestError(f"length is {longest}, but {self.model} has {positions} positions; lower it.")
 
     def lengths(self) -> list[int]:
-        """Tokens of each row: the same for all, or evenly spaced quantiles of a distribution in a fixed order."""
+        """Tokens of each row: equal for all, or evenly spaced quantiles of a distribution in a fixed order."""
         if self.length in LENGTHS:
             table = LENGTHS[self.length]
             drawn = [table[int((row + 0.5) / self.batch * len(table))] for row in range(self.batch)]
@@ -85,21 +85,26 @@ class Settings:
             return drawn
         if not re.fullmatch(r"[0-9]+", self.length) or int(self.length) < 1:
             known = ", ".join(LENGTHS)
-            raise RequestError(f"length is {self.length!r}; it must be a whole number from 1 on, or one of {known}.")
+            raise RequestError(
+                f"length is {self.length!r}; it must be a whole number of at least 1, or one of {known}."
+            )
         return [int(self.length)] * self.batch
 
     def options(self, name: str) -> dict[str, Any]:
-        """What a method's function is called with: the targets, and the rank where it has one."""
+        """Options for a method: the targets, and the rank if the method has one."""
         chosen: dict[str, Any] = {"targets": (self.targets,), "rank": self.rank}
         return {key: value for key, value in chosen.items() if key in method(name).options()}
 
 
 def entries(methods: Sequence[str], *, published: bool) -> list[str]:
-    """Labels to measure, each once: what is asked for, and with `published` the published form of each method.
+    """Labels of the cases to measure, without duplicates.
 
     Args:
-        methods: names of methods, "published:" before those meant in their published form.
-        published: adds the published form where there is one; tezo-cadam, ours, has none.
+        methods: names of methods, with the prefix "published:" for the published form.
+        published: whether to add the published form of each method; tezo-cadam, ours, has none.
+
+    Raises:
+        RequestError: there is no such method or published form, or `methods` is empty.
     """
     labels: list[str] = []
     for label in methods:

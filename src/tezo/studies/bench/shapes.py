@@ -1,4 +1,4 @@
-"""Models to measure: named shapes with random weights, made on their device in their dtype, or any that loads."""
+"""Models for the benchmark: named shapes with random weights, or any model that can be loaded."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from tezo.models.loading import load_model
 
 @dataclass(frozen=True)
 class Shape:
-    """The published sizes of a model."""
+    """The published sizes of a model: a configuration class and its arguments."""
 
     config: type[Any]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -52,12 +52,15 @@ SHAPES: dict[str, Shape] = {
 
 
 def build_model(name: str, dtype: str, device: torch.device) -> Any:
-    """The model in evaluation mode: a named shape with random weights, else a folder or hub name.
+    """The model in evaluation mode: a named shape with random weights, or a model from a folder or the hub.
 
     Args:
         name: key of `SHAPES`, folder or hub name.
-        dtype: as `tezo.models.loading.DTYPES` names it.
-        device: where its weights are made.
+        dtype: key of `tezo.models.loading.DTYPES`.
+        device: device of the weights.
+
+    Raises:
+        RequestError: there is no such model, or it is not a causal model.
     """
     if name in SHAPES:
         return from_shape(SHAPES[name].make(), getattr(torch, dtype), device)
@@ -65,19 +68,19 @@ def build_model(name: str, dtype: str, device: torch.device) -> Any:
         raise RequestError(f"model: there is no shape or folder {name!r}. " + nearest(name, SHAPES))
     loaded = load_model(name, dtype=dtype, device=str(device))
     if loaded.kind != "causal":
-        raise RequestError(f"model: {name} is {loaded.kind}; the benchmark measures causal models, give one.")
+        raise RequestError(f"model: {name} is {loaded.kind}; give a causal model.")
     return loaded.model
 
 
 def from_shape(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Random weights at no more than their own memory: made once, where they stay, in the dtype they keep."""
+    """A model with random weights, created directly on `device` in `dtype`, so that no extra memory is used."""
     model = skeleton(config, dtype, device)
     _fill(model, device)
     return model
 
 
 def skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with whatever its memory holds, in evaluation mode."""
+    """The model with uninitialised weights, in evaluation mode."""
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
@@ -86,7 +89,7 @@ def skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 @torch.no_grad()
 def _fill(model: nn.Module, device: torch.device) -> None:
-    # Matrices N(0, 0.02^2), as OPT and LLaMA begin; vectors 0, but for the weights of norms, 1.
+    # As OPT and LLaMA are initialised: matrices N(0, 0.02^2), norm weights 1, other vectors 0.
     draw = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

@@ -1,4 +1,4 @@
-"""Time of a step: every make_case in every round, in one run, so that a ratio compares neighbours in time."""
+"""Time of a step. Every round measures every case, so that a ratio compares measurements close in time."""
 
 import statistics
 import time
@@ -17,25 +17,32 @@ from tezo.studies.bench.workload import Work
 LEAST_ROUNDS = 3
 REPEATS = 5
 PATIENCE = 3.0
-"""A round's figure is the median of up to five runs in a row, as many as take about so many seconds: on a machine
-that others share a single run tells little."""
+"""Seconds. A case is run up to `REPEATS` times per round, as often as fits into about this time, and the median counts:
+on a shared machine a single run says little."""
 
 REFRESH_EVERY = 3
-"""Rounds from one measured refresh to the next: over an interval it is one step of many."""
+"""Rounds between measured refreshes, which are rare: one step per interval."""
 
 
 @dataclass
 class Timed:
-    """The seconds of a make_case, round by round; of refreshes, in the rounds that had one."""
+    """Measured times of a case.
 
-    make_case: Case
+    Attributes:
+        case: the case.
+        repeats: runs per round.
+        rounds: median seconds of a run in each round.
+        refreshes: seconds of each measured refresh.
+    """
+
+    case: Case
     repeats: int = 1
     rounds: list[float] = field(default_factory=list)
     refreshes: list[float] = field(default_factory=list)
 
     def steps(self) -> list[float]:
-        """Seconds of a step in each round; with lazy factors, the mean over an interval with its one refresh."""
-        interval = self.make_case.interval
+        """Seconds per step in each round; with lazy factors, the mean over an interval with one refresh."""
+        interval = self.case.interval
         if interval is None or not self.refreshes:
             return list(self.rounds)
         refresh = statistics.median(self.refreshes)
@@ -43,12 +50,15 @@ class Timed:
 
 
 def measure_step(settings: Settings, labels: Sequence[str], tell: Callable[[str], None] = silent) -> Any:
-    """Measures F2, N2, J2 and the contestants of `labels`; returns what the JSON file has.
+    """Measures F2, N2, J2 and the cases of `labels`; returns the content of the JSON file.
 
     Args:
-        settings: of the run.
-        labels: as `settings.entries` gives them.
-        tell: told of progress.
+        settings: settings of the benchmark.
+        labels: labels of cases, from `settings.entries`.
+        tell: called with progress messages.
+
+    Raises:
+        RequestError: the device has too little memory.
     """
     started = time.perf_counter()
     work = Work(settings)
@@ -62,7 +72,7 @@ def measure_step(settings: Settings, labels: Sequence[str], tell: Callable[[str]
         ) from error
     finally:
         for entry in timed:
-            entry.make_case.close()
+            entry.case.close()
     head = {"kind": "step", "settings": describe(settings), "tokens": work.tokens}
     return head | circumstances(work) | {"rounds": len(timed[0].rounds), "rows": rows(timed)}
 
@@ -74,24 +84,31 @@ def run_rounds(
     started: float,
     tell: Callable[[str], None] = silent,
 ) -> None:
-    """Warm-up, then rounds in which each make_case has its turn, the order turned on by one each round.
+    """Warms up, then runs every case once per round; the order is rotated by one in each round.
 
-    A round is not begun when it would, at the pace of the last, end after `settings.seconds`; three are always run.
+    No round begins that would end after `settings.seconds` if it took as long as the last; three rounds always run.
+
+    Args:
+        timed: the cases; the measured times are added to them.
+        settings: number of rounds, warm-up rounds and time limit.
+        synchronize: waits for the device.
+        started: `time.perf_counter()` at the start of the benchmark.
+        tell: called with progress messages.
     """
     for entry in timed:
         for _ in range(settings.warmup):
-            tell(f"warm-up: {entry.make_case.label}")
-            seconds = _clock(entry.make_case.run, synchronize)
+            tell(f"warm-up: {entry.case.label}")
+            seconds = _clock(entry.case.run, synchronize)
             entry.repeats = min(REPEATS, max(1, int(PATIENCE / max(seconds, 1e-9))))
     for number in range(settings.rounds):
         begun = time.perf_counter()
         turn = number % len(timed)
         for entry in (*timed[turn:], *timed[:turn]):
-            tell(f"round {number + 1}: {entry.make_case.label}")
-            runs = [_clock(entry.make_case.run, synchronize) for _ in range(entry.repeats)]
+            tell(f"round {number + 1}: {entry.case.label}")
+            runs = [_clock(entry.case.run, synchronize) for _ in range(entry.repeats)]
             entry.rounds.append(statistics.median(runs))
-            if entry.make_case.interval is not None and number % REFRESH_EVERY == 0:
-                entry.refreshes.append(_clock(entry.make_case.run_refresh, synchronize))
+            if entry.case.interval is not None and number % REFRESH_EVERY == 0:
+                entry.refreshes.append(_clock(entry.case.run_refresh, synchronize))
         now = time.perf_counter()
         late = settings.seconds is not None and now - started + (now - begun) > settings.seconds
         if late and number + 1 >= LEAST_ROUNDS:
@@ -107,20 +124,20 @@ def _clock(run: Callable[[], None], synchronize: Callable[[], None]) -> float:
 
 
 def rows(timed: Sequence[Timed]) -> list[dict[str, Any]]:
-    """One row a make_case: seconds, and ratios as medians of the ratios of each round."""
-    steps = {entry.make_case.label: entry.steps() for entry in timed}
+    """One row per case: seconds, and ratios to other cases, each the median of the ratios of all rounds."""
+    steps = {entry.case.label: entry.steps() for entry in timed}
     return [_row(entry, steps) for entry in timed]
 
 
 def _row(entry: Timed, steps: dict[str, list[float]]) -> dict[str, Any]:
-    label, own = entry.make_case.label, steps[entry.make_case.label]
+    label, own = entry.case.label, steps[entry.case.label]
     published = steps.get(PREFIX + label)
     row: dict[str, Any] = {"label": label, "seconds": spread(own), "to_F2": _ratio(own, steps["F2"])}
     row |= {"to_N2": _ratio(own, steps["N2"])}
     row |= {"speed_up": _ratio(published, own) if published else None}
-    row |= {"trained": entry.make_case.trained, "runs_a_round": entry.repeats, "rounds": own}
-    if entry.make_case.interval is not None:
-        row |= {"interval": entry.make_case.interval, "plain": entry.rounds, "refreshes": entry.refreshes}
+    row |= {"trained": entry.case.trained, "runs_a_round": entry.repeats, "rounds": own}
+    if entry.case.interval is not None:
+        row |= {"interval": entry.case.interval, "plain": entry.rounds, "refreshes": entry.refreshes}
     return row
 
 

@@ -1,4 +1,4 @@
-"""The work of a setting: a model, a batch, and its loss by plain forward passes and for the optimizer."""
+"""The workload of a benchmark: a model, a batch, and the loss by plain forward passes and for the optimizer."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from tezo.tasks.objectives.objective import Encoded
 
 
 class LastPosition(CausalObjective):
-    """The loss at the last position of each row, where its first token is expected: no token is read in vain."""
+    """The loss at the last position of each row, with the row's first token as target; so every token is needed."""
 
     def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
         del answer
@@ -29,12 +29,14 @@ class LastPosition(CausalObjective):
 
 
 class Work:
-    """A model and one batch: rows of given lengths, the loss at the last position of each.
+    """A model and one batch of random rows with given lengths; the loss is taken at the last position of each row.
 
     Attributes:
-        model: as transformers made it; nothing is ever attached to it.
-        inputs: the batch, padded to its longest row, as published code and stock passes take it.
-        tokens: of the batch, padding aside.
+        settings: settings of the benchmark.
+        device: device of the model.
+        model: the stock model of transformers; nothing is attached to it.
+        inputs: the batch, padded to its longest row, for published code and stock passes.
+        tokens: number of tokens of the batch without padding.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -53,21 +55,21 @@ class Work:
         self._objective = LastPosition(SimpleNamespace(pad_token_id=0), self.device, max(lengths), ())
 
     def twin(self) -> Any:
-        """Another module tree over the very same weights: what is hooked to one does not show in another."""
+        """Another module tree with the same weight tensors, so that hooks on one tree do not affect another."""
         tensors = chain(self.model.parameters(), self.model.buffers())
         return copy.deepcopy(self.model, {id(tensor): tensor for tensor in tensors})
 
     def stock_loss(self, model: Any) -> Callable[[], Tensor]:
-        """The loss by a plain forward pass with its default logits, those of all positions."""
+        """The loss by a plain forward pass that computes the logits of all positions."""
         rows_S1 = torch.arange(len(self._last_S1), device=self.device).unsqueeze(1)
         return lambda: self._cross_entropy(model(**self.inputs).logits[rows_S1, self._last_S1])
 
     def needed_loss(self, model: Any) -> Callable[[], Tensor]:
-        """The loss by a plain forward pass whose head is applied at the last positions alone."""
+        """The loss by a plain forward pass that applies the head only at the last positions."""
         return lambda: self._cross_entropy(logits_at(model, self.inputs, self._last_S1))
 
     def joint_loss(self, model: Any) -> Callable[[], Tensor]:
-        """The sum of two losses by one pass over the batch twice, as both signs of a step share a pass."""
+        """The sum of two losses by one pass over the doubled batch, as both signs of a step share one pass."""
         closure = self._objective.closure(model, self._objective.batches(self._encoded))
         return lambda: closure.losses(2).sum()
 
@@ -76,7 +78,7 @@ class Work:
         return functional.cross_entropy(wide.flatten(0, 1), self.inputs["input_ids"][:, 0])
 
     def closure(self, model: Any) -> Closure:
-        """What `optimizer.step` is given, made as the trainer makes it. The one place that says how."""
+        """The closure for `optimizer.step`, made as in training."""
         return self._objective.closure(model, self._objective.batches(self._encoded))
 
     def synchronize(self) -> None:

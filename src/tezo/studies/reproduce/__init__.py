@@ -1,4 +1,4 @@
-"""Tables of accuracies, cell by cell: what each run is, the runs, the table beside the published one."""
+"""Tables of accuracies: the runs of each cell, their results, and the table next to the published numbers."""
 
 from tezo.errors import RequestError, nearest
 from tezo.studies.reproduce.encoder_table import ENCODER
@@ -16,7 +16,7 @@ TABLES = {table.name: table for table in (ROBERTA, OPT, LLAMA, ENCODER, STUDY, S
 
 
 def find_table(name: str) -> Table:
-    """The table of that name; an error with the nearest one where there is none."""
+    """The table `name`; `RequestError` with the nearest name if there is none."""
     if name not in TABLES:
         raise RequestError(f"table: there is no table {name!r}. " + nearest(name, TABLES))
     return TABLES[name]

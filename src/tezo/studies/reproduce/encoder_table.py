@@ -1,10 +1,10 @@
-"""A table of our own: all methods on a small pretrained encoder, on real rows, in two hours on two cores."""
+"""A table that is not in the paper: all methods on a small pretrained encoder, in two hours on two cores."""
 
 from typing import Any
 
 from tezo.studies.reproduce.table import Column, Line, Table
 
-# A factor of about three apart, around the best of a pilot on one seed (above 1e-4, plain steps diverge).
+# Spaced by a factor of about three around the best rate of a pilot on one seed (above 1e-4, plain steps diverge).
 PLAIN_RATES = (1e-5, 3e-5, 1e-4)
 ADAPTIVE_RATES = (3e-4, 1e-3, 3e-3)
 FT_RATES = (1e-5, 3e-5, 1e-4)
@@ -50,9 +50,10 @@ ENCODER = Table(
     ft_epochs=10,
     settings=(("data.num_test", 400),),
     notes=(
-        "Rows are samples of the data sets and the model is no language model: nothing here compares with a published "
-        "number. Where there are fewer rows than 512 a class, they are shared out to training and dev rows.",
-        "An encoder answers by the likeness of the text to a description of each label. Every method tunes the linear "
-        "layers; TeZO has rank 32, LOZO 8 and 100 steps, SubZO 64 and 500 steps, as their papers have.",
+        "Rows are samples of the data sets and the model is not a language model, so no number here can be compared "
+        "with a published one. If a class has fewer than 512 rows, they are divided into training and dev rows.",
+        "An encoder compares the embedding of the text with that of a description of each label. Every method tunes "
+        "the linear layers; TeZO has rank 32, LOZO rank 8 and a refresh every 100 steps, SubZO rank 64 and every 500, "
+        "as in their papers.",
     ),
 )

@@ -1,4 +1,4 @@
-"""A table as a grid of runs."""
+"""The grid of runs that fills a table."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ from tezo.tasks.splits import NUM_TRAIN
 from tezo.training.config import overlay
 
 SMALL = {"steps": 3, "batch": 4, "train": 16, "dev": 8, "test": 12, "rank": 4}
-"""What `--scale small` cuts a table to, beside one seed and one learning rate; see `Grid.title`."""
+"""Sizes with `--scale small`, which also uses one seed and one learning rate; see `Grid.title`."""
 SMALL_SHOTS = {16: 2, 512: 4}
-"""Rows a class there."""
+"""Rows per class of a column -> rows per class with `--scale small`."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Cell:
     """One run: a line and a column of the table at a learning rate and a seed.
 
     Attributes:
-        line: of the table.
-        column: of the table.
-        rate: learning rate; None: nothing is trained.
-        seed: of the run and of the choice of rows.
-        tree: configuration, as nested mappings.
+        line: row of the table.
+        column: column of the table.
+        rate: learning rate; None if nothing is trained.
+        seed: seed of the run and of the choice of rows.
+        tree: configuration as nested mappings.
     """
 
     line: Line
@@ -37,25 +37,25 @@ class Cell:
 
     @property
     def steps(self) -> int:
-        """How many it takes."""
+        """Number of training steps."""
         return int(self.tree["train"]["steps"]) if self.line.how == "train" else 0
 
     @property
     def folder(self) -> Path:
-        """Of the run, below the grid's."""
+        """Folder of the run, relative to the output folder of the grid."""
         rate = self.line.how if self.rate is None else f"lr-{self.rate:g}"
         return Path(self.line.key, self.column.key, rate, f"seed-{self.seed}")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is to be run.
+    """The runs of a table.
 
     Attributes:
-        table: lines and columns, those that were chosen.
+        table: the table with the chosen lines and columns.
         model: folder or hub name.
-        small: whether everything was cut to `SMALL`.
-        data_dir: folder of the tasks' rows; None: the hub.
+        small: whether sizes are reduced to `SMALL`.
+        data_dir: folder with the tasks' rows; None: the hub.
     """
 
     table: Table
@@ -65,25 +65,25 @@ class Grid:
 
     @property
     def title(self) -> str:
-        """Of the written table."""
+        """Title of the written table."""
         if not self.small:
             return f"{self.table.title}, with {self.model}"
         return (
             f"{self.table.title}: SMALL SCALE. Random weights of a tiny configuration, {SMALL['steps']} steps, at most "
-            f"{SMALL['train']} rows, one seed, one learning rate: it shows that the cells run, and no accuracy"
+            f"{SMALL['train']} rows, one seed, one learning rate: it shows that the cells run; accuracies mean nothing"
         )
 
     def search(self) -> Iterator[Cell]:
-        """The runs that need nothing known: every learning rate, on the seeds of the search."""
+        """The first runs: every learning rate on the seeds of the search, and the lines that train nothing."""
         for column, line in self._entries():
             for rate in line.rates or (None,):
-                # the model as it is gives the same on every seed, whose test rows are the same
+                # an untrained model gives the same result for every seed: the test rows are the same
                 seeds = self.table.seeds[:1] if line.how == "zero-shot" else self.table.seeds[: self.table.search_seeds]
                 for seed in self.table.seeds if line.how == "probe" else seeds:
                     yield self._cell(line, column, rate, seed)
 
     def rest(self, chosen: Callable[[Line, Column], float | None]) -> Iterator[Cell]:
-        """The other seeds, at the learning rate that the search has `chosen`, or none where it has not."""
+        """The runs on the other seeds, at the learning rate from `chosen`; none where `chosen` returns None."""
         for column, line in self._entries():
             rate = chosen(line, column) if line.how == "train" else None
             for seed in self.table.seeds[self.table.search_seeds :] if rate is not None else ():
@@ -133,20 +133,22 @@ def make_grid(table: Table, *, model: str | None, small: bool, data_dir: str | N
     """The runs of a table.
 
     Args:
-        table: methods against tasks.
-        model: instead of the table's.
-        small: cut everything, to see that it runs.
-        data_dir: folder with the tasks' rows.
-        only: methods (as the table prints them, in any case), tasks and columns (such as sst2-16) to keep; empty: all.
+        table: methods and tasks.
+        model: model to use instead of the table's; None: the table's.
+        small: whether to reduce all sizes to `SMALL`, as a test.
+        data_dir: folder with the tasks' rows; None: the hub.
+        only: methods (labels of the table, in any case), tasks and columns (such as sst2-16) to keep; empty: all.
 
     Raises:
-        RequestError: `only` names neither a method nor a task of the table.
+        RequestError: a name in `only` is not a method, task or column of the table.
     """
     lines = {line.key for line in table.lines}
     tasks = {name for column in table.columns for name in (column.task, column.key)}
     wanted = {key_of(name) for name in only}
     for name in sorted(wanted - lines - tasks):
-        raise RequestError(f"only: {name!r} is no method or task of {table.name}. " + nearest(name, [*lines, *tasks]))
+        raise RequestError(
+            f"only: {name!r} is not a method or task of {table.name}. " + nearest(name, [*lines, *tasks])
+        )
     places = [
         place
         for place, column in enumerate(table.columns)

@@ -1,4 +1,4 @@
-"""Runs the cells of a grid, those that are not finished, one after another on each device."""
+"""Runs the unfinished cells of a grid, one at a time on each device."""
 
 import json
 import multiprocessing
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from tezo.cli.quiet import quiet_libraries
 from tezo.errors import NonFiniteLossError, RequestError, RunError, TezoError
 from tezo.files import own_object, write_file
+from tezo.models.quiet import quiet_libraries
 from tezo.runs.folder import LOG
 from tezo.studies.reproduce.grid import Cell, Grid
 from tezo.studies.reproduce.results import FAILED, SUMMARY, chooser, is_finished
@@ -28,16 +28,16 @@ from tezo.training.recipe import Config
 
 
 def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> int:
-    """Runs what is missing: the search, then the other seeds; what was begun and not finished goes on.
+    """Runs the missing cells: first the search, then the other seeds. Unfinished runs are resumed.
 
-    Returns how many runs were stopped by what is not their own doing, such as rows or a model that cannot be read:
-    they count as missing. Where any run of the search was, the other seeds wait, for the rate is not chosen yet.
+    Returns the number of runs that could not be run for outside reasons, such as rows or a model that cannot be read;
+    they stay missing. If there are any in the search, the other seeds are not run, because the rate is not chosen yet.
 
     Args:
-        grid: what to run.
-        output: of all runs, see `prepare_output`.
-        devices: one run at a time on each, in a process of its own; those on the CPU share its cores.
-        tell: is told of every run that ends.
+        grid: the runs.
+        output: folder of all runs, see `prepare_output`.
+        devices: devices; each takes one run at a time in its own process, and those on the CPU share its cores.
+        tell: called with a message for every run that ends.
 
     Raises:
         RunError: a process died; run the command again.
@@ -63,18 +63,18 @@ def _run(cells: Iterable[Cell], output: Path, devices: Sequence[str], tell: Call
             for i, cell in enumerate(missing)
         }
         for number, job in enumerate(as_completed(jobs), start=1):
-            fault = job.result()
-            tell(f"{number}/{len(missing)} {jobs[job].folder}" + (f": failed: {fault}" if fault else ""))
+            reason = job.result()
+            tell(f"{number}/{len(missing)} {jobs[job].folder}" + (f": failed: {reason}" if reason else ""))
         return sum(not is_finished(output / cell.folder) for cell in missing)
     except BrokenExecutor as error:
-        raise RunError(f"a run's process died ({error}); the same command goes on from here.") from None
+        raise RunError(f"the process of a run died ({error}); run the same command again to go on.") from None
     finally:
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _begin_process(processes: int) -> None:
-    """Is quiet, takes its share of the cores, and ends when the process that started it has, killed or not."""
+    """Sets up a worker process: no progress bars, its share of the cores, and an exit when the parent has ended."""
     quiet_libraries()
     if processes > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
@@ -89,17 +89,17 @@ def _follow_parent() -> None:
 
 
 def prepare_output(grid: Grid, output: Path) -> None:
-    """Makes the folder, and notes what its runs are of.
+    """Creates the folder, and writes grid.json with the table, model and scale of its runs.
 
     Raises:
-        RequestError: it has the runs of another grid, or something else.
+        RequestError: the folder has the runs of another grid, or other files.
     """
     note = output / "grid.json"
     own = {"table": grid.table.name, "model": grid.model, "small": grid.small}
     if note.is_file():
-        found = own_object(note, "give another --output")
-        if found != own:
-            raise RequestError(f"output: {output} has runs of {found}, not of {own}; give another --output.")
+        existing = own_object(note, "give another --output")
+        if existing != own:
+            raise RequestError(f"output: {output} has runs of {existing}, not of {own}; give another --output.")
         return
     if output.exists() and any(output.iterdir()):
         raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
@@ -108,16 +108,24 @@ def prepare_output(grid: Grid, output: Path) -> None:
 
 
 def run_cell(cell: Cell, folder: str, device: str) -> str | None:
-    """One run, in this process; None, or why it failed. What would fail so again is noted in its folder."""
+    """Runs one cell in this process; returns None or the reason of the failure.
+
+    A NaN or infinite loss, which would occur again, is written to a file in the folder, so the cell counts as finished.
+
+    Args:
+        cell: the run.
+        folder: folder of the run.
+        device: name of a torch device.
+    """
     path = Path(folder)
     if not (path / LOG).is_file():
-        shutil.rmtree(path, ignore_errors=True)  # begun, without a finished step
+        shutil.rmtree(path, ignore_errors=True)  # started, but no step was finished
     try:
         config = parse_config(overlay(cell.tree, [("model.device", device)]))
         if cell.line.how == "train":
             train(config, path, resume=True)
         else:
-            _write_summary(path, *(_probed(config) if cell.line.how == "probe" else _as_it_is(config)))
+            _write_summary(path, *(_probe(config) if cell.line.how == "probe" else _zero_shot(config)))
     except NonFiniteLossError as error:
         path.mkdir(parents=True, exist_ok=True)
         (path / FAILED).write_text(f"{error}\n", encoding="utf-8")
@@ -127,14 +135,15 @@ def run_cell(cell: Cell, folder: str, device: str) -> str | None:
     return None
 
 
-def _as_it_is(config: Config) -> tuple[Metrics, dict[str, int]]:
-    """The model's metrics on the rows that runs are reported on."""
+def _zero_shot(config: Config) -> tuple[Metrics, dict[str, int]]:
+    """(metrics of the untrained model on the test rows, number of rows)."""
     rows = evaluation_rows(config.data)
     metrics, _ = measure(config.data, load(config), rows, batch_size=config.train.eval_batch_size)
     return metrics, {"test": len(rows)}
 
 
-def _probed(config: Config) -> tuple[Metrics, dict[str, int]]:
+def _probe(config: Config) -> tuple[Metrics, dict[str, int]]:
+    """(metrics of a linear probe on the test rows, numbers of rows)."""
     return probe(config.data, load(config), batch_size=config.train.eval_batch_size, seed=config.train.seed)
 
 

@@ -1,4 +1,4 @@
-"""The table that a grid's runs make, beside the published one: Markdown, CSV, LaTeX, and a line for each run."""
+"""The table that a grid's runs make, beside the published one: Markdown, CSV, and a line for each run."""
 
 import csv
 import io
@@ -16,13 +16,12 @@ TIED = "†"
 
 
 def write_tables(grid: Grid, output: Path) -> list[Path]:
-    """Writes table.md, table.csv, table.tex and runs.csv into `output`; returns their paths."""
+    """Writes table.md, table.csv and runs.csv into `output`; returns their paths."""
     rows = entries(grid, output)
     runs = list(_runs(grid, output))
     texts = {
         "table.md": markdown(grid, rows, runs),
         "table.csv": _as_csv(ENTRY, map(_entry_line, (entry for row in rows for entry in row))),
-        "table.tex": latex(grid, rows, runs),
         "runs.csv": _as_csv(RUN, runs),
     }
     for name, text in texts.items():
@@ -144,36 +143,3 @@ def _footnotes(grid: Grid, rows: list[list[Entry]], runs: list[tuple[Any, ...]])
 
 def _seeds(seeds: tuple[int, ...]) -> str:
     return f"seed {seeds[0]}" if len(seeds) == 1 else "average over the seeds " + ", ".join(map(str, seeds))
-
-
-def latex(grid: Grid, rows: list[list[Entry]], runs: list[tuple[Any, ...]]) -> str:
-    """The paper's layout, with its numbers below ours."""
-    columns = grid.table.columns
-    lines = [
-        r"\begin{table*}[t]", r"\centering\small", rf"\caption{{{_escaped(grid.title)}.}}",
-        rf"\begin{{tabular}}{{@{{}}c|{'c' * len(columns)}|c@{{}}}}", r"\toprule",
-        " & ".join(["", *(rf"\textbf{{{_escaped(_head(column))}}}" for column in columns), r"\textbf{AVG.}"]) + r" \\",
-        r"\midrule",
-    ]  # fmt: skip
-    for row, marked, average in zip(rows, _marked(rows), _gaps(rows), strict=True):
-        lines.append(_latex_line(rf"\texttt{{{row[0].line.label}}}", map(_escaped, marked), f"${average}$"))
-        if row[0].published is not None:
-            numbers = (rf"\scriptsize {entry.published:.1f}" for entry in row)
-            lines.append(_latex_line(r"\scriptsize published", numbers, ""))
-    notes = [rf"\par\footnotesize {_escaped(note)}" for note in _footnotes(grid, rows, runs)]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *notes, r"\end{table*}"]) + "\n"
-
-
-def _latex_line(head: str, cells: Iterable[str], tail: str) -> str:
-    return " & ".join([head, *cells, tail]) + r" \\"
-
-
-_ESCAPES: tuple[tuple[str, str], ...] = (
-    ("%", r"\%"), ("_", r"\_"), ("&", r"\&"), ("±", r"$\pm$"), (TIED, r"\textsuperscript{\textdagger}"),
-)  # fmt: skip
-
-
-def _escaped(text: str) -> str:
-    for plain, escaped in _ESCAPES:
-        text = text.replace(plain, escaped)
-    return text

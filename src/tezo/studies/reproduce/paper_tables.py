@@ -1,4 +1,4 @@
-"""The accuracy tables of the TeZO paper: rows, columns, published numbers, hyper-parameters (its appendix)."""
+"""The accuracy tables of the TeZO paper: rows, columns, published numbers, hyperparameters (from its appendix)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from tezo.studies.reproduce.table import Column, Line, Table
 SGD_RATES = (1e-4, 1e-5, 1e-6, 1e-7)
 ADAM_RATES = (1e-4, 3e-5, 1e-5, 3e-6)
 FT_RATES = (1e-5, 3e-5, 5e-5)
-"""MeZO's, and its batch of 8; the paper names neither, and five epochs."""
+"""From MeZO, as is the batch size of 8; the paper gives neither. It gives five epochs."""
 
 _LOZO = {"rank": 8, "lazy_update_interval": 100}
 _SUBZO = {"rank": 64, "lazy_update_interval": 500}
@@ -22,7 +22,13 @@ _ADAPTIVE = ("MeZO-Adam", "ZO-AdaMU", "TeZO-Adam")
 
 
 def _lines(sgd: float, adam: float, published: Mapping[str, tuple[float, ...]]) -> tuple[Line, ...]:
-    """The rows of a table, by label, with the rates recommended for plain steps and for adaptive ones."""
+    """The rows of a table.
+
+    Args:
+        sgd: recommended learning rate of plain methods.
+        adam: recommended learning rate of adaptive methods.
+        published: label of a row -> published numbers in percent, one per column.
+    """
 
     def line(label: str, numbers: tuple[float, ...]) -> Line:
         if label == "ZERO-SHOT":
@@ -36,18 +42,18 @@ def _lines(sgd: float, adam: float, published: Mapping[str, tuple[float, ...]]) 
 
 
 _OURS = (
-    "Directions have unit variance here; the published algorithms' low-rank ones have not.",
+    "Directions have unit variance here; the low-rank directions of the published algorithms do not.",
     "Checkpoints are chosen by the dev loss, and the learning rate by the mean dev loss over seeds.",
 )
 _CAUSAL = (
-    "ReCoRD is accuracy, MultiRC accuracy for each answer, DROP F1 with its spans as alternatives, as in MeZO's code.",
-    "WSC keeps 333 training rows, not 54: its dev set takes two fifths of the rows at most.",
-    "The paper does not name ZO-AdaMU's learning rates; those of the other adaptive methods are searched.",
+    "ReCoRD: accuracy. MultiRC: accuracy per answer. DROP: F1 with its spans as alternatives. All as in MeZO's code.",
+    "WSC has 333 training rows, not 54: its dev set has at most two fifths of the rows.",
+    "The paper does not give ZO-AdaMU's learning rates; those of the other adaptive methods are searched.",
 )
 
 ROBERTA = Table(
     name="roberta-large",
-    title="RoBERTa-large, k = 16 and 512 a class (the paper's Table 3)",
+    title="RoBERTa-large, k = 16 and 512 per class (the paper's Table 3)",
     model="FacebookAI/roberta-large",
     kind="masked",
     columns=tuple(Column(task, k) for k in (16, 512) for task in ("sst5", "snli", "mnli", "qnli", "trec")),
@@ -68,7 +74,7 @@ ROBERTA = Table(
     ),
     seeds=(13, 21, 42, 87, 100),
     search_seeds=5,
-    targets=("all", "!token_type_embeddings"),  # one token type: a matrix of one row, which has no rank of 8 or 64
+    targets=("all", "!token_type_embeddings"),  # one token type: a matrix with one row cannot have rank 8 or 64
     steps=80_000,
     batch_size=64,
     notes=(

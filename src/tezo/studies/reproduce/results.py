@@ -1,4 +1,4 @@
-"""What a grid's runs showed: the learning rate that the search chose, and the figures at it."""
+"""Results of a grid's runs: the learning rate that the search chose, and the metrics at that rate."""
 
 import math
 import statistics
@@ -13,21 +13,21 @@ from tezo.studies.reproduce.table import Column, Line
 from tezo.tasks import task
 
 SUMMARY, FAILED = "summary.json", "failed.txt"
-"""In the folder of a run that is over: what it showed, or how its loss came to be no number."""
+"""Files in the folder of a finished run: its summary, or the message of the NaN or infinite loss that ended it."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the runs of a line and a column showed.
+    """The results of a line and a column.
 
     Attributes:
-        line: of the table.
-        column: of the table.
-        published: percent; None: there is no such number.
-        values: percent, one a seed, at the learning rate that was chosen; empty: nothing finished.
-        rate: that learning rate: the one with the lowest mean dev loss on the seeds of the search.
-        failed: runs whose loss came to be no number, at any rate.
-        missing: runs that are not over.
+        line: row of the table.
+        column: column of the table.
+        published: published number in percent; None if there is none.
+        values: percent, one per seed, at the chosen learning rate; empty if no run has finished.
+        rate: the chosen learning rate, that with the lowest mean dev loss on the seeds of the search.
+        failed: number of runs, at any rate, that ended with a NaN or infinite loss.
+        missing: number of runs that have not finished.
     """
 
     line: Line
@@ -40,17 +40,17 @@ class Entry:
 
     @property
     def mean(self) -> float | None:
-        """Over seeds."""
+        """Mean over seeds; None if there are no values."""
         return statistics.mean(self.values) if self.values else None
 
     @property
     def stdev(self) -> float | None:
-        """Over seeds; None of fewer than two."""
+        """Standard deviation over seeds; None if there are fewer than two values."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     @property
     def shown(self) -> str:
-        """Mean, with the standard deviation over seeds where there are several."""
+        """Text for the table: mean and, for several seeds, standard deviation; * marks missing or failed runs."""
         if self.mean is None:
             return "failed" if self.failed and not self.missing else "-"
         spread = "" if self.stdev is None else f" ± {self.stdev:.1f}"
@@ -58,40 +58,40 @@ class Entry:
 
     @property
     def at_an_end(self) -> bool:
-        """Whether a rate beyond those that were searched might be better still."""
+        """Whether the chosen rate is the lowest or highest searched, so that one beyond might be better."""
         return len(self.line.rates) > 2 and self.rate in (min(self.line.rates), max(self.line.rates))
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run is over, well or not."""
+    """Whether the run in `folder` has ended, successfully or with a NaN or infinite loss."""
     return (folder / SUMMARY).is_file() or (folder / FAILED).is_file()
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:
-    """What a run showed; None where it has not ended well."""
+    """The summary of a run; None if it has not finished successfully."""
     path = folder / SUMMARY
     return own_object(path, "delete the folder to run it again") if path.is_file() else None
 
 
 def figure_of(cell: Cell, summary: dict[str, Any]) -> float:
-    """Percent, by the metric of the cell's task."""
+    """The metric of the cell's task after training, in percent."""
     return 100 * float(summary["after"][task(cell.column.task).metric])
 
 
 def chooser(grid: Grid, output: Path) -> Callable[[Line, Column], float | None]:
-    """(line, column) -> the learning rate with the lowest mean dev loss on the seeds of the search; None: no run ended.
+    """A function (line, column) -> the learning rate with the lowest mean dev loss on the seeds of the search.
 
-    A rate at which a seed failed does not compete with one at which none did.
+    It returns None if no run has finished. A rate with a failed seed is not compared with one that has none.
     """
-    found: dict[tuple[str, str], dict[float | None, list[float]]] = {}
+    dev_losses: dict[tuple[str, str], dict[float | None, list[float]]] = {}
     for cell in grid.search():
         summary = summary_of(output / cell.folder)
         if summary is not None and cell.rate is not None:
-            rates = found.setdefault((cell.line.key, cell.column.key), {})
-            rates.setdefault(cell.rate, []).append(_to_rank(summary["dev_loss"]))
+            rates = dev_losses.setdefault((cell.line.key, cell.column.key), {})
+            rates.setdefault(cell.rate, []).append(_comparable(summary["dev_loss"]))
 
     def chosen(line: Line, column: Column) -> float | None:
-        losses = found.get((line.key, column.key), {})
+        losses = dev_losses.get((line.key, column.key), {})
         most = max(map(len, losses.values()), default=0)
         complete = [rate for rate in losses if len(losses[rate]) == most]
         return min(complete, key=lambda rate: statistics.mean(losses[rate]), default=None)
@@ -99,21 +99,21 @@ def chooser(grid: Grid, output: Path) -> Callable[[Line, Column], float | None]:
     return chosen
 
 
-def _to_rank(dev_loss: float | None) -> float:
-    """No dev rows: nothing to choose by. NaN: worse than any number."""
+def _comparable(dev_loss: float | None) -> float:
+    """The dev loss as a comparable number: 0 for all runs if there are no dev rows, infinity for NaN."""
     if dev_loss is None:
         return 0.0
     return math.inf if math.isnan(dev_loss) else dev_loss
 
 
 def all_cells(grid: Grid, output: Path) -> Iterator[Cell]:
-    """The search, and what follows from it."""
+    """The runs of the search, and those on the other seeds at the rates that it chose."""
     yield from grid.search()
     yield from grid.rest(chooser(grid, output))
 
 
 def entries(grid: Grid, output: Path) -> list[list[Entry]]:
-    """A list for each line, of an entry a column."""
+    """For each line of the table its entries, one per column."""
     chosen = chooser(grid, output)
     cells = list(all_cells(grid, output))
     return [

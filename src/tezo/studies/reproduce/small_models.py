@@ -1,4 +1,4 @@
-"""A model with random weights that takes every task, for `--scale small`."""
+"""A small model with random weights that supports every task, for `--scale small`."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ POSITIONS = 1100
 
 
 def small_model(kind: Kind, folder: Path) -> Path:
-    """Writes a tiny OPT, or RoBERTa with or without its head, with random weights and a tokenizer of bytes."""
+    """Writes a tiny OPT (causal) or RoBERTa (masked, encoder) with random weights and a byte tokenizer to `folder`."""
     tokenizer = _tokenizer(kind)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"max_position_embeddings": POSITIONS, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
@@ -41,7 +41,7 @@ def _tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
         single="<s> $A" if kind == "causal" else "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=POSITIONS - 50, **SPECIAL)
-    if kind == "masked":  # whose label words are one token each
+    if kind == "masked":  # label words of masked models must be single tokens
         wordings = [task.wordings["masked"] for task in TASKS.values() if "masked" in task.wordings]
         words = dict.fromkeys(word for wording in wordings for word in wording.words)
         wrapped.add_tokens([AddedToken(word, normalized=False) for word in words])

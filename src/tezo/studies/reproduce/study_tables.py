@@ -76,14 +76,10 @@ STUDY = Table(
         _factor(" + act", {}),
         _factor(" + act, rank 4", {"rank": 4}),
         _factor(" + act, rank 16", {"rank": 16}),
-        _factor(" + act, centred", {"basis": "activation-centred"}),
-        _factor(" + act, weighted", {"basis": "activation-weighted"}),
         _factor(" + act, refresh 60", {"lazy_update_interval": 60}),
         _factor(" + act, 4 directions", {"num_directions": _DIRECTIONS},
                 ("train.steps", STEPS // _DIRECTIONS), ("train.eval_every", EVERY // _DIRECTIONS)),
-        _factor(" + act, clip 3", {"clip": 3.0}),
         _line("LOZO-Adam + act, linear", "lozo-adam", LINEAR_RATES, _FACTOR, ("train.schedule", "linear")),
-        _factor(" + act, stratified", {}, ("train.order", "stratified")),
         _feedback("feedback", 2 * STEPS, FIRST, LAST),
         _feedback("feedback first", 2 * STEPS, FIRST, 0),
         _feedback("feedback last", 2 * STEPS, 0, LAST),
@@ -113,7 +109,7 @@ STUDY = Table(
 _LONGER = 4
 _TO_THE_END = (
     "zero-shot", "ft", "mezo", "tezo", "tezo-adam",
-    "lozo-act", "lozo-adam-act", "lozo-adam-act-linear", "lozo-adam-act-stratified",
+    "lozo-act", "lozo-adam-act", "lozo-adam-act-linear",
 )  # fmt: skip
 _LONG_LINES = (
     *(line for line in STUDY.lines if line.key in _TO_THE_END),

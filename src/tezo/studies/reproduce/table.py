@@ -1,4 +1,4 @@
-"""What a table of accuracies is: rows, columns, published numbers, how each cell is run."""
+"""Definition of a table of accuracies: rows, columns, published numbers, and how each cell is run."""
 
 import re
 from collections.abc import Mapping
@@ -7,20 +7,20 @@ from typing import Any, Literal
 
 
 def key_of(label: str) -> str:
-    """A label for file names and the command line."""
+    """The label in the form for file names and the command line: lower case, other characters as "-"."""
     return re.sub(r"[^a-z0-9.-]+", "-", label.lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A task, and how many rows of each class it is learnt from (None: 1000 in all)."""
+    """A task and its number of training rows per class (None: 1000 rows in total)."""
 
     task: str
     per_class: int | None = None
 
     @property
     def key(self) -> str:
-        """For file names."""
+        """Name in file names and on the command line, such as sst2-16."""
         return self.task if self.per_class is None else f"{self.task}-{self.per_class}"
 
 
@@ -29,14 +29,14 @@ class Line:
     """A row of a table.
 
     Attributes:
-        label: as it is printed.
-        how: a run of training; or the model as it is; or a linear probe of it.
-        method: of this library, where it trains.
+        label: printed label.
+        how: "train" a run, evaluate the model "zero-shot", or fit a linear "probe".
+        method: method of this library, if `how` is "train".
         rates: learning rates to search.
-        recommended: the one that the paper's appendix recommends; for FT the first of MeZO's.
-        options: of the method.
-        published: percent, a column each; empty: nobody has.
-        settings: (dotted key, value) pairs laid over the configuration of its cells, after the table's.
+        recommended: learning rate that the paper's appendix recommends; for FT the first of MeZO's.
+        options: options of the method.
+        published: published numbers in percent, one per column; empty if there are none.
+        settings: (dotted key, value) pairs set in the configuration of its cells, after those of the table.
     """
 
     label: str
@@ -50,36 +50,37 @@ class Line:
 
     @property
     def key(self) -> str:
-        """For file names."""
+        """Name in file names and on the command line."""
         return key_of(self.label)
 
     @property
     def is_zeroth_order(self) -> bool:
-        """Whether it trains by forward passes alone."""
+        """Whether it trains with a zeroth-order method."""
         return self.how == "train" and self.method != "adam"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Methods against tasks.
+    """A table with a row per method and a column per task.
 
     Attributes:
-        name: on the command line.
-        title: what it shows.
-        model: on the hub, or embedded.
-        kind: of the model.
-        columns: in order; runs go column by column.
-        lines: likewise.
-        seeds: one run each.
-        search_seeds: on how many of them the learning rate is searched; the others run at the rate that it chose.
-        steps: of zeroth-order methods.
-        batch_size: likewise.
-        targets: parameters that are tuned.
-        ft_epochs: of first-order fine-tuning.
-        ft_batch: its rows a step.
-        ft_most_steps: that it takes, where so many epochs were more; None: all of them.
-        settings: (dotted key, value) pairs laid over the configuration of every cell.
-        notes: differences in convention.
+        name: name on the command line.
+        title: title of the table.
+        model: hub name, or an embedded model.
+        kind: kind of the model.
+        columns: columns in order; runs go column by column.
+        lines: rows in order.
+        seeds: seeds of the runs.
+        search_seeds: number of seeds, from the first, for the search of the learning rate; the other seeds run only at
+            the chosen rate.
+        steps: steps of zeroth-order methods.
+        batch_size: rows per step of zeroth-order methods.
+        targets: patterns of the tuned parameters.
+        ft_epochs: epochs of first-order fine-tuning.
+        ft_batch: rows per step of first-order fine-tuning.
+        ft_most_steps: maximum number of steps of first-order fine-tuning; None: no maximum.
+        settings: (dotted key, value) pairs set in the configuration of every cell.
+        notes: notes on conventions that differ from the published tables.
     """
 
     name: str
@@ -101,5 +102,5 @@ class Table:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether a run ends with the parameters of its lowest dev loss, rather than with its last ones."""
+        """Whether runs end with the parameters of the lowest dev loss instead of the last ones."""
         return bool(dict(self.settings).get("train.keep_best", True))

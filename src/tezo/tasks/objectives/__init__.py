@@ -1,4 +1,4 @@
-"""What is minimised, and how a model answers: one file for each kind of model."""
+"""Objectives: the loss on examples and the scores of their options, one class for each kind of model."""
 
 from collections.abc import Sequence
 
@@ -20,6 +20,12 @@ _OBJECTIVES: dict[Kind, type[Objective]] = {
 
 
 def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int | None = None) -> Objective:
-    """The objective of a model's kind, for labelled data with `options` or, with none, for free text."""
+    """The objective for a model of this kind.
+
+    Args:
+        loaded: the model.
+        options: options of labelled examples; empty for free text.
+        max_length: maximum sequence length in tokens; None: the model's maximum.
+    """
     length = min(max_length or loaded.max_length, loaded.max_length)
     return _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options)

@@ -1,4 +1,4 @@
-"""Examples as tensors."""
+"""Batches: encoded examples as tensors."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,22 +13,23 @@ from tezo.tasks.objectives.token_rows import tree_mask
 class Batch:
     """Padded rows on the model's device.
 
-    B examples of O options at most, S sequences, K answer tokens; R rows of L tokens, U hidden states read of each.
-    A row has one sequence or, packed, all those of an example.
+    B examples of at most O options, S sequences, K answer tokens; R rows of L tokens, U hidden states read per row.
+    A row holds one sequence or, if packed, all sequences of an example.
 
     Attributes:
-        input_ids_RL: int64.
-        position_ids_RL: int64, of each token in its own sequence.
-        branches_RL: int64: 0 where all sequences of the row share a token, 1 + their index elsewhere, -1 for padding.
-        reads_RU: int64, places whose hidden states are needed.
-        row_S: int64, the row a sequence is in.
-        slots_SK: int64, which of the row's reads predict tokens_SK, where valid_SK.
-        tokens_SK: int64, what is expected.
-        valid_SK: bool.
-        example_S: int64, which example a sequence belongs to.
-        option_S: int64, which option it is.
-        labels_B: int64, or None where one is not known.
-        branching: whether any token is not shared by all sequences of its row.
+        input_ids_RL: int64, token ids.
+        position_ids_RL: int64, position of each token in its sequence.
+        branches_RL: int64, 0 for tokens that all sequences of the row share, 1 + index of the sequence for the others,
+            -1 for padding.
+        reads_RU: int64, positions in the row whose hidden states are needed.
+        row_S: int64, row of each sequence.
+        slots_SK: int64, index into the row's reads of the hidden state that predicts tokens_SK, where valid_SK.
+        tokens_SK: int64, expected tokens.
+        valid_SK: bool, False for padding.
+        example_S: int64, example of each sequence.
+        option_S: int64, option of each sequence.
+        labels_B: int64, index of the correct option; None if any is unknown.
+        branching: whether some token is not shared by all sequences of its row.
         shape_BO: (B, O).
     """
 
@@ -47,7 +48,7 @@ class Batch:
     shape_BO: tuple[int, int]
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Keyword arguments of a model's forward, for a model of this dtype."""
+        """Keyword arguments of the forward pass of a model of this dtype."""
         if not self.branching:
             return {"input_ids": self.input_ids_RL, "attention_mask": (self.branches_RL >= 0).long()}
         return {
@@ -57,7 +58,7 @@ class Batch:
         }
 
     def repeated(self, copies: int) -> "Batch":
-        """The batch of `copies` times these examples, block after block."""
+        """The batch with all rows and examples repeated `copies` times, block after block."""
         if copies == 1:
             return self
         (examples, options), rows = self.shape_BO, len(self.input_ids_RL)
@@ -71,7 +72,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on another device."""
+        """The batch with its tensors on `device`."""
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, change: Any) -> "Batch":

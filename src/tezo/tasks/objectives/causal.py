@@ -1,4 +1,4 @@
-"""Answering by continuing a text."""
+"""The objective of causal models: they answer by continuing the prompt."""
 
 import weakref
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class CausalObjective(Objective):
 
     Free text: the loss is the mean negative log-likelihood of the answer's tokens. With options: each
     option's score is the mean log-probability of its tokens, and the loss the cross-entropy over scores.
-    The options of an example share one row, in a tree, where `adapt` found that the model heeds it.
+    The options of an example are packed into one row if `adapt` found that the model supports it.
     """
 
     side_cut = "the beginning of the prompt"
@@ -37,7 +37,7 @@ class CausalObjective(Objective):
         sequences, answers = [], []
         for text in texts:
             whole = self._tokens(example.prompt + text, example)
-            if whole[: len(prompt)] != prompt:  # the tokenizer joins them: take the answer by itself
+            if whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
                 whole = prompt + list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             if not example.options and example.ends and self.tokenizer.eos_token_id is not None:
                 whole = [*whole, int(self.tokenizer.eos_token_id)]
@@ -48,7 +48,7 @@ class CausalObjective(Objective):
             sequences = [self._cut(s, over, len(prompt), example) for s in sequences]
             self.cuts.add(over, example.where)
         if len(prompt) == 0 or (example.answer and min(answers) == 0):
-            raise RequestError(f"{example.where}: the prompt or the answer is empty; fill in or leave out that row.")
+            raise RequestError(f"{example.where}: the prompt or the answer is empty; fill it in, or remove that row.")
         return Encoded(tuple(tuple(s) for s in sequences), tuple(answers), example)
 
     def _tokens(self, text: str, example: Example) -> list[int]:
@@ -59,7 +59,7 @@ class CausalObjective(Objective):
         if first + over >= prompt:
             raise RequestError(
                 f"{example.where}: the answer alone has more tokens than data.max_length {self.max_length} allows; "
-                "raise it or leave out that row."
+                "raise it, or remove that row."
             )
         return sequence[:first] + sequence[first + over :]
 
@@ -78,7 +78,7 @@ class CausalObjective(Objective):
         if not self.packs:
             return super().rows(encoded)
         rows = [self._packed(e) for e in encoded]
-        # One mask serves all rows of a batch, so one that is too long keeps all of them plain.
+        # A batch has one mask for all rows, so no row is packed if one of them is too long.
         fits = self._most is None or max(len(row.tokens) for row in rows) <= self._most
         return [[row] for row in rows] if fits else super().rows(encoded)
 
@@ -87,7 +87,10 @@ class CausalObjective(Objective):
         return packed_row(encoded.sequences, [self.asked(s, a)[0] for s, a in pairs])
 
     def log_probs(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(log-probabilities of the answer tokens, argmax hits), both (S, K), zero where not valid."""
+        """Log-probabilities of the answer tokens, and whether each is the most likely token.
+
+        Returns (float32 or wider, bool), both (S, K), 0 and False where not valid.
+        """
         logits_RUV = logits_at(model, batch.inputs(model.dtype), batch.reads_RU)
         row_S1 = batch.row_S.unsqueeze(1)
         chosen = logits_RUV.log_softmax(-1)[row_S1, batch.slots_SK, batch.tokens_SK]

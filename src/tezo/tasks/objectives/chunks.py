@@ -1,23 +1,23 @@
-"""Cutting a batch into parts of like length, so that little time goes into padding."""
+"""Divides a batch into parts of similar length, to save time on padding."""
 
 from collections.abc import Sequence
 
 import torch
 
 OVERHEAD_TOKENS = {"cpu": 64}
-"""What one more forward pass is taken to cost, in tokens of work: a guess for CPUs; elsewhere no batch is cut."""
+"""Assumed cost of one more forward pass, in tokens of work; a guess for CPUs. On other devices no batch is divided."""
 
 
 def like_lengths(lengths: Sequence[int], rows: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Parts of a batch, as indices, that take the least time together.
+    """The division of a batch into parts with the least total cost, as lists of indices.
 
-    A part costs its longest length times its rows, plus `OVERHEAD_TOKENS`. Sorted by length, the best parts are
-    neighbours, so that the best cut of the first j follows from the best cuts of fewer.
+    A part costs its longest length times its rows, plus `OVERHEAD_TOKENS`. The best parts are contiguous in the order
+    of lengths, so dynamic programming finds the best division of the first j examples from those of fewer.
 
     Args:
-        lengths: of the examples, in tokens.
-        rows: how many sequences each example has.
-        device: where the passes run.
+        lengths: lengths of the examples in tokens.
+        rows: number of rows of each example.
+        device: device of the forward passes.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     overhead = OVERHEAD_TOKENS.get(device.type)

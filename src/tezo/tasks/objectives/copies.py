@@ -1,4 +1,4 @@
-"""Several copies of a model in one forward pass: every module is shown all rows, those of each copy."""
+"""Several copies of a model in one forward pass: every module must see the rows of all copies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 @contextmanager
 def whole_rows(model: nn.Module) -> Iterator[None]:
-    """While open, embeddings that the model looks up once for all rows, as positions are, it looks up for each.
+    """While open, embeddings that the model looks up once for all rows, such as positions, are looked up per row.
 
-    Hooks that tell copies apart by their rows need that. `model` is called with `input_ids` by name.
+    Hooks that assign rows to copies need this. `model` must be called with `input_ids` as a keyword.
     """
     rows = 1
 

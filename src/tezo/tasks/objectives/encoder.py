@@ -1,4 +1,4 @@
-"""Answering by the likeness of embeddings, for encoders without a language-model head."""
+"""The objective of encoders without a language-model head: they answer by comparing embeddings."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import Encoded, Objective
 
 SCALE = 20.0
-"""Of the cosine, before the softmax: the default of sentence-transformers' ranking loss."""
+"""Factor of the cosine before the softmax, the default of sentence-transformers' ranking loss."""
 
 
 class EncoderObjective(Objective):
@@ -22,8 +22,8 @@ class EncoderObjective(Objective):
 
         score_o = SCALE cos(mean_t h_t(text), mean_t h_t(description_o)),
 
-    and the loss is the cross-entropy over scores. Nothing is added to the model, so the accuracy before
-    training is the zero-shot one. Descriptions are encoded by the model that is tuned.
+    and the loss is the cross-entropy over scores. The model gets no new parameters, so the accuracy before
+    training is zero-shot accuracy. The tuned model also encodes the descriptions.
     """
 
     side_cut = "the end of the text"
@@ -35,7 +35,7 @@ class EncoderObjective(Objective):
             length = int(mask.sum())
             if length > max_length:
                 raise RequestError(
-                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the bound of {max_length}; "
+                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the limit of {max_length}; "
                     "shorten it, or raise data.max_length if the model takes more."
                 )
         self._labels_COD: Tensor | None = None
@@ -54,7 +54,7 @@ class EncoderObjective(Objective):
         ids = list(self.tokenizer(example.prompt)["input_ids"])
         over = len(ids) - self.max_length
         if over > 0:
-            del ids[-1 - over : -1]  # before the closing special token
+            del ids[-1 - over : -1]  # keep the last special token
             self.cuts.add(over, example.where)
         return Encoded((tuple(ids),), (0,), example)
 
@@ -69,13 +69,13 @@ class EncoderObjective(Objective):
         return mean_pooled(model, **self.collate(encoded).inputs(model.dtype))
 
     def _described(self, model: Any, copies: int) -> Tensor:
-        """(copies, O, D): the descriptions, encoded by each copy."""
+        """The descriptions as encoded by each copy, (copies, O, D)."""
         repeated = {name: value.repeat(copies, 1) for name, value in self.descriptions.items()}
         return mean_pooled(model, **repeated).reshape(copies, len(self.options), -1)
 
 
 def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean of the last hidden states over the tokens of each row: (B, D), float32 or wider."""
+    """Mean of the last hidden states over the tokens of each row, (B, D), float32 or wider."""
     hidden_BLD = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
     weights_BL1 = attention_mask.unsqueeze(-1).to(wide)

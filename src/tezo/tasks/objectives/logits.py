@@ -1,4 +1,4 @@
-"""Only the needed logits: the head is applied at the positions that are asked for, not at all of them."""
+"""Logits at selected positions: the head is applied only there, not at all positions."""
 
 import inspect
 from typing import Any
@@ -12,14 +12,14 @@ from tezo.errors import RequestError
 def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Tensor:
     """The logits (S, K, vocabulary) at `positions_SK` of each row, float32 or wider.
 
-    The model's own forward does the rest of the work, soft-capping and scaling included: a hook before
-    its head keeps the hidden states of those positions alone, so the head sees K positions of L. A model
-    whose head is not a module that is called gives all its logits, and those that are needed are picked.
+    The model's own forward pass runs, including soft-capping and scaling. A hook before the head keeps only the
+    hidden states at these positions, so the head sees K of L positions. If the model never calls its head as a
+    module, all logits are computed and the needed ones selected.
 
     Args:
         model: a causal or masked language model of transformers.
-        inputs: keyword arguments of its forward.
-        positions_SK: which positions, per row.
+        inputs: keyword arguments of its forward pass.
+        positions_SK: positions in each row, int64.
     """
     picked = False
 
@@ -43,10 +43,10 @@ def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
 
 
 def hidden_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Tensor:
-    """The hidden states (S, K, D) that the model's head sees at `positions_SK` of each row.
+    """The inputs of the model's head at `positions_SK` of each row, (S, K, D).
 
     Raises:
-        RequestError: its head is not a module that is called.
+        RequestError: the model does not call its head as a module.
     """
     seen: list[Tensor] = []
     head = model.get_output_embeddings()
@@ -57,7 +57,7 @@ def hidden_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
         if handle is not None:
             handle.remove()
     if not seen:
-        raise RequestError("probe is set, but this model's output head is no module whose input can be read.")
+        raise RequestError("probe is set, but the input of this model's output head cannot be read; leave it out.")
     return _pick(seen[-1], positions_SK)
 
 
@@ -67,6 +67,6 @@ def _pick(values_SLD: Tensor, positions_SK: Tensor) -> Tensor:
 
 
 def _no_cache(model: Any) -> dict[str, bool]:
-    """The keyword by which a causal model is told not to keep its keys and values, which nothing here reads again."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper hands it on
+    """The keyword that turns off the cache of keys and values, if the model has it; nothing here uses the cache."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper passes it on
     return {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}

@@ -1,4 +1,4 @@
-"""Answering by filling in a mask."""
+"""The objective of masked models: they answer by filling in a mask."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from tezo.tasks.objectives.objective import Encoded, Objective
 
 
 class MaskedObjective(Objective):
-    """The logits of the label words, each a single token, at the mask; the loss is the cross-entropy over them."""
+    """An option's score is the logit of its word, a single token, at the mask; the loss is their cross-entropy."""
 
     side_cut = "the longer side of the mask, at its far end"
 
@@ -28,8 +28,8 @@ class MaskedObjective(Objective):
         ids = self.tokenizer(option, add_special_tokens=False)["input_ids"]
         if len(ids) != 1 or ids[0] == self.tokenizer.unk_token_id:
             raise RequestError(
-                f"data.label_words: {option.strip()!r} is not one token to this model, and a masked model needs one; "
-                "choose another word."
+                f"data.label_words: {option.strip()!r} is not a single token of this model, and masked models need "
+                "single tokens; choose another word."
             )
         return int(ids[0])
 
@@ -44,10 +44,13 @@ class MaskedObjective(Objective):
         over = len(ids) - self.max_length
         if over > 0:
             where = ids.index(mask)
-            first, last = 1, len(ids) - 1  # behind the opening, before the closing special token
+            first, last = 1, len(ids) - 1  # between the first and the last special token
             cut = slice(first, first + over) if where - first > last - where else slice(last - over, last)
             if cut.start < first or cut.start <= where < cut.stop:
-                raise RequestError(f"{example.where}: its prompt does not fit data.max_length {self.max_length}.")
+                raise RequestError(
+                    f"{example.where}: the prompt cannot be cut to data.max_length {self.max_length}; raise it, or "
+                    "remove that row."
+                )
             del ids[cut]
             self.cuts.add(over, example.where)
         return Encoded((tuple(ids),), (1,), example)

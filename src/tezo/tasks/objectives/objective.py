@@ -1,6 +1,6 @@
-"""What is minimised and what is answered: (model, batch) -> a loss in float32 or wider, or a score for each option.
+"""Objective: (model, batch) -> a loss in float32 or wider, or a score for each option.
 
-Examples are encoded once, before the first step, so that whatever does not fit is known then.
+Examples are encoded once, before the first step, so errors in rows are found then.
 """
 
 from abc import ABC, abstractmethod
@@ -25,9 +25,9 @@ class Encoded:
     """An example in tokens.
 
     Attributes:
-        sequences: token ids: one for every option, or one.
-        answers: for every sequence, how many of its last tokens are the answer (causal models).
-        example: what it was made from.
+        sequences: token ids; one sequence per option, or a single one.
+        answers: for each sequence, the number of tokens at its end that are the answer (causal models).
+        example: the example.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -36,20 +36,26 @@ class Encoded:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence in tokens."""
         return max(len(sequence) for sequence in self.sequences)
 
 
 @dataclass
 class Cuts:
-    """Prompts that were longer than the model takes: rows, tokens cut, and from where."""
+    """Prompts that were cut to the maximum length.
+
+    Attributes:
+        rows: number of cut prompts.
+        tokens: number of tokens cut.
+        examples: places of the first three, for messages.
+    """
 
     rows: int = 0
     tokens: int = 0
     examples: list[str] = field(default_factory=list)
 
     def add(self, tokens: int, where: str) -> None:
-        """Counts one row."""
+        """Counts one row, cut by `tokens` tokens."""
         self.rows += 1
         self.tokens += tokens
         if len(self.examples) < 3:
@@ -57,21 +63,21 @@ class Cuts:
 
 
 class Objective(ABC):
-    """How examples become batches, and batches losses and scores.
+    """Turns examples into batches, and batches into losses and scores.
 
     Args:
-        tokenizer: the model's.
-        device: of the batches.
-        max_length: longest sequence in tokens; prompts are cut to it, answers never.
-        options: what labelled examples choose among; empty for free text.
+        tokenizer: tokenizer of the model.
+        device: device of the batches.
+        max_length: maximum sequence length in tokens; prompts are cut to it, answers never.
+        options: options of labelled examples; empty for free text.
     """
 
     side_cut: str
-    """Which part of a prompt is cut, in words."""
+    """The part of a prompt that is cut, in words."""
     packs: bool | None = None
-    """Whether the options of an example share a row; None until `adapt` has had examples to try."""
+    """Whether the options of an example share a row; None until `adapt` has tried it on examples."""
     shared_tokens: int = 0
-    """Tokens, padding included, of what all batches share."""
+    """Tokens, padding included, of the inputs that all batches share (label descriptions)."""
 
     def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
         self.tokenizer = tokenizer
@@ -82,73 +88,74 @@ class Objective(ABC):
 
     @abstractmethod
     def encode(self, example: Example) -> Encoded:
-        """The example in tokens; an error where it cannot be cut to fit."""
+        """The example in tokens; `RequestError` if it cannot be cut to `max_length`."""
 
     @abstractmethod
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
-        """(copies B, O), float32 or wider: the higher, the likelier the option. For examples with options.
+        """Scores of the options, (copies B, O), float32 or wider; a higher score is more likely.
 
-        Every forward pass has `copies` times the rows of one, block after block, and so has the result.
+        Only for examples with options. The forward pass has the rows of the batch `copies` times, block after block,
+        and the result has the same order.
         """
 
     @abstractmethod
     def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
-        """(B, D): what a linear probe reads of each example, its answer not included."""
+        """Features of each example for a linear probe, without its answer: (B, D)."""
 
     def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
-        """(sums of the losses (copies,), how many): over examples with options, over answer tokens elsewhere."""
+        """(sum of the losses of each copy (copies,), number of terms): examples with options, or answer tokens."""
         assert batch.labels_B is not None
         scores = self.scores(model, batch, copies)
         losses = functional.cross_entropy(scores, batch.labels_B.repeat(copies), reduction="none")
         return losses.view(copies, -1).sum(1), len(batch.labels_B)
 
     def losses(self, model: Any, batches: Sequence[Batch], copies: int) -> Tensor:
-        """For each copy the mean loss over batches that are parts of one: (copies,), float32 or wider.
+        """The mean loss of each copy over the parts of a batch: (copies,), float32 or wider.
 
-        Hooks may give each copy a model of its own: rows come block after block along the leading dimension.
+        Hooks may perturb each copy differently: the rows of a copy are one block along the leading dimension.
         """
         sums, count = self.totals(model, batches, copies)
         return sums / count
 
     def totals(self, model: Any, batches: Sequence[Batch], copies: int) -> tuple[Tensor, int]:
-        """What `losses` divides: (sums (copies,), how many)."""
+        """Numerator and denominator of `losses`: (sum of each copy (copies,), number of terms)."""
         with whole_rows(model) if copies > 1 else nullcontext(), self.sharing(model, copies):
             totals = [self.total(model, batch, copies) for batch in batches]
         return torch.stack([sums for sums, _ in totals]).sum(0), sum(count for _, count in totals)
 
     def loss(self, model: Any, *batches: Batch) -> Tensor:
-        """The mean loss over batches that are parts of one: scalar, float32 or wider."""
+        """The mean loss over the parts of a batch: scalar, float32 or wider."""
         return self.losses(model, batches, 1)[0]
 
     def closure(self, model: Any, batches: Sequence[Batch]) -> "BatchClosure":
-        """The loss on these batches, to be called at one point or at several together."""
+        """The loss on the parts of a batch, for one set of parameters or for several copies at once."""
         return BatchClosure(self, model, tuple(batches))
 
     @contextmanager
     def sharing(self, model: Any, copies: int = 1) -> Iterator[None]:
-        """While open, the model's function does not change: what all batches share may be computed once."""
+        """While open, the model does not change, so what all batches share is computed only once."""
         del model, copies
         yield
 
     def adapt(self, model: Any, encoded: Sequence[Encoded]) -> None:
-        """Settles once, by trying it, how rows are made for `model`; to be called while nothing perturbs it."""
+        """Tests once whether `model` supports packed rows; call it while the model is not perturbed."""
         del model, encoded
 
     def rows(self, encoded: Sequence[Encoded]) -> list[list[Row]]:
-        """For each example of a batch its rows, which together have all its sequences, in order."""
+        """For each example of a batch its rows; together they hold its sequences in order."""
         return [
             [plain_row(s, self.asked(s, a)[0]) for s, a in zip(e.sequences, e.answers, strict=True)] for e in encoded
         ]
 
     def batches(self, encoded: Sequence[Encoded]) -> list[Batch]:
-        """These examples in parts of like length, each collated."""
+        """The examples in parts of similar length, each collated; see `like_lengths`."""
         rows = self.rows(encoded)
         lengths = [max(len(row.tokens) for row in own) for own in rows]
         parts = like_lengths(lengths, [len(own) for own in rows], self.device)
         return [self.collate([encoded[i] for i in part]) for part in parts]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
-        """The batch of these examples, padded on the right."""
+        """The batch of the examples, padded on the right."""
         rows = [row for own in self.rows(encoded) for row in own]
         expected = [self.asked(s, a)[1] for e in encoded for s, a in zip(e.sequences, e.answers, strict=True)]
         labels = [e.example.label for e in encoded if e.example.label is not None]
@@ -170,14 +177,19 @@ class Objective(ABC):
         return batch.to(self.device)
 
     def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
-        """(positions whose hidden states are read, tokens expected there)."""
+        """(positions in the sequence whose hidden states are read, tokens that they must predict).
+
+        Args:
+            sequence: token ids.
+            answer: number of answer tokens at its end.
+        """
         del sequence, answer
         return [], []
 
 
 @dataclass(frozen=True)
 class BatchClosure:
-    """The loss of a model on the parts of a batch, at the point where the model is when it is called."""
+    """The loss of a model on the parts of a batch, with the parameters at the time of the call."""
 
     objective: Objective
     model: Any
@@ -188,11 +200,11 @@ class BatchClosure:
         return self.losses(1)[0]
 
     def losses(self, copies: int) -> Tensor:
-        """(copies,): the loss of each copy, from passes with `copies` blocks of rows; see `Objective.losses`."""
+        """The loss of each copy (copies,), from passes with `copies` blocks of rows; see `Objective.losses`."""
         return self.objective.losses(self.model, self.batches, copies)
 
     def totals(self, copies: int) -> tuple[list[float], int]:
-        """(sum of the losses of each copy, how many); of no rows, zeros."""
+        """(sum of the losses of each copy, number of terms); zeros if there are no rows."""
         if not self.batches:
             return [0.0] * copies, 0
         sums, count = self.objective.totals(self.model, self.batches, copies)
@@ -200,6 +212,6 @@ class BatchClosure:
 
     @property
     def tokens(self) -> int:
-        """The most tokens, padding included, that one copy has in a forward pass."""
+        """Maximum number of tokens of one copy in a forward pass, padding included."""
         sizes = [batch.input_ids_RL.numel() for batch in self.batches]
         return max([self.objective.shared_tokens, *sizes])

@@ -1,7 +1,7 @@
-"""Whether a model gives the options of an example the scores they have alone when they share one row.
+"""Test whether a model supports packed rows: options that share one row must get the scores of separate rows.
 
-It must take positions and a mask of four dimensions and heed both. No list of families says so: the signature, the
-configuration and, decisively, the numbers do.
+The model must accept position ids and a four-dimensional mask, and use both. There is no list of model families: the
+signature, the configuration and a numerical test decide.
 """
 
 import inspect
@@ -18,21 +18,21 @@ from tezo.tasks.objectives.token_rows import packed_row, padded, tree_mask
 LEAST_TOKENS = 8
 MOST_OPTION_TOKENS = 16
 BOUNDS = ("max_position_embeddings", "sliding_window", "attention_chunk_size", "window_size")
-"""Of a configuration: longer rows may be treated by their place in the row instead of by position and mask."""
+"""Keys of a configuration. In longer rows a model may go by the index in the row instead of by position and mask."""
 
 
 def longest_packed(model: Any) -> int | None:
-    """The longest packed row in tokens that this model's configuration allows; None where nothing bounds it."""
+    """Maximum length in tokens of a packed row, by the model's configuration; None: no limit."""
     bounds = [getattr(model.config, name, None) for name in BOUNDS]
     return min((bound for bound in bounds if isinstance(bound, int) and bound > 0), default=None)
 
 
 def takes_packed(model: Any, sequence: Sequence[int]) -> bool:
-    """Whether packed rows give this model's plain scores, as it is now.
+    """Whether packed rows give the same scores as separate rows, with the model's current weights.
 
     Args:
         model: a causal language model of transformers.
-        sequence: tokens to try it with, such as the model is going to see.
+        sequence: token ids for the test, from the data.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -41,18 +41,18 @@ def takes_packed(model: Any, sequence: Sequence[int]) -> bool:
     repeats = -(-LEAST_TOKENS // len(sequence))
     try:
         return _agrees(model, list(sequence) * repeats)
-    except (RuntimeError, ValueError, TypeError, IndexError):  # a mask of this shape or type is not for this model
+    except (RuntimeError, ValueError, TypeError, IndexError):  # the model rejects the mask
         return False
 
 
 @torch.no_grad()
 def _agrees(model: Any, sequence: list[int]) -> bool:
-    """Whether the second of two equal options has its plain log-probabilities.
+    """Whether the second of two equal options has the log-probabilities of a separate row.
 
-    In the same pass go a row whose options see each other, which shows where a copy went before, and one whose
-    positions run backwards. The true row must be four times nearer to the plain one than either, for which no
-    rounding has to be known: a model that drops the mask, or the positions, gives two rows the same. And it must be
-    within a loose bound of rounding.
+    The same pass has two wrong rows: in one the options see each other, so the second option can copy the first; in
+    the other the positions run backwards. The error of the correct row must be at most a quarter of either error of
+    the wrong rows. This needs no rounding bound: a model that ignores the mask or the positions gives two rows equal
+    results. The error must also be within a loose rounding bound.
     """
     option = min(MOST_OPTION_TOKENS, len(sequence) // 2)
     start = len(sequence) - option
@@ -74,7 +74,7 @@ def _agrees(model: Any, sequence: list[int]) -> bool:
 
 
 def _log_probs(model: Any, inputs: dict[str, Tensor], reads_RU: Tensor, expected: list[int]) -> Tensor:
-    """(R, U) log-probabilities of the `expected` tokens."""
+    """Log-probabilities of the `expected` tokens, (R, U)."""
     device = device_of(model)
     placed = {name: value.to(device) for name, value in inputs.items()}
     log_probs = logits_at(model, placed, reads_RU.to(device)).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Token rows as a model is given them: one for every sequence, or one for all that share a beginning."""
+"""Token rows of a model's input: one per sequence, or one packed row for sequences with a common prefix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ class Row:
     """One row of input.
 
     Attributes:
-        tokens: ids.
-        positions: of each token in its own sequence.
-        branches: 0 for what all sequences of the row share, else 1 + the index of the token's own sequence.
-        reads: places in the row whose hidden states are needed, ascending.
-        slots: for each sequence of the row, which of `reads` predict its answer tokens.
+        tokens: token ids.
+        positions: position of each token in its sequence.
+        branches: 0 for tokens that all sequences of the row share, otherwise 1 + index of the token's sequence.
+        reads: positions in the row whose hidden states are needed, ascending.
+        slots: for each sequence of the row, the indices into `reads` that predict its answer tokens.
     """
 
     tokens: Sequence[int]
@@ -27,17 +27,17 @@ class Row:
 
 
 def plain_row(sequence: Sequence[int], asked: Sequence[int]) -> Row:
-    """The row of one sequence; `asked` are the positions whose hidden states are needed."""
+    """The row of one sequence; `asked` holds the positions whose hidden states are needed."""
     return Row(sequence, range(len(sequence)), [0] * len(sequence), asked, [range(len(asked))])
 
 
 def packed_row(sequences: Sequence[Sequence[int]], asked: Sequence[Sequence[int]], shared: int | None = None) -> Row:
-    """One row for all `sequences`: what they share once, then of each what comes before its last asked position.
+    """One row for all `sequences`: the common prefix once, then the rest of each up to its last asked position.
 
     Args:
         sequences: token ids.
-        asked: for each, the positions whose hidden states are needed, ascending.
-        shared: tokens to share; by default as many as are common.
+        asked: for each sequence, the positions whose hidden states are needed, ascending.
+        shared: length of the prefix to share; None: the longest common prefix.
     """
     ends = [places[-1] + 1 if places else 0 for places in asked]
     shared = min(common_prefix(sequences) if shared is None else shared, max(ends))
@@ -55,16 +55,14 @@ def packed_row(sequences: Sequence[Sequence[int]], asked: Sequence[Sequence[int]
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many leading tokens all sequences have in common."""
-    low, high = (
-        min(map(tuple, sequences)),
-        max(map(tuple, sequences)),
-    )  # in dictionary order: what these two share, all share
+    """Length of the longest common prefix of all sequences."""
+    # the first and the last in lexicographic order share only what all sequences share
+    low, high = min(map(tuple, sequences)), max(map(tuple, sequences))
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
 
 
 def padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    """(N, longest), int64: these rows, padded on the right."""
+    """The rows padded on the right with `fill`, (N, length of the longest), int64."""
     table = torch.full((len(rows), max(map(len, rows), default=0)), fill)
     for i, row in enumerate(rows):
         table[i, : len(row)] = torch.tensor(row, dtype=torch.long)
@@ -72,9 +70,9 @@ def padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
 
 
 def tree_mask(branches_RL: Tensor, dtype: torch.dtype) -> Tensor:
-    """(R, 1, L, L), to be added to attention scores: a token sees the shared ones and its own branch, up to itself.
+    """The mask (R, 1, L, L) to add to attention scores: a token sees shared tokens and its branch, up to itself.
 
-    Padding is a branch of its own, -1, so that no token is left without any to see.
+    Padding is a separate branch, -1, so that every token sees at least itself.
     """
     length = branches_RL.shape[1]
     before_LL = torch.ones((length, length), dtype=torch.bool, device=branches_RL.device).tril()

@@ -1,0 +1,80 @@
+"""What the next step of an optimizer depends on beside the parameters: counts, and the moments of its update rules."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from tezo.estimators.estimate import StepRecord
+from tezo.optim.updates import State
+
+Moments = dict[str, State]
+"""Parameter name -> the state that an update rule keeps for it."""
+
+
+@dataclass
+class OptimizerState:
+    """Counts and moments.
+
+    Attributes:
+        num_steps: steps taken.
+        num_forward_passes: evaluations of the closure in all of them.
+        last_step: record of the last one; None before the first.
+        counts: kind of step -> estimates that its moments have seen.
+        moments: kind of step -> moments of its update rule.
+    """
+
+    num_steps: int = 0
+    num_forward_passes: int = 0
+    last_step: StepRecord | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
+
+    def add(self, record: StepRecord, restarting: Iterable[str]) -> None:
+        """Counts a step; `restarting` are the kinds whose moments end with a step of another kind."""
+        for kind in restarting:
+            if kind != record.kind:
+                self.counts[kind], self.moments[kind] = 0, {}
+        self.counts[record.kind] += 1
+        self.num_steps += 1
+        self.num_forward_passes += record.forward_passes
+        self.last_step = record
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The moments, as "update/NAME/KEY" of two-point steps and "KIND/NAME/KEY" of others; not copies."""
+        return {
+            f"{_PREFIX.get(kind, kind)}/{name}/{key}": value
+            for kind, moments in self.moments.items()
+            for name, state in moments.items()
+            for key, value in state.items()
+        }
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], devices: Mapping[str, torch.device]) -> None:
+        """Puts back what `tensors` gave, of the kinds that there are; other names are left alone.
+
+        Args:
+            tensors: by name.
+            devices: parameter name -> where its moments belong.
+        """
+        for kind in self.moments:
+            start, moments = f"{_PREFIX.get(kind, kind)}/", Moments()
+            for key in tensors:
+                name, _, role = key.removeprefix(start).rpartition("/")
+                if key.startswith(start) and name in devices:
+                    moments.setdefault(name, {})[role] = tensors[key].to(devices[name]).clone()
+            self.moments[kind] = moments
+
+    def load_records(self, records: Sequence[StepRecord], restarting: Collection[str]) -> None:
+        """Puts the counts back as they are after these steps, all from the first on."""
+        self.num_steps, self.num_forward_passes = len(records), sum(record.forward_passes for record in records)
+        self.last_step = records[-1] if records else None
+        last_kind = self.last_step.kind if self.last_step else None
+        phase = sum(1 for _ in takewhile(lambda record: record.kind == last_kind, reversed(records)))
+        for kind in self.counts:
+            since = records[len(records) - phase :] if kind in restarting else records
+            self.counts[kind] = sum(record.kind == kind for record in since)
+
+
+_PREFIX = {"two-point": "update"}

@@ -1,0 +1,166 @@
+"""The parameters that an optimizer tunes: how each is moved, and what training has changed of them."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from tezo.directions.perturbations import Perturbation
+from tezo.directions.spaces import Dense, Direction, LowRank
+from tezo.directions.targets import Target
+from tezo.errors import RequestError
+from tezo.forward import Blocks, MovingParameter, moving_parameter, require_writable
+from tezo.optim.tuner import LowRankChange
+from tezo.optim.updates import State, Update
+
+
+class TunedParameters:
+    """Parameters of a model, moved along the directions of a perturbation by an update rule.
+
+    Args:
+        model: whose parameters they are.
+        targets: the parameters.
+        perturbation: draws their directions.
+        update: steps along estimates; must take the perturbation's type of direction.
+        in_forward: see `ZerothOrderOptimizer`.
+        frozen_rank: see `ZerothOrderOptimizer`.
+
+    Attributes:
+        moving: name -> how the parameter is moved.
+        merged: whether what was trained was written into the weights.
+        closed: whether the hooks are removed.
+
+    Raises:
+        RequestError: a parameter cannot be moved this way; the model is as before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: list[Target],
+        perturbation: Perturbation,
+        update: Update,
+        *,
+        in_forward: bool,
+        frozen_rank: int | None,
+    ) -> None:
+        self.model, self.perturbation, self.update = model, perturbation, update
+        self.merged = self.closed = False
+        self._blocks = Blocks(model)
+        self.moving: dict[str, MovingParameter] = {}
+        try:
+            for target in targets:
+                self.moving[target.name] = self._moving(target, in_forward, frozen_rank)
+        except RequestError:
+            self.close()
+            raise
+
+    def _moving(self, target: Target, in_forward: bool, frozen_rank: int | None) -> MovingParameter:
+        kind = self.perturbation.direction_type(target)
+        if not issubclass(kind, self.update.takes):
+            taken = ", ".join(kind.__name__ for kind in self.update.takes)
+            raise RequestError(
+                f"{type(self.update).__name__} takes directions of type {taken}; "
+                f"{type(self.perturbation).__name__} draws {kind.__name__} for {target.name}."
+            )
+        if self.update.writes_weight:
+            require_writable(target, "this method")
+        return moving_parameter(target, kind, self._blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+
+    def writes(self, moving: MovingParameter) -> bool:
+        """Whether this method ever changes the stored tensor of a parameter."""
+        folds = self.perturbation.interval is not None and moving.folds_into_weight
+        return moving.writes_weight or self.update.writes_weight or folds
+
+    def drawn_on_the_device(self) -> str | None:
+        """A parameter whose steps depend on the type of its device, by noise or by rounding; None: there is none."""
+        for name, moving in self.moving.items():
+            target = moving.target
+            kind = self.perturbation.direction_type(target)
+            rounded = self.writes(moving) and target.parameter.dtype in (torch.bfloat16, torch.float16)
+            if issubclass(kind, (Dense, LowRank)) or rounded:
+                return name
+        return None
+
+    def why_no_adapter(self) -> str | None:
+        """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
+        if self.merged:
+            return "what was trained is in the weights since merge()"
+        if getattr(self.model, "peft_config", None):
+            return "what was trained is a change to PEFT's own adapter, for its save_pretrained() after merge()"
+        for moving in self.moving.values():
+            target = moving.target
+            if self.writes(moving):
+                return f"{target.name} was written to"
+            if not target.is_linear or len(target.sites) > 1:
+                return f"{target.name} is not the weight of one linear layer"
+        return None
+
+    def low_rank_changes(self) -> list[LowRankChange]:
+        """What training added to each matrix that is moved in the forward pass."""
+        return [
+            LowRankChange(moving.target, self.perturbation.rank_of(name) or 1, moving.trained())
+            for name, moving in self.moving.items()
+            if not moving.writes_weight
+        ]
+
+    @property
+    def compression_error(self) -> float:
+        """Of the parameter where it is largest: the share of what was trained that compression beside the base lost."""
+        return max((moving.compression_error for moving in self.moving.values()), default=0.0)
+
+    def fold(self) -> None:
+        """Writes what was trained in the forward pass into the weights, and removes the hooks."""
+        for moving in self.moving.values():
+            moving.fold()
+        self.merged = True
+        self.close()
+
+    def close(self) -> None:
+        """Removes the hooks: parameters moved in the forward pass are the base's again."""
+        self.closed = True
+        for moving in self.moving.values():
+            moving.close()
+        self._blocks.close()
+
+    def changes(self) -> dict[str, State]:
+        """Name -> what was trained beside the stored tensor; not copies."""
+        return {name: dict(moving.state()) for name, moving in self.moving.items()}
+
+    def load_changes(self, changes: Mapping[str, State], draw: Callable[[Target, int | None], Direction]) -> None:
+        """Puts `changes` back.
+
+        Args:
+            changes: for every parameter.
+            draw: (target, refresh step or None: of the last step) -> a direction with the fixed factors of that step.
+        """
+        for name, moving in self.moving.items():
+            moving.load_state(partial(draw, moving.target), changes[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that training changes; not copies.
+
+        Names are "change/NAME/KEY" (coefficients), "weight/NAME" (where the method writes weights) and
+        "basis/STEP/NAME" (factors that were computed from data).
+        """
+        tensors = {f"basis/{key}": value for key, value in self.perturbation.state().items()}
+        for name, moving in self.moving.items():
+            if self.writes(moving):
+                tensors[f"weight/{name}"] = moving.weight
+            tensors |= {f"change/{name}/{key}": value for key, value in moving.state().items()}
+        return tensors
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor], draw: Callable[[Target, int | None], Direction]) -> None:
+        """Puts `tensors` back, of which other names are left alone; `draw` as for `load_changes`."""
+        basis = {key.removeprefix("basis/"): value for key, value in tensors.items() if key.startswith("basis/")}
+        self.perturbation.load_state(basis)
+        changes: dict[str, State] = {name: {} for name in self.moving}
+        for key, value in tensors.items():
+            if key.startswith("weight/"):
+                self.moving[key.removeprefix("weight/")].weight.copy_(value)
+            elif key.startswith("change/"):
+                name, _, role = key.removeprefix("change/").rpartition("/")
+                changes[name][role] = value
+        self.load_changes(changes, draw)

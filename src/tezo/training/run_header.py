@@ -1,0 +1,84 @@
+"""The header of a run's step log, and whether a run that goes on, or has ended, is the one that is asked for."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tezo.models.model_config import ModelConfig
+from tezo.optim.tuner import Tuner
+from tezo.runs.environment import versions
+from tezo.runs.fingerprint import check_complete, check_model, check_place, check_rows, check_settings, hash_of
+from tezo.tasks.data_config import DataConfig
+from tezo.tasks.objectives import Encoded
+from tezo.training.config import to_tree, without_removed
+from tezo.training.job import Job
+from tezo.training.recipe import Config
+from tezo.training.resolution import RESOLVED_AT_START
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {
+        "train.compare_every",
+        "train.sync_every",
+        "train.checkpoint_every",
+        "train.keep_checkpoints",
+        "model.device",
+        "model.placement",
+    }
+)
+"""Settings that may change between the parts of a run: they don't change what it computes on one device."""
+
+LEGACY_DEFAULTS = {"train.feedback_first": 0, "train.feedback_last": 0}
+"""Settings -> what a run did before they existed, where that is not the default of now."""
+
+
+def log_header(job: Job) -> dict[str, Any]:
+    """JSON for the head of a step log: with the base model, all that its steps are taken again from."""
+    return {
+        "directions": job.optimizer.num_directions,
+        "kinds": list(job.optimizer.kinds),
+        "config": json.loads(json.dumps(to_tree(job.config))),  # tuples become lists, as JSON has them
+        "untrained": list(job.untrained),
+        "model": job.loaded.fingerprint,
+        "rows": hash_of([row.sequences for row in job.train]),
+        "answers": hash_of([_answer(row) for row in job.train]),
+        "held_rows": hash_of([(row.sequences, _answer(row)) for part in (job.dev, job.test) for row in part]),
+        "device": job.loaded.device.type,
+        "versions": versions(("tezo", "torch")),
+    }
+
+
+def _answer(row: Encoded) -> tuple[Any, ...]:
+    example = row.example
+    return example.answer, example.options, example.label, example.right, example.references
+
+
+def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tuner) -> list[str]:
+    """What the user should know before a run goes on; an error where it would be another run.
+
+    Args:
+        found: header of the run's log.
+        own: header of the run that is asked for.
+        optimizer: of the run that is asked for.
+    """
+    check_complete(found)
+    check_settings(_defaults() | _flat(without_removed(found["config"])), _flat(own["config"]))
+    check_rows(found, own)
+    check_model(found, own["model"])
+    return check_place(found, own, optimizer.drawn_on_the_device)
+
+
+def check_unchanged(ended: Config, asked: Config) -> None:
+    """An error where a run that has ended, with its settings resolved, is not the one that is asked for."""
+    before, now = _flat(to_tree(ended)), _flat(to_tree(asked))
+    resolved = {key: before.get(key) for key, left_open in RESOLVED_AT_START.items() if now.get(key) == left_open}
+    check_settings(before, now | resolved)
+
+
+def _defaults() -> dict[str, Any]:
+    """Settings that a run of an earlier version did not have, as they were then."""
+    return _flat(to_tree(Config(model=ModelConfig(name=""), data=DataConfig()))) | LEGACY_DEFAULTS
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {f"{section}.{key}": value for section, values in tree.items() for key, value in dict(values).items()}
+    return {key: value for key, value in flat.items() if key not in MAY_CHANGE_ON_RESUME}
