@@ -1,7 +1,8 @@
 """tezo: fine-tuning by forward passes alone.
 
-The methods, and what a script needs around them, can be had from here; they are imported when first used, so
-that `import tezo` itself is quick.
+`tezo.train` tunes a model on rows and returns a `Run`; `tezo.open_run` opens one that has ended. The methods are
+optimizers too, for loops of your own. What needs torch is imported when it is first used, so that `import tezo` is
+quick.
 """
 
 from importlib import import_module
@@ -15,13 +16,16 @@ from tezo.errors import TezoError as TezoError
 
 if TYPE_CHECKING:
     from tezo.models.lora import export_adapter as export_adapter
+    from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
     from tezo.optim.methods import METHODS as METHODS
+    from tezo.optim.methods import adam as adam
     from tezo.optim.methods import lozo as lozo
     from tezo.optim.methods import lozo_adam as lozo_adam
     from tezo.optim.methods import lozo_m as lozo_m
     from tezo.optim.methods import mezo as mezo
     from tezo.optim.methods import mezo_adam as mezo_adam
     from tezo.optim.methods import mezo_m as mezo_m
+    from tezo.optim.methods import mezo_norm as mezo_norm
     from tezo.optim.methods import subzo as subzo
     from tezo.optim.methods import tezo as tezo
     from tezo.optim.methods import tezo_adam as tezo_adam
@@ -29,26 +33,25 @@ if TYPE_CHECKING:
     from tezo.optim.methods import tezo_m as tezo_m
     from tezo.optim.methods import zo_adamu as zo_adamu
     from tezo.optim.optimizer import ZerothOrderOptimizer as ZerothOrderOptimizer
+    from tezo.training.api import Run as Run
+    from tezo.training.api import load_adapter as load_adapter
+    from tezo.training.api import open_run as open_run
+    from tezo.training.api import train as train
 
 __version__ = version("tezo")
 
+_METHODS = (
+    "adam", "lozo", "lozo_adam", "lozo_m", "mezo", "mezo_adam", "mezo_m", "mezo_norm", "subzo", "tezo", "tezo_adam",
+    "tezo_cadam", "tezo_m", "zo_adamu",
+)  # fmt: skip
 _HOMES = {
-    "METHODS": "tezo.optim.methods",
+    **dict.fromkeys(("Run", "load_adapter", "open_run", "train"), "tezo.training.api"),
+    **dict.fromkeys(("METHODS", *_METHODS), "tezo.optim.methods"),
+    "FirstOrderOptimizer": "tezo.optim.first_order",
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
     "export_adapter": "tezo.models.lora",
-    "lozo": "tezo.optim.methods",
-    "lozo_adam": "tezo.optim.methods",
-    "lozo_m": "tezo.optim.methods",
-    "mezo": "tezo.optim.methods",
-    "mezo_adam": "tezo.optim.methods",
-    "mezo_m": "tezo.optim.methods",
-    "subzo": "tezo.optim.methods",
-    "tezo": "tezo.optim.methods",
-    "tezo_adam": "tezo.optim.methods",
-    "tezo_cadam": "tezo.optim.methods",
-    "tezo_m": "tezo.optim.methods",
-    "zo_adamu": "tezo.optim.methods",
 }
+"""Name -> the module that has it; tests compare it with what is imported above for type checkers."""
 
 
 def __getattr__(name: str) -> Any:

@@ -21,26 +21,13 @@ def doctor(
 ) -> None:
     """Say what is installed, what this machine has, and what a model can take."""
     quiet_libraries()
-    import os
-
-    import torch
-
-    from tezo.models.loading import EMBEDDED
-    from tezo.runs.environment import hardware, versions
     from tezo.training.config import parse_setting
+    from tezo.training.diagnosis import machine_report, model_report
 
-    packages = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
-    report: dict[str, Any] = {
-        "versions": versions(packages),
-        "hardware": hardware(),
-        "cores": os.cpu_count(),
-        "memory": _memory(),
-        "gpu_memory": torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None,
-        "embedded": {name: _embedded_state(name) for name in EMBEDDED},
-    }
+    report = machine_report()
     if model:
         given: list[tuple[str, Any]] = [parse_setting(text) for text in settings]
-        report["model"] = _model_report(model, given + [("model.quantization", quantization)] * bool(quantization))
+        report["model"] = model_report(model, given + [("model.quantization", quantization)] * bool(quantization))
     if json:
         print_json(report)
     else:
@@ -87,53 +74,3 @@ def _print_model(report: dict[str, Any]) -> None:
 
 def _mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
-
-
-def _memory() -> int:
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _embedded_state(name: str) -> str:
-    from tezo.errors import RequestError
-    from tezo.models.loading import embedded_folder
-
-    try:
-        embedded_folder(name)
-    except RequestError as error:
-        return str(error)
-    return "installed, weights verified"
-
-
-def _model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from tezo.directions.targets import find_targets, select_targets
-    from tezo.errors import RequestError
-    from tezo.models.quantization import bytes_of, stored_bytes
-    from tezo.optim.estimate_error import recommended
-    from tezo.optim.memory_forecast import forecasts
-    from tezo.training.diagnosis import model_estimate_error
-    from tezo.training.job import load
-    from tezo.training.opening import run_config
-
-    config = run_config(name, settings)
-    loaded = load(config)
-    linear = select_targets(loaded.model)
-    report: dict[str, Any] = {
-        "name": name,
-        "kind": loaded.kind,
-        "dtype": str(loaded.model.dtype),
-        "quantization": config.model.quantization,
-        "bytes": stored_bytes(loaded.model),
-        "parameters": sum(target.shape.numel() for target in find_targets(loaded.model)),
-        "linear_parameters": sum(target.shape.numel() for target in linear),
-        "linear_bytes": sum(bytes_of(target.parameter) for target in linear),
-        "methods": [asdict(forecast) for forecast in forecasts(loaded.model)],
-    }
-    try:
-        noise = model_estimate_error(config.data, loaded)
-    except RequestError as error:
-        return report | {"noise": str(error), "recommended_rho": None}
-    return report | {"noise": [asdict(at) for at in noise], "recommended_rho": recommended(noise).rho}

@@ -29,9 +29,9 @@ def evaluate(
     from tezo.training.config import parse_setting
 
     quiet_libraries()
-    from tezo.tasks.evaluation import measure
     from tezo.tasks.probing import probe as fit_probe
     from tezo.tasks.splits import rows_to_report
+    from tezo.training.answering import measure_rows
     from tezo.training.opening import open_model, run_config
 
     named = [("data.task", task), ("data.dir", data_dir)]
@@ -42,12 +42,12 @@ def evaluate(
             "--probe is fitted to the rows of the run and measured on its test rows; leave out --data, "
             "--shots and --calibrate, or name rows with --set data.train and --set data.test."
         )
-    sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
     if probe:
+        sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
         _print_probe(fit_probe(config.data, open_model(run, config), **sizes), json)
         return
     rows, source = rows_to_report(config.data, config.train.seed, data)
-    metrics, notices = measure(config.data, open_model(run, config), rows, **sizes, shots=shots, calibrate=calibrate)
+    metrics, notices = measure_rows(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
     if json:
         print_json({"rows": len(rows), **metrics, "notices": notices})
         return

@@ -14,6 +14,7 @@ from tezo.forward.in_place import InPlace as InPlace
 from tezo.forward.low_rank_in_forward import InForward as InForward
 from tezo.forward.moving_parameter import MovingParameter as MovingParameter
 from tezo.forward.moving_parameter import Shift as Shift
+from tezo.forward.moving_parameter import is_changed_beside as is_changed_beside
 from tezo.forward.moving_parameter import require_writable as require_writable
 from tezo.forward.vector_in_forward import VectorInForward as VectorInForward
 

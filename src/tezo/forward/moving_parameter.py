@@ -1,7 +1,7 @@
 """The interface of a tuned parameter: temporary perturbations during a step, and permanent updates."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -49,7 +49,7 @@ class MovingParameter(ABC):
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        if any(other.target.parameter is target.parameter and other.state() for other in _open):
+        if is_changed_beside([target.parameter]):
             raise RequestError(
                 f"{target.name} has been tuned by another optimizer, whose change is not in the weights; call merge() "
                 "of that optimizer to keep the change, or close() to discard it."
@@ -142,6 +142,12 @@ class MovingParameter(ABC):
 
 _open: WeakSet[MovingParameter] = WeakSet()
 """All instances that are not closed."""
+
+
+def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
+    """Whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
+    asked = {id(parameter) for parameter in parameters}
+    return any(id(moving.target.parameter) in asked and moving.state() for moving in _open)
 
 
 def require_writable(target: Target, reason: str) -> None:

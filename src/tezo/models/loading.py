@@ -16,6 +16,7 @@ from tezo.directions.targets import device_of
 from tezo.errors import RequestError
 from tezo.files import read_object
 from tezo.models.kinds import Kind, kind_of
+from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import check_unpacks, quantizer
 from tezo.numerics.hashing import digest
@@ -115,7 +116,7 @@ def load_model(
     if quantization != "none":
         check_unpacks(quantization, model, where)
         quantizer(quantization).settle(model)
-    _set_padding(name, tokenizer)
+    set_padding(name, tokenizer)
     model = (model if "device_map" in options else model.to(where)).eval()
     fingerprint = digest(dict(model.named_parameters()))
     return LoadedModel(model, tokenizer, model_kind, fingerprint, tuple(place.settle(model, where)))
@@ -132,7 +133,8 @@ def _weights(config: Any, dtype: str, quantization: str, place: Placement, where
     return options
 
 
-def _set_padding(name: str, tokenizer: Any) -> None:
+def set_padding(name: str, tokenizer: Any) -> None:
+    """Gives a tokenizer without a padding token its end-of-text or unknown token; `RequestError` if it has neither."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
@@ -191,6 +193,11 @@ def embedded_folder(name: str) -> Path:
 
 
 def _resolve(name: str) -> str:
+    if name == IN_MEMORY:
+        raise RequestError(
+            "model.name: the base model of this run was an object in memory; save it with save_pretrained, and give "
+            "that folder (--set model.name=FOLDER, or open_run(..., model=FOLDER))."
+        )
     if name.startswith("embedded:"):
         return str(embedded_folder(name))
     folder = Path(name).expanduser()

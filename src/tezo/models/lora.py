@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -165,8 +166,20 @@ def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         place = place_of(module, weight)
         a_RI, b_OR = a_RI.to(place, dtype), b_OR.to(place, dtype)
-        handles.append(module.register_forward_hook(_adding(a_RI, b_OR), with_kwargs=True))
+        term = _adding(a_RI, b_OR)
+        _attached[term] = weight
+        handles.append(module.register_forward_hook(term, with_kwargs=True))
     return handles
+
+
+_attached: WeakKeyDictionary[Any, nn.Parameter] = WeakKeyDictionary()
+"""Hook -> the weight of its module; a hook that is removed drops out by itself."""
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether `attach_adapter` has attached an adapter to the model that is still attached."""
+    weights = {id(parameter) for parameter in model.parameters()}
+    return any(id(weight) in weights for weight in _attached.values())
 
 
 def _adding(a_RI: Tensor, b_OR: Tensor) -> Any:
@@ -180,15 +193,30 @@ def _adding(a_RI: Tensor, b_OR: Tensor) -> Any:
 @torch.no_grad()
 def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
     """Adds the adapter to the weights of a model in floating point, in place."""
-    for name, (a_RI, b_OR) in adapter.pairs.items():
+    for name, pair in adapter.pairs.items():
         module = model.get_submodule(name)
-        weight = module.get_parameter("weight")
-        change = (b_OR @ a_RI).to(weight.device)
-        change = change.T if layout_of(module) == "transposed" else change
-        weight.copy_(weight.to(torch.promote_types(weight.dtype, torch.float32)) + change)
+        module.get_parameter("weight").copy_(_merged(module, *pair))
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Saves the whole model with transformers: safetensors, configuration, tokenizer."""
-    model.save_pretrained(folder)
+@torch.no_grad()
+def merged_state(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
+    """The state dict of the model with the adapter added: new tensors for its layers, the model's own for the rest."""
+    state: dict[str, Tensor] = dict(model.state_dict())
+    for name, pair in adapter.pairs.items():
+        key = f"{name}.weight"
+        state[key] = _merged(model.get_submodule(name), *pair).to(state[key].dtype)
+    return state
+
+
+def _merged(module: nn.Module, a_RI: Tensor, b_OR: Tensor) -> Tensor:
+    """The weight with a layer's change added, in float32 or wider."""
+    weight = module.get_parameter("weight")
+    change = (b_OR @ a_RI).to(weight.device)
+    change = change.T if layout_of(module) == "transposed" else change
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + change
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, *, state: dict[str, Tensor] | None = None) -> None:
+    """Saves the whole model with transformers: safetensors, configuration, tokenizer; `state` in place of its own."""
+    model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+IN_MEMORY = "in memory"
+"""In the place of a name or a file: what was given to `tezo.train` as an object, and has no name to be found by."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
+from tezo.models.model_config import IN_MEMORY
 from tezo.tasks.examples import Row
 
 
@@ -23,6 +24,8 @@ def read_rows(source: str, *, key: str, split: str = "train", subset: str | None
     Raises:
         RequestError: the file is missing, empty, not UTF-8 or of an unknown kind, or a line is invalid.
     """
+    if source == IN_MEMORY:
+        raise RequestError(f"{key}: the rows of this run were objects in memory; give them again, or name a file.")
     path = Path(source).expanduser()
     if path.is_file():
         reader = _READERS.get(path.suffix.lower())

@@ -85,6 +85,11 @@ def evaluation_rows(data: DataConfig) -> list[Row]:
         rows = read_part(data, "test")
     else:
         rows = _task_rows(data, task(data.task).hub.test, "data.test")
+    return drawn_test(rows, data)
+
+
+def drawn_test(rows: list[Row], data: DataConfig) -> list[Row]:
+    """As many of the test rows as data.num_test says, the same ones for every seed."""
     count = data.num_test if data.num_test is not None else NUM_TEST if data.task is not None else None
     _check_enough(len(rows), data.num_test, "data.num_test", data)
     return rows if count is None or len(rows) <= count else parts(rows, [count], 0, "test")[0]

@@ -1,12 +1,27 @@
-"""What a model can be tuned with, and how well its projected gradients can be measured."""
+"""What this machine has, what a model can be tuned with, and how well its projected gradients can be measured."""
 
-from tezo.directions.targets import select_targets
-from tezo.models.loading import LoadedModel
-from tezo.optim.estimate_error import DIRECTIONS, EstimateError, measure_estimate_error
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from tezo.directions.targets import find_targets, select_targets
+from tezo.errors import RequestError
+from tezo.models.loading import EMBEDDED, LoadedModel, embedded_folder
+from tezo.models.quantization import bytes_of, stored_bytes
+from tezo.optim.estimate_error import DIRECTIONS, EstimateError, measure_estimate_error, recommended
+from tezo.optim.memory_forecast import forecasts
 from tezo.optim.methods import tezo
+from tezo.runs.environment import hardware, versions
 from tezo.tasks import Row, TaskFormat, task
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.setup import make_objective
+from tezo.training.job import load
+from tezo.training.opening import run_config
+
+PACKAGES = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
+"""Packages whose versions are reported."""
 
 REVIEWS = {
     "a quiet film that stays with you": 1,
@@ -19,6 +34,58 @@ REVIEWS = {
     "loud, hollow and badly cut": 0,
 }
 """Rows of the task sst2, for models that are looked at without any."""
+
+
+def machine_report() -> dict[str, Any]:
+    """JSON: versions, processor or GPU, cores, memory in bytes, and the state of the embedded models."""
+    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    return {
+        "versions": versions(PACKAGES),
+        "hardware": hardware(),
+        "cores": os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu_memory": gpu,
+        "embedded": {name: _embedded_state(name) for name in EMBEDDED},
+    }
+
+
+def _embedded_state(name: str) -> str:
+    try:
+        embedded_folder(name)
+    except RequestError as error:
+        return str(error)
+    return "installed, weights verified"
+
+
+def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON: a model's sizes, what each method trains and keeps of it, and the noise of its projected gradients.
+
+    Args:
+        name: a folder, a hub name or a run folder.
+        settings: (dotted key, value) pairs laid over its configuration.
+
+    Raises:
+        RequestError: the model cannot be loaded so.
+    """
+    config = run_config(name, settings)
+    loaded = load(config)
+    linear = select_targets(loaded.model)
+    report: dict[str, Any] = {
+        "name": name,
+        "kind": loaded.kind,
+        "dtype": str(loaded.model.dtype),
+        "quantization": config.model.quantization,
+        "bytes": stored_bytes(loaded.model),
+        "parameters": sum(target.shape.numel() for target in find_targets(loaded.model)),
+        "linear_parameters": sum(target.shape.numel() for target in linear),
+        "linear_bytes": sum(bytes_of(target.parameter) for target in linear),
+        "methods": [asdict(forecast) for forecast in forecasts(loaded.model)],
+    }
+    try:
+        noise = model_estimate_error(config.data, loaded)
+    except RequestError as error:
+        return report | {"noise": str(error), "recommended_rho": None}
+    return report | {"noise": [asdict(at) for at in noise], "recommended_rho": recommended(noise).rho}
 
 
 def model_estimate_error(data: DataConfig, loaded: LoadedModel) -> list[EstimateError]:

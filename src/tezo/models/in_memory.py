@@ -1,0 +1,72 @@
+"""A model that is in memory already, and its tokenizer, as if they had been loaded by name."""
+
+from typing import Any, get_args
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tezo.errors import RequestError
+from tezo.forward import is_changed_beside
+from tezo.models.kinds import Kind, kind_of
+from tezo.models.loading import DTYPES, LoadedModel, set_padding
+from tezo.models.lora import has_adapter
+from tezo.numerics.hashing import digest
+
+
+def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
+    """The model and the tokenizer themselves, not copies.
+
+    The model is put into evaluation mode and stays on its device and in its dtype. A tokenizer without a padding
+    token gets one.
+
+    Args:
+        model: a model of transformers, whose weights are all that it computes with.
+        tokenizer: its tokenizer.
+        kind: causal, masked or encoder; "auto": by the class of the model.
+
+    Raises:
+        RequestError: it is another object, a tokenizer is missing, or the model computes with more than its weights:
+            with layers of PEFT, an attached adapter, or what an optimizer has trained.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise RequestError(
+            f"model is {type(model).__name__}; give a folder, a hub name or a model of transformers "
+            "(of a compiled model or one with an adapter of PEFT, the model inside)."
+        )
+    if tokenizer is None or isinstance(tokenizer, str):
+        given = "not set" if tokenizer is None else repr(tokenizer)
+        raise RequestError(
+            f"tokenizer is {given}, and model is an object; give its tokenizer, as AutoTokenizer.from_pretrained "
+            "returns it."
+        )
+    _check_plain(model)
+    set_padding(type(model).__name__, tokenizer)
+    found = kind_of([type(model).__name__]) if kind == "auto" else _known(kind)
+    return LoadedModel(model.eval(), tokenizer, found, digest(dict(model.named_parameters())))
+
+
+def dtype_name(model: Any) -> str:
+    """The data type of the weights as `model.dtype` of a recipe has it."""
+    return next((name for name, dtype in DTYPES.items() if dtype == model.dtype), "auto")
+
+
+def _known(kind: str) -> Kind:
+    return next(known for known in get_args(Kind) if known == kind)
+
+
+def _check_plain(model: nn.Module) -> None:
+    """An error where the model computes with more than its weights."""
+    if is_changed_beside(model.parameters()):
+        raise RequestError(
+            "model has been tuned by another run or optimizer, whose change is not in the weights; call that one's "
+            "merge() to keep it, or close() to drop it."
+        )
+    if has_adapter(model):
+        raise RequestError(
+            "model has an adapter attached; take it off (remove() of each handle, or close() of its run), or give a "
+            "model that has it merged."
+        )
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise RequestError(
+            "model has layers of PEFT; give the base model, and peft='lora' or 'prefix' for a new adapter."
+        )

@@ -1,0 +1,192 @@
+"""The library from Python: `train`, `open_run` and `load_adapter`."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from tezo.errors import RequestError
+from tezo.files import own_object
+from tezo.models import lora
+from tezo.models.in_memory import dtype_name, from_objects
+from tezo.models.loading import LoadedModel
+from tezo.models.model_config import IN_MEMORY, ModelConfig
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.runs.folder import CONFIG, SUMMARY
+from tezo.tasks.row_objects import Rows, is_named, splits_of
+from tezo.training import loop
+from tezo.training.config import overlay, parse_config, read_config
+from tezo.training.job import Job
+from tezo.training.keywords import dotted_settings
+from tezo.training.listeners import Listener
+from tezo.training.opening import TunedModel, check_is_run
+from tezo.training.recipe import Config
+from tezo.training.run import Run as Run
+
+
+def train(
+    model: Any,
+    data: Rows | None = None,
+    *,
+    method: str = "lozo-adam",
+    tokenizer: Any = None,
+    output: str | Path | None = None,
+    dev: Rows | None = None,
+    test: Rows | None = None,
+    resume: bool = False,
+    listeners: Sequence[Listener] = (),
+    settings: Mapping[str, Any] | None = None,
+    **named: Any,
+) -> Run:
+    """Tunes a model on rows, from start to end.
+
+    Args:
+        model: a folder, a hub name, or a model of transformers in memory. One in memory is tuned itself, where it is
+            and in its dtype; it is put into evaluation mode. `Run` says how it is afterwards.
+        data: rows to train on: a file, the name of a hub data set, a list of dicts, or a split of a `datasets` data
+            set. None where the setting `task` names them.
+        method: name of a method, see `tezo.METHODS`, or "adam".
+        tokenizer: of a model in memory.
+        output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process.
+        dev: rows that choose the parameters to keep; as `data`. A name may be a split of the hub data set.
+        test: rows for the figures before and after; likewise. Without dev and test a tenth of `data` is held out.
+        resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
+            Objects must be given again, a model with the weights that the run began with.
+        listeners: told of every step and evaluation; `tezo.training.trainer_callbacks` takes callbacks of transformers.
+        settings: any others by their dotted keys, such as {"data.seed": 3}; docs/settings.md has them all.
+        named: the same by the last part of a key: `lr=1e-4, rank=8, steps=200, batch_size=16`. `seed` is train.seed.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        RequestError: the request is wrong; nothing has been written.
+        NonFiniteLossError: a loss was NaN or infinite.
+        RunError: the run was interrupted, or something could not be written; with `output` it can be resumed.
+            After any error a model in memory is as before, unless the method writes weights or has an adapter of PEFT.
+    """
+    parts = {part: rows for part, rows in (("train", data), ("dev", dev), ("test", test)) if rows is not None}
+    config, base = _configured(model, tokenizer, parts, method, dotted_settings(named, settings or {}))
+    objects = {part: rows for part, rows in parts.items() if not is_named(rows)}
+    rows = splits_of(config.data, objects) if objects else None
+    folder = _folder(output, resume=resume)
+    watcher = _Watcher()
+    try:
+        summary = loop.train(config, folder, [*listeners, watcher], resume=resume, loaded=base, rows=rows)
+    except BaseException:
+        watcher.release()
+        if output is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Run(folder, summary, base=base, tuned=watcher.tuned, rows=rows, temporary=output is None)
+
+
+def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None) -> Run:
+    """A run that has ended, by its folder; its model is loaded at first use.
+
+    Args:
+        folder: run folder.
+        model: the base model, where it is not to be found as the run names it: a folder, a hub name, or a model of
+            transformers in memory, which the run's adapter is then attached to. It is not used where the run has saved
+            a whole model.
+        tokenizer: of a model in memory.
+
+    Raises:
+        RequestError: there is no run in the folder, it has not ended, or a file is damaged.
+    """
+    path = Path(folder)
+    check_is_run(path)
+    if not (path / SUMMARY).is_file():
+        raise RequestError(
+            f"{path} is of a run that has not ended (it has no {SUMMARY}); go on with tezo.train(..., resume=True) or "
+            f"`tezo train --output {path} --resume`."
+        )
+    summary = own_object(path / SUMMARY, "put a sound copy in its place")
+    if model is None or is_named(model):
+        return Run(path, summary, base=None if model is None else str(model))
+    kind = read_config(path / CONFIG, []).model.kind
+    return Run(path, summary, base=from_objects(model, tokenizer, kind))
+
+
+def load_adapter(model: Any, folder: str | Path) -> list[RemovableHandle]:
+    """Attaches an exported adapter to its base model, in the forward pass; the weights are only read.
+
+    Args:
+        model: the base model, of torch.
+        folder: what `export_adapter`, `Run.export` or `tezo export` wrote, or `adapter/` of a run folder.
+
+    Returns:
+        Handles of the hooks, one for each layer; `remove()` of all of them takes the adapter off.
+
+    Raises:
+        RequestError: a file is missing or damaged, or the adapter is of another model.
+    """
+    return lora.attach_adapter(model, lora.load_adapter(Path(folder)))
+
+
+def _configured(
+    model: Any, tokenizer: Any, parts: Mapping[str, Rows], method: str, settings: Sequence[tuple[str, Any]]
+) -> tuple[Config, LoadedModel | None]:
+    """(the configuration, the base model where it is in memory)."""
+    if "train" not in parts and "data.task" not in dict(settings):
+        raise RequestError("data is not set; give rows, or the setting task for one of `tezo tasks`.")
+    by_name = is_named(model)
+    name = str(model) if by_name else getattr(model, "name_or_path", "") or IN_MEMORY
+    sources = [(f"data.{part}", str(rows) if is_named(rows) else IN_MEMORY) for part, rows in parts.items()]
+    config = parse_config(overlay({}, [("model.name", name), ("method.name", method), *sources, *settings]))
+    if not by_name:
+        return _with_object(config, model, tokenizer)
+    if tokenizer is not None:
+        raise RequestError(f"tokenizer is given, and model is the name {name}, which has its own; leave it out.")
+    return config, None
+
+
+_OF_LOADING = ("dtype", "device", "quantization", "placement", "trust_remote_code")
+
+
+def _with_object(config: Config, model: Any, tokenizer: Any) -> tuple[Config, LoadedModel]:
+    for key in _OF_LOADING:
+        value = getattr(config.model, key)
+        if value != getattr(ModelConfig, key):
+            raise RequestError(f"model.{key} is {value!r}, and model is an object, taken as it is; leave it out.")
+    base = from_objects(model, tokenizer, config.model.kind)
+    # so that a base with these weights, loaded by its name, is the same
+    dtype: Any = dtype_name(model)
+    return replace(config, model=replace(config.model, kind=base.kind, dtype=dtype)), base
+
+
+def _folder(output: str | Path | None, *, resume: bool) -> Path:
+    if output is not None:
+        return Path(output)
+    if resume:
+        raise RequestError("resume is set, and output is not; give the folder of the run to go on with.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RequestError("output is not set, and several processes need one folder to share; give it.")
+    return Path(tempfile.mkdtemp(prefix="tezo-"))
+
+
+class _Watcher(Listener):
+    """Keeps hold of what is tuned."""
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+
+    def started(self, job: Job) -> None:
+        self._job = job
+
+    @property
+    def tuned(self) -> TunedModel | None:
+        """The tuned model; None where the run had ended before."""
+        if self._job is None:
+            return None
+        return TunedModel(self._job.loaded, self._job.optimizer.merge, self.release)
+
+    def release(self) -> None:
+        """Takes the optimizer's hooks off the model."""
+        if self._job is not None and isinstance(self._job.optimizer, ZerothOrderOptimizer):
+            self._job.optimizer.close()

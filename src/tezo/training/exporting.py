@@ -1,0 +1,149 @@
+"""A run's result written elsewhere: its adapter, or the whole model with the adapter merged in.
+
+`export_run` opens the base model by its name and merges into that. `export_tuned` writes from a model that is in use,
+and leaves it as it is.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tezo.errors import RequestError
+from tezo.files import new_folder
+from tezo.models.loading import LoadedModel, load_model
+from tezo.models.lora import load_adapter, merge_adapter, merged_state, save_adapter, save_model
+from tezo.models.peft_adapters import open_adapter
+from tezo.runs.folder import CONFIG
+from tezo.training.config import read_config
+from tezo.training.opening import check_is_run, no_result, open_base
+from tezo.training.recipe import Config
+
+LORA, MERGED = "lora", "merged"
+FORMS = (LORA, MERGED)
+
+Write = Callable[[Path], object]
+"""Writes an export into a folder."""
+
+
+def export_run(run: Path, output: Path, form: str, *, model: str | None = None) -> int | None:
+    """Writes the result of a run folder into `output`; models are opened before anything is written.
+
+    Args:
+        run: folder of the run.
+        output: folder to write, new.
+        form: "lora" or "merged".
+        model: folder or hub name of the base model, of the same weights; None: as the run names it.
+
+    Returns:
+        The rank of the adapter, where it is one of this library; else None.
+
+    Raises:
+        RequestError: the run has no result of this form, or the base model is another one.
+    """
+    check_is_run(run)
+    check_output(output)
+    _check_form(form)
+    config = read_config(run / CONFIG, [("model.placement", "device"), *([("model.name", model)] if model else [])])
+    _check_result(run, config, form)
+    write, rank = _from_folder(run, config, form)
+    with new_folder(output) as folder:
+        write(folder)
+    return rank
+
+
+def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel, *, merged: bool) -> None:
+    """Writes the same from the run's model in memory, which is left as it is.
+
+    Args:
+        run: folder of the run.
+        output: folder to write, new.
+        form: "lora" or "merged".
+        tuned: the model.
+        merged: whether its weights have the whole change.
+
+    Raises:
+        RequestError: the run has no result of this form.
+    """
+    check_output(output)
+    _check_form(form)
+    config = read_config(run / CONFIG, [])
+    _check_result(run, config, form)
+    if form == MERGED:
+        check_mergeable(tuned.model)
+    write = _from_memory(run / "adapter", config, form, tuned, merged)
+    with new_folder(output) as folder:
+        write(folder)
+
+
+def check_output(output: Path) -> None:
+    """An error where `output` is not free to be written."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
+
+
+def check_mergeable(model: Any) -> None:
+    """An error where the weights of a model in memory cannot take a change."""
+    if getattr(model, "is_quantized", False):  # set by transformers
+        raise RequestError("the base model is packed and takes no change; export its adapter, in the format lora.")
+
+
+def _check_form(form: str) -> None:
+    if form not in FORMS:
+        raise RequestError(f"format is {form!r}; it must be {' or '.join(FORMS)}.")
+
+
+def _check_result(run: Path, config: Config, form: str) -> None:
+    """An error where the run has no result of this form."""
+    if form == MERGED and config.model.quantization != "none":
+        raise RequestError(
+            f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "
+            "use --format lora."
+        )
+    if not any((run / name).is_dir() for name in ("adapter", "model")):
+        raise no_result(str(run))
+    if form == LORA and not (run / "adapter").is_dir():
+        raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
+
+
+def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | None]:
+    """(what writes the export of a run folder, rank of the adapter or None)."""
+    saved = run / "adapter"
+    if not saved.is_dir():
+        return _model_writer(load_model(str(run / "model"), kind=config.model.kind, dtype=config.model.dtype)), None
+    loaded = open_base(run, config)
+    if config.model.peft != "none":
+        return _peft_writer(open_adapter(loaded, saved), form), None
+    adapter = load_adapter(saved)
+    if form == MERGED:
+        merge_adapter(loaded.model, adapter)
+        return _model_writer(loaded), None
+    return partial(save_adapter, adapter, model=loaded.model, base=config.model.name), adapter.rank
+
+
+def _from_memory(saved: Path, config: Config, form: str, tuned: LoadedModel, merged: bool) -> Write:
+    """What writes the export of a model that stays in use."""
+    if config.model.peft != "none":
+        return _peft_writer(tuned if form == LORA else replace(tuned, model=copy.deepcopy(tuned.model)), form)
+    if not saved.is_dir() or (merged and form == MERGED):
+        return _model_writer(tuned)
+    adapter = load_adapter(saved)
+    if form == LORA:
+        return partial(save_adapter, adapter, model=tuned.model, base=config.model.name)
+    return _model_writer(tuned, merged_state(tuned.model, adapter))
+
+
+def _model_writer(loaded: LoadedModel, state: dict[str, Tensor] | None = None) -> Write:
+    return partial(save_model, loaded.model, loaded.tokenizer, state=state)
+
+
+def _peft_writer(opened: LoadedModel, form: str) -> Write:
+    if form == LORA:
+        return opened.model.save_pretrained  # type: ignore[no-any-return]
+    if not hasattr(opened.model, "merge_and_unload"):
+        raise RequestError("format is merged, but a prefix has no weights to merge into; use --format lora.")
+    return _model_writer(replace(opened, model=opened.model.merge_and_unload()))
