@@ -194,6 +194,9 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         """The model; nothing is kept beside it."""
         return self.model
 
+    def close(self) -> None:
+        """No effect: there are no hooks."""
+
     def tuned_state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that training changes."""
         return {key: weight.detach().cpu().clone() for key, weight in self._weights().items()}

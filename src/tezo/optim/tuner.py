@@ -117,6 +117,9 @@ class Tuner(Protocol):
     def merge(self) -> nn.Module:
         """Writes what was trained beside the weights into them, and returns the model."""
 
+    def close(self) -> None:
+        """Removes the hooks that the optimizer has put on the model."""
+
     def tuned_state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that training changes."""
 

@@ -16,7 +16,6 @@ from tezo.models import lora
 from tezo.models.in_memory import dtype_name, from_objects
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import IN_MEMORY, ModelConfig
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import CONFIG, SUMMARY
 from tezo.tasks.row_objects import Rows, is_named, splits_of
 from tezo.training import loop
@@ -188,5 +187,5 @@ class _Watcher(Listener):
 
     def release(self) -> None:
         """Takes the optimizer's hooks off the model."""
-        if self._job is not None and isinstance(self._job.optimizer, ZerothOrderOptimizer):
+        if self._job is not None:
             self._job.optimizer.close()

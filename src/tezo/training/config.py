@@ -162,35 +162,41 @@ def _method(tree: Mapping[str, Any]) -> MethodConfig:
     return MethodConfig(name=name, options={k: coerce(f"method.{k}", v, types_of[k]) for k, v in options.items()})
 
 
+_LEAST = {
+    "model.lora_rank": 1,
+    "model.lora_alpha": 1,
+    "model.prefix_length": 1,
+    "train.steps": 1,
+    "train.batch_size": 1,
+    "train.eval_batch_size": 1,
+    "train.log_every": 1,
+    "train.warmup_steps": 0,
+    "train.feedback_first": 0,
+    "train.feedback_last": 0,
+    "train.eval_every": 0,
+    "train.patience": 1,
+    "train.seed": 0,
+    "data.seed": 0,
+    "train.sync_every": 0,
+    "train.checkpoint_every": 0,
+    "train.keep_checkpoints": 1,
+    "train.compare_every": 1,
+    "data.num_train": 1,
+    "data.num_dev": 1,
+    "data.num_test": 1,
+    "data.per_class": 1,
+    "data.max_length": 4,
+}
+"""Settings -> the smallest value; None is allowed where it is the default."""
+
+
 def _check(config: Config) -> None:
-    train, data = config.train, config.data
-    for key, value, least in (
-        ("model.lora_rank", config.model.lora_rank, 1),
-        ("model.lora_alpha", config.model.lora_alpha, 1),
-        ("model.prefix_length", config.model.prefix_length, 1),
-        ("train.steps", train.steps, 1),
-        ("train.batch_size", train.batch_size, 1),
-        ("train.eval_batch_size", train.eval_batch_size, 1),
-        ("train.log_every", train.log_every, 1),
-        ("train.warmup_steps", train.warmup_steps, 0),
-        ("train.feedback_first", train.feedback_first, 0),
-        ("train.feedback_last", train.feedback_last, 0),
-        ("train.eval_every", train.eval_every, 0),
-        ("train.patience", train.patience, 1),
-        ("train.seed", train.seed, 0),
-        ("data.seed", data.seed, 0),
-        ("train.sync_every", train.sync_every, 0),
-        ("train.checkpoint_every", train.checkpoint_every, 0),
-        ("train.keep_checkpoints", train.keep_checkpoints, 1),
-        ("train.compare_every", train.compare_every, 1),
-        ("data.num_train", data.num_train, 1),
-        ("data.num_dev", data.num_dev, 1),
-        ("data.num_test", data.num_test, 1),
-        ("data.per_class", data.per_class, 1),
-        ("data.max_length", data.max_length, 4),
-    ):
+    for key, least in _LEAST.items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
         if value is not None and value < least:
             raise RequestError(f"{key} is {value}; it must be at least {least}.")
+    train, data = config.train, config.data
     if max(train.seed, data.seed or 0) >= 2**63:
         raise RequestError("train.seed and data.seed must be below 2^63; give a smaller one.")
     if data.train is None and data.task is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tezo.directions.rank_selection import squared_singular_values
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.errors import RequestError
-from tezo.optim.first_order import FirstOrderOptimizer
+from tezo.estimators.estimate import GRADIENT
 from tezo.studies.analysis.figure import Given, Numbers
 from tezo.training.job import Job, prepare
 from tezo.training.recipe import MethodConfig
@@ -64,7 +64,6 @@ def watched_run(
     assert given.config is not None
     train = replace(given.config.train, batch_size=options.batch_size, steps=options.steps)
     job = prepare(replace(given.config, method=MethodConfig(name="adam", options={"lr": options.lr}), train=train))
-    assert isinstance(job.optimizer, FirstOrderOptimizer)
     targets = chosen_layers(job, options.layers)
     watchers = {target.name: make(target) for target in targets}
     handles = [
@@ -75,7 +74,7 @@ def watched_run(
     try:
         for step in range(options.steps):
             batches = job.batches(sampler.rows(step))
-            job.optimizer.step(partial(job.objective.loss, job.model, *batches))
+            job.optimizer.take_step(partial(job.objective.loss, job.model, *batches), GRADIENT)
             assert job.optimizer.last_step is not None
             losses.append(job.optimizer.last_step.loss)
     finally:
