@@ -94,17 +94,21 @@ class Published:
     def step(self, loss: Callable[[], Tensor]) -> float:
         """One step; returns kappa."""
         self.begin()
-        self.perturb(1)
-        loss_plus = loss()
-        self.perturb(-2)
-        loss_minus = loss()
-        self.perturb(1)
-        kappa = float(((loss_plus - loss_minus) / (2 * self.rho)).item())
+        kappa = self.measure(loss)
         self.draws.reset(self.num_steps)
         for name, parameter in self.parameters:
             self.update(name, parameter, kappa)
         self.num_steps += 1
         return kappa
+
+    def measure(self, loss: Callable[[], Tensor]) -> float:
+        """Kappa along Z; the parameters end where they began, up to rounding."""
+        self.perturb(1)
+        loss_plus = loss()
+        self.perturb(-2)
+        loss_minus = loss()
+        self.perturb(1)
+        return float(((loss_plus - loss_minus) / (2 * self.rho)).item())
 
     def begin(self) -> None:
         """What comes before the first pass of a step."""
