@@ -1,4 +1,4 @@
-"""Any update rule, on projected gradients that are cut where they are far out of the ordinary."""
+"""Any update rule, applied to projected gradients that are clipped where they are unusually large."""
 
 import math
 from dataclasses import replace
