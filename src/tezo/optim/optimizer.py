@@ -348,7 +348,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
 
     @property
     def compression_error(self) -> float:
-        """Largest relative error, over all parameters, of the compressed change stored beside the base; 0.0 if none."""
+        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
         return self.parameters.compression_error
 
     def application(self, name: str) -> tuple[int | None, str]:

@@ -107,7 +107,7 @@ class TunedParameters:
 
     @property
     def compression_error(self) -> float:
-        """Largest relative error, over all parameters, of the compressed change stored beside the base; 0.0 if none."""
+        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
         return max((moving.compression_error for moving in self.moving.values()), default=0.0)
 
     def fold(self) -> None:

@@ -106,7 +106,7 @@ class Tuner(Protocol):
 
     @property
     def compression_error(self) -> float:
-        """Largest relative error, over all parameters, of the compressed change stored beside the base; 0.0 if none."""
+        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
 
     def application(self, name: str) -> tuple[int | None, str]:
         """(rank of a parameter's directions or None, how perturbations or updates are applied, in words)."""

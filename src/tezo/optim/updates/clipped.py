@@ -1,4 +1,4 @@
-"""Any update rule, applied to projected gradients that are clipped where they are unusually large."""
+"""Any update rule, on projected gradients that are cut where they are far out of the ordinary."""
 
 import math
 from dataclasses import replace
