@@ -229,7 +229,7 @@ def test_new_combinations_of_a_perturbation_and_an_update_are_methods_too():
 
 def test_a_parameter_group_cannot_be_added():
     optimizer = CASES["tezo"].build(Regression())
-    with pytest.raises(RequestError, match="settled by `targets`"):
+    with pytest.raises(RequestError, match="determined by `targets`"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))]})
     assert len(optimizer.param_groups) == 1
 

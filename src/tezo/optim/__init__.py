@@ -1,5 +1,5 @@
-"""The optimizers: an estimator, a perturbation and an update rule put together, and the named methods.
+"""Optimizers, which combine an estimator, a perturbation and an update rule, and the named methods.
 
-It gives `ZerothOrderOptimizer`, `FirstOrderOptimizer`, `METHODS`, and what a method needs in memory and for a learning
-rate. May import estimators and what that may import.
+The package has `ZerothOrderOptimizer`, `FirstOrderOptimizer`, `METHODS`, the memory forecast and the measurement of a
+learning rate. It may import estimators and what estimators may import.
 """

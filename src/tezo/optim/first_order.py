@@ -1,4 +1,4 @@
-"""Adam on gradients, with the interface of the zeroth-order optimizer: the baseline in the same loop."""
+"""First-order Adam with the interface of the zeroth-order optimizer, as a baseline in the same training loop."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,24 +20,24 @@ from tezo.optim.updates.update import check_average
 
 
 class FirstOrderOptimizer(torch.optim.AdamW):
-    """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (dropout included).
+    """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (with dropout).
 
     Args:
-        model: to be tuned; parameters that are not chosen are frozen, and need no gradient's memory.
+        model: model to be tuned; parameters that are not selected are frozen and need no memory for gradients.
         lr: learning rate.
-        betas: (beta1, beta2).
+        betas: decay rates (beta1, beta2) of the moments.
         eps: smoothing term.
-        weight_decay: decoupled.
-        targets: patterns that choose the parameters, see `tezo.directions.targets.select_targets`.
-        seed: of dropout, together with the step.
+        weight_decay: decoupled weight decay.
+        targets: patterns that select the parameters, see `tezo.directions.targets.select_targets`.
+        seed: seed of dropout, together with the step.
 
     Raises:
-        RequestError: a setting is out of range, or a chosen parameter has no gradient (quantised weights).
-        NonFiniteLossError: from `step`; the parameters are as before the step.
+        RequestError: a setting is out of range, or a selected parameter has no gradient (quantised weights).
+        NonFiniteLossError: raised by `step`; the parameters are unchanged.
     """
 
     num_directions = 0
-    """That are drawn in a step."""
+    """Number of random directions per step."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         super().__init__([t.parameter for t in self.targets], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
-        """One step; returns the loss before it.
+        """Takes one step and returns the loss before it.
 
         Args:
-            closure: evaluates the objective on this step's batch, differentiably.
+            closure: evaluates the objective on this step's batch; the loss must be differentiable.
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
         return self.take_step(closure, GRADIENT)
 
     def take_step(self, closure: Closure, kind: str) -> float:
-        """One step by gradient, the only kind that there is; returns the loss before it."""
+        """Takes one step and returns the loss before it; `kind` must be `GRADIENT`."""
         self._check_kind(kind)
         self.zero_grad()
         with torch.enable_grad(), _training(self.model, self.seed, self.num_steps):
@@ -100,17 +100,17 @@ class FirstOrderOptimizer(torch.optim.AdamW):
     def _check_kind(self, kind: str) -> None:
         if kind != GRADIENT:
             raise RequestError(
-                f"method.name is adam, which takes steps by gradient, not of kind {kind}; use lozo-adam."
+                f"method.name is adam, which takes gradient steps, not steps of kind {kind}; use lozo-adam."
             )
 
     def check_kind(self, kind: str, closure: Closure) -> None:
-        """An error for any kind but `GRADIENT`."""
+        """Raises a `RequestError` for any kind except `GRADIENT`."""
         del closure
         self._check_kind(kind)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of step."""
+        """Kinds of step: `GRADIENT` only."""
         return (GRADIENT,)
 
     @property
@@ -125,33 +125,33 @@ class FirstOrderOptimizer(torch.optim.AdamW):
 
     @property
     def replays(self) -> bool:
-        """False: a record does not have the gradient."""
+        """False: a record does not contain the gradient."""
         return False
 
     def replay(self, record: StepRecord) -> None:
-        """Refused: a record does not have the gradient."""
+        """Not supported: a record does not contain the gradient."""
         del record
-        raise RequestError("method.name: adam steps along gradients, which a log does not have.")
+        raise RequestError("method.name is adam, whose gradients are not in the step log; use a zeroth-order method.")
 
     def measure(self, closure: Closure, rho: float | None = None, *, others: int = 0) -> tuple[Probe, ...]:
-        """Refused: no direction is drawn."""
+        """Not supported: no directions are drawn."""
         del closure, rho, others
         raise RequestError(
             "method.name is adam, which draws no directions to measure along; use a zeroth-order method."
         )
 
     def step_divisor(self, kappa_sq: float) -> float:
-        """1: nothing is known of the scale of its steps from projected gradients."""
+        """1: its steps do not depend on projected gradients."""
         del kappa_sq
         return 1.0
 
     def share_directions(self, ranks: Ranks) -> None:
-        """Refused: a step by gradient runs in one process."""
+        """Not supported: gradient steps run in one process."""
         del ranks
         raise RequestError("method.name is adam, which runs in one process; start it without torchrun.")
 
     def drawn_on_the_device(self) -> str | None:
-        """A parameter whose steps depend on the type of its device: all do."""
+        """The first parameter: the steps of all parameters depend on the device type."""
         return self.targets[0].name
 
     def set_calibration_passes(self, passes: Passes) -> None:
@@ -159,7 +159,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         del passes
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """No effect: nothing of a step is kept."""
+        """No effect: no tensors are computed from data."""
         del store
 
     @property
@@ -169,7 +169,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
 
     @property
     def factor_bytes(self) -> int:
-        """0: nothing is drawn."""
+        """0: there are no factors."""
         return 0
 
     @property
@@ -178,27 +178,27 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         return 0.0
 
     def application(self, name: str) -> tuple[int | None, str]:
-        """(None, how a parameter is changed, in words)."""
+        """(None, how the parameter is updated, in words)."""
         del name
         return None, "by its gradient"
 
     def why_no_adapter(self) -> str | None:
-        """In words, what stands in the way of an exact adapter."""
+        """The reason, in words, why the result is not an exact adapter."""
         return "gradients change whole weights"
 
     def low_rank_changes(self) -> list[LowRankChange]:
-        """Empty: whole weights change."""
+        """Empty: the changes are not low-rank."""
         return []
 
     def merge(self) -> nn.Module:
-        """The model; nothing is kept beside it."""
+        """The model, whose weights already contain the change."""
         return self.model
 
     def close(self) -> None:
         """No effect: there are no hooks."""
 
     def tuned_state(self) -> dict[str, Tensor]:
-        """Copies, on the CPU, of all that training changes."""
+        """CPU copies of all tensors that training changes."""
         return {key: weight.detach().cpu().clone() for key, weight in self._weights().items()}
 
     def _weights(self) -> dict[str, Tensor]:
@@ -206,13 +206,13 @@ class FirstOrderOptimizer(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
-        """Puts a `tuned_state` back."""
+        """Restores a `tuned_state`."""
         del num_steps
         for target in self.targets:
             target.parameter.copy_(tuned[f"weight/{target.name}"])
 
     def resumable_state(self) -> dict[str, Tensor]:
-        """Weights, and Adam's moments and counts as "update/NAME/KEY"; the tensors themselves, not copies."""
+        """The weights as "weight/NAME", and Adam's moments and counts as "update/NAME/KEY"; not copies."""
         moments = {
             f"update/{target.name}/{key}": value
             for target in self.targets
@@ -221,7 +221,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         return self._weights() | moments
 
     def load_resumable_state(self, state: Mapping[str, Tensor], records: Sequence[StepRecord]) -> None:
-        """Puts back a `resumable_state` taken after the steps of these records; the next step is the one after them."""
+        """Restores a `resumable_state` saved after the steps of `records`, which start at step 0."""
         self.load_tuned_state(state, len(records))
         for target in self.targets:
             start = f"update/{target.name}/"
@@ -236,7 +236,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
 
 @contextmanager
 def _training(model: nn.Module, seed: int, step: int) -> Iterator[None]:
-    """The model in training mode, with dropout a function of (seed, step); afterwards all is as before."""
+    """Context with the model in training mode and dropout as a function of (seed, step); restores both afterwards."""
     modes: dict[nn.Module, Any] = {module: module.training for module in model.modules()}
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     with torch.random.fork_rng(devices):

@@ -1,29 +1,29 @@
-"""A learning rate for a method on a model and rows, from forward passes alone.
+"""Measuring a learning rate for a method, a model and a data set with forward passes only.
 
-Over the subspace that the method perturbs, along directions Z of unit variance, let
+In the subspace that the method perturbs, along directions Z of unit variance, let
 
     s^2 = |mu|^2                the squared norm of the gradient mu over all rows,
-    g^2 = s^2 + sigma^2 / B     that of a batch of B rows, in expectation: what kappa^2 is on average,
-    h = tr(H)                   the trace of the curvature: what Z^T H Z is on average.
+    g^2 = s^2 + sigma^2 / B     the expected squared norm of the gradient of a batch of B rows; it equals E[kappa^2],
+    h = tr(H)                   the trace of the Hessian; it equals E[Z^T H Z].
 
 A plain step W -= lr (1/q) sum_i kappa_i Z_i along q directions lowers the loss in expectation by
 
-    lr s^2 - lr^2 / 2 * g^2 h / q,   which is greatest at   lr = q s^2 / (g^2 h),
+    lr s^2 - lr^2 / 2 * g^2 h / q,   which is largest for   lr = q s^2 / (g^2 h).
 
-in the leading terms for many dimensions: those in mu^T H mu, smaller by a factor of about that number, are left out.
-A rule that divides the estimate by D (`Update.divisor`) takes D times that rate. With Adam on coefficients
-D = g / sqrt(q), so lr = sqrt(q) s^2 / (g h); with normalised steps D = g, so lr = q s^2 / (g h). Where D changes in the
-first steps, as in Adam without bias correction, its least value counts.
+These are the leading terms for many dimensions; terms in mu^T H mu, smaller by a factor of about the number of
+dimensions, are neglected. An update rule that divides the estimate by D (`Update.divisor`) needs D times this rate.
+With Adam on coefficients D = g / sqrt(q), so lr = sqrt(q) s^2 / (g h); with normalised steps D = g, so
+lr = q s^2 / (g h). If D changes during the first steps, as in Adam without bias correction, its smallest value is used.
 
-With kappa_1 ... kappa_K along the same direction on K disjoint parts of n rows each,
+From kappa_1 ... kappa_K along one direction, measured on K disjoint parts of n rows each,
 
     s^2 = mean over pairs i != j of kappa_i kappa_j,   sigma^2 / n = mean kappa_i^2 - s^2,
     h = mean (loss_plus + loss_minus - 2 loss) / rho^2,
 
-and then the mean over directions. (With two parts: kappa_A kappa_B and (kappa_A - kappa_B)^2 / 2.) The standard error
-of s^2 is near sigma^2 sqrt(2) / (K n sqrt(directions)), and at least s^2 sqrt(2 / directions): where the noise of rows
-is large, rows help more than directions. This is the best rate of one step at the start; how it changes later is not
-known to it.
+and these are averaged over directions. (With two parts: kappa_A kappa_B and (kappa_A - kappa_B)^2 / 2.) The standard
+error of s^2 is about sigma^2 sqrt(2) / (K n sqrt(directions)), and at least s^2 sqrt(2 / directions). If the variance
+between rows is large, more rows reduce it more than more directions. The result is the best learning rate for the
+first step; the rates that are best later are not measured.
 """
 
 import math
@@ -39,22 +39,22 @@ from tezo.numerics.products import float32_on_emulating_cpu
 from tezo.optim.tuner import Tuner
 
 DIRECTIONS = 8
-"""That are measured on each part."""
+"""Number of directions measured on each part."""
 PARTS = 12
-"""Of as many rows as a batch has, where there are so many."""
+"""Number of disjoint parts, each with as many rows as a batch if the data set is large enough."""
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """What was measured, and the learning rate that follows.
+    """The measured quantities and the resulting learning rate.
 
     Attributes:
-        lr: the rate, in two digits, so that rounding elsewhere does not show in it.
-        signal_sq: s^2, or its standard error where that is larger.
+        lr: learning rate, rounded to two digits, so that it does not depend on rounding on different machines.
+        signal_sq: s^2, or its standard error if that is larger.
         batch_sq: g^2.
         curvature: h.
-        num_forward_passes: evaluations of a part.
-        notice: the sentence for the user.
+        num_forward_passes: number of evaluations of a part.
+        notice: message for the user.
     """
 
     lr: float
@@ -66,22 +66,24 @@ class StepSize:
 
 
 def choose_lr(optimizer: Tuner, parts: Sequence[Closure], rows: int, batch_size: int) -> StepSize:
-    """Measures along directions that no step draws; the parameters and all that a run draws stay as they are.
+    """Measures a learning rate, along directions that no step uses; the parameters and later draws are unchanged.
 
     Args:
-        optimizer: whose learning rate it is; the one that it has is taken where nothing can be measured.
+        optimizer: the optimizer; its current learning rate is returned if no curvature can be measured.
         parts: the loss on each of at least two disjoint parts of the rows.
-        rows: n, of a part.
-        batch_size: B, of a step.
+        rows: n, the number of rows of a part.
+        batch_size: B, the number of rows of a step.
 
     Raises:
         NonFiniteLossError: a loss was NaN or infinite.
     """
-    found = [_measure(optimizer, part) for part in parts]
-    signal_sq, signal_error = _mean([_signal_sq(kappas) for kappas in zip(*(k for k, _ in found), strict=True)])
-    own_sq = statistics.fmean([kappa**2 for kappas, _ in found for kappa in kappas])
-    noise_sq = max(0.0, own_sq - signal_sq) * rows / batch_size
-    curvature, curvature_error = _mean([statistics.fmean(bends) for bends in zip(*(b for _, b in found), strict=True)])
+    measured = [_measure(optimizer, part) for part in parts]
+    signal_sq, signal_error = _mean([_signal_sq(kappas) for kappas in zip(*(k for k, _ in measured), strict=True)])
+    part_sq = statistics.fmean([kappa**2 for kappas, _ in measured for kappa in kappas])
+    noise_sq = max(0.0, part_sq - signal_sq) * rows / batch_size
+    curvature, curvature_error = _mean(
+        [statistics.fmean(along) for along in zip(*(c for _, c in measured), strict=True)]
+    )
 
     used_sq = max(signal_sq, signal_error)
     batch_sq = used_sq + noise_sq
@@ -92,11 +94,11 @@ def choose_lr(optimizer: Tuner, parts: Sequence[Closure], rows: int, batch_size:
     passes = len(parts) * (2 * DIRECTIONS + 1)
     notice = (
         f"method.lr: auto chose {lr:.1e}, "
-        + ("" if known else "the method's default, since no curvature of the loss could be told from noise, ")
+        + ("" if known else "the method's default, because the measured curvature of the loss is not above its error, ")
         + f"from {DIRECTIONS} directions on {len(parts) * rows} rows ({passes} forward passes): squared gradient "
         + f"{signal_sq:.2g} +- {signal_error:.1g}, noise of a batch {noise_sq:.2g}, "
         + f"curvature {curvature:.2g} +- {curvature_error:.1g}"
-        + ("." if signal_sq > signal_error else "; the gradient is lost in noise, and its error stood in for it.")
+        + ("." if signal_sq > signal_error else "; the gradient is not above its error, so the error was used instead.")
     )
     return StepSize(lr, used_sq, batch_sq, curvature, passes, notice)
 
@@ -106,8 +108,8 @@ def _measure(optimizer: Tuner, part: Closure) -> tuple[list[float], list[float]]
     with torch.no_grad(), evaluation_mode(optimizer.model), float32_on_emulating_cpu(optimizer.model):
         loss = float(part())
     probes = optimizer.measure(part, optimizer.rho, others=DIRECTIONS)
-    bends = [(probe.loss_plus + probe.loss_minus - 2 * loss) / optimizer.rho**2 for probe in probes]
-    return [probe.projected_grad for probe in probes], bends
+    curvatures = [(probe.loss_plus + probe.loss_minus - 2 * loss) / optimizer.rho**2 for probe in probes]
+    return [probe.projected_grad for probe in probes], curvatures
 
 
 def _signal_sq(kappas: Sequence[float]) -> float:
@@ -117,5 +119,5 @@ def _signal_sq(kappas: Sequence[float]) -> float:
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, its standard error)."""
+    """(mean, standard error of the mean)."""
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))

@@ -1,28 +1,28 @@
-"""Which settings of an optimizer are refused."""
+"""Range checks for the settings of an optimizer."""
 
 from tezo.directions.perturbations import Perturbation
 from tezo.errors import RequestError
 from tezo.estimators.estimate import MOST_DIRECTIONS
 
 MOST_RATE, MOST_RANK = 1e30, 1 << 16
-"""A rate times what it multiplies is a float32 number still; a frozen rank above this compresses nothing."""
+"""Upper limits. Rates: products with a rate remain finite in float32. Frozen rank: a larger one compresses nothing."""
 
 
 def check_rate(name: str, value: float) -> None:
-    """An error where a rate is below zero, no number, or too large.
+    """Checks that a rate is a number between 0 and `MOST_RATE`.
 
     Raises:
-        RequestError: with the setting's name.
+        RequestError: it is not; the message has the name of the setting.
     """
     if not 0 <= value <= MOST_RATE:
         raise RequestError(f"method.{name} is {value}; it must lie between 0 and {MOST_RATE:g}.")
 
 
 def check_settings(lr: float, rho: float, decay: float, count: int, frozen: int | None, drawn: Perturbation) -> None:
-    """An error where a setting of `ZerothOrderOptimizer` is out of range.
+    """Checks the settings of `ZerothOrderOptimizer`.
 
     Raises:
-        RequestError: with the setting's name.
+        RequestError: a setting is out of range; the message has its name.
     """
     check_rate("lr", lr)
     check_rate("weight_decay", decay)

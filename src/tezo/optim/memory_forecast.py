@@ -1,4 +1,4 @@
-"""What each method would train on a model, and how much memory it would keep beside it; nothing is trained."""
+"""Forecast of the trained numbers and the additional memory of each method on a model; nothing is trained."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +17,15 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one method on one model.
+    """The forecast for one method on one model.
 
     Attributes:
-        method: its name.
-        trained: numbers that it would change.
-        kept: bytes beside the model: factors, coefficients and moments. The activations of a forward pass come on top.
-        rank: of its directions; None where they are dense.
-        adapter: whether the result would be an exact LoRA adapter.
-        refusal: why it cannot tune this model; None where it can.
+        method: name of the method.
+        trained: number of values in the tuned parameters.
+        kept: bytes in addition to the model: factors, coefficients and moments, without the activations of a pass.
+        rank: rank of the directions; None if they are dense.
+        adapter: whether the result is an exact LoRA adapter.
+        refusal: the reason why the method cannot tune this model; None if it can.
     """
 
     method: str
@@ -37,7 +37,7 @@ class Forecast:
 
 
 def forecasts(model: nn.Module) -> list[Forecast]:
-    """Of every method, on the linear layers; ranks are the defaults, or their bound where they depend on weights."""
+    """The forecast of every method on the linear layers; `max_rank` is assumed where ranks depend on the weights."""
     side = min(min(target.matrix_shape) for target in select_targets(model))
     return [_forecast(model, method, side) for method in METHODS.values()]
 
@@ -47,7 +47,7 @@ def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], side: int)
     if "rank" in defaults:
         options["rank"] = min(side, defaults["rank"] or defaults["max_rank"])
     if "basis" in defaults:
-        options["basis"] = "gaussian"  # of the same size as one that sees data, of which there is none
+        options["basis"] = "gaussian"  # a data-dependent basis needs as much memory, but there is no data here
     try:
         optimizer = method.build(model, seed=0, **options)
     except RequestError as error:
@@ -66,7 +66,7 @@ def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], side: int)
 
 @torch.no_grad()
 def _kept(optimizer: ZerothOrderOptimizer, name: str) -> int:
-    """Bytes of a parameter's coefficient and moments, counted on real ones."""
+    """Bytes of a parameter's coefficient and moments, which are created to be measured."""
     moving = optimizer.moving[name]
     direction: Any = optimizer.perturbation.direction(moving.target, DrawKey(optimizer.seed, 0), {})
     state = optimizer.update.init(ParameterEstimate([direction], [0.0], 0), moving)

@@ -1,4 +1,4 @@
-"""The interface of torch.optim, `loss = optimizer.step(closure)`, with forward passes alone."""
+"""The zeroth-order optimizer: torch.optim's interface, `loss = optimizer.step(closure)`, with forward passes only."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +32,10 @@ class StepRule:
     """A kind of step.
 
     Attributes:
-        estimator: gives the estimate.
-        update: steps along it.
-        lr_scale: learning rate of these steps, as a share of the optimizer's.
-        restarts: whether the moments of `update` start again after a step of another kind.
+        estimator: estimates the gradient.
+        update: steps along the estimate.
+        lr_scale: factor of the optimizer's learning rate for these steps.
+        restarts: whether the moments of `update` are dropped by a step of another kind.
     """
 
     estimator: Estimator
@@ -45,35 +45,35 @@ class StepRule:
 
 
 class ZerothOrderOptimizer(torch.optim.Optimizer):
-    """A perturbation, an estimator and an update rule, put together over the parameters of a model.
+    """An optimizer that combines a perturbation, an estimator and an update rule for the parameters of a model.
 
-    `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z
-    along each, and steps along the average of kappa Z. The closure runs forward passes only and returns
-    any scalar; the model is in evaluation mode during the step, so that both evaluations see one function.
-    Learning-rate schedulers of torch work on it. Between steps the model computes with the tuned
-    parameters, by forward hooks where nothing is written; `merge()` writes them into the weights.
+    `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z for each of
+    them, and steps along the average of kappa Z. The closure runs forward passes only and returns a scalar, which need
+    not be differentiable. During a step the model is in evaluation mode, so that both evaluations use the same
+    function. Learning-rate schedulers of torch can be used. Between steps the model computes with the tuned parameters,
+    by forward hooks where the stored weights are not written; `merge()` adds these changes to the weights.
 
     Args:
-        model: to be tuned, already on its device and in its dtype.
+        model: model to be tuned, already on its device and in its dtype.
         perturbation: draws directions.
-        update: steps along two-point estimates; must take the perturbation's type of direction.
+        update: steps along two-point estimates; must accept the perturbation's type of direction.
         lr: learning rate.
         rho: perturbation scale (the paper's perturbation rate).
-        weight_decay: decoupled: what the method trains is multiplied by 1 - lr * weight_decay each step.
-            That is the weight where the method writes weights, and the change (c, A or S) where it keeps
-            factors beside them. 1-D parameters are not decayed.
-        num_directions: directions averaged in a step, at two evaluations each.
-        targets: patterns that choose the parameters, see `tezo.directions.targets.select_targets`.
-        seed: of every draw.
-        in_forward: False moves low-rank directions in place too, as published code does (for comparison).
-        frozen_rank: where factors change during a run, what was trained with the old ones is kept beside the base, by
-            factors of at most this rank, compressed to it; None: it is folded into the weights, and beside a base that
-            cannot be written kept at rank 64.
-        more_rules: further kinds of step, chosen by `step(closure, kind=...)`.
+        weight_decay: decoupled weight decay: each step multiplies the trained values by 1 - lr * weight_decay. These
+            are the weights if the method writes them, else the change stored beside them (c, A or S). 1-D parameters
+            are not decayed.
+        num_directions: directions averaged in a step, with two evaluations each.
+        targets: patterns that select the parameters, see `tezo.directions.targets.select_targets`.
+        seed: seed of all draws.
+        in_forward: False perturbs all parameters in place, as published code does (for comparison).
+        frozen_rank: at a refresh of the factors, the change trained so far is stored beside the base, compressed to
+            factors of at most this rank. None: the change is folded into the weights; if these cannot be written, it is
+            stored beside them with rank 64.
+        more_rules: further kinds of step, selected by `step(closure, kind=...)`.
 
     Raises:
-        RequestError: a setting is out of range, or the targets cannot be moved this way.
-        NonFiniteLossError: from `step`; the parameters are as before the step.
+        RequestError: a setting is out of range, or the targets cannot be tuned this way.
+        NonFiniteLossError: raised by `step`; the parameters are unchanged.
     """
 
     def __init__(
@@ -113,9 +113,11 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Called by torch's constructor; later calls are refused, since `targets` settles what is tuned."""
+        """Called by torch's constructor; later calls are refused, because `targets` determines the parameters."""
         if self.param_groups:
-            raise RequestError("add_param_group: what is tuned is settled by `targets`; make another optimizer.")
+            raise RequestError(
+                "add_param_group: the tuned parameters are determined by `targets`; create another optimizer."
+            )
         super().add_param_group(param_group)
 
     @overload
@@ -124,12 +126,12 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
     def step(self, closure: Closure, *, kind: str | None = ...) -> float: ...
     @torch.no_grad()
     def step(self, closure: Closure | None = None, *, kind: str | None = None) -> float | None:
-        """One step; returns the mean of its losses.
+        """Takes one step and returns the mean of its losses.
 
         Args:
-            closure: evaluates the objective on this step's batch. It is called twice for every direction, unless
-                it is a `BlockClosure` and several evaluations are faster in one forward pass.
-            kind: of the step, one of `kinds`; None: the first of them, along random directions.
+            closure: evaluates the objective on this step's batch. It is called twice for every direction, unless it is
+                a `BlockClosure` and one forward pass for several evaluations is faster.
+            kind: kind of the step, one of `kinds`; None: the first one, with random directions.
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
@@ -137,7 +139,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_step(self, closure: Closure, kind: str) -> float:
-        """`step` of a kind."""
+        """Takes one step of this kind and returns the mean of its losses."""
         rule = self._rule(kind)
         if not self._calibrated:
             self._calibrate_with(lambda _: closure())
@@ -153,12 +155,12 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def measure(self, closure: Closure, rho: float | None = None, *, others: int = 0) -> tuple[Probe, ...]:
-        """What the next step along random directions would measure; no step is taken.
+        """Two-point measurements along the directions of the next step; no step is taken.
 
         Args:
-            closure: as for `step`.
-            rho: the perturbation scale; None: that of the steps.
-            others: measures along so many directions that no step draws, in place of the next step's.
+            closure: as in `step`.
+            rho: perturbation scale; None: that of the steps.
+            others: if positive, number of directions to use instead, which no step draws.
         """
         draw = self.draw(others=others)
         try:
@@ -168,10 +170,10 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def replay(self, record: StepRecord) -> None:
-        """Takes a finished step again from what was recorded of it, without an evaluation.
+        """Repeats a finished step from its record, without evaluating a closure.
 
         Args:
-            record: of step `num_steps` of a run with the same seed and settings.
+            record: record of step `num_steps` of a run with the same seed and settings.
         """
         rule = self._rule(record.kind)
         count = self.num_directions if record.kind == self.kinds[0] else 0
@@ -184,14 +186,14 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         self._apply(rule, rule.estimator.recall(record, draw), record, draw)
 
     def check_kind(self, kind: str, closure: Closure) -> None:
-        """An error where the model does not allow steps of that kind.
+        """Checks that the model supports this kind of step.
 
         Args:
             kind: one of `kinds`.
             closure: evaluates the objective on some rows.
 
         Raises:
-            RequestError: with the reason.
+            RequestError: it does not; the message has the reason.
         """
         self._rule(kind).estimator.check(closure)
 
@@ -201,11 +203,11 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         return self.rules[kind]
 
     def set_calibration_passes(self, passes: Passes) -> None:
-        """Says which rows a data-dependent basis looks at; without it, those of the step at hand.
+        """Sets the forward passes that a data-dependent basis is computed from; by default the closure of the step.
 
         Args:
-            passes: step -> anything: runs the model on some training rows, whose inputs to each layer are looked at.
-                It is called when factors are first needed, and at every refresh with the step of the refresh.
+            passes: function of the refresh step that runs the model on some training rows; the basis is computed from
+                the inputs of each layer. It is called when factors are first needed, and at every refresh.
         """
         self._calibrate_with(passes)
         self._calibrated = True
@@ -218,16 +220,16 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         self.perturbation.set_calibration_passes(self.model, as_in_a_step)
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """Says where to keep what depends on data, so that steps can be replayed without the data."""
+        """Sets the store for tensors computed from data, so that steps can be replayed without the data."""
         self.perturbation.set_factor_store(store)
         for rule in self.rules.values():
             rule.estimator.set_factor_store(store)
 
     def share_directions(self, ranks: Ranks) -> None:
-        """From now on each rank evaluates directions of its own, and all step along all of them.
+        """Distributes the directions of the following steps among the ranks; every rank steps along all of them.
 
         Raises:
-            RequestError: the directions cannot be shared out evenly.
+            RequestError: `num_directions` is not a multiple of the number of ranks.
         """
         if self.num_directions % ranks.size:
             raise RequestError(
@@ -238,11 +240,11 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             rule.estimator.share_directions(ranks)
 
     def draw(self, kind: str | None = None, *, others: int = 0) -> StepDraw:
-        """The directions of the next step; what is trained in the forward pass moves over to their fixed factors.
+        """The directions of the next step. At a refresh, the change trained with the old factors is folded first.
 
         Args:
-            kind: of the step; None: the usual one.
-            others: draws as many directions that no step draws, in place of the step's own.
+            kind: kind of the step; None: the first of `kinds`.
+            others: if positive, number of directions to draw instead, which no step draws.
         """
         if self.parameters.closed:
             raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
@@ -250,22 +252,25 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         keys = [DrawKey(self.seed, self.num_steps, index) for index in indices]
         drawn: dict[str, list[Direction]] = {}
         try:
-            for name, moving in self.moving.items():  # old factors are folded and dropped before the next are drawn
+            for (
+                name,
+                moving,
+            ) in self.moving.items():  # one at a time: old factors are dropped before the next draw
                 state = self._moments.get(name, {})
                 drawn[name] = [self.perturbation.direction(moving.target, key, state) for key in keys]
                 moving.begin(drawn[name][0], keys[0])
-        except FloatingPointError as error:  # of the rows that a basis is computed from
+        except FloatingPointError as error:  # raised for the rows that a basis is computed from
             raise self._not_finite(error) from None
         return StepDraw(self.num_steps, self.progress.counts[kind or self.kinds[0]], drawn)
 
     @property
     def _moments(self) -> Moments:
-        """Of two-point steps, on which directions may depend."""
+        """The moments of two-point steps; directions may depend on them."""
         return self.progress.moments[self.kinds[0]]
 
     def _apply(self, rule: StepRule, estimate: Estimate, record: StepRecord, draw: StepDraw) -> None:
         for kind, other in self.rules.items():
-            if kind != record.kind and not other.restarts:  # no step of its own carries them over now
+            if kind != record.kind and not other.restarts:  # the update below carries over only its own moments
                 for name, state in self.progress.moments[kind].items():
                     other.update.carry_over(draw.directions[name][0], state)
         moments = self.progress.moments[record.kind]
@@ -289,12 +294,12 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
 
     @property
     def moving(self) -> dict[str, MovingParameter]:
-        """Parameter name -> how it is moved."""
+        """Parameter name -> the object that perturbs and updates the parameter."""
         return self.parameters.moving
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of step, the usual one first."""
+        """Supported kinds of step; the first is the default."""
         return tuple(self.rules)
 
     @property
@@ -304,7 +309,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
 
     @property
     def replays(self) -> bool:
-        """True: a record says all that a step did."""
+        """True: a record, with the factor store, determines the step."""
         return True
 
     @property
@@ -314,12 +319,12 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
 
     @property
     def num_steps(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
         return self.progress.num_steps
 
     @property
     def num_forward_passes(self) -> int:
-        """Evaluations of the closure so far."""
+        """Number of closure evaluations so far."""
         return self.progress.num_forward_passes
 
     @property
@@ -328,54 +333,54 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         return self.progress.last_step
 
     def step_divisor(self, kappa_sq: float) -> float:
-        """What a step divides the estimate by, at its least; see `Update.divisor`."""
+        """Smallest number by which a step divides the estimate, given E[kappa^2]; see `Update.divisor`."""
         return self.update.divisor(kappa_sq, self.num_directions)
 
     @property
     def cost_of_basis(self) -> tuple[int, float]:
-        """(calls of the model, seconds) that a data-dependent basis has spent so far."""
+        """(calls of the model, seconds) spent on a data-dependent basis so far."""
         return self.perturbation.cost_of_basis
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of what is kept for drawing directions."""
+        """Bytes of the stored fixed factors."""
         return self.perturbation.factor_bytes
 
     @property
     def compression_error(self) -> float:
-        """Of the parameter where it is largest: the share of what was trained that compression beside the base lost."""
+        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
         return self.parameters.compression_error
 
     def application(self, name: str) -> tuple[int | None, str]:
-        """(rank of a parameter's directions or None, how perturbations reach it, in words)."""
+        """(rank of a parameter's directions or None, how perturbations are applied, in words)."""
         return self.perturbation.rank_of(name), self.moving[name].application
 
     def drawn_on_the_device(self) -> str | None:
-        """A parameter whose steps depend on the type of its device, by noise or by rounding; None: there is none."""
+        """Name of a parameter whose noise or rounding depends on the device type; None if there is none."""
         return self.parameters.drawn_on_the_device()
 
     def why_no_adapter(self) -> str | None:
-        """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
+        """None if the trained change is an exact LoRA adapter; else the reason, in words, why it is not."""
         return self.parameters.why_no_adapter()
 
     def low_rank_changes(self) -> list[LowRankChange]:
-        """What training added to each matrix that is moved in the forward pass."""
+        """The trained change of each matrix that is perturbed in the forward pass."""
         return self.parameters.low_rank_changes()
 
     @torch.no_grad()
     def merge(self) -> nn.Module:
-        """Writes what was trained in the forward pass into the weights, removes the hooks, returns the model."""
+        """Adds the changes stored beside the weights to them, removes the hooks, and returns the model."""
         self.parameters.fold()
         return self.model
 
     def close(self) -> None:
-        """Removes the hooks: parameters moved in the forward pass are the base's again."""
+        """Removes the hooks; changes stored beside the weights no longer take effect."""
         self.parameters.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """param_groups as torch has them; everything else by parameter name, in its own dtype.
+        """`param_groups` as in torch; the other tensors by parameter name, in their own dtype.
 
-        The weights themselves are the model's, except where the method keeps its change beside them.
+        Weights are not included; they are in the model's state dict. Changes stored beside the weights are included.
         """
         progress = self.progress
         return {
@@ -392,7 +397,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts a `state_dict` back; torch's own would cast float32 state to a bf16 parameter's dtype."""
+        """Restores a `state_dict`; torch's own method would cast float32 state to the dtype of a bfloat16 parameter."""
         if state_dict.get("rule", self._description) != self._description:
             raise RequestError(f"state_dict: it is of {state_dict['rule']}, and this optimizer is {self._description}.")
         names = set(state_dict["change"])
@@ -413,11 +418,11 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         return f"{type(self.update).__name__} over {type(self.perturbation).__name__}"
 
     def tuned_state(self) -> dict[str, Tensor]:
-        """Copies, on the CPU, of all that training changes; see `TunedParameters.tensors`."""
+        """CPU copies of all tensors that training changes; see `TunedParameters.tensors`."""
         return {key: value.detach().cpu().clone() for key, value in self.parameters.tensors().items()}
 
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
-        """Puts back a `tuned_state` taken after `num_steps` steps."""
+        """Restores a `tuned_state` saved after `num_steps` steps."""
         self.parameters.load_tensors(tuned, self._draw_for(num_steps))
 
     def resumable_state(self) -> dict[str, Tensor]:
@@ -425,11 +430,11 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         return self.parameters.tensors() | self.progress.tensors()
 
     def load_resumable_state(self, state: Mapping[str, Tensor], records: Sequence[StepRecord]) -> None:
-        """Puts back a `resumable_state`; the next step is the one that followed it.
+        """Restores a `resumable_state`.
 
         Args:
-            state: as it was saved.
-            records: of all steps that had been taken, from the first on.
+            state: the saved tensors.
+            records: records of all steps taken before `state` was saved, starting at step 0.
         """
         self.progress.load_records(records, self._restarting)
         self._load_moments(state)
@@ -441,7 +446,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             rule.estimator.resume(list(self.progress.moments[kind]))
 
     def _draw_for(self, num_steps: int) -> Callable[[Target, int | None], Direction]:
-        """Draws directions with the fixed factors of a step; by default of the last of `num_steps`."""
+        """A function that draws a direction with the fixed factors of a given step; None: the last of `num_steps`."""
 
         def draw(target: Target, refresh_step: int | None) -> Direction:
             key = DrawKey(self.seed, max(0, num_steps - 1) if refresh_step is None else refresh_step)

@@ -1,4 +1,4 @@
-"""What the next step of an optimizer depends on beside the parameters: counts, and the moments of its update rules."""
+"""The state of an optimizer besides the parameters: counts, and the moments of its update rules."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from tezo.estimators.estimate import StepRecord
 from tezo.optim.updates import State
 
 Moments = dict[str, State]
-"""Parameter name -> the state that an update rule keeps for it."""
+"""Parameter name -> the update rule's state of the parameter."""
 
 
 @dataclass
@@ -19,10 +19,10 @@ class OptimizerState:
     """Counts and moments.
 
     Attributes:
-        num_steps: steps taken.
-        num_forward_passes: evaluations of the closure in all of them.
-        last_step: record of the last one; None before the first.
-        counts: kind of step -> estimates that its moments have seen.
+        num_steps: number of steps taken.
+        num_forward_passes: number of closure evaluations in all steps.
+        last_step: record of the last step; None before the first.
+        counts: kind of step -> number of estimates in its moments.
         moments: kind of step -> moments of its update rule.
     """
 
@@ -33,7 +33,7 @@ class OptimizerState:
     moments: dict[str, Moments] = field(default_factory=dict)
 
     def add(self, record: StepRecord, restarting: Iterable[str]) -> None:
-        """Counts a step; `restarting` are the kinds whose moments end with a step of another kind."""
+        """Counts a step; `restarting` are the kinds whose moments are dropped by a step of another kind."""
         for kind in restarting:
             if kind != record.kind:
                 self.counts[kind], self.moments[kind] = 0, {}
@@ -43,7 +43,7 @@ class OptimizerState:
         self.last_step = record
 
     def tensors(self) -> dict[str, Tensor]:
-        """The moments, as "update/NAME/KEY" of two-point steps and "KIND/NAME/KEY" of others; not copies."""
+        """The moments: "update/NAME/KEY" for two-point steps, "KIND/NAME/KEY" for other kinds; not copies."""
         return {
             f"{_PREFIX.get(kind, kind)}/{name}/{key}": value
             for kind, moments in self.moments.items()
@@ -52,11 +52,11 @@ class OptimizerState:
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor], devices: Mapping[str, torch.device]) -> None:
-        """Puts back what `tensors` gave, of the kinds that there are; other names are left alone.
+        """Restores the moments of all kinds from the result of `tensors`; other names are ignored.
 
         Args:
-            tensors: by name.
-            devices: parameter name -> where its moments belong.
+            tensors: tensors by name.
+            devices: parameter name -> device of its moments.
         """
         for kind in self.moments:
             start, moments = f"{_PREFIX.get(kind, kind)}/", Moments()
@@ -67,7 +67,7 @@ class OptimizerState:
             self.moments[kind] = moments
 
     def load_records(self, records: Sequence[StepRecord], restarting: Collection[str]) -> None:
-        """Puts the counts back as they are after these steps, all from the first on."""
+        """Restores the counts from the records of all steps since the first."""
         self.num_steps, self.num_forward_passes = len(records), sum(record.forward_passes for record in records)
         self.last_step = records[-1] if records else None
         last_kind = self.last_step.kind if self.last_step else None

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer tunes: how each is moved, and what training has changed of them."""
+"""The parameters that an optimizer tunes, and their trained changes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,23 +16,23 @@ from tezo.optim.updates import State, Update
 
 
 class TunedParameters:
-    """Parameters of a model, moved along the directions of a perturbation by an update rule.
+    """The tuned parameters of a model, with the perturbation and the update rule that change them.
 
     Args:
-        model: whose parameters they are.
-        targets: the parameters.
+        model: the model.
+        targets: the parameters to be tuned.
         perturbation: draws their directions.
-        update: steps along estimates; must take the perturbation's type of direction.
+        update: steps along estimates; must accept the perturbation's type of direction.
         in_forward: see `ZerothOrderOptimizer`.
         frozen_rank: see `ZerothOrderOptimizer`.
 
     Attributes:
-        moving: name -> how the parameter is moved.
-        merged: whether what was trained was written into the weights.
+        moving: parameter name -> the object that perturbs and updates the parameter.
+        merged: whether the trained changes were added to the weights.
         closed: whether the hooks are removed.
 
     Raises:
-        RequestError: a parameter cannot be moved this way; the model is as before.
+        RequestError: a parameter cannot be tuned this way; the model is unchanged.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class TunedParameters:
     def _moving(self, target: Target, in_forward: bool, frozen_rank: int | None) -> MovingParameter:
         kind = self.perturbation.direction_type(target)
         if not issubclass(kind, self.update.takes):
-            taken = ", ".join(kind.__name__ for kind in self.update.takes)
+            accepted = ", ".join(kind.__name__ for kind in self.update.takes)
             raise RequestError(
-                f"{type(self.update).__name__} takes directions of type {taken}; "
+                f"{type(self.update).__name__} takes directions of type {accepted}; "
                 f"{type(self.perturbation).__name__} draws {kind.__name__} for {target.name}."
             )
         if self.update.writes_weight:
@@ -69,12 +69,12 @@ class TunedParameters:
         return moving_parameter(target, kind, self._blocks, in_forward=in_forward, frozen_rank=frozen_rank)
 
     def writes(self, moving: MovingParameter) -> bool:
-        """Whether this method ever changes the stored tensor of a parameter."""
+        """Whether this method changes the stored tensor of a parameter at any time."""
         folds = self.perturbation.interval is not None and moving.folds_into_weight
         return moving.writes_weight or self.update.writes_weight or folds
 
     def drawn_on_the_device(self) -> str | None:
-        """A parameter whose steps depend on the type of its device, by noise or by rounding; None: there is none."""
+        """Name of a parameter whose noise or rounding depends on the device type; None if there is none."""
         for name, moving in self.moving.items():
             target = moving.target
             kind = self.perturbation.direction_type(target)
@@ -84,11 +84,11 @@ class TunedParameters:
         return None
 
     def why_no_adapter(self) -> str | None:
-        """None where the run is an exact LoRA adapter; else, in words, what stands in the way."""
+        """None if the trained change is an exact LoRA adapter; else the reason, in words, why it is not."""
         if self.merged:
-            return "what was trained is in the weights since merge()"
+            return "the trained change is in the weights since merge()"
         if getattr(self.model, "peft_config", None):
-            return "what was trained is a change to PEFT's own adapter, for its save_pretrained() after merge()"
+            return "the trained change is one of PEFT's own adapter; call merge(), then its save_pretrained()"
         for moving in self.moving.values():
             target = moving.target
             if self.writes(moving):
@@ -98,7 +98,7 @@ class TunedParameters:
         return None
 
     def low_rank_changes(self) -> list[LowRankChange]:
-        """What training added to each matrix that is moved in the forward pass."""
+        """The trained change of each matrix that is perturbed in the forward pass."""
         return [
             LowRankChange(moving.target, self.perturbation.rank_of(name) or 1, moving.trained())
             for name, moving in self.moving.items()
@@ -107,42 +107,42 @@ class TunedParameters:
 
     @property
     def compression_error(self) -> float:
-        """Of the parameter where it is largest: the share of what was trained that compression beside the base lost."""
+        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
         return max((moving.compression_error for moving in self.moving.values()), default=0.0)
 
     def fold(self) -> None:
-        """Writes what was trained in the forward pass into the weights, and removes the hooks."""
+        """Adds the changes stored beside the weights to them, and removes the hooks."""
         for moving in self.moving.values():
             moving.fold()
         self.merged = True
         self.close()
 
     def close(self) -> None:
-        """Removes the hooks: parameters moved in the forward pass are the base's again."""
+        """Removes the hooks; changes stored beside the weights no longer take effect."""
         self.closed = True
         for moving in self.moving.values():
             moving.close()
         self._blocks.close()
 
     def changes(self) -> dict[str, State]:
-        """Name -> what was trained beside the stored tensor; not copies."""
+        """Parameter name -> tensors of the change stored beside the weights; not copies."""
         return {name: dict(moving.state()) for name, moving in self.moving.items()}
 
     def load_changes(self, changes: Mapping[str, State], draw: Callable[[Target, int | None], Direction]) -> None:
-        """Puts `changes` back.
+        """Restores the result of `changes`.
 
         Args:
-            changes: for every parameter.
-            draw: (target, refresh step or None: of the last step) -> a direction with the fixed factors of that step.
+            changes: entries for all parameters.
+            draw: (target, refresh step) -> a direction with the fixed factors of that step; None means the last step.
         """
         for name, moving in self.moving.items():
             moving.load_state(partial(draw, moving.target), changes[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that training changes; not copies.
+        """All tensors that training changes; not copies.
 
-        Names are "change/NAME/KEY" (coefficients), "weight/NAME" (where the method writes weights) and
-        "basis/STEP/NAME" (factors that were computed from data).
+        Names are "change/NAME/KEY" (coefficients), "weight/NAME" (if the method writes the weight) and
+        "basis/STEP/NAME" (factors computed from data).
         """
         tensors = {f"basis/{key}": value for key, value in self.perturbation.state().items()}
         for name, moving in self.moving.items():
@@ -153,7 +153,7 @@ class TunedParameters:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor], draw: Callable[[Target, int | None], Direction]) -> None:
-        """Puts `tensors` back, of which other names are left alone; `draw` as for `load_changes`."""
+        """Restores the result of `tensors`; other names are ignored. `draw` is as in `load_changes`."""
         basis = {key.removeprefix("basis/"): value for key, value in tensors.items() if key.startswith("basis/")}
         self.perturbation.load_state(basis)
         changes: dict[str, State] = {name: {} for name in self.moving}

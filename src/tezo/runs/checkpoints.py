@@ -1,7 +1,7 @@
-"""Checkpoints: `checkpoint-<step>/` with tensors, a state, and a manifest of their sizes and SHA-256.
+"""Checkpoints: folders `checkpoint-<step>/` with tensors, a state, and a manifest of their sizes and SHA-256 digests.
 
-The folder appears under its name only when all of it is on disk. Reading trusts nothing: names, sizes and digests are
-checked before a byte is used, and a folder that fails is passed over for an older one.
+A folder gets its name only after it is completely written. When a checkpoint is read, names, sizes and digests are
+verified first; a damaged checkpoint is skipped and an older one is used.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ _PREFIX = "checkpoint-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run after `step` steps.
+    """The state of a run after `step` steps.
 
     Attributes:
-        step: finished steps.
-        tensors: by name.
-        state: JSON.
+        step: number of finished steps.
+        tensors: tensors by name.
+        state: values that JSON can represent, by name.
     """
 
     step: int
@@ -37,21 +37,21 @@ class Checkpoint:
 
 
 class DamagedError(Exception):
-    """A checkpoint that cannot be used, and why."""
+    """A checkpoint cannot be used; the message has the reason."""
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Writes a checkpoint into the folder of a run, and removes all but the newest `keep`.
+    """Writes a checkpoint into the folder of a run, and removes all except the newest `keep` checkpoints.
 
     Raises:
-        RunError: it cannot be written; those that were there are as before.
+        RunError: the checkpoint cannot be written; existing checkpoints are unchanged.
     """
     path = run / f"{_PREFIX}{checkpoint.step}"
     with new_folder(path) as folder:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
         save_file(plain, folder / TENSORS, metadata={"format": "pt"})
         (folder / STATE).write_text(json.dumps({"step": checkpoint.step, **checkpoint.state}), encoding="utf-8")
-        manifest = {name: _described(folder / name) for name in (TENSORS, STATE)}
+        manifest = {name: _manifest_entry(folder / name) for name in (TENSORS, STATE)}
         (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     for old in [*checkpoints(run)[keep:], *_unfinished(run)]:
         shutil.rmtree(old, ignore_errors=True)
@@ -59,18 +59,18 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def _unfinished(run: Path) -> list[Path]:
-    """What a process that died while it saved has left."""
+    """Temporary folders of processes that were killed while they saved a checkpoint."""
     return list(run.glob(f".{_PREFIX}*"))
 
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoint folders of a run, newest first."""
-    found = [path for path in run.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
-    return sorted(found, key=_step_of, reverse=True)
+    folders = [path for path in run.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
+    return sorted(folders, key=_step_of, reverse=True)
 
 
 def remove_checkpoints(run: Path) -> None:
-    """All of them."""
+    """Removes all checkpoints of a run."""
     for path in [*checkpoints(run), *_unfinished(run)]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -80,21 +80,25 @@ def _step_of(path: Path) -> int:
 
 
 def newest(run: Path, most_steps: int) -> tuple[Checkpoint | None, list[str]]:
-    """(the newest checkpoint that verifies and has at most `most_steps`, why each newer one was passed over)."""
+    """(the newest valid checkpoint with at most `most_steps` steps or None, a message for each newer one skipped)."""
     skipped = []
     for path in checkpoints(run):
         if _step_of(path) > most_steps:
-            skipped.append(f"{path.name} was passed over: the log ends at step {most_steps}.")
+            skipped.append(f"{path.name} was skipped: the log ends at step {most_steps}.")
             continue
         try:
             return load_checkpoint(path), skipped
         except DamagedError as error:
-            skipped.append(f"{path.name} was passed over: {error}.")
+            skipped.append(f"{path.name} was skipped: {error}.")
     return None, skipped
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads and verifies a checkpoint; `DamagedError` says what is wrong."""
+    """Reads and verifies a checkpoint.
+
+    Raises:
+        DamagedError: the checkpoint is incomplete or altered.
+    """
     try:
         return _verified(path)
     except UntrustedError as error:
@@ -106,16 +110,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def _verified(path: Path) -> Checkpoint:
     manifest = read_object(plain_file(path / MANIFEST))
     if set(manifest) != {TENSORS, STATE}:
-        raise DamagedError("its manifest names other files than a checkpoint has")
-    for name, described in manifest.items():
-        if _described(plain_file(path / name)) != described:
+        raise DamagedError(f"its manifest names other files than {TENSORS} and {STATE}")
+    for name, entry in manifest.items():
+        if _manifest_entry(plain_file(path / name)) != entry:
             raise DamagedError(f"{name} is not the file that was saved")
     state = read_object(plain_file(path / STATE))
     if state.pop("step", None) != _step_of(path):
-        raise DamagedError("it is of another step")
+        raise DamagedError(f"{STATE} belongs to another step")
     return Checkpoint(_step_of(path), load_file(path / TENSORS), state)
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _manifest_entry(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

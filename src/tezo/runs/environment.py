@@ -1,4 +1,4 @@
-"""The machine that a run is on: its name, its memory, the versions of what it runs."""
+"""The environment of a run: hardware, memory and package versions."""
 
 import platform
 import resource
@@ -14,7 +14,7 @@ from tezo.tasks.objectives import Encoded
 
 
 def peak_memory() -> int:
-    """Bytes: the most reserved on the GPU, or on a CPU the peak resident set of the process."""
+    """Peak memory in bytes: the maximum reserved on the GPU, or without a GPU the peak resident set of the process."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_reserved())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -23,18 +23,18 @@ def peak_memory() -> int:
 
 @contextmanager
 def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
-    """Turns an allocation that fails inside into an error that says what to lower.
+    """Context that turns a failed allocation into a `RunError` with the settings to lower.
 
     Args:
-        what: is being done, in words.
-        rows: it is done with.
-        key: the setting that decides how many at once.
+        what: the operation, in words.
+        rows: the rows of the operation.
+        key: the setting that determines the number of rows.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        refused = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        if not refused:
+        out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not out_of_memory and "can't allocate memory" not in str(error):
             raise
         longest = max((encoded.length for encoded in rows), default=0)
         raise RunError(
@@ -44,18 +44,18 @@ def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
 
 
 def versions(packages: Sequence[str] = ("tezo", "torch", "transformers", "peft", "numpy")) -> dict[str, str]:
-    """Versions of what a result depends on."""
-    found = {"python": platform.python_version()}
+    """Package name -> version, for Python and the packages that a result depends on."""
+    installed = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def hardware() -> str:
-    """The processor or GPU, in words."""
+    """Description of the GPU, or of the CPU and its number of threads."""
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

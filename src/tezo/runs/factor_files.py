@@ -1,6 +1,6 @@
-"""What was seen of the data, in the folder of a run, so that a replay needs no data: `<kind>-<step>.safetensors`.
+"""Files of tensors computed from data, `<kind>-<step>.safetensors` in the folder of a run; a replay needs no data.
 
-Kinds are "basis", what a basis saw, and "feedback", what a feedback step measured.
+Kinds are "basis", the factors of a data-dependent basis, and "feedback", the gradients of a feedback step.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from tezo.numerics.hashing import content_hash
 
 
 class FactorFiles:
-    """The files of one folder.
+    """A `FactorStore` in the folder of a run.
 
     Args:
-        folder: of the run.
-        writes: whether this process is the one that writes it.
+        folder: folder of the run.
+        writes: whether this process writes the files; `save` does nothing if False.
     """
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
@@ -30,22 +30,22 @@ class FactorFiles:
         self._writes = writes
 
     def path(self, kind: str, step: int) -> Path:
-        """Of what was seen at that step."""
+        """Path of the file for `kind` at `step`."""
         return self.folder / f"{kind}-{step}.safetensors"
 
-    def save(self, kind: str, step: int, seen: CollectedFactors) -> None:
-        """Writes it, whole or not at all.
+    def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
+        """Writes the file atomically.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: the file cannot be written.
         """
         if self._writes:
-            plain = {name: factor.cpu().contiguous() for name, factor in seen.factors.items()}
-            about = f"{seen.calls} {_hash(plain, seen.calls)}"  # one entry: several have no fixed order
-            write_file(self.path(kind, step), save(plain, metadata={"calls_sha256": about}))
+            plain = {name: factor.cpu().contiguous() for name, factor in collected.factors.items()}
+            metadata = f"{collected.calls} {_hash(plain, collected.calls)}"  # one entry: several have no fixed order
+            write_file(self.path(kind, step), save(plain, metadata={"calls_sha256": metadata}))
 
     def load(self, kind: str, step: int) -> CollectedFactors | None:
-        """Reads and verifies it; None where there is no such file.
+        """Reads and verifies the file; None if it does not exist.
 
         Raises:
             RequestError: the file is damaged.
@@ -53,20 +53,21 @@ class FactorFiles:
         path = self.path(kind, step)
         if not path.exists():
             return None
-        seen, sha256 = None, ""
+        collected, sha256 = None, ""
         try:
             with safe_open(plain_file(path), framework="pt") as file:
                 calls, _, sha256 = (file.metadata() or {}).get("calls_sha256", "").partition(" ")
-                seen = CollectedFactors({name: file.get_tensor(name) for name in file.keys()}, int(calls))  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                collected = CollectedFactors(tensors, int(calls))
         except (UntrustedError, OSError, ValueError, SafetensorError):
             pass
-        if seen is None or sha256 != _hash(seen.factors, seen.calls):
-            raise RequestError(f"{path} is damaged; put a sound copy in its place, or delete it to look again.")
-        return seen
+        if collected is None or sha256 != _hash(collected.factors, collected.calls):
+            raise RequestError(f"{path} is damaged; replace it with an intact copy, or delete it to compute it again.")
+        return collected
 
 
 def _hash(factors: Mapping[str, Tensor], calls: int) -> str:
-    made = hashlib.sha256(str(calls).encode())
+    digest = hashlib.sha256(str(calls).encode())
     for name, factor in sorted(factors.items()):
-        made.update(f"{name} {content_hash(factor)}".encode())
-    return made.hexdigest()
+        digest.update(f"{name} {content_hash(factor)}".encode())
+    return digest.hexdigest()

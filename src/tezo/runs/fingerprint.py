@@ -1,6 +1,6 @@
-"""Whether a run is the one that its log says: enough of model, rows and place to refuse to go on with others.
+"""Checks that a resumed or replayed run has the settings, model, rows and device of its step log's header.
 
-All of it is in the header of the step log: JSON with the kinds of value in `KEYS`.
+The header is a JSON object with the keys and types of `KEYS`.
 """
 
 import hashlib
@@ -18,69 +18,69 @@ KEYS = {
     "device": str,
     "versions": dict,
 }
-"""Of every log; later versions have more."""
+"""Key -> type, for the keys of every log; newer versions write additional keys."""
 
 _ROWS = {"rows": "training rows", "answers": "answers of its training rows", "held_rows": "dev and test rows"}
 
 
 def hash_of(value: Any) -> str:
-    """SHA-256 of a value of numbers, strings and tuples of them, in hexadecimal."""
+    """SHA-256, in hexadecimal, of the `repr` of a value made of numbers, strings and tuples."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def check_complete(header: Mapping[str, Any]) -> None:
-    """An error where a log's header lacks what every run writes."""
+    """Raises a `RequestError` if a log's header lacks a key of `KEYS`, or has it with another type."""
     if not all(isinstance(header.get(key), kind) for key, kind in KEYS.items()):
         raise RequestError("steps.log: its header is not that of a run; give the folder of a run.")
 
 
 def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """An error where a setting is not what the run began with; both by dotted key."""
+    """Raises a `RequestError` if a setting differs from the one that the run began with; both by dotted key."""
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise RequestError(
-                f"{key} is {now.get(key)!r}, and the run began with {before.get(key)!r}; give what it began with, "
+                f"{key} is {now.get(key)!r}, and the run began with {before.get(key)!r}; use the original value, "
                 "or another --output."
             )
 
 
-def check_rows(found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """An error where rows are not those that the run began with."""
+def check_rows(header: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises a `RequestError` if the digests of rows differ from those in the header."""
     for key, what in _ROWS.items():
-        if found.get(key, own[key]) != own[key]:  # the header of an earlier version has the first alone
-            raise RequestError(f"data: the {what} are not those that the run began with; put them back.")
+        if header.get(key, own[key]) != own[key]:  # headers of earlier versions have only the first key
+            raise RequestError(f"data: the {what} are not those that the run began with; restore them.")
 
 
-def check_model(found: Mapping[str, Any], own: str) -> None:
-    """An error where the weights are not those that the run began with; `own` is their digest."""
-    if found["model"] != own:
-        raise RequestError("model.name: its weights are not those that the run began with; put them back.")
+def check_model(header: Mapping[str, Any], own: str) -> None:
+    """Raises a `RequestError` if the digest of the weights, `own`, differs from the one in the header."""
+    if header["model"] != own:
+        raise RequestError("model.name: its weights are not those that the run began with; restore them.")
 
 
 def check_place(
-    found: Mapping[str, Any], own: Mapping[str, Any], drawn_on_the_device: Callable[[], str | None]
+    header: Mapping[str, Any], own: Mapping[str, Any], drawn_on_the_device: Callable[[], str | None]
 ) -> list[str]:
-    """What the user should know of another device or other versions.
+    """Messages for the user about a changed device or changed package versions.
 
     Args:
-        found: "device" and "versions" that the run began with.
-        own: those of now.
-        drawn_on_the_device: names a parameter whose steps depend on the type of its device, or None.
+        header: "device" and "versions" at the beginning of the run.
+        own: "device" and "versions" of this process.
+        drawn_on_the_device: returns the name of a parameter whose steps depend on the device type, or None.
 
     Raises:
-        RequestError: steps cannot be taken again on this device.
+        RequestError: the run's steps cannot be reproduced on this device.
     """
     notices = []
-    if found["device"] != own["device"]:
+    if header["device"] != own["device"]:
         name = drawn_on_the_device()
         if name is not None:
             raise RequestError(
-                f"model.device is {own['device']}, and the run drew noise for {name} on {found['device']}, which no "
-                f"other device draws; set model.device={found['device']}."
+                f"model.device is {own['device']}, and the run drew noise for {name} on {header['device']}, which "
+                f"cannot be reproduced on another device; set model.device={header['device']}."
             )
-        notices.append(f"the run began on {found['device']}: on {own['device']} steps may differ in rounding.")
+        notices.append(f"the run began on {header['device']}: on {own['device']} steps may differ in rounding.")
     for package, version in own["versions"].items():
-        if found["versions"].get(package) != version:
-            then = found["versions"].get(package)
-            notices.append(f"the run began with {package} {then}: with {version} steps may differ in rounding.")
+        if header["versions"].get(package) != version:
+            before = header["versions"].get(package)
+            notices.append(f"the run began with {package} {before}: with {version} steps may differ in rounding.")
     return notices

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line every so many steps, and one for each evaluation. It is only ever appended to."""
+"""metrics.jsonl: one line per logged step and one per evaluation. Complete lines are never changed."""
 
 import json
 from pathlib import Path
@@ -8,17 +8,17 @@ from tezo.files import append, json_text, storing
 from tezo.tasks.evaluation import Metrics
 
 MOST_LINE = 1 << 20
-"""Bytes of a line, at most."""
+"""Largest size of a line in bytes; longer lines are ignored."""
 
 
 class MetricsLog:
-    """The file, and what it already says of a run that was cut short.
+    """The metrics file of a run, with the lines that an interrupted run has already written.
 
-    Lines that are there are not written again, so that a resumed run adds what is missing.
+    Existing lines are not written again, so a resumed run adds only the missing ones.
 
     Attributes:
         evaluations: (split, step) -> metrics.
-        seconds: spent on steps, at the last line of one.
+        seconds: time spent on steps, from the last step line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,17 +27,17 @@ class MetricsLog:
         self.seconds = 0.0
         self._last_step = 0
         data = path.read_bytes() if path.exists() else b""
-        self._whole, self._size = data.rfind(b"\n") + 1, len(data)
-        for text in data[: self._whole].splitlines():
-            self._remember(text)
+        self._complete_size, self._size = data.rfind(b"\n") + 1, len(data)
+        for text in data[: self._complete_size].splitlines():
+            self._read_line(text)
 
     def cut_tail(self) -> None:
-        """Removes an unfinished last line; to be called before the first line is added."""
-        if self._whole < self._size:
+        """Removes an incomplete last line; must be called before the first line is added."""
+        if self._complete_size < self._size:
             with storing(self.path), self.path.open("r+b") as file:
-                file.truncate(self._whole)
+                file.truncate(self._complete_size)
 
-    def _remember(self, text: bytes) -> None:
+    def _read_line(self, text: bytes) -> None:
         try:
             line = json.loads(text) if len(text) <= MOST_LINE else {}
             step = int(line.pop("step"))
@@ -47,15 +47,15 @@ class MetricsLog:
             else:
                 self.seconds, self._last_step = float(line["seconds"]), max(self._last_step, step)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return  # an evaluation with a null, which is made again; or what somebody else wrote
+            return  # an evaluation with a null, which is repeated, or a line not written by tezo
 
     def step(self, step: int, **line: Any) -> None:
-        """Adds the line of a step."""
+        """Appends the line of a step, unless the file has it."""
         if step > self._last_step:
             self._append(step=step, **line)
 
     def evaluation(self, split: str, step: int, metrics: Metrics) -> None:
-        """Adds the line of an evaluation."""
+        """Appends the line of an evaluation, unless the file has it."""
         if (split, step) not in self.evaluations:
             self._append(step=step, split=split, **metrics)
 

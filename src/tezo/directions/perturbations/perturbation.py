@@ -199,7 +199,7 @@ class LowRankPerturbation(Perturbation):
         return 0 if self.interval is None else step - step % self.interval
 
     def before(self, target: Target, key: DrawKey) -> Callable[[], dict[str, Tensor]] | None:
-        """A function that draws the factors of the previous interval; None unless `key.step` is a refresh after it."""
+        """A function that draws the previous interval's factors; None unless `key.step` is a refresh after step 0."""
         refresh_step = self.refresh_step(key.step)
         if refresh_step == 0 or refresh_step != key.step:
             return None

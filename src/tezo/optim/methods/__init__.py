@@ -1,16 +1,15 @@
-"""The named methods: each a perturbation and an update rule, put together.
+"""The named methods; each combines a perturbation and an update rule.
 
-Symbols: W (M x N) a weight, Z a direction of its shape, kappa = (f(W + rho Z) - f(W - rho Z)) / (2 rho) the
-projected gradient, lr the learning rate, r the rank. 1-D parameters, where trained, always take dense
-directions. Options that all methods share are in `Common`. Defaults: rho 1e-3 and the learning rates 1e-6
-(plain and momentum steps) and 1e-5 (Adam) are the paper's (appendix, table of hyper-parameters; it uses 1e-7
-for plain steps on OPT-13B).
+Symbols: W (M x N) is a weight, Z a direction of its shape, kappa = (f(W + rho Z) - f(W - rho Z)) / (2 rho) the
+projected gradient, lr the learning rate, r the rank. 1-D parameters, if they are tuned, always have dense directions.
+Options of all methods are in `Common`. The defaults rho = 1e-3, lr = 1e-6 (plain and momentum steps) and lr = 1e-5
+(Adam) are the paper's (appendix, table of hyper-parameters; it uses 1e-7 for plain steps on OPT-13B).
 
-Shared deviations from the published forms, argued in docs/theory.md and docs/how-to-choose.md:
-- low-rank directions have unit variance (`scale="unit"`), `scale="raw"` gives the published scale;
-- they are added in the forward pass, so that weights neither drift nor move through memory;
-- a draw is a function of (seed, step, parameter), not of one global stream;
-- there is no weight decay unless asked for.
+Deviations from the published methods that all methods share, with reasons in docs/theory.md and docs/how-to-choose.md:
+- low-rank directions have unit variance (`scale="unit"`); `scale="raw"` gives the published scale;
+- low-rank directions are added in the forward pass, so that weights neither drift nor are rewritten in memory;
+- a draw is a function of (seed, step, parameter), not of one global random stream;
+- the default weight decay is 0.
 """
 
 import inspect
@@ -41,9 +40,9 @@ from tezo.optim.tuner import Tuner as Tuner
 T = TypeVar("T", bound=Tuner, covariant=True)
 
 AUTO = "auto"
-"""A learning rate that is measured before the first step, by `tezo.optim.learning_rate`."""
+"""The value of lr for a learning rate that `tezo.optim.learning_rate` measures before the first step."""
 Rate = float | Literal["auto"]
-"""What a recipe may give for lr; a method is built with a number."""
+"""Type of lr in a recipe; methods are built with a number."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,10 @@ class Method(Generic[T]):
     """A named method.
 
     Attributes:
-        name: on the command line and in recipes.
-        build: the function that makes its optimizer.
-        in_paper: whether the paper has it.
-        exports_adapter: whether a run on linear layers is an exact LoRA adapter.
+        name: name on the command line and in recipes.
+        build: function that creates its optimizer.
+        in_paper: whether the method is in the paper.
+        exports_adapter: whether a run on linear layers results in an exact LoRA adapter.
     """
 
     name: str
@@ -68,7 +67,7 @@ class Method(Generic[T]):
         return inspect.getdoc(self.build).partition("\n")[0]  # type: ignore[union-attr]
 
     def options(self) -> dict[str, Any]:
-        """Option -> annotated type, of those that a recipe may set."""
+        """Option -> annotated type, for all options that a recipe may set."""
         parameters = inspect.signature(self.build).parameters.values()
         kinds = {p.name: p.annotation for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -108,7 +107,7 @@ BASELINES: dict[str, Method[FirstOrderOptimizer]] = {"adam": Method("adam", adam
 
 
 def method(name: str) -> Method[Tuner]:
-    """The method of that name, first-order ones too; an error with the nearest one where there is none."""
+    """The zeroth-order or first-order method with this name; the error for an unknown name suggests the nearest one."""
     known: dict[str, Method[Tuner]] = {**METHODS, **BASELINES}
     if name not in known:
         raise RequestError(f"method.name: there is no method {name!r}. " + nearest(name, known))

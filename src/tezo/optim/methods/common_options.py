@@ -1,11 +1,11 @@
-"""Options that all methods share."""
+"""Options of all zeroth-order methods."""
 
 from collections.abc import Sequence
 from typing import TypedDict
 
 
 class Common(TypedDict, total=False):
-    """Options of every method; see `ZerothOrderOptimizer`."""
+    """Options of every zeroth-order method; see `ZerothOrderOptimizer`."""
 
     rho: float
     weight_decay: float

@@ -1,4 +1,4 @@
-"""First-order fine-tuning, the baseline that zeroth-order methods are measured against."""
+"""First-order fine-tuning, the baseline of zeroth-order methods."""
 
 from collections.abc import Sequence
 
@@ -23,9 +23,9 @@ def adam(
         m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2,
         W <- W - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps),   g the gradient.
 
-    The papers' FT; with `model.peft` their FT (LoRA) and FT (prefix). State: m and v, of the weights' shape and
-    dtype, and gradients and activations beside them: several times the memory of inference. `lr`: MeZO's for FT.
-    `betas`, `eps`: torch's. Weight decay is decoupled.
+    This is the papers' FT; with `model.peft` it is their FT (LoRA) and FT (prefix). State: m and v, in the shape and
+    dtype of the weights; with gradients and activations this is several times the memory of inference. `lr` is MeZO's
+    for FT; `betas` and `eps` are torch's. Weight decay is decoupled.
     """
     return FirstOrderOptimizer(
         model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, targets=targets, seed=seed

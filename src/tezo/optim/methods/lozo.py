@@ -1,4 +1,4 @@
-"""LOZO: one factor fresh every step, the other kept over an interval, or a run."""
+"""LOZO: one factor is drawn every step, the other is fixed over an interval, or the whole run."""
 
 from typing import Unpack
 
@@ -14,7 +14,7 @@ from tezo.optim.optimizer import StepRule, ZerothOrderOptimizer
 from tezo.optim.updates import SGD, Adam, Momentum
 
 FEEDBACK_UPDATE = Adam((0.9, 0.999), 1e-8, eps_in_sqrt=False, bias_correction=True)
-"""Of feedback steps: torch's Adam, with torch's settings."""
+"""Update rule of feedback steps: torch's Adam with torch's default settings."""
 
 
 def lozo(
@@ -27,17 +27,18 @@ def lozo(
     basis: str | Basis = "gaussian",
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
-    """LOZO: low-rank directions with one factor kept over an interval.
+    """LOZO: low-rank directions with one factor fixed over an interval.
 
-        Z = U_t V_k^T,   U_t (M x r) every step, V_k (N x r) every `lazy_update_interval` steps,
+        Z = U_t V_k^T,   U_t (M x r) drawn every step, V_k (N x r) every `lazy_update_interval` steps,
         W <- W - lr kappa Z.
 
-    The paper's baseline (Chen et al. 2024). `rank` and the interval: the paper's table. Within an interval
-    W + A V_k^T is computed in the forward pass; A (M x r) is folded into W at each refresh. None keeps V for the whole
-    run: W is only read, and the result is an exact LoRA adapter of rank r.
+    The paper's baseline (Chen et al. 2024). The defaults of `rank` and `lazy_update_interval` are from the paper's
+    table. Within an interval W + A V_k^T is computed in the forward pass; A (M x r) is folded into W at each refresh.
+    With `lazy_update_interval=None` V is fixed for the whole run: W is not written, and the result is an exact LoRA
+    adapter of rank r.
 
-    Deviations: the update uses the U that was measured, at refreshes too (the public code draws another
-    one there); unit scale divides by sqrt(r).
+    Deviations: the update always uses the U of the evaluations; the public code draws another U at refreshes. Unit
+    scale divides Z by sqrt(r).
     """
     perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
@@ -54,13 +55,13 @@ def lozo_m(
     basis: str | Basis = "gaussian",
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
-    """LOZO-m: LOZO with momentum on the fresh factor.
+    """LOZO-m: LOZO with momentum on the factor U.
 
-        M <- beta M + (1 - beta) kappa U_t,   W <- W - lr M V_k^T,
-        and at a refresh first M <- M V_old^T V_new / N   (N r^-1 under unit scale).
+        M <- beta M + (1 - beta) kappa U_t,   W <- W - lr M V_k^T;
+        before the step of a refresh M <- M V_old^T V_new / N   (N r^-1 instead of N with unit scale).
 
-    State: M (M x r), in float32. Interval and deviations: as `lozo`; M starts at zero, as in TeZO-m, where the public
-    code starts at kappa U.
+    State: M (M x r), in float32. `rank`, `lazy_update_interval` and deviations: as in `lozo`. In addition, M starts at
+    zero, as in TeZO-m; the public code starts at kappa U.
     """
     perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)
     return ZerothOrderOptimizer(model, perturbation, Momentum(beta), lr=lr, **common)
@@ -79,24 +80,24 @@ def lozo_adam(
     feedback_scale: float = 0.3,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
-    """LOZO-Adam: Adam on the factor that changes, beside one of leading input directions. Ours, not the paper's.
+    """LOZO-Adam: Adam on the factor U, with V fixed to leading input directions. Ours, not the paper's.
 
-        Z_t = U_t V^T,   U_t (M x r) every step, V (N x r) once,
-        M_t <- b1 M + (1 - b1) kappa U_t,   V_t <- b2 V_t + (1 - b2) kappa^2 U_t^2   (entry by entry),
-        A <- A - lr M_t / sqrt(V_t + eps),   W_t = W_0 + A V^T.
+        Z_t = U_t V^T,   U_t (M x r) drawn every step, V (N x r) once,
+        m <- b1 m + (1 - b1) kappa U_t,   v <- b2 v + (1 - b2) kappa^2 U_t^2   (entry by entry),
+        A <- A - lr m / sqrt(v + eps),   W_t = W_0 + A V^T.
 
-    The columns of V are the leading directions of the layer's inputs (`basis`), seen in forward passes over a few
-    training rows before the first step. A gradient's rows lie in the span of those inputs, and along the leading ones
-    the rows of a batch agree most: docs/theory.md has the measurements. All of the output side is searched, so
-    the subspace is not used up, W_0 is only read, and the result is an exact LoRA adapter of rank r.
+    The columns of V are the leading directions of the layer's inputs (`basis`), computed in forward passes over a few
+    training rows before the first step. The rows of a gradient lie in the span of these inputs, and the gradients of
+    different rows agree most along the leading directions (measurements: docs/theory.md). The output side is not
+    restricted. W_0 is not written, and the result is an exact LoRA adapter of rank r.
 
-    State: A and both moments (3 M x r, in float32), V. `lazy_update_interval` looks at the inputs anew every so many
-    steps; A V^T is folded (`frozen_rank`: beside the base), the first moment goes over by projection. `lr` and `rank`
-    are those of the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
+    State: A, m and v (3 M x r, in float32), and V. With `lazy_update_interval` the basis is recomputed after this
+    number of steps; A V^T is then folded into W (with `frozen_rank`: stored beside W), and m is carried over by
+    projection. `lr` and `rank` are from the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
 
-    Feedback steps, `step(closure, kind="feedback")`, move A along the error at the last hidden states, at
-    `feedback_scale` times `lr` (`tezo.estimators.feedback`); a run takes them as `train.feedback_first` and
-    `train.feedback_last` say.
+    Feedback steps, `step(closure, kind="feedback")`, update A along the error at the last hidden states, with the
+    learning rate `feedback_scale * lr` (`tezo.estimators.feedback`). A run takes them according to
+    `train.feedback_first` and `train.feedback_last`.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)

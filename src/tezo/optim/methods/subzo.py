@@ -1,4 +1,4 @@
-"""SubZO: a core between two orthonormal factors."""
+"""SubZO: a random core between two orthonormal factors."""
 
 from typing import Unpack
 
@@ -20,16 +20,16 @@ def subzo(
     scale: Scale = "unit",
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
-    """SubZO: a random core between two orthonormal factors kept over an interval.
+    """SubZO: a random core between two orthonormal factors that are fixed over an interval.
 
-        Z = U_k S_t V_k^T sqrt(M N) / r,   S_t (r x r) every step, U_k and V_k every interval,
+        Z = U_k S_t V_k^T sqrt(M N) / r,   S_t (r x r) drawn every step, U_k and V_k every `lazy_update_interval` steps,
         W <- W - lr kappa Z.
 
-    The paper's baseline (Yu et al. 2024). `rank` and the interval: the paper's table. Within an interval
-    W + U_k C V_k^T is computed in the forward pass; C (r x r) is folded into W at each refresh.
+    The paper's baseline (Yu et al. 2024). The defaults of `rank` and `lazy_update_interval` are from the paper's table.
+    Within an interval W + U_k C V_k^T is computed in the forward pass; C (r x r) is folded into W at each refresh.
 
-    Deviations: `scale="unit"` is what the public code does; "raw" leaves sqrt(M N) / r out, as in the
-    formula of the TeZO paper.
+    Deviations: `scale="unit"` is the scale of the public code; `scale="raw"` omits sqrt(M N) / r, as in the formula of
+    the TeZO paper.
     """
     perturbation = Subspace(FixedRank(rank=rank), scale, interval=lazy_update_interval)
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)

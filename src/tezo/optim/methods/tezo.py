@@ -27,22 +27,22 @@ def tezo(
 ) -> ZerothOrderOptimizer:
     """TeZO: directions that are low-rank over the model and over time.
 
-        Z_t = sum_s tau_s u_s v_s^T,   u_s ~ N(0, I_M), v_s ~ N(0, I_N) once, tau ~ N(0, I_r) every step,
+        Z_t = sum_s tau_s u_s v_s^T,   u_s ~ N(0, I_M), v_s ~ N(0, I_N) drawn once, tau ~ N(0, I_r) every step,
         W <- W - lr kappa Z_t.
 
-    Algorithm 1 of the paper. W_t = W_0 + U diag(c_t) V^T throughout, so the base is only read and c (r
-    numbers) is all that changes. `rank=None` chooses ranks by Eq. 6 and 7 (`rank_threshold`, `max_rank`:
-    the paper's table); a number fixes them. `share_factors` keeps one u and v for all matrices of one shape and
-    rank, which saves their memory; tau stays each matrix's own.
+    Algorithm 1 of the paper. W_t = W_0 + U diag(c_t) V^T in every step, so the base W_0 is not written and only c (r
+    numbers) changes. With `rank=None` ranks are chosen by Eq. 6 and 7 (`rank_threshold` and `max_rank`: the paper's
+    table); a number is used for all matrices. With `share_factors` all matrices of the same shape and rank share u and
+    v, which saves memory; tau is drawn for each matrix.
 
-    `basis` is where u and v come from (`tezo.directions.bases`): "gaussian" is the paper's. `lazy_update_interval`
-    draws both anew every so many steps and folds what was trained; None, as in the paper, keeps them.
+    `basis` is the source of u and v (`tezo.directions.bases`); "gaussian" is the paper's. With `lazy_update_interval`
+    both are refreshed after this number of steps and the trained change is folded; None, as in the paper, fixes them.
 
-    Unbiasedness (Theorem 1) is over the draw of u and v, once a run: given them, the mean of the estimate
-    is the projection of the gradient on the span of the u_s v_s^T.
+    Theorem 1 (unbiasedness) averages over u and v, which are drawn once per run. For given u and v, the mean of the
+    estimate is the projection of the gradient onto the span of the u_s v_s^T.
 
-    Deviations: unit scale divides Z by sqrt(r), which makes the estimate Theorem 1's unbiased one; the
-    algorithm as printed has no such factor.
+    Deviations: unit scale divides Z by sqrt(r), which gives the unbiased estimate of Theorem 1; the printed algorithm
+    does not have this factor.
     """
     perturbation = Temporal(
         rank_rule(rank, rank_threshold, max_rank),
@@ -72,8 +72,8 @@ def tezo_m(
 
         tau_M <- beta tau_M + (1 - beta) kappa tau,   W <- W - lr sum_s tau_M,s u_s v_s^T.
 
-    Algorithm 1 of the paper; exactly momentum on W, since u and v do not change. State: tau_M (r numbers).
-    Where factors change, tau_M goes over by projection. Ranks, basis, interval and deviations: as `tezo`.
+    Algorithm 1 of the paper; it equals momentum on W, because u and v are fixed. State: tau_M (r numbers). At a refresh
+    tau_M is carried over by projection. Ranks, basis, interval and deviations: as in `tezo`.
     """
     perturbation = Temporal(
         rank_rule(rank, rank_threshold, max_rank),
@@ -99,15 +99,15 @@ def tezo_adam(
     share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
-    """TeZO-Adam: Adam with both moments kept as temporal factors.
+    """TeZO-Adam: Adam with both moments stored as temporal factors.
 
         tau_M <- b1 tau_M + (1 - b1) kappa tau,   tau_V <- b2 tau_V + (1 - b2) kappa^2 tau^2,
         W <- W - lr M / sqrt(V + eps),   M = sum_s tau_M,s u_s v_s^T,   V = sum_s tau_V,s u_s^2 (v_s^2)^T.
 
-    Algorithm 1 and Eq. 8 of the paper, which also gives `betas` and `eps`; no bias correction, eps inside
-    the root. State: 2 r numbers. The division makes the step dense: one pass over the weights.
+    Algorithm 1 and Eq. 8 of the paper, which also gives `betas` and `eps`; no bias correction, eps inside the square
+    root. State: 2 r numbers. Because of the division the step is dense: one pass over the weights.
 
-    Deviations: ranks, basis and scale as `tezo`; weights below float32 are rounded stochastically.
+    Deviations: ranks, basis and scale as in `tezo`; bfloat16 and float16 weights are rounded stochastically.
     """
     update = FactoredAdam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Temporal(
@@ -134,17 +134,17 @@ def tezo_cadam(
     share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
-    """TeZO-cAdam: Adam on the temporal coefficients themselves. Ours, not the paper's.
+    """TeZO-cAdam: Adam on the temporal coefficients. Ours, not the paper's.
 
         tau_M <- b1 tau_M + (1 - b1) kappa tau,   tau_V <- b2 tau_V + (1 - b2) kappa^2 tau^2,
         c <- c - lr tau_M / sqrt(tau_V + eps),   W_t = W_0 + U diag(c_t) V^T.
 
-    Like `tezo_adam` but for the division, which is done on r numbers instead of on the matrix: nothing
-    dense is ever written, and the result is an exact LoRA adapter. State: 3 r numbers. Where factors change, tau_M
-    goes over by projection and tau_V as it is. Basis and interval: as `tezo`.
+    As `tezo_adam`, except that r coefficients are divided instead of the matrix. W_0 is not written, and the result is
+    an exact LoRA adapter. State: 3 r numbers (c, tau_M, tau_V). At a refresh tau_M is carried over by projection and
+    tau_V is kept. Basis and interval: as in `tezo`.
 
-    `lr` and `rank` are those of the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's. For
-    models of billions of parameters start from the paper's Adam rates, 1e-5 to 1e-4: not measured there.
+    `lr` and `rank` are from the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's. For models with
+    billions of parameters start with the paper's learning rates for Adam, 1e-5 to 1e-4; this is not measured.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Temporal(

@@ -1,4 +1,4 @@
-"""ZO-AdaMU: momentum inside the perturbation."""
+"""ZO-AdaMU: momentum in the perturbation."""
 
 from typing import Unpack
 
@@ -19,16 +19,17 @@ def zo_adamu(
     anneal_stop: int = 16000,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
-    """ZO-AdaMU: momentum and adaptivity inside the perturbation.
+    """ZO-AdaMU: momentum and adaptivity in the perturbation.
 
         z1 ~ N(0, alpha),   z2 ~ N(m, 1 - alpha),   z = b1 z1 + (1 - b1) z2,
         v = b2 z1^2 + (1 - b2) z2^2,   W <- W - lr kappa z / sqrt(v + eps),   m <- z.
 
     The paper's baseline (Jiang et al. 2024); alpha, b1 and b2 are annealed from 1, see
-    `tezo.directions.perturbations.Annealing`. State: m, of the weights' shape, in float32. One direction a step.
+    `tezo.directions.perturbations.Annealing`. State: m, in the shape of the weights, in float32. Only one direction per
+    step is possible.
 
-    Deviations: made from its paper, since the public code cannot take a step; that code also multiplies m
-    by the sign of kappa, which the paper does not. The annealing formula is our reading.
+    Deviations: implemented from its paper, because the public code cannot take a step; that code also multiplies m by
+    the sign of kappa, which the paper does not. The annealing formula is our reading of the paper.
     """
     perturbation = SimulatedMomentum(Annealing(start=anneal_start, stop=anneal_stop))
     return ZerothOrderOptimizer(model, perturbation, AdaMU(eps), lr=lr, **common)

@@ -1,4 +1,4 @@
-"""How to step along an estimate, one file each."""
+"""Update rules, one file each."""
 
 from tezo.optim.updates.adam import Adam as Adam
 from tezo.optim.updates.adam import FactoredAdam as FactoredAdam

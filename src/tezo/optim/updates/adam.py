@@ -1,4 +1,4 @@
-"""Adam on coefficients, and TeZO-Adam's form of it on the matrix they stand for."""
+"""Adam on coefficients, and TeZO-Adam, which applies factored moments to the whole matrix."""
 
 import torch
 from torch import Tensor
@@ -12,18 +12,18 @@ from tezo.optim.updates.update import State, Update, check_average, zeros_like_c
 
 
 class Adam(Update):
-    """Adam, entry by entry, on the coefficient of the estimate g:
+    """Adam on the coefficient of the estimate g, entry by entry:
 
         m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2,   W -= lr * m / sqrt(v + eps).
 
-    On a dense direction this is Adam on the weight; on a CP direction, on the temporal coefficients. Where fixed
-    factors change, m is carried over to the new ones; v, about kappa^2 in any of them, stays.
+    For dense directions this is Adam on the weight, for CP directions Adam on the temporal coefficients. At a refresh
+    of the fixed factors, m is carried over to the new factors; v is kept, because it is about kappa^2 for any factors.
 
     Args:
-        betas: (beta1, beta2).
+        betas: decay rates (beta1, beta2) of the moments.
         eps: smoothing term.
-        eps_in_sqrt: m / sqrt(v + eps), as Algorithm 1 has it; False: m / (sqrt(v) + eps), as torch has it.
-        bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, as torch does and Algorithm 1 does not.
+        eps_in_sqrt: True: m / sqrt(v + eps), as in Algorithm 1; False: m / (sqrt(v) + eps), as in torch.
+        bias_correction: whether m is divided by 1 - beta1^t and v by 1 - beta2^t, as in torch; not in Algorithm 1.
     """
 
     takes: tuple[type[Direction], ...] = (Dense, CP, Core, LowRank)
@@ -50,39 +50,39 @@ class Adam(Update):
             moving.add_(estimate.direction, rows, self.ratio(exp_avg, exp_avg_sq, estimate.count), -lr)
 
     def average_(self, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
-        """Takes `grad` into both moments, in place."""
+        """Updates both moments with `grad`, in place."""
         beta1, beta2 = self.betas
         exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
     def corrected(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Both moments with the start at zero taken out of them, if so configured; new tensors, or the same."""
+        """Both moments as new tensors with bias correction, or unchanged if `bias_correction` is False."""
         if not self.bias_correction:
             return exp_avg, exp_avg_sq
         beta1, beta2 = self.betas
         return exp_avg / (1 - beta1 ** (step + 1)), exp_avg_sq / (1 - beta2 ** (step + 1))
 
     def ratio(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
-        """M / sqrt(v), smoothed and corrected as configured; a new tensor."""
+        """The step m / sqrt(v + eps) or m / (sqrt(v) + eps), with bias correction if configured; a new tensor."""
         exp_avg, exp_avg_sq = self.corrected(exp_avg, exp_avg_sq, step)
         if self.eps_in_sqrt:
             return torch.add(exp_avg_sq, self.eps).rsqrt_().mul_(exp_avg)
         return torch.sqrt(exp_avg_sq).add_(self.eps).reciprocal_().mul_(exp_avg)
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
-        # that of the farthest step: without bias correction m rises before v does, and an early step goes farther
+        # the divisor of the largest step: without bias correction m grows before v does, so early steps are larger
         (beta1, beta2), mean_sq = self.betas, kappa_sq / num_directions
         start = 1.0 if self.bias_correction else min((1 - beta2**t) ** 0.5 / (1 - beta1**t) for t in range(1, 1000))
         return float(start * ((mean_sq + self.eps) ** 0.5 if self.eps_in_sqrt else mean_sq**0.5 + self.eps))
 
 
 class FactoredAdam(Adam):
-    """TeZO-Adam (Algorithm 1, Eq. 8): both moments kept as temporal factors, r numbers each, and merged
+    """TeZO-Adam (Algorithm 1, Eq. 8): both moments are stored as temporal factors with r numbers each:
 
         M = sum_s tau_M,s u_s v_s^T,   V = sum_s tau_V,s u_s^2 (v_s^2)^T,   W -= lr * M / sqrt(V + eps).
 
-    The division is entry by entry, so the step is dense: one pass over the weight, tile by tile. 1-D
-    parameters, whose directions are dense, take plain Adam steps of the same form.
+    The division is entry by entry, so the step is dense: one pass over the weight, tile by tile. 1-D parameters have
+    dense directions and take `Adam` steps with the same settings.
     """
 
     takes: tuple[type[Direction], ...] = (Dense, CP)

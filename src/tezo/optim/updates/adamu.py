@@ -1,4 +1,4 @@
-"""ZO-AdaMU's step: the momentum lies in the perturbation itself."""
+"""ZO-AdaMU's update; its momentum is part of the perturbation."""
 
 import torch
 
@@ -10,9 +10,11 @@ from tezo.optim.updates.update import State, Update, check_average, zeros_like_c
 
 
 class AdaMU(Update):
-    """With z = beta1 z1 + (1 - beta1) z2 the perturbation and kappa the projected gradient,
+    """The update of ZO-AdaMU for the perturbation z = beta1 z1 + (1 - beta1) z2 and the projected gradient kappa:
 
-    v = beta2 z1^2 + (1 - beta2) z2^2,   W -= lr * kappa z / sqrt(v + eps),   and z is the next step's history.
+        v = beta2 z1^2 + (1 - beta2) z2^2,   W -= lr * kappa z / sqrt(v + eps).
+
+    z is stored as "exp_avg"; it is the history of the next step.
     """
 
     takes = (MomentumNoise,)

@@ -1,4 +1,4 @@
-"""Steps along an exponential average of the estimates."""
+"""Steps along an exponential moving average of the estimates."""
 
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.estimators.estimate import ParameterEstimate
@@ -7,9 +7,9 @@ from tezo.optim.updates.update import State, Update, check_average, zeros_like_c
 
 
 class Momentum(Update):
-    """m = beta m + (1 - beta) g, W -= lr * m, on the coefficient of whatever direction it is given.
+    """m = beta m + (1 - beta) g, W -= lr * m, on the coefficient of any type of direction.
 
-    TeZO-m's tau_M is this on tau; LOZO-m's M is this on U, carried over when V changes.
+    m is tau_M in TeZO-m (on tau) and M in LOZO-m (on U). At a refresh it is carried over to the new factors.
     """
 
     def __init__(self, beta: float) -> None:

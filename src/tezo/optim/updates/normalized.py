@@ -1,4 +1,4 @@
-"""Plain steps over a running root mean square of the projected gradient: one number a run."""
+"""Plain steps divided by a running root mean square of the projected gradient, one number per run."""
 
 import torch
 
@@ -8,15 +8,15 @@ from tezo.optim.updates.update import State, Update, check_average
 
 
 class NormalizedSGD(Update):
-    """With kappa_i of the step's q directions and g their estimate:
+    """With the projected gradients kappa_i of the step's q directions and their estimate g:
 
         v = beta v + (1 - beta) mean_i kappa_i^2,   W -= lr * g / (sqrt(v / (1 - beta^t)) + eps).
 
-    The second moment that Adam keeps of kappa z is close to that of kappa, since z^2 averages to 1 over a matrix:
-    this is Adam without its entries, and an honest comparison for it. Every parameter's v is the same.
+    Adam's second moment of kappa z is close to that of kappa, because z^2 averages to 1 over a matrix. This rule is
+    Adam without a second moment per entry, and therefore a fair comparison for it. v is the same for every parameter.
 
     Args:
-        beta: of the second moment.
+        beta: decay rate of the second moment.
         eps: smoothing term.
     """
 

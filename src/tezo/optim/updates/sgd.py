@@ -6,7 +6,7 @@ from tezo.optim.updates.update import State, Update
 
 
 class SGD(Update):
-    """W_t+1 = W_t - lr * g, with g the estimate. For every type of direction."""
+    """W_t+1 = W_t - lr * g, with g the estimate; for every type of direction."""
 
     def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         del estimate, moving

@@ -1,4 +1,4 @@
-"""What an update rule is: it steps one parameter along an estimate of its gradient."""
+"""The interface of update rules: an update rule steps one parameter along an estimate of its gradient."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,8 +19,8 @@ class Update(ABC):
     """A rule for stepping along estimates.
 
     Attributes:
-        takes: the types of direction it is defined for; the optimizer refuses the others at once.
-        writes_weight: whether it writes stored tensors even of parameters that move in the forward pass.
+        takes: supported types of direction; the optimizer's constructor refuses other types.
+        writes_weight: whether it writes the stored tensor of parameters that are perturbed in the forward pass.
     """
 
     takes: tuple[type[Direction], ...] = (Direction,)
@@ -32,28 +32,28 @@ class Update(ABC):
 
     @abstractmethod
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
-        """W_t -> W_t+1; `state` is changed in place."""
+        """Updates the parameter, W_t -> W_t+1, and `state` in place."""
 
     def carry_over(self, direction: Direction, state: State) -> None:
-        """Expresses moments in the space of `direction`, where its fixed factors are new; here there are none."""
+        """Projects moments, in place, onto the space of `direction` if its fixed factors are new; here no moments."""
         del direction, state
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
-        """What a step divides the estimate by, at its least, which sets the scale of learning rates; here nothing.
+        """Smallest number by which a step divides the estimate; it scales the learning rate. Here 1.
 
         Args:
-            kappa_sq: mean square of projected gradients.
-            num_directions: q, averaged in a step: a coefficient of the estimate has the mean square kappa_sq / q.
+            kappa_sq: mean square of the projected gradients.
+            num_directions: q, the directions averaged in a step; the estimate's entries have mean square kappa_sq / q.
         """
         del kappa_sq, num_directions
         return 1.0
 
 
 def check_average(key: str, betas: Sequence[float], eps: float = 0.0) -> None:
-    """An error where a running mean could not be one, or a smoothing term would be taken away."""
+    """Raises a `RequestError` unless all betas are in [0, 1) and `eps` is finite and not negative."""
     for beta in betas:
         if not 0 <= beta < 1:
-            raise RequestError(f"method.{key} has {beta}; it must be at least 0 and below 1.")
+            raise RequestError(f"method.{key}: {beta} is out of range; it must be at least 0 and below 1.")
     if not 0 <= eps < math.inf:
         raise RequestError(f"method.eps is {eps}; it must be finite and not negative.")
 
