@@ -4,9 +4,12 @@ import csv
 import json
 import math
 import re
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from folders import refused, tezo
@@ -129,6 +132,23 @@ def data(tmp_path_factory):
     return root
 
 
+class InThisProcess(Executor):
+    """Of the same calls as a pool of processes, each of which would import for seconds."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Whatever a pool is given."""
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future:
+        done: Future = Future()
+        done.set_result(call(*arguments, **named))
+        return done
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr("tezo.studies.reproduce.grid_runs.ProcessPoolExecutor", InThisProcess)
+
+
 def small(name: str, output: Path, data: Path, *more: str):
     return tezo("reproduce", name, "--scale", "small", "--data-dir", data, "--output", output, *more)
 
@@ -144,7 +164,7 @@ def small(name: str, output: Path, data: Path, *more: str):
         ("study-long", "sst2"),
     ],
 )
-def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, name, tasks):
+def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, in_this_process, name, tasks):
     output = tmp_path / "out"
     methods = "ft,zero-shot,mezo,tezo"
     done = small(name, output, data, "--only", f"{methods},{tasks}")
@@ -163,7 +183,7 @@ def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, n
     assert {path.name for path in output.glob("*.*")} >= {"table.md", "table.csv", "runs.csv"}
 
 
-def test_a_model_of_the_users_is_never_written(tmp_path, data, monkeypatch):
+def test_a_model_of_the_users_is_never_written(tmp_path, data, in_this_process, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = small("study", tmp_path / "out", data, "--model", "absent/model", "--only", "mezo,sst2-16")
     assert done.code == 1 and "failed: model.name" in done.out
@@ -178,7 +198,9 @@ def body_of(output: Path) -> list[str]:
     return [line for line in (output / "table.md").read_text().splitlines() if line.startswith("|")]
 
 
-def test_a_second_start_runs_what_is_missing_alone(tmp_path, data, capfd):
+@pytest.mark.parametrize("pool", [InThisProcess, pytest.param(ProcessPoolExecutor, marks=pytest.mark.slow)])
+def test_a_second_start_runs_what_is_missing_alone(tmp_path, data, capfd, monkeypatch, pool):
+    monkeypatch.setattr("tezo.studies.reproduce.grid_runs.ProcessPoolExecutor", pool)
     output = tmp_path / "out"
     assert small("llama-7b", output, data, "--only", "mezo,tezo,rte").code == 0
     assert not capfd.readouterr().err, "libraries of the runs' own processes"
@@ -198,7 +220,7 @@ def test_a_second_start_runs_what_is_missing_alone(tmp_path, data, capfd):
     refused(small("llama-7b", tmp_path / "used", data), "output", "in use")
 
 
-def test_a_cell_that_cannot_run_is_named_the_others_go_on_and_it_is_tried_again(tmp_path, data):
+def test_a_cell_that_cannot_run_is_named_the_others_go_on_and_it_is_tried_again(tmp_path, data, in_this_process):
     root, output = tmp_path / "data", tmp_path / "out"
     root.mkdir()
     (root / "rte").symlink_to(data / "rte")
