@@ -91,13 +91,14 @@ def close(actual, expected):
     ("family", "method"), [*(("opt", name) for name in RATES), ("bert", "lozo-adam"), ("roberta", "lozo-adam")]
 )
 def test_objects_and_names_are_the_same_run(home, family, method):
-    named = {"model": str(home / family)}
+    named, training = {"model": str(home / family)}, in_memory(family)
+    training["model"].train()  # dropout and all
     files = {part: home / f"{part}.jsonl" for part in ROWS}
     data_sets = {part: Dataset.from_list(rows) for part, rows in ROWS.items()}
     run, *others = (
         trained(named, files, method=method),
         trained(named, ROWS, method=method),
-        trained(in_memory(family), files, method=method),
+        trained(training, files, method=method),
         trained(in_memory(family), data_sets, method=method),
     )
     assert run.summary["after"] != run.summary["before"]
