@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import BaseOption, JsonOption, print_json
+from tezo.cli.common import BaseOption, JsonOption, TrustOption, print_json
 from tezo.models.quiet import quiet_libraries
 
 
@@ -22,13 +22,14 @@ def replay(
     ] = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     model: BaseOption = None,
+    trust_remote_code: bool = TrustOption,
     json: bool = JsonOption,
 ) -> None:
     """Rebuild the tuned model from its base and the run's steps.log, without data."""
     quiet_libraries()
     from tezo.training.replay import replay as replay_run
 
-    done = replay_run(run, output, step=step, device=device, model=model)
+    done = replay_run(run, output, step=step, device=device, model=model, trust_remote_code=trust_remote_code)
     if json:
         print_json(done)
         return

@@ -53,9 +53,7 @@ def train(
         ("train.steps", steps),
         ("train.seed", seed),
     ]
-    if resume and recipe is None and (output / "config.yaml").is_file():
-        recipe = output / "config.yaml"
-    config = _configured(recipe, named, settings)
+    config = _configured(recipe, output / "config.yaml" if resume else None, named, settings)
     quiet_libraries()
     from tezo.cli.progress import Screen
     from tezo.training.loop import train as run
@@ -67,11 +65,16 @@ def train(
         _print_end(summary, output)
 
 
-def _configured(recipe: Path | None, named: Sequence[tuple[str, Any]], settings: Sequence[str]) -> "Config":
-    from tezo.training.config import parse_setting, read_config
+def _configured(
+    recipe: Path | None, begun: Path | None, named: Sequence[tuple[str, Any]], settings: Sequence[str]
+) -> "Config":
+    """Of the recipe, or without one of the run that goes on, with settings over it."""
+    from tezo.training.config import parse_setting, read_config, read_run_config
 
-    given = [(key, value) for key, value in named if value is not None]
-    return read_config(recipe, [*given, *map(parse_setting, settings)])
+    given = [(key, value) for key, value in named if value is not None] + [*map(parse_setting, settings)]
+    if recipe is None and begun is not None and begun.is_file():
+        return read_run_config(begun, given)
+    return read_config(recipe, given)
 
 
 def _print_end(summary: dict[str, Any], output: Path) -> None:

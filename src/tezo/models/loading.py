@@ -109,6 +109,11 @@ def load_model(
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise RequestError(
+                f"model.name: {name} comes with code of its own, which does not run; set model.trust_remote_code=true, "
+                "or give --trust-remote-code, if you trust it."
+            ) from error
         raise RequestError(
             f"model.name: {name} cannot be loaded ({reason}); give a folder that save_pretrained wrote, or a hub name."
         ) from error

@@ -19,7 +19,7 @@ from tezo.models.model_config import IN_MEMORY, ModelConfig
 from tezo.runs.folder import CONFIG, SUMMARY
 from tezo.tasks.row_objects import Rows, is_named, splits_of
 from tezo.training import loop
-from tezo.training.config import overlay, parse_config, read_config
+from tezo.training.config import overlay, parse_config, read_run_config
 from tezo.training.job import Job
 from tezo.training.keywords import dotted_settings
 from tezo.training.listeners import Listener
@@ -82,10 +82,18 @@ def train(
         if output is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    return Run(folder, summary, base=base, tuned=watcher.tuned, rows=rows, temporary=output is None)
+    return Run(
+        folder,
+        summary,
+        base=base,
+        tuned=watcher.tuned,
+        rows=rows,
+        temporary=output is None,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
 
-def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None) -> Run:
+def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, trust_remote_code: bool = False) -> Run:
     """A run that has ended, by its folder; its model is loaded at first use.
 
     Args:
@@ -94,6 +102,7 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None) ->
             transformers in memory, which the run's adapter is then attached to. It is not used where the run has saved
             a whole model.
         tokenizer: of a model in memory.
+        trust_remote_code: whether code that comes with the model may run; what the run says of it does not count.
 
     Raises:
         RequestError: there is no run in the folder, it has not ended, or a file is damaged.
@@ -107,8 +116,9 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None) ->
         )
     summary = own_object(path / SUMMARY, "put a sound copy in its place")
     if model is None or is_named(model):
-        return Run(path, summary, base=None if model is None else str(model))
-    kind = read_config(path / CONFIG, []).model.kind
+        name = None if model is None else str(model)
+        return Run(path, summary, base=name, trust_remote_code=trust_remote_code)
+    kind = read_run_config(path / CONFIG, []).model.kind
     return Run(path, summary, base=from_objects(model, tokenizer, kind))
 
 

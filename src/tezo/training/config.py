@@ -28,6 +28,13 @@ Run folders of those versions have them: with this value they are read as if the
 """
 
 
+ONLY_FROM_THE_USER = frozenset({"model.trust_remote_code"})
+"""Settings that count from the command line, Python and a recipe that the user names, never from a run folder.
+
+A run folder may come from a stranger, and these let code run that comes with the model.
+"""
+
+
 def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Config:
     """Reads a recipe file and applies settings to it.
 
@@ -40,6 +47,28 @@ def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Confi
     """
     tree = _read_yaml(path) if path is not None else {}
     return parse_config(overlay(tree, settings))
+
+
+def read_run_config(path: Path, settings: Sequence[tuple[str, Any]]) -> Config:
+    """Reads the config.yaml of a run folder, which may come from a stranger, and applies settings to it.
+
+    Args:
+        path: the file.
+        settings: (dotted key, value) pairs of the user's.
+
+    Raises:
+        RequestError: as `read_config`.
+    """
+    return parse_config(overlay(untrusted_tree(_read_yaml(path)), settings))
+
+
+def untrusted_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that a run folder has, without the keys of `ONLY_FROM_THE_USER`."""
+    sections = {section: _long(section, values) for section, values in tree.items()}
+    for key in ONLY_FROM_THE_USER:
+        section, _, name = key.partition(".")
+        sections.get(section, {}).pop(name, None)
+    return sections
 
 
 def overlay(tree: dict[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:

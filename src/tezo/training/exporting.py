@@ -19,7 +19,7 @@ from tezo.models.loading import LoadedModel, load_model
 from tezo.models.lora import load_adapter, merge_adapter, merged_state, save_adapter, save_model
 from tezo.models.peft_adapters import open_adapter
 from tezo.runs.folder import CONFIG
-from tezo.training.config import read_config
+from tezo.training.config import read_run_config
 from tezo.training.opening import check_is_run, no_result, open_base
 from tezo.training.recipe import Config
 
@@ -30,7 +30,9 @@ Write = Callable[[Path], object]
 """Writes an export into a folder."""
 
 
-def export_run(run: Path, output: Path, form: str, *, model: str | None = None) -> int | None:
+def export_run(
+    run: Path, output: Path, form: str, *, model: str | None = None, trust_remote_code: bool = False
+) -> int | None:
     """Writes the result of a run folder into `output`; models are opened before anything is written.
 
     Args:
@@ -38,6 +40,7 @@ def export_run(run: Path, output: Path, form: str, *, model: str | None = None) 
         output: folder to write, new.
         form: "lora" or "merged".
         model: folder or hub name of the base model, of the same weights; None: as the run names it.
+        trust_remote_code: whether code that comes with the model may run; what the run says of it does not count.
 
     Returns:
         The rank of the adapter, where it is one of this library; else None.
@@ -48,7 +51,8 @@ def export_run(run: Path, output: Path, form: str, *, model: str | None = None) 
     check_is_run(run)
     check_output(output)
     _check_form(form)
-    config = read_config(run / CONFIG, [("model.placement", "device"), *([("model.name", model)] if model else [])])
+    here = [("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
+    config = read_run_config(run / CONFIG, [*here, *([("model.name", model)] if model else [])])
     _check_result(run, config, form)
     write, rank = _from_folder(run, config, form)
     with new_folder(output) as folder:
@@ -71,7 +75,7 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel, *, merg
     """
     check_output(output)
     _check_form(form)
-    config = read_config(run / CONFIG, [])
+    config = read_run_config(run / CONFIG, [])
     _check_result(run, config, form)
     if form == MERGED:
         check_mergeable(tuned.model)
@@ -114,7 +118,9 @@ def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | Non
     """(what writes the export of a run folder, rank of the adapter or None)."""
     saved = run / "adapter"
     if not saved.is_dir():
-        return _model_writer(load_model(str(run / "model"), kind=config.model.kind, dtype=config.model.dtype)), None
+        trust, kind = config.model.trust_remote_code, config.model.kind
+        loaded = load_model(str(run / "model"), kind=kind, dtype=config.model.dtype, trust_remote_code=trust)
+        return _model_writer(loaded), None
     loaded = open_base(run, config)
     if config.model.peft != "none":
         return _peft_writer(open_adapter(loaded, saved), form), None

@@ -13,7 +13,7 @@ from tezo.runs.fingerprint import check_model
 from tezo.runs.folder import CONFIG, LOG
 from tezo.runs.step_log import read_header
 from tezo.tasks.splits import NO_ROWS
-from tezo.training.config import overlay, parse_config, read_config
+from tezo.training.config import overlay, parse_config, read_run_config
 from tezo.training.job import load
 from tezo.training.recipe import Config
 
@@ -47,7 +47,7 @@ def check_is_run(name: str | Path) -> None:
 def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
     """The configuration of a run folder, or one made for a base model, with settings laid over it."""
     if is_run(name):
-        return read_config(Path(name) / CONFIG, settings)
+        return read_run_config(Path(name) / CONFIG, settings)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise RequestError(f"{name} is neither a run folder (no {CONFIG}) nor a model (no config.json).")
     config = overlay({"model": {"name": name}}, settings)
@@ -65,7 +65,7 @@ def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> 
         base: the base model, where it is in memory already; None: as the configuration names it.
     """
     loaded, log = base or load(config), folder / LOG
-    own = read_config(folder / CONFIG, []).model
+    own = read_run_config(folder / CONFIG, []).model
     alike = (own.dtype, own.quantization) == (config.model.dtype, config.model.quantization)
     if alike and log.is_file():
         header = read_header(log)
@@ -95,8 +95,12 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
         loaded = open_base(folder, config, base)
         return _plain(open_adapter(loaded, saved)) if config.model.peft != "none" else _attached(loaded, saved)
     if (folder / "model").is_dir():
-        settings = [("model.name", str(folder / "model")), ("model.dtype", config.model.dtype)]
-        return _plain(load(read_config(folder / CONFIG, settings)))
+        settings = [
+            ("model.name", str(folder / "model")),
+            ("model.dtype", config.model.dtype),
+            ("model.trust_remote_code", config.model.trust_remote_code),
+        ]
+        return _plain(load(read_run_config(folder / CONFIG, settings)))
     raise no_result(str(folder))
 
 

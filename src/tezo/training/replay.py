@@ -13,12 +13,18 @@ from tezo.runs.factor_files import FactorFiles
 from tezo.runs.fingerprint import check_complete, check_model, check_place
 from tezo.runs.folder import LOG, SUMMARY
 from tezo.runs.step_log import LogContents, read_log
-from tezo.training.config import overlay, parse_config
+from tezo.training.config import overlay, parse_config, untrusted_tree
 from tezo.training.job import load_for_tuning, make_optimizer
 
 
 def replay(
-    run: Path, output: Path, *, step: int | None = None, device: str = "auto", model: str | None = None
+    run: Path,
+    output: Path,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    model: str | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Takes the steps of a run again, without an evaluation, and saves what they lead to.
 
@@ -28,6 +34,7 @@ def replay(
         step: how many steps; None: those whose parameters the run kept, or all where it did not end.
         device: to do it on. Another than the run's will do for methods that draw nothing on the device.
         model: folder or hub name of the base, of the same weights; None: as the run names it.
+        trust_remote_code: whether code that comes with the model may run; what the run says of it does not count.
 
     Raises:
         RequestError: the base model is another one, or the log does not say enough for this method and device.
@@ -36,8 +43,9 @@ def replay(
         raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
     contents = read_log(run / LOG)
     check_complete(contents.header)
-    here = [("model.device", device), ("model.placement", "device"), *([("model.name", model)] if model else [])]
-    config = parse_config(overlay(contents.header["config"], here))
+    here = [("model.device", device), ("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
+    named = [("model.name", model)] if model else []
+    config = parse_config(overlay(untrusted_tree(contents.header["config"]), [*here, *named]))
     loaded = load_for_tuning(config)
     check_model(contents.header, loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, contents.header["untrained"])

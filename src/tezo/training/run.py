@@ -17,7 +17,7 @@ from tezo.tasks.row_objects import Rows, reported_rows, rows_of
 from tezo.tasks.setup import make_format
 from tezo.tasks.splits import Splits, rows_to_report
 from tezo.training.answering import answer_rows, measure_rows
-from tezo.training.config import read_config
+from tezo.training.config import read_run_config
 from tezo.training.exporting import LORA, MERGED, check_mergeable, export_run, export_tuned
 from tezo.training.opening import TunedModel, open_tuned
 from tezo.training.recipe import Config
@@ -52,12 +52,15 @@ class Run:
         tuned: TunedModel | None = None,
         rows: Splits | None = None,
         temporary: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         self.folder = folder
         self.summary = summary
         self._name = base if isinstance(base, str) else None
         self._base = None if isinstance(base, str) else base
-        self.config: Config = read_config(folder / CONFIG, [("model.name", self._name)] if self._name else [])
+        named = [("model.name", self._name)] if self._name else []
+        trust = ("model.trust_remote_code", trust_remote_code)
+        self.config: Config = read_run_config(folder / CONFIG, [trust, *named])
         self._tuned = tuned
         self._rows = rows
         self._merged = self._closed = False
@@ -139,7 +142,9 @@ class Run:
         output = Path(folder)
         if self._base is None and (self._tuned is None or form == MERGED):
             self._check_open()
-            export_run(self.folder, output, form, model=self._name)
+            export_run(
+                self.folder, output, form, model=self._name, trust_remote_code=self.config.model.trust_remote_code
+            )
         else:
             export_tuned(self.folder, output, form, self._open().loaded, merged=self._merged)
         return output

@@ -23,6 +23,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "train.keep_checkpoints",
         "model.device",
         "model.placement",
+        "model.trust_remote_code",
     }
 )
 """Settings that may change between the parts of a run: they don't change what it computes on one device."""
