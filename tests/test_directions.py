@@ -86,9 +86,10 @@ class Observer:
 
 
 def shuffle(optimizer: ZerothOrderOptimizer, step: int) -> None:
-    names = list(optimizer.moving)
-    random.Random(step).shuffle(names)
-    optimizer.moving = {name: optimizer.moving[name] for name in names}
+    items = list(optimizer.moving.items())
+    random.Random(step).shuffle(items)
+    optimizer.moving.clear()
+    optimizer.moving.update(items)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

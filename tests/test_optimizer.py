@@ -1,4 +1,4 @@
-"""The torch.optim face: schedules, records, several directions, any scalar objective, requests refused."""
+"""The interface of torch.optim: schedules, records, several directions, any scalar objective, requests refused."""
 
 import math
 
