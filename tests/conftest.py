@@ -40,10 +40,9 @@ def pytest_collection_modifyitems(items):
 
 
 def values_of(item):
-    """(parameter, value) of one case of a test; what has several parts is its parts, and what is no word its number."""
-    found = set()
-    for name, value in item.callspec.params.items():
-        for place, part in enumerate(value if isinstance(value, tuple) else [value]):
-            known = isinstance(part, str | int | float | None)
-            found.add((name, place, part if known else item.callspec.indices[name]))
-    return found
+    """(parameter, place, value) of one case of a test, where a tuple is as many values."""
+    return {
+        (name, place, part if isinstance(part, str | int | float | None) else id(part))
+        for name, value in item.callspec.params.items()
+        for place, part in enumerate(value if isinstance(value, tuple) else [value])
+    }
