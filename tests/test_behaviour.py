@@ -6,7 +6,7 @@ import math
 import pytest
 import safetensors.torch
 import torch
-from cases import CASES, INTERVAL, RANK, Case, choose, effective_weights, every_method, run
+from cases import CASES, INTERVAL, RANK, Case, choose, effective_weights, every_method, every_method_fast_for_kinds, run
 from tiny import VOCAB, Regression, lm_loss, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
@@ -61,7 +61,7 @@ def test_it_minimises_a_quadratic_over_the_span_of_its_factors(case):
     assert model.loss().item() == pytest.approx(best.item(), rel=1e-3)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_a_step_of_size_zero_changes_nothing(case):
     model = tiny_opt(torch.float32)
     optimizer = case.build(model, lr=0.0, targets=("all",), weight_decay=0.1)
@@ -93,6 +93,7 @@ def through_bytes(state: dict) -> dict:
     return others | {"change": change, "moments": {key: read[key] for key in state["moments"]}}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("stop", "dtype"),
     [(MIDDLE, torch.float64), (INTERVAL, torch.float64), (MIDDLE, torch.bfloat16)],
@@ -115,7 +116,7 @@ def test_a_run_taken_up_from_its_state_is_the_uninterrupted_run_to_the_bit(case,
     assert_equal(stored(fresh), stored(model))
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_a_state_brings_its_seed_along(case):
     model = tiny_opt()
     optimizer = case.build(model, seed=3)
@@ -129,7 +130,7 @@ def test_a_state_brings_its_seed_along(case):
     assert run(resumed, MIDDLE, MIDDLE + 5) == losses
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_an_optimizer_that_has_run_goes_back_to_a_state_whole(case):
     model = tiny_opt()
     optimizer = case.build(model)
@@ -140,6 +141,7 @@ def test_an_optimizer_that_has_run_goes_back_to_a_state_whole(case):
     assert run(optimizer, 0, MIDDLE) == losses
 
 
+@pytest.mark.thinned
 @DTYPES
 @every_method
 def test_the_tuned_state_of_a_run_gives_its_weights_back_to_the_bit(case, dtype):
@@ -163,7 +165,7 @@ def test_the_tuned_state_of_a_run_gives_its_weights_back_to_the_bit(case, dtype)
     assert lm_loss(fresh.model, tokens())().item() == loss
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_frozen_parameters_are_not_touched(case):
     model = tiny_opt()
     for name, parameter in model.named_parameters():
@@ -176,7 +178,7 @@ def test_frozen_parameters_are_not_touched(case):
     assert changed and not any("layers.1" in name for name in changed)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_tied_weights_are_one_parameter_and_move_once(case):
     model = tiny_llama(tied=True)
     optimizer = case.build(model, targets=("all",))
@@ -192,7 +194,7 @@ def test_tied_weights_are_one_parameter_and_move_once(case):
         torch.testing.assert_close(head(torch.eye(16, dtype=torch.float64)).T, after, rtol=1e-10, atol=1e-10)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_state_is_float32_beside_a_bfloat16_model_and_after_a_round_trip_too(case):
     model = tiny_opt(torch.bfloat16)
     optimizer = case.build(model, lr=1e-3, targets=("all",))
@@ -206,7 +208,7 @@ def test_state_is_float32_beside_a_bfloat16_model_and_after_a_round_trip_too(cas
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_both_evaluations_see_one_function_and_training_mode_comes_back(case):
     def losses(train: bool) -> list[float]:
         model = tiny_opt(dropout=0.5).train(train)
@@ -223,7 +225,7 @@ def test_both_evaluations_see_one_function_and_training_mode_comes_back(case):
     assert losses(train=True) == losses(train=False)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_no_gradient_is_allocated_and_no_graph_is_built(case):
     model = tiny_opt()
     optimizer = case.build(model, targets=("all",))
