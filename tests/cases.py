@@ -1,5 +1,6 @@
 """Every method, with options that suit tiny models: one row enrols a method in all behaviour tests."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +70,19 @@ CASES = {
     )
 }
 
+ONE_OF_EACH_KIND = ("mezo-adam", "lozo-m", "subzo", "zo-adamu", "tezo-cadam")
+"""A method for each kind of direction."""
+
+
+def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Values of a parameter, which are slow but for some."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 every_method = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+every_method_fast_for_kinds = pytest.mark.parametrize(
+    "case", mostly_slow(CASES.values(), *(CASES[name] for name in ONE_OF_EACH_KIND)), ids=CASES.keys()
+)
 
 
 def choose(*names: str) -> pytest.MarkDecorator:

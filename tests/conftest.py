@@ -10,6 +10,7 @@ import torch
 torch.set_num_threads(1)
 # of processes that tests start too: on some CPUs the last bits of a product depend on the number of threads
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that nobody has is asked for again and again where there is a network
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=40)
 hypothesis.settings.load_profile("repeatable")
@@ -39,5 +40,9 @@ def pytest_collection_modifyitems(items):
 
 
 def values_of(item):
-    """(parameter, which of its values) of one case of a test."""
-    return set(item.callspec.indices.items())
+    """(parameter, place, value) of one case of a test, where a tuple is as many values."""
+    return {
+        (name, place, part if isinstance(part, str | int | float | None) else id(part))
+        for name, value in item.callspec.params.items()
+        for place, part in enumerate(value if isinstance(value, tuple) else [value])
+    }

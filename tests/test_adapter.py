@@ -52,6 +52,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.thinned
 @every_family
 @pytest.mark.parametrize(("name", "options"), MADE, ids=[f"{name}-rank {o['rank'] or 'by layer'}" for name, o in MADE])
 def test_every_way_of_loading_gives_the_tuned_outputs(name, options, family, tmp_path):
@@ -164,6 +165,7 @@ def test_methods_that_promise_an_adapter_are_the_ones_that_have_one(name):
     assert tuned(base_model("opt"), name, rank=4).why_no_adapter() is None
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("method", ["mezo", "lozo-m", "tezo-adam", "zo-adamu"])
 @pytest.mark.parametrize("family", ["opt", "gpt2", "roberta", "bert"])
 def test_a_run_that_writes_weights_saves_the_model_and_reads_it_back(method, family, tmp_path):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from analyses import options_of
+from cases import mostly_slow
 from torch import Tensor
 
 from tezo.directions.perturbations import DrawKey
@@ -100,7 +101,7 @@ def test_recorded_steps_rise_to_the_last():
 # estimator
 
 
-@pytest.mark.parametrize("name", est.SECOND_MOMENTS)
+@pytest.mark.parametrize("name", mostly_slow(est.SECOND_MOMENTS, "tezo"))
 def test_estimates_are_unbiased_and_as_large_as_the_closed_form_says(name):
     options = est.EstimatorOptions(sizes=(6,), ranks=(3,), draws=5000)
     found = est._over_all_draws(name, 6, 0 if name == "mezo" else 3, options)
@@ -134,7 +135,7 @@ def test_unit_scale_is_the_published_estimate_over_r():
         torch.testing.assert_close(of_raw / 4, of_unit)
 
 
-@pytest.mark.parametrize("name", est.COSINES)
+@pytest.mark.parametrize("name", mostly_slow(est.COSINES, "tezo"))
 def test_the_mean_given_the_factors_is_that_of_many_steps(name):
     optimizer, grad = est.optimizer_for(name, 5, 2), gaussian(5, 5)
     (target,) = optimizer.targets

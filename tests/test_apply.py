@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import CASES, INTERVAL, Case, choose, effective_weights, every_method, run
+from cases import CASES, INTERVAL, Case, choose, effective_weights, every_method, every_method_fast_for_kinds, run
 from tiny import Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_opt, tiny_qwen2, tiny_roberta, tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -48,6 +48,7 @@ def test_in_forward_and_in_place_are_the_same_method(case):
     assert_same_trajectory(case, tiny_opt, targets=("all",), num_directions=2)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 @choose("tezo", "lozo-m")
@@ -57,6 +58,7 @@ def test_in_forward_and_in_place_are_the_same_method_on_every_architecture(case,
     assert_same_trajectory(case, lambda: make(tied=tied), targets=targets)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("family", FAMILIES)
 @choose("tezo", "subzo")
 def test_a_tied_embedding_alone_moves_in_the_forward_pass_at_both_its_sites(case, family):
@@ -69,6 +71,7 @@ def test_a_tied_embedding_alone_moves_in_the_forward_pass_at_both_its_sites(case
     assert_same_trajectory(case, lambda: make(tied=True), targets=(pattern,))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @choose(*[name for name, case in CASES.items() if case.base_untouched])
 def test_the_base_is_bit_identical_after_twenty_steps(case, dtype):
@@ -214,7 +217,7 @@ def test_a_closure_may_autocast(case):
     assert all(math.isfinite(loss) for loss in losses) and optimizer.last_step.projected_grads != (0.0,)
 
 
-@choose(*CASES)
+@every_method_fast_for_kinds
 def test_merging_changes_no_output_and_leaves_no_hook(case):
     model = tiny_llama(tied=True)
     optimizer = case.build(model, lr=1e-2, targets=("all",))
@@ -231,8 +234,9 @@ def test_merging_changes_no_output_and_leaves_no_hook(case):
     assert torch.equal(again, after)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("bad", "call"), [(math.nan, 0), (-math.inf, 1)], ids=["nan-at-plus", "inf-at-minus"])
-@every_method
+@every_method_fast_for_kinds
 def test_a_loss_that_is_not_finite_stops_the_step_and_leaves_the_parameters(case, call, bad):
     model, twin = tiny_opt(torch.float32), tiny_opt(torch.float32)
     optimizer, undisturbed = (case.build(m, lr=1e-3, targets=("all",)) for m in (model, twin))

@@ -60,6 +60,7 @@ def test_directions_move_a_layer_along_the_leading_inputs_alone(make, name):
     assert sines(side, leading).max() < 1e-5
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize("method", ["tezo", "lozo", "lozo-adam"])
 def test_directions_have_unit_variance_whatever_the_basis(name, method):

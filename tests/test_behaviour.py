@@ -6,7 +6,7 @@ import math
 import pytest
 import safetensors.torch
 import torch
-from cases import CASES, INTERVAL, RANK, Case, choose, effective_weights, every_method, run
+from cases import CASES, INTERVAL, RANK, Case, choose, effective_weights, every_method, every_method_fast_for_kinds, run
 from tiny import VOCAB, Regression, lm_loss, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
@@ -61,7 +61,7 @@ def test_it_minimises_a_quadratic_over_the_span_of_its_factors(case):
     assert model.loss().item() == pytest.approx(best.item(), rel=1e-3)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_a_step_of_size_zero_changes_nothing(case):
     model = tiny_opt(torch.float32)
     optimizer = case.build(model, lr=0.0, targets=("all",), weight_decay=0.1)
@@ -82,22 +82,18 @@ def _exact(case: Case, optimizer: ZerothOrderOptimizer, name: str) -> bool:
 
 def through_bytes(state: dict) -> dict:
     """The state with every tensor written to a safetensors file's bytes and read back."""
-    tensors = {
-        f"{part}|{name}|{key}": value
-        for part in ("change", "update")
-        for name, entry in state[part].items()
-        for key, value in entry.items()
-    }
+    tensors = {f"{name}|{key}": value for name, entry in state["change"].items() for key, value in entry.items()}
+    tensors |= state["moments"]
     read = safetensors.torch.load(safetensors.torch.save({key: value.contiguous() for key, value in tensors.items()}))
-    state = copy.deepcopy({key: value for key, value in state.items() if key not in ("change", "update")}) | {
-        part: {name: {} for name in state[part]} for part in ("change", "update")
-    }
-    for path, value in read.items():
-        part, name, key = path.split("|")
-        state[part][name][key] = value
-    return state
+    others = copy.deepcopy({key: value for key, value in state.items() if key not in ("change", "moments")})
+    change = {name: {} for name in state["change"]}
+    for path in read.keys() - state["moments"].keys():
+        name, key = path.split("|")
+        change[name][key] = read[path]
+    return others | {"change": change, "moments": {key: read[key] for key in state["moments"]}}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("stop", "dtype"),
     [(MIDDLE, torch.float64), (INTERVAL, torch.float64), (MIDDLE, torch.bfloat16)],
@@ -120,7 +116,7 @@ def test_a_run_taken_up_from_its_state_is_the_uninterrupted_run_to_the_bit(case,
     assert_equal(stored(fresh), stored(model))
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_a_state_brings_its_seed_along(case):
     model = tiny_opt()
     optimizer = case.build(model, seed=3)
@@ -134,7 +130,7 @@ def test_a_state_brings_its_seed_along(case):
     assert run(resumed, MIDDLE, MIDDLE + 5) == losses
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_an_optimizer_that_has_run_goes_back_to_a_state_whole(case):
     model = tiny_opt()
     optimizer = case.build(model)
@@ -145,6 +141,7 @@ def test_an_optimizer_that_has_run_goes_back_to_a_state_whole(case):
     assert run(optimizer, 0, MIDDLE) == losses
 
 
+@pytest.mark.thinned
 @DTYPES
 @every_method
 def test_the_tuned_state_of_a_run_gives_its_weights_back_to_the_bit(case, dtype):
@@ -168,7 +165,7 @@ def test_the_tuned_state_of_a_run_gives_its_weights_back_to_the_bit(case, dtype)
     assert lm_loss(fresh.model, tokens())().item() == loss
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_frozen_parameters_are_not_touched(case):
     model = tiny_opt()
     for name, parameter in model.named_parameters():
@@ -181,7 +178,7 @@ def test_frozen_parameters_are_not_touched(case):
     assert changed and not any("layers.1" in name for name in changed)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_tied_weights_are_one_parameter_and_move_once(case):
     model = tiny_llama(tied=True)
     optimizer = case.build(model, targets=("all",))
@@ -197,7 +194,7 @@ def test_tied_weights_are_one_parameter_and_move_once(case):
         torch.testing.assert_close(head(torch.eye(16, dtype=torch.float64)).T, after, rtol=1e-10, atol=1e-10)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_state_is_float32_beside_a_bfloat16_model_and_after_a_round_trip_too(case):
     model = tiny_opt(torch.bfloat16)
     optimizer = case.build(model, lr=1e-3, targets=("all",))
@@ -205,13 +202,13 @@ def test_state_is_float32_beside_a_bfloat16_model_and_after_a_round_trip_too(cas
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(state)
     state = optimizer.state_dict()
-    tensors = [x for part in ("change", "update") for entry in state[part].values() for x in entry.values()]
+    tensors = [*state["moments"].values(), *(x for entry in state["change"].values() for x in entry.values())]
     assert bool(tensors) == (case.name != "mezo")
     assert {x.dtype for x in tensors if x.is_floating_point()} <= {torch.float32}
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_both_evaluations_see_one_function_and_training_mode_comes_back(case):
     def losses(train: bool) -> list[float]:
         model = tiny_opt(dropout=0.5).train(train)
@@ -228,7 +225,7 @@ def test_both_evaluations_see_one_function_and_training_mode_comes_back(case):
     assert losses(train=True) == losses(train=False)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_no_gradient_is_allocated_and_no_graph_is_built(case):
     model = tiny_opt()
     optimizer = case.build(model, targets=("all",))

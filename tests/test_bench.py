@@ -160,28 +160,29 @@ def test_ratios_are_medians_of_the_ratios_of_rounds():
 def test_a_refresh_renews_factors_and_a_plain_step_does_not(label):
     work = Work(TINY)
     entry = make_case(label, work)
-    stepper = entry._algorithm if label.startswith("published") else entry._optimizer
+    published = label.startswith("published")
+    counted = entry._algorithm if published else entry._optimizer.progress
 
     def factor():
-        if label.startswith("published"):
-            return next(state["v"] for state in stepper.state.values())
-        return next(moving.change.v_NR for moving in stepper.moving.values())
+        if published:
+            return next(state["v"] for state in entry._algorithm.state.values())
+        return next(moving.change.v_NR for moving in entry._optimizer.moving.values())
 
     entry.run()
     first = factor()
     for step in range(3):
         entry.run()
-        assert stepper.num_steps == step + 2
+        assert counted.num_steps == step + 2
         assert torch.equal(factor(), first)
     entry.run_refresh()
-    assert stepper.num_steps == entry.interval + 1
+    assert counted.num_steps == entry.interval + 1
     second = factor()
     assert not torch.equal(second, first)
     entry.run()
     assert torch.equal(factor(), second)
-    stepper.num_steps = 2 * entry.interval
+    counted.num_steps = 2 * entry.interval
     entry.run()
-    assert stepper.num_steps == entry.interval + 2
+    assert counted.num_steps == entry.interval + 2
     assert torch.equal(factor(), second)
     entry.close()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_slow
 from folders import model_and_rows, read_jsonl
 from long_steps import DENSE, FACTORED, config
 from short_runs import result
@@ -38,7 +39,7 @@ def wavering(home: Path, folder: Path, method: str) -> tuple[int, dict[str, Any]
     raise AssertionError("no such run")
 
 
-@pytest.mark.parametrize("method", [*DENSE, *FACTORED])
+@pytest.mark.parametrize("method", mostly_slow([*DENSE, *FACTORED], "mezo", "lozo", "tezo-cadam"))
 def test_the_result_is_that_of_the_best_evaluation(home, tmp_path, method):
     seed, summary = wavering(home, tmp_path, method)
     run = tmp_path / str(seed)
@@ -67,7 +68,7 @@ def tuned_loss(home: Path, run: Path, method: str) -> float:
     return evaluate(loaded.model, objective, [objective.encode(form.example(row)) for row in rows], 64)["loss"]
 
 
-@pytest.mark.parametrize("method", ["tezo-cadam", "mezo"])
+@pytest.mark.parametrize("method", mostly_slow(["tezo-cadam", "mezo"], "mezo"))
 def test_without_keep_best_the_result_is_that_of_the_last_step(home, tmp_path, method):
     seed, _ = wavering(home, tmp_path, method)
     summary = train(config(home, method, seed=seed, keep_best=False), tmp_path / "last")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
-from cases import CASES, INTERVAL, Case, choose, effective_weights, every_method
+from cases import CASES, INTERVAL, Case, choose, effective_weights, every_method_fast_for_kinds
 from tiny import VOCAB, Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
 from torch import Tensor, nn
 
@@ -62,11 +62,12 @@ def assert_same(case: Case, make, expected: list[int], **options) -> None:
     torch.testing.assert_close(weights, weights_apart, rtol=1e-8, atol=1e-10)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_both_signs_share_a_pass_and_the_trajectory_is_the_same(case):
     assert_same(case, tiny_opt, [2] * STEPS, targets=("all",))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
 @choose("mezo", "lozo", "subzo", "tezo")

@@ -30,7 +30,14 @@ WITH_NORMS = pytest.param(CASES["tezo"], tiny_llama, id="tezo-llama")
 
 
 @pytest.mark.parametrize(
-    ("case", "build"), [*(pytest.param(case, tiny_opt, id=name) for name, case in CASES.items()), WITH_NORMS]
+    ("case", "build"),
+    [
+        *(
+            pytest.param(case, tiny_opt, id=name, marks=() if name == "mezo" else pytest.mark.slow)
+            for name, case in CASES.items()
+        ),
+        WITH_NORMS,
+    ],
 )
 def test_steps_of_a_compiled_model_are_those_of_the_model_and_it_is_compiled_once(case, build):
     losses = {}

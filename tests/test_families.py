@@ -62,6 +62,7 @@ def metrics_of(folder: Path, *more: Any) -> dict[str, Any]:
     return {key: value for key, value in json.loads(done.out).items() if key not in ("rows", "notices")}
 
 
+@pytest.mark.thinned
 @every_pair
 def test_training_changes_the_answers_and_writes_every_file(runs, pair):
     run = runs(pair)
@@ -75,6 +76,7 @@ def test_training_changes_the_answers_and_writes_every_file(runs, pair):
     assert run.summary["rows"] == {"train": 12, "dev": 0, "test": 9}
 
 
+@pytest.mark.thinned
 @every_pair
 def test_the_figures_after_are_those_that_eval_gives(runs, pair):
     run = runs(pair)
@@ -84,12 +86,14 @@ def test_the_figures_after_are_those_that_eval_gives(runs, pair):
     assert metrics_of(run.folder, *settings(train__eval_batch_size=2)) == measured
 
 
+@pytest.mark.thinned
 @every_pair
 def test_the_figures_before_are_those_of_the_base_model(runs, pair):
     run = runs(pair)
     assert metrics_of(run.base, "--data", run.test) == pytest.approx(run.summary["before"], abs=1e-6)
 
 
+@pytest.mark.thinned
 @every_pair
 def test_the_merged_export_is_a_model_with_the_same_figures(runs, pair, tmp_path):
     run = runs(pair)
@@ -100,6 +104,7 @@ def test_the_merged_export_is_a_model_with_the_same_figures(runs, pair, tmp_path
     assert metrics_of(tmp_path / "merged", "--data", run.test) == after
 
 
+@pytest.mark.thinned
 @every_pair
 def test_the_lora_export_holds_the_adapter_of_the_run(runs, pair, tmp_path):
     run = runs(pair)
@@ -109,6 +114,7 @@ def test_the_lora_export_holds_the_adapter_of_the_run(runs, pair, tmp_path):
         assert (tmp_path / "lora" / name).read_bytes() == (run.folder / "adapter" / name).read_bytes()
 
 
+@pytest.mark.thinned
 @every_pair
 def test_predict_answers_every_row_in_order(runs, pair, tmp_path):
     run = runs(pair)

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from cases import mostly_slow
 from folders import label_rows, model_folder, read_jsonl, refused, settings, tezo, train, write_rows
 from peft import PeftModel
 from tiny import lm_loss, tiny_opt, tokens
@@ -75,7 +76,7 @@ def home(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("family", ["opt", "roberta", "bert"])
+@pytest.mark.parametrize("family", mostly_slow(["opt", "roberta", "bert"], "opt"))
 def test_it_learns_rows_by_heart_in_the_loop_of_the_other_methods(home, tmp_path, family):
     flags = ("--model", home / family, "--data", home / "rows.jsonl", "--test", home / "rows.jsonl")
     named = settings(method__lr=1e-2, train__batch_size=8, train__keep_best=False)
@@ -99,6 +100,7 @@ ADAPTERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("family", "adapter", "method"), ADAPTERS, ids=["-".join(entry) for entry in ADAPTERS])
 def test_any_method_tunes_an_adapter_that_peft_loads(home, tmp_path, family, adapter, method):
     rank = 2 if method == "tezo" else None

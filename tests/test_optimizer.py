@@ -1,10 +1,10 @@
-"""The torch.optim face: schedules, records, several directions, any scalar objective, requests refused."""
+"""The interface of torch.optim: schedules, records, several directions, any scalar objective, requests refused."""
 
 import math
 
 import pytest
 import torch
-from cases import CASES, RANK, Case, choose, effective_weights, every_method
+from cases import CASES, RANK, Case, choose, effective_weights, every_method, every_method_fast_for_kinds
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
@@ -92,7 +92,7 @@ def test_several_directions_are_averaged_each_with_its_own_projected_gradient(ca
         torch.testing.assert_close(weight - before[name], -1e-2 * estimate[name], rtol=1e-3, atol=1e-5)
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_an_objective_need_not_be_differentiable(case):
     # Minus the share of right answers, as a Python float: piecewise constant, its gradient is 0 everywhere.
     model = Regression()

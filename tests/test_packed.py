@@ -71,6 +71,7 @@ def same(actual, expected) -> None:
 ATTENTIONS = [(f, a) for f in TREES for a in ("sdpa", "eager") if (f, a) != ("gemma2", "sdpa")]  # it has no sdpa
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("options", SETS.values(), ids=SETS)
 @pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
 @torch.no_grad()
@@ -98,6 +99,7 @@ def test_a_model_that_does_not_take_such_a_mask_keeps_plain_rows(family):
     assert torch.equal(packing.scores(model, batch), plain.scores(model, expected))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fault", ["none", "positions", "mask", "both"])
 @pytest.mark.parametrize("family", TREES)

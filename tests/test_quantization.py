@@ -78,6 +78,7 @@ def test_a_direction_adds_x_times_its_transpose_to_a_packed_layer(home, form):
         assert torch.equal(module(x), before)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", BESIDE)
 def test_a_run_ends_as_an_adapter_that_gives_its_figures_again(home, tmp_path, form, method):

@@ -7,7 +7,7 @@ import random as python_random
 import numpy as np
 import pytest
 import torch
-from cases import CASES, every_method
+from cases import CASES, every_method_fast_for_kinds
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import lm_loss, tiny_opt, tokens
@@ -138,7 +138,7 @@ def global_state() -> tuple[object, ...]:
     return torch.get_rng_state().tolist(), python_random.getstate(), kind, keys.tolist(), position, rest
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_a_step_neither_reads_nor_sets_the_global_generators(case):
     def run(seed: int) -> tuple[list[float], bool]:
         torch.manual_seed(seed)

@@ -6,7 +6,7 @@ import math
 import peft
 import pytest
 import torch
-from cases import effective_weights
+from cases import effective_weights, mostly_slow
 from folders import label_rows, model_folder, refused, saved, tezo, tiny_model, tokenizer_for, train, write_rows
 from kills import contents
 from short_runs import stopped
@@ -50,6 +50,7 @@ def outputs(model: nn.Module) -> Tensor:
         return model(input_ids=tokens(seed=99)).logits
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("make", [tiny_opt, tiny_gpt2])
 @pytest.mark.parametrize("frozen_rank", [None, 64])
 @pytest.mark.parametrize("name", REFRESHED)
@@ -143,6 +144,7 @@ def test_a_transposed_point_is_the_transpose_of_a_point():
         torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("frozen_rank", [None, RANK + 2])
 @pytest.mark.parametrize("name", ["tezo-cadam", "lozo-adam"])
 def test_state_after_a_refresh_goes_to_a_new_optimizer(name, frozen_rank):
@@ -193,6 +195,7 @@ def test_a_momentum_over_shared_factors_is_carried_over_from_those():
     assert all(torch.equal(before[role], used[role]) for role in "uv")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("make", [tiny_opt, tiny_gpt2])
 @pytest.mark.parametrize("name", ["tezo-cadam", "lozo-adam"])
 def test_peft_loads_what_several_intervals_trained(make, name, tmp_path):
@@ -220,7 +223,7 @@ def home(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("form", ["nf4", "int8", "int8wo"])
+@pytest.mark.parametrize("form", mostly_slow(["nf4", "int8", "int8wo"], "nf4"))
 @torch.no_grad()
 def test_a_packed_base_is_seen_refreshed_and_not_written(home, form, tmp_path):
     model = load_model(str(home / "wide"), quantization=form).model

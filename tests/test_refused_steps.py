@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CASES, choose, effective_weights, every_method
+from cases import CASES, choose, effective_weights, every_method, every_method_fast_for_kinds
 from tiny import Regression, lm_loss, tiny_opt, tokens
 
 from tezo import RequestError
@@ -50,7 +50,7 @@ def test_a_loss_in_half_precision_is_refused(case, dtype):
     optimizer.step(lambda: loss().item())
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_a_closure_in_inference_mode_gives_the_same_steps(case):
     trained = []
     vars(scratch._kept).clear()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import ONE_OF_EACH_KIND, mostly_slow
 from folders import model_and_rows, model_folder, refused, tezo
 from short_runs import STEPS, config, result, same
 
@@ -25,7 +26,7 @@ def home(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mostly_slow(METHODS, *ONE_OF_EACH_KIND))
 def test_base_and_log_alone_give_the_tuned_model(home, tmp_path, name):
     train(config(home, name), tmp_path / "run")
     alone = tmp_path / "alone"

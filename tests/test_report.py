@@ -186,7 +186,7 @@ def cut(path, bytes_from_end):
 
 
 def header_only(path, directions):
-    text = json.dumps({"directions": directions}).encode()
+    text = json.dumps({"directions": directions, "kinds": ["two-point"]}).encode()
     head = MAGIC + struct.pack("<I", len(text)) + text
     path.write_bytes(head + struct.pack("<I", zlib.crc32(head)))
 

@@ -30,6 +30,9 @@ onload = () => {{
 </script>"""
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory):
     """Runs the browser: (file, flags) -> (standard output, standard error)."""

@@ -258,7 +258,7 @@ def test_the_learning_rate_is_chosen_by_the_dev_loss_and_seeds_are_averaged(tmp_
     ((entry,),) = entries(grid, tmp_path)
     assert entry.rate == 1e-6 and entry.values == pytest.approx((90.0, 100.0)) and entry.failed == 1
     assert entry.shown == "95.0 ± 7.1*"
-    assert len(write_tables(grid, tmp_path)) == 4
+    assert len(write_tables(grid, tmp_path)) == 3
 
 
 def test_seeds_beyond_the_search_run_at_the_rate_that_it_chose(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import ONE_OF_EACH_KIND, mostly_slow
 from folders import label_rows, model_and_rows, model_folder, refused, settings, tezo, write_rows
 from kills import contents
 from safetensors.torch import load_file
@@ -35,7 +36,7 @@ def home(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", [*METHODS, "adam"])
+@pytest.mark.parametrize("name", mostly_slow([*METHODS, "adam"], *ONE_OF_EACH_KIND, "adam"))
 def test_a_run_that_stops_anywhere_goes_on_to_the_bit(home, tmp_path, name):
     made = config(home, name)
     train(made, tmp_path / "whole")
@@ -46,7 +47,7 @@ def test_a_run_that_stops_anywhere_goes_on_to_the_bit(home, tmp_path, name):
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["mezo", "lozo", "tezo-adam", "tezo-cadam"])
+@pytest.mark.parametrize("name", mostly_slow(["mezo", "lozo", "tezo-adam", "tezo-cadam"], "lozo", "tezo-adam"))
 def test_below_float32_too_and_from_the_log_alone(home, tmp_path, name):
     made = config(home, name, model="optbfloat16", checkpoint_every=0)
     train(made, tmp_path / "whole")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, choose, effective_weights, every_method, run
+from cases import CASES, effective_weights, every_method, every_method_fast_for_kinds, mostly_slow, run
 from folders import Result, completion_rows, label_rows, model_folder, refused, tezo, write_rows
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor, nn
@@ -59,12 +59,12 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return float(found.mean()), float(found.std()) / math.sqrt(len(values))
 
 
-@choose("mezo", "lozo", "subzo", "tezo")
-def test_signal_noise_and_curvature_are_those_of_a_quadratic(case, monkeypatch):
+@pytest.mark.parametrize("name", mostly_slow(["mezo", "lozo", "subzo", "tezo"], "tezo"))
+def test_signal_noise_and_curvature_are_those_of_a_quadratic(name, monkeypatch):
     # The mean over seeds, that is over directions, their factors and noise, lies within four standard errors.
     monkeypatch.setattr(step_size, "DIRECTIONS", 16)
-    more = {"rank": 8} if case.low_rank else {}
-    found = [chosen(seed, name=case.name, **(case.options | more)) for seed in range(24)]
+    more = {"rank": 8} if CASES[name].low_rank else {}
+    found = [chosen(seed, name=name, **(CASES[name].options | more)) for seed in range(24)]
     for values, closed in (
         ([f.batch_sq - f.signal_sq for f in found], NOISE / BATCH),
         ([f.curvature for f in found], TRACE),
@@ -114,7 +114,7 @@ def test_the_formulas_of_plain_and_normalised_steps():
         assert least == pytest.approx(1.5 / farthest) and farthest > 2
 
 
-@pytest.mark.parametrize("q", [1, 4])
+@pytest.mark.parametrize("q", mostly_slow([1, 4], 1))
 def test_the_minimiser_lowers_the_loss_more_than_other_rates_do(q):
     # One step along dense noise, on the average of many, at the rate in closed form, a third of it and three times it.
     best = q * SIGNAL / ((SIGNAL + NOISE / BATCH) * TRACE)
@@ -133,8 +133,9 @@ def test_the_minimiser_lowers_the_loss_more_than_other_rates_do(q):
     assert lowered[1.0] > 1.2 * max(lowered[1 / 3], lowered[3.0]), lowered
 
 
-@every_method
-def test_measuring_leaves_all_that_a_run_computes_as_it_was(case):
+@every_method_fast_for_kinds
+def test_measuring_leaves_all_that_a_run_computes_as_it_was(case, monkeypatch):
+    monkeypatch.setattr(step_size, "DIRECTIONS", 4)
     plain, measured = (case.build(tiny_opt(), targets=("all",)) for _ in range(2))
     halves = [lm_loss(measured.model, tokens(seed=100 + i)) for i in range(2)]
     choose_lr(measured, halves, 3, 3)
@@ -145,7 +146,7 @@ def test_measuring_leaves_all_that_a_run_computes_as_it_was(case):
         assert torch.equal(weight, effective_weights(measured)[name]), name
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_other_directions_are_such_as_no_step_draws(case):
     model = tiny_opt()
     optimizer = case.build(model)
@@ -213,7 +214,7 @@ def tuned(run: Path) -> bytes:
     return (run / "adapter/adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["tezo", "tezo-cadam"])
+@pytest.mark.parametrize("name", mostly_slow(["tezo", "tezo-cadam"], "tezo-cadam"))
 def test_a_run_records_the_rate_it_chose_and_resumes_and_replays_to_the_bit(home, tmp_path, name):
     whole, cut, again, number = (tmp_path / name for name in ("whole", "cut", "again", "number"))
     auto = pairs(home, **{"method.name": name})

@@ -209,6 +209,7 @@ def test_everything_is_written_from_a_folder_of_runs(tmp_path):
         study.main([str(tmp_path / "made")])
 
 
+@pytest.mark.slow
 def test_a_study_that_is_read_in_parts_is_the_study_read_at_once(tmp_path):
     def shown(cell: Cell):
         return falling(0.5 + 0.01 * SEEDS.index(cell.seed) + 0.1 * (cell.line.key == "mezo")), 0.7

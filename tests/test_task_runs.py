@@ -23,6 +23,7 @@ def home(tmp_path_factory):
     return models_and_tasks(tmp_path_factory.mktemp("home"))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "kind"), RUNS, ids=[f"{name}-{kind}" for name, kind in RUNS])
 def test_a_task_is_trained_on_evaluated_and_answered(home, tmp_path, name, kind):
     done = trained(home, name, kind, tmp_path / "run")

@@ -8,7 +8,7 @@ Bounds are five standard errors of the mean (two-sided 6e-7 each, for a normal),
 
 import pytest
 import torch
-from cases import CASES, effective_weights
+from cases import CASES, effective_weights, mostly_slow
 from torch import Tensor, nn
 
 from tezo.directions.perturbations import DrawKey
@@ -89,15 +89,17 @@ def test_mezos_variance_is_its_own_so_the_theorem_tells_the_two_apart():
     assert_mean(squared_error[:, None], torch.tensor([M * N + 1.0], dtype=torch.float64), 0.06)
 
 
-@pytest.mark.parametrize("name", ["mezo", "lozo", "subzo"])
+@pytest.mark.parametrize("name", mostly_slow(["mezo", "lozo", "subzo"], "lozo"))
 def test_the_baselines_are_unbiased_under_unit_scale_too(name):
     assert_mean(estimates(build(name), [DrawKey(seed, 0) for seed in range(4000)]), G, 0.2)
 
 
+@pytest.mark.slow
 def test_the_raw_scale_has_mean_r_times_the_gradient():
     assert_mean(estimates(build(scale="raw"), [DrawKey(seed, 0) for seed in range(4000)]), R * G, 0.2)
 
 
+@pytest.mark.slow
 def test_steps_are_unbiased_end_to_end_over_seeds():
     def change(seed: int) -> Tensor:
         optimizer = build(seed=seed)
@@ -107,6 +109,7 @@ def test_steps_are_unbiased_end_to_end_over_seeds():
     assert_mean(torch.stack([change(seed) for seed in range(2500)]), G, 0.2)
 
 
+@pytest.mark.slow
 def test_given_the_factors_the_mean_is_the_projection_on_them_and_not_the_gradient():
     optimizer = build(seed=3)
     steps, walked = 4000, [torch.zeros(M, N, dtype=torch.float64)]

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import mostly_slow
 from folders import completion_rows, model_and_rows, read_jsonl, write_rows
 from long_steps import DENSE, FACTORED, config
 from short_runs import result, same
@@ -31,7 +32,7 @@ def home(tmp_path_factory):
 # What a run is a function of
 
 
-@pytest.mark.parametrize("method", [*DENSE, *FACTORED])
+@pytest.mark.parametrize("method", mostly_slow([*DENSE, *FACTORED], "mezo", "lozo", "tezo-cadam"))
 def test_a_run_is_a_pure_function_of_its_configuration(home, tmp_path, method):
     summaries = []
     for name, noise in (("first", 1), ("second", 2)):
