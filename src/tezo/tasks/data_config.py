@@ -53,4 +53,4 @@ class DataConfig:
     seed: int | None = None
     """Seed of the choice of rows. Default: train.seed."""
     max_length: int | None = None
-    """Maximum input length in tokens. Default: the model's maximum."""
+    """Maximum input length in tokens. Default: the model's maximum, at most 2048."""

@@ -32,7 +32,9 @@ def read_rows(source: str, *, key: str, split: str = "train", subset: str | None
         if reader is None:
             raise RequestError(f"{key}: {source} is not one of {', '.join(_READERS)}; convert it to one of them.")
         rows = reader(path, key)
-    elif path.suffix.lower() in _READERS or path.is_absolute() or path.is_dir() or source.startswith("."):
+    elif path.is_dir():
+        raise RequestError(f"{key}: {source} is a folder; give a file in it, or for a task its folder as data.dir.")
+    elif path.suffix.lower() in _READERS or path.is_absolute() or source.startswith("."):
         raise RequestError(f"{key}: there is no file {source}; check the path.")
     else:
         rows = _from_hub(source, key, split, subset)

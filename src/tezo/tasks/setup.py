@@ -13,6 +13,9 @@ from tezo.tasks.data_config import DataConfig
 from tezo.tasks.objectives import Objective, objective_for
 from tezo.tasks.splits import training_rows
 
+DEFAULT_LENGTH = 2048
+"""Input length in tokens where data.max_length is not set; models that take less have their own maximum."""
+
 
 def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> Format:
     """The format of the rows, by the settings and the kind of the model."""
@@ -47,7 +50,12 @@ def make_objective(data: DataConfig, loaded: LoadedModel, form: Format, max_new_
         raise RequestError(
             f"max_new_tokens is {new}, but the model takes {loaded.max_length} tokens for prompt and answer; lower it."
         )
-    return objective_for(loaded, form.options, min(data.max_length or longest, longest))
+    if data.max_length is not None and data.max_length > loaded.max_length:
+        raise RequestError(
+            f"data.max_length is {data.max_length}, but the model takes {loaded.max_length} tokens; lower it."
+        )
+    wanted = data.max_length if data.max_length is not None else max(1, DEFAULT_LENGTH - new)
+    return objective_for(loaded, form.options, min(wanted, longest))
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:

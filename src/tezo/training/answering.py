@@ -64,7 +64,9 @@ def answer_rows(
 
 
 def check_answer_file(output: Path) -> None:
-    """An error where a file of answers cannot be written, or is there already."""
+    """An error where a file of answers cannot be written, is there already, or has the name of another format."""
+    if output.suffix.lower() not in ("", ".jsonl", ".json"):
+        raise RequestError(f"output is {output}, but answers are written as JSONL; give a file that ends in .jsonl.")
     if output.exists():
         raise RequestError(f"output: {output} exists; give another --output, or delete it first.")
     above = next(folder for folder in output.absolute().parents if folder.exists())
