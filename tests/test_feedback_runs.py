@@ -24,10 +24,12 @@ from short_runs import STEPS, config, result, same, stopped
 from test_ranks import ranks, recipe, records
 
 from tezo.errors import RequestError
+from tezo.estimators.feedback import DirectFeedback
 from tezo.runs.folder import LOG
 from tezo.runs.reader import read_run
 from tezo.runs.step_log import read_log
 from tezo.training.config import read_config
+from tezo.training.feedback_schedule import LEAST_STEPS
 from tezo.training.job import prepare
 from tezo.training.loop import train
 from tezo.training.replay import replay
@@ -185,3 +187,15 @@ def test_ranks_take_the_steps_of_one_process(home, tmp_path, share):
     train(read_config(path, []), tmp_path / "alone")
     for one, other in zip(records(tmp_path / "run"), records(tmp_path / "alone"), strict=True):
         assert len(one.probes) == len(other.probes) and one.loss == pytest.approx(other.loss, rel=1e-5)
+
+
+def test_explicit_zeros_search_no_layers(home, monkeypatch):
+    searched = []
+    monkeypatch.setattr(DirectFeedback, "check", lambda *_: searched.append(1))
+    for first, last, searches in ((0, 0, 0), (None, 0, 1), (0, None, 1), (3, 0, 1)):
+        searched.clear()
+        settings = config(home, "lozo-adam", steps=LEAST_STEPS, feedback_first=first, feedback_last=last)
+        resolved = prepare(settings).config.train
+        assert len(searched) == searches
+        assert resolved.feedback_first == (first if first is not None else 5)
+        assert resolved.feedback_last == (last if last is not None else 20)

@@ -1,12 +1,15 @@
 """Steps that would train nothing, or noise, are refused: the model cannot see what is shown, or another moves it."""
 
+import math
+
 import pytest
 import torch
 from cases import CASES, choose, effective_weights, every_method, every_method_fast_for_kinds
 from tiny import Regression, lm_loss, tiny_opt, tokens
 
-from tezo import RequestError
+from tezo import NonFiniteLossError, RequestError
 from tezo.numerics import scratch
+from tezo.optim.methods import method, tezo
 
 BESIDE = [name for name in CASES if CASES[name].low_rank and name != "tezo-adam"]
 """Methods that keep what they train beside the weights."""
@@ -108,3 +111,47 @@ def test_a_model_that_was_compiled_and_run_before_is_refused(case):
     optimizer.step(loss)
     assert optimizer.last_step.projected_grads != (0.0,)
     torch._dynamo.reset()
+
+
+@every_method
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_difference_of_losses_that_overflows_leaves_everything_as_before(case, sign):
+    model = tiny_opt()
+    optimizer, turns = case.build(model, lr=1e-2), []
+    optimizer.step(lm_loss(model, tokens()))
+    before = {key: value.clone() for key, value in optimizer.resumable_state().items()}
+    stored = {name: weight.clone() for name, weight in model.named_parameters()}
+
+    def huge() -> float:
+        turns.append(1)
+        lm_loss(model, tokens())()
+        return sign * 1e308 * (-1) ** len(turns)
+
+    with pytest.raises(NonFiniteLossError, match=r"the loss is -?inf at step 1"):
+        optimizer.step(huge)
+    assert optimizer.num_steps == 1
+    for key, value in optimizer.resumable_state().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight, stored[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["tezo", "mezo", "adam"])
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -1e-3])
+def test_a_rate_that_is_set_later_is_checked_as_the_first(name, lr):
+    model = tiny_opt()
+    optimizer = method(name).build(model, **({"rank": 2} if name == "tezo" else {}))
+    optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(RequestError, match=r"method\.lr is (nan|inf|-0\.001)"):
+        optimizer.step(lm_loss(model, tokens()))
+    assert optimizer.num_steps == 0
+
+
+def test_a_step_within_the_closure_of_a_step_is_refused_and_the_next_is_taken():
+    model = tiny_opt()
+    optimizer, loss = tezo(model, rank=2, lr=1e-3), lm_loss(model, tokens())
+    with pytest.raises(RequestError, match="called by the closure of a step"):
+        optimizer.step(lambda: optimizer.step(loss))
+    assert optimizer.num_steps == 0
+    alone = tezo(tiny_opt(), rank=2, lr=1e-3)
+    assert optimizer.step(loss) == alone.step(lm_loss(alone.model, tokens()))

@@ -17,7 +17,7 @@ from short_runs import STEPS, config, result, same, stopped
 
 from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.models import lora as export
-from tezo.optim.methods import METHODS
+from tezo.optim.methods import METHODS, method
 from tezo.runs.checkpoints import checkpoints
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import StepLog, read_log
@@ -26,7 +26,7 @@ from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.replay import replay
-from tezo.training.run_header import check_same, log_header
+from tezo.training.run_header import check_same, check_unchanged, log_header
 
 
 @pytest.fixture(scope="module")
@@ -225,3 +225,16 @@ def test_after_a_loss_that_is_no_number_the_good_steps_are_there(home, tmp_path)
     assert replay(tmp_path / "whole", tmp_path / "six", step=6)["steps"] == 6
     assert same(result(tmp_path / "good"), result(tmp_path / "six"))
     train(made, run, resume=True)  # the fault was not the run's
+
+
+def test_a_setting_given_as_it_is_by_default_is_the_same_run(home):
+    job = prepare(config(home, "lozo-m"))
+    options = {**method("lozo-m").defaults(), **job.config.method.options}
+    given = replace(job, config=replace(job.config, method=replace(job.config.method, options=options)))
+    assert check_same(log_header(job), log_header(given), job.optimizer) == []
+    check_unchanged(job.config, given.config)
+    check_unchanged(given.config, job.config)
+    options["lazy_update_interval"] = 101
+    other = replace(job, config=replace(job.config, method=replace(job.config.method, options=options)))
+    with pytest.raises(RequestError, match=r"method\.lazy_update_interval is 101"):
+        check_same(log_header(job), log_header(other), job.optimizer)

@@ -13,7 +13,7 @@ from long_steps import DENSE, FACTORED, config
 from short_runs import result, same
 
 from tezo.distributed import Ranks
-from tezo.errors import NonFiniteLossError, RunError
+from tezo.errors import NonFiniteLossError, NonFiniteResultError, RunError
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import WritableRunFolder
 from tezo.tasks.evaluation import evaluate
@@ -189,3 +189,10 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
     assert not isinstance(caught.value, RunError)
     with pytest.raises(RunError, match="out of memory at step 0, with 0 rows"), memory_for("step 0", [], "key"):
         bytearray(1 << 60)
+
+
+def test_a_model_whose_loss_is_not_finite_is_no_result(home, tmp_path):
+    settings = config(home, "tezo-cadam", lr=1e30, steps=1, eval_every=0, data=("train", "test"))
+    with pytest.raises(NonFiniteResultError, match=r"after 1 steps, so no result was saved\. Lower method\.lr"):
+        train(settings, tmp_path / "run")
+    assert not any((tmp_path / "run" / name).exists() for name in ("adapter", "model", "summary.json"))

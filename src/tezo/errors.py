@@ -46,6 +46,21 @@ class NonFiniteLossError(RunError):
         self.last_loss = last_loss
 
 
+class NonFiniteResultError(RunError):
+    """The tuned model's loss is NaN or infinite; no result was saved.
+
+    The same request would fail again, so the exit code is that of a wrong request.
+    """
+
+    exit_code = 2
+
+    def __init__(self, steps: int, loss: float) -> None:
+        super().__init__(
+            f"the loss is {loss} after {steps} steps, so no result was saved. Lower method.lr, or give data.dev, to keep "
+            "the best step."
+        )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the closest known name, else the list of known names."""
     options = list(known)

@@ -55,8 +55,8 @@ class Probe:
 
     @property
     def is_finite(self) -> bool:
-        """Whether both losses are finite."""
-        return math.isfinite(self.loss_plus) and math.isfinite(self.loss_minus)
+        """Whether all three numbers are finite: the difference of two finite losses can overflow."""
+        return all(map(math.isfinite, (self.loss_plus, self.loss_minus, self.projected_grad)))
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,9 @@ class TwoPoint(Estimator):
                 probes = two_point(closure, set_perturbations, rho, own, 1)
         probes = gather_probes(probes, self._ranks)
         for probe in probes:
-            if not probe.is_finite:
-                raise FloatingPointError(probe.loss_minus if math.isfinite(probe.loss_plus) else probe.loss_plus)
+            for value in (probe.loss_plus, probe.loss_minus, probe.projected_grad):
+                if not math.isfinite(value):
+                    raise FloatingPointError(value)
         self._check_called()
         return probes
 

@@ -81,6 +81,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
     def take_step(self, closure: Closure, kind: str) -> float:
         """Takes one step and returns the loss before it; `kind` must be `GRADIENT`."""
         self._check_kind(kind)
+        check_rate("lr", float(self.param_groups[0]["lr"]))
         self.zero_grad()
         with torch.enable_grad(), _training(self.model, self.seed, self.num_steps):
             loss = closure()

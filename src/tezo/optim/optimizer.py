@@ -1,7 +1,8 @@
 """The zeroth-order optimizer: torch.optim's interface, `loss = optimizer.step(closure)`, with forward passes only."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -20,7 +21,7 @@ from tezo.estimators.two_point import TwoPoint
 from tezo.forward import MovingParameter
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.products import float32_on_emulating_cpu
-from tezo.optim.limits import check_settings
+from tezo.optim.limits import check_rate, check_settings
 from tezo.optim.optimizer_state import Moments, OptimizerState
 from tezo.optim.tuned_parameters import TunedParameters
 from tezo.optim.tuner import LowRankChange
@@ -99,7 +100,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         self.num_directions = num_directions
         self.seed = seed
         self.targets = select_targets(model, targets)
-        self._calibrated = False
+        self._calibrated = self._stepping = False
         perturbation.prepare(self.targets)
         self.parameters = TunedParameters(
             model, self.targets, perturbation, update, in_forward=in_forward, frozen_rank=frozen_rank
@@ -141,17 +142,30 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
     def take_step(self, closure: Closure, kind: str) -> float:
         """Takes one step of this kind and returns the mean of its losses."""
         rule = self._rule(kind)
+        lr = float(self.param_groups[0]["lr"]) * rule.lr_scale
+        check_rate("lr", lr)
         if not self._calibrated:
             self._calibrate_with(lambda _: closure())
-        draw = self.draw(kind)
-        try:
-            estimate = rule.estimator.estimate(closure, draw)
-        except FloatingPointError as error:
-            raise self._not_finite(error) from None
-        lr = float(self.param_groups[0]["lr"]) * rule.lr_scale
+        with self._in_step():
+            draw = self.draw(kind)
+            try:
+                estimate = rule.estimator.estimate(closure, draw)
+            except FloatingPointError as error:
+                raise self._not_finite(error) from None
         record = StepRecord(self.num_steps, estimate.loss, lr, estimate.probes, kind, estimate.forward_passes)
         self._apply(rule, estimate, record, draw)
         return estimate.loss
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """While open, another step is refused: it would move the parameters that this one measures."""
+        if self._stepping:
+            raise RequestError("step() was called by the closure of a step; call it after that step has returned.")
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     @torch.no_grad()
     def measure(self, closure: Closure, rho: float | None = None, *, others: int = 0) -> tuple[Probe, ...]:

@@ -13,9 +13,9 @@ from tezo.errors import RunError
 from tezo.tasks.objectives import Encoded
 
 
-def peak_memory() -> int:
-    """Peak memory in bytes: the maximum reserved on the GPU, or without a GPU the peak resident set of the process."""
-    if torch.cuda.is_available():
+def peak_memory(device: torch.device) -> int:
+    """Peak memory in bytes where a model computes: the maximum reserved on a GPU, the peak resident set on a CPU."""
+    if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

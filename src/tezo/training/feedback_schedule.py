@@ -44,7 +44,7 @@ def resolve_feedback(
     fits = available and labelled and objective_is_loss and train.steps >= LEAST_STEPS
     defaults = (min(FIRST, train.steps // 20), min(LAST, train.steps // 5)) if fits else (0, 0)
     notices: list[str] = []
-    if asked or any(defaults):
+    if asked or any(default for key, default in zip(KEYS, defaults, strict=True) if getattr(train, key) is None):
         try:
             optimizer.check_kind(FEEDBACK, loss)
         except RequestError as reason:

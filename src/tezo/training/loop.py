@@ -1,5 +1,6 @@
 """The loop: evaluate, step, evaluate, save."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tezo.distributed import Ranks, join
-from tezo.errors import RequestError, RunError, nearest
+from tezo.errors import NonFiniteResultError, RequestError, RunError, nearest
 from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import save_result
@@ -135,6 +136,8 @@ class Loop:
         steps = self._steps(start, before)
         self._restore_best(steps)
         after = self._evaluate("test", steps)
+        if not math.isfinite(after["loss"]):
+            raise NonFiniteResultError(steps, after["loss"])
         return self._finish(steps, before, after)
 
     def _open(self) -> ResumeState:
@@ -217,7 +220,7 @@ class Loop:
             self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
-        progress = Progress(record, self.step_seconds, peak_memory())
+        progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
         self._log_step(progress)
         for listener in self.listeners:
             listener.stepped(progress)

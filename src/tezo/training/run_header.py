@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tezo.models.model_config import ModelConfig
+from tezo.optim.methods import method
 from tezo.optim.tuner import Tuner
 from tezo.runs.environment import versions
 from tezo.runs.fingerprint import check_complete, check_model, check_place, check_rows, check_settings, hash_of
@@ -77,9 +78,13 @@ def check_unchanged(ended: Config, asked: Config) -> None:
 
 def _defaults() -> dict[str, Any]:
     """Settings that a run of an earlier version did not have, as they were then."""
-    return _flat(to_tree(Config(model=ModelConfig(name=""), data=DataConfig()))) | LEGACY_DEFAULTS
+    known = _flat(to_tree(Config(model=ModelConfig(name=""), data=DataConfig()))) | LEGACY_DEFAULTS
+    return {key: value for key, value in known.items() if not key.startswith("method.")}
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key, those of the method that are not given at their defaults; lists, as JSON has them."""
+    options = method(tree["method"]["name"]).defaults()
+    tree = json.loads(json.dumps({**tree, "method": {**options, **tree["method"]}}))
     flat = {f"{section}.{key}": value for section, values in tree.items() for key, value in dict(values).items()}
     return {key: value for key, value in flat.items() if key not in MAY_CHANGE_ON_RESUME}

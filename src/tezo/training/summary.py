@@ -57,7 +57,7 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
         "seconds_stepping": round(outcome.seconds, 3),
         "seconds_on_basis": round(seconds, 3),
         "compression_error": optimizer.compression_error,
-        "peak_memory": peak_memory(),
+        "peak_memory": peak_memory(job.loaded.device),
         "model_bytes": stored_bytes(job.model),
         "parameters": parameter_counts(plan(job.model, optimizer)),
         "result": result,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tezo.errors import NonFiniteLossError, RequestError, RunError, TezoError
+from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunError, TezoError
 from tezo.files import own_object, write_file
 from tezo.models.quiet import quiet_libraries
 from tezo.runs.folder import LOG
@@ -126,7 +126,7 @@ def run_cell(cell: Cell, folder: str, device: str) -> str | None:
             train(config, path, resume=True)
         else:
             _write_summary(path, *(_probe(config) if cell.line.how == "probe" else _zero_shot(config)))
-    except NonFiniteLossError as error:
+    except (NonFiniteLossError, NonFiniteResultError) as error:
         path.mkdir(parents=True, exist_ok=True)
         (path / FAILED).write_text(f"{error}\n", encoding="utf-8")
         return str(error)
