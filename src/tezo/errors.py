@@ -56,8 +56,8 @@ class NonFiniteResultError(RunError):
 
     def __init__(self, steps: int, loss: float) -> None:
         super().__init__(
-            f"the loss is {loss} after {steps} steps, so no result was saved. Lower method.lr, or give data.dev, to keep "
-            "the best step."
+            f"the loss is {loss} after {steps} steps, so no result was saved. Lower method.lr, or give data.dev to "
+            "keep the best step."
         )
 
 
