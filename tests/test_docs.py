@@ -31,7 +31,7 @@ BLOCKS = [
 
 
 COMMANDS = [
-    pytest.param(commands, id=path.stem)
+    pytest.param(commands, id=path.stem, marks=[pytest.mark.slow] * (path.stem in ("large-models", "many-devices")))
     for path in sorted(ROOT.glob("docs/*.md"))
     for commands in re.findall(r"```sh\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.S)
 ]

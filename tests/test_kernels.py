@@ -132,6 +132,7 @@ def test_a_write_needs_no_more_than_its_tiles(monkeypatch):
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_triton_kernel_passes_these_tests_in_the_interpreter():
     pytest.importorskip("triton", reason="triton has no wheels for this system")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "[triton", __file__]
@@ -159,6 +160,7 @@ for dtype in ("bf16", "fp16", "fp32"):
 """
 
 
+@pytest.mark.slow
 def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here():
     pytest.importorskip("triton", reason="triton has no wheels for this system")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

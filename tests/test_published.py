@@ -67,7 +67,7 @@ def test_there_is_an_algorithm_for_every_method():
     assert PUBLISHED.keys() == {name for name, method in METHODS.items() if method.in_paper}
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "all"])
+@pytest.mark.parametrize("targets", ["all-linear", pytest.param("all", marks=pytest.mark.slow)])
 @every_method
 def test_the_trajectory_is_the_published_algorithms(case, targets):
     compare(case, tiny_opt, (targets,), LONG)

@@ -36,7 +36,7 @@ def check_complete(header: Mapping[str, Any]) -> None:
 
 def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises a `RequestError` if a setting differs from the one that the run began with; both by dotted key."""
-    for key in sorted(before.keys() | now.keys()):
+    for key in sorted(before.keys() | now.keys(), key=lambda key: (key != "method.name", key)):  # options follow it
         if before.get(key) != now.get(key):
             raise RequestError(
                 f"{key} is {now.get(key)!r}, and the run began with {before.get(key)!r}; use the original value, "
