@@ -29,7 +29,9 @@ def test_a_closure_that_cannot_see_what_is_shown_is_refused(case):
     model, other = tiny_opt(), tiny_opt(seed=1)
     optimizer = case.build(model, lr=1e-2)
     before = effective_weights(optimizer)
-    with pytest.raises(RequestError, match=r"runs none of the modules that are tuned, such as model\.decoder\.layers\.0"):
+    with pytest.raises(
+        RequestError, match=r"runs none of the modules that are tuned, such as model\.decoder\.layers\.0"
+    ):
         optimizer.step(lm_loss(other, tokens()))
     torch.testing.assert_close(effective_weights(optimizer), before, rtol=0, atol=0)
     assert optimizer.num_steps == 0

@@ -35,12 +35,6 @@ class Tuner(Protocol):
         targets: the tuned parameters.
         param_groups: as in torch.optim; "lr" is the learning rate of the next step.
         num_directions: random directions per step; 0 for gradient steps.
-        kinds: supported kinds of step, the default first; see `tezo.estimators`.
-        rho: perturbation scale; 0 for gradient steps.
-        needs_gradient: whether steps need a closure that is differentiable through the whole model.
-        num_steps: number of steps taken.
-        num_forward_passes: number of closure evaluations so far.
-        last_step: record of the last step; None before the first.
     """
 
     model: Any
@@ -49,17 +43,28 @@ class Tuner(Protocol):
     num_directions: int
 
     @property
-    def kinds(self) -> tuple[str, ...]: ...
+    def kinds(self) -> tuple[str, ...]:
+        """Supported kinds of step, the default first; see `tezo.estimators`."""
+
     @property
-    def needs_gradient(self) -> bool: ...
+    def needs_gradient(self) -> bool:
+        """Whether steps need a closure that is differentiable through the whole model."""
+
     @property
-    def rho(self) -> float: ...
+    def rho(self) -> float:
+        """Perturbation scale; 0 for gradient steps."""
+
     @property
-    def num_steps(self) -> int: ...
+    def num_steps(self) -> int:
+        """Number of steps taken."""
+
     @property
-    def num_forward_passes(self) -> int: ...
+    def num_forward_passes(self) -> int:
+        """Number of closure evaluations so far."""
+
     @property
-    def last_step(self) -> StepRecord | None: ...
+    def last_step(self) -> StepRecord | None:
+        """Record of the last step; None before the first."""
 
     def take_step(self, closure: Closure, kind: str) -> float:
         """Takes one step of this kind and returns its loss."""
