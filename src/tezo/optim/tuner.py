@@ -44,23 +44,23 @@ class Tuner(Protocol):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of the steps that it takes, the usual one first; see `tezo.estimators.estimate`."""
+        """Supported kinds of step, the default first; see `tezo.estimators`."""
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether steps need a closure that can be differentiated through the whole model."""
+        """Whether steps need a closure that is differentiable through the whole model."""
 
     @property
     def rho(self) -> float:
-        """Perturbation scale; 0 for steps by gradient."""
+        """Perturbation scale; 0 for gradient steps."""
 
     @property
     def num_steps(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
 
     @property
     def num_forward_passes(self) -> int:
-        """Evaluations of the closure so far."""
+        """Number of closure evaluations so far."""
 
     @property
     def last_step(self) -> StepRecord | None:
