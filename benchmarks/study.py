@@ -27,7 +27,7 @@ from tezo.errors import RequestError, TezoError
 from tezo.files import own_object
 from tezo.runs.folder import LOG, METRICS
 from tezo.runs.metrics_log import MetricsLog
-from tezo.runs.step_log import read_log
+from tezo.runs.step_log import LogContents, read_log
 from tezo.studies.bench.result_files import commit
 from tezo.studies.reproduce import Cell, Grid, find_table, make_grid
 from tezo.studies.reproduce.results import all_cells, chooser, is_finished, summary_of
@@ -104,10 +104,11 @@ def read_runs(grid: Grid, folder: Path, cells: Iterable[Cell]) -> Iterable[dict[
 def read_run(cell: Cell, folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """A run's curve and figures."""
     metric = task(cell.column.task).metric
-    found = MetricsLog(folder / METRICS).evaluations if (folder / METRICS).is_file() else {}
+    log = read_log(folder / LOG) if (folder / LOG).is_file() else LogContents(0, {}, 0, 0)  # zero-shot takes no steps
+    found = log.evaluations or MetricsLog(folder / METRICS, log).evaluations  # earlier logs have none
     dev = {step: metrics for (split, step), metrics in sorted(found.items()) if split == "dev"}
     losses = [metrics["loss"] for metrics in dev.values()]
-    taken = taken_passes(folder / LOG) if dev else []
+    taken = [0, *accumulate(record.forward_passes for record in log.steps)]
     return {
         "passes": [passes_at(step, cell, taken, int(summary.get("basis_passes") or 0)) for step in dev],
         "dev_loss": [rounded(loss) for loss in losses],
@@ -123,12 +124,6 @@ def read_run(cell: Cell, folder: Path, summary: dict[str, Any]) -> dict[str, Any
         "versions": summary.get("versions", {}),
         "torch": summary.get("versions", {}).get("torch"),
     }
-
-
-def taken_passes(path: Path) -> list[int]:
-    """Forward passes of a run after 0, 1, 2, ... steps."""
-    log = read_log(path)
-    return [0, *accumulate(step.record.forward_passes for step in log.steps)]
 
 
 def passes_at(step: int, cell: Cell, taken: Sequence[int], basis_passes: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from folders import label_rows, model_folder, train, write_rows
 
 from tezo.estimators.estimate import Probe, StepRecord
-from tezo.runs.step_log import LoggedStep, StepLog
+from tezo.runs.step_log import StepLog
 
 HOSTILE = "<script>alert(1)<\\script> $\\frac{$ & \"x\" '{{ 7*7 }}'"
 
@@ -40,7 +40,7 @@ def made(
     )
     for i, (loss, values) in enumerate(zip(losses, kappas, strict=True)):
         probes = tuple(Probe(loss, loss, k) for k in values)
-        log.append(LoggedStep(StepRecord(i, loss, 0.1, probes, forward_passes=2 * len(probes) or 1), 0, i))
+        log.append(StepRecord(i, loss, 0.1, probes, forward_passes=2 * len(probes) or 1))
     log.close()
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -59,9 +59,11 @@ def hostile(home: Path, root: Path) -> Path:
     plan = json.loads((folder / "plan.json").read_text())
     plan[0]["name"] = plan[-1]["moved"] = mark
     (folder / "plan.json").write_text(json.dumps(plan))
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps({"step": s, "split": f"{mark}{s}", mark: 0.5, "loss": 1}) + "\n" for s in (13, 14))
-        file.write(json.dumps({"step": 15, "split": f"{mark}13", mark: 0.25, "loss": 1}) + "\n")
+    (folder / "manifest.json").unlink()
+    log = StepLog(folder / "steps.log", {}, 0)
+    for split, step, value in (("13", 10, 0.5), ("14", 11, 0.5), ("13", 12, 0.25)):
+        log.append_evaluation(f"{mark}{split}", step, {mark: value, "loss": 1.0})
+    log.close()
     return folder
 
 

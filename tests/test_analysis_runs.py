@@ -28,7 +28,7 @@ def runs(tmp_path_factory):
 def test_curves_are_the_logs(runs):
     numbers = measure_loss(LossOptions(half_life=2), Given(paths=(runs / "one", runs / "two")))
     for run, passes in zip(numbers["runs"], (2, 4), strict=True):
-        logged = [step.record.loss for step in read_log(runs / run["name"] / LOG).steps]
+        logged = [step.loss for step in read_log(runs / run["name"] / LOG).steps]
         assert run["losses"] == pytest.approx(logged, rel=1e-4)
         assert run["smoothed"] == pytest.approx(smooth(logged, 2), rel=1e-4)
         assert run["forward_passes"] == [passes * (step + 1) for step in range(6)]

@@ -73,7 +73,7 @@ by_torchrun_too = pytest.mark.parametrize("start", [ranks, pytest.param(torchrun
 
 
 def records(run: Path) -> list[Any]:
-    return [step.record for step in read_log(run / LOG).steps]
+    return read_log(run / LOG).steps
 
 
 def assert_same_trajectory(run: Path, alone: Path) -> None:

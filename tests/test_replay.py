@@ -12,9 +12,10 @@ from folders import model_and_rows, model_folder, refused, tezo
 from short_runs import STEPS, config, result, same
 
 from tezo.errors import RequestError
+from tezo.estimators.estimate import StepRecord
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
-from tezo.runs.step_log import LoggedStep, StepLog, read_log
+from tezo.runs.step_log import StepLog, read_log
 from tezo.training.loop import train
 from tezo.training.replay import replay
 
@@ -73,7 +74,7 @@ def test_on_another_device_what_was_drawn_on_the_first_is_refused(home, tmp_path
     assert same(result(tmp_path / "out"), result(run))
 
 
-def rewritten(run: Path, header: dict[str, Any], steps: list[LoggedStep]) -> Path:
+def rewritten(run: Path, header: dict[str, Any], steps: list[StepRecord]) -> Path:
     run.mkdir()
     log = StepLog(run / LOG, header, 0)
     for step in steps:

@@ -15,7 +15,7 @@ from folders import refused, tezo
 from reports import HOSTILE, Page, hostile, made, two_runs
 
 from tezo.runs.reader import read_run
-from tezo.runs.step_log import MAGIC, read_log
+from tezo.runs.step_log import MAGIC, StepLog, read_log
 from tezo.studies.report import charts, page
 from tezo.studies.report import curves as numbers
 
@@ -27,8 +27,8 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def run(home, tmp_path):
-    """A copy of a run that a test may damage."""
-    return Path(shutil.copytree(home / "one", tmp_path / "run"))
+    """A copy of a run that a test may damage; a manifest would tell at once."""
+    return Path(shutil.copytree(home / "one", tmp_path / "run", ignore=shutil.ignore_patterns("manifest.json")))
 
 
 def reported(tmp_path, *runs):
@@ -47,7 +47,7 @@ def test_every_figure_of_the_page_is_that_of_the_files(home, tmp_path):
     values = {attributes["value"] for attributes in shown.of("data")}
     for key in ("num_forward_passes", "peak_memory", "model_bytes", "seconds_stepping", "kept_step"):
         assert str(summary[key]) in values, key
-    kappas = [p.projected_grad for step in read_log(home / "one" / "steps.log").steps for p in step.record.probes]
+    kappas = [p.projected_grad for step in read_log(home / "one" / "steps.log").steps for p in step.probes]
     rms = math.sqrt(sum(k * k for k in kappas) / len(kappas))
     assert shown.row("rms") == pytest.approx([rms])
     assert shown.row("mean") == pytest.approx([sum(kappas) / len(kappas)])
@@ -67,7 +67,7 @@ def test_every_figure_of_the_page_is_that_of_the_files(home, tmp_path):
 def test_the_curves_pass_through_the_files_numbers(home):
     run = read_run(home / "two")
     steps, passes, seconds = charts.loss_charts([run])
-    read = [step.record.loss for step in read_log(home / "two" / "steps.log").steps]
+    read = [step.loss for step in read_log(home / "two" / "steps.log").steps]
     lines = [json.loads(line) for line in (home / "two" / "metrics.jsonl").read_text().splitlines()]
     dev = [(line["step"], line["loss"]) for line in lines if line.get("split") == "dev"]
     half = 0.5 ** (1 / numbers.half_life(8))
@@ -113,6 +113,12 @@ def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
     assert shown.row("dev loss")[:2] == [dev[0]["loss"], dev[-1]["loss"]]
     for name in ("metrics.jsonl", "plan.json"):
         (run / name).unlink()
+    logged = read_log(run / "steps.log")
+    (run / "steps.log").unlink()
+    log = StepLog(run / "steps.log", logged.header, 0)
+    for record in logged.steps:
+        log.append(record)
+    log.close()
     titles = [svg["aria-label"].partition(":")[0] for svg in reported(tmp_path, run).of("svg", role="img")]
     assert titles[:2] == ["Loss over steps", "Loss over forward passes"]  # no time is known
     assert len(titles) == 4  # nor an evaluation
@@ -165,8 +171,10 @@ def test_the_charts_of_a_page_are_inert_and_have_no_id_in_common(home, tmp_path)
 @pytest.mark.parametrize("name", [HOSTILE, "$\\frac{$", "\x00\x1b\udcff]]>-->", "\u4e16\u754c", "_x", "", "W" * 300])
 def test_any_name_of_a_metric_can_be_drawn(name, tmp_path):
     folder = made(tmp_path / "run", [1.0, 2.0])
-    lines = [json.dumps({"step": step, "split": "dev", name: 0.5}) for step in (1, 2)]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    log = StepLog(folder / "steps.log", {}, 0)
+    for step in (1, 2):
+        log.append_evaluation("dev", step, {name: 0.5})
+    log.close()
     shown = reported(tmp_path, folder)
     label = f"{name} at evaluations: ".replace("\udcff", "\\udcff")
     assert any(svg["aria-label"].startswith(label) for svg in shown.of("svg", role="img"))
@@ -203,7 +211,7 @@ DAMAGE = {
     "nested config": (lambda run: (run / "config.yaml").write_text("a: " + "[" * 20 + "]" * 20), ["no configuration;"]),
     "aliases": (lambda run: (run / "config.yaml").write_text(ALIASES), ["config.yaml is no configuration;"]),
     "circle": (lambda run: (run / "config.yaml").write_text("a: &a [*a]"), ["config.yaml is no configuration;"]),
-    "log": (lambda run: cut(run / "steps.log", 200), ["steps.log", "damaged at record"]),
+    "log": (lambda run: cut(run / "steps.log", 200), ["steps.log", "damaged after step 12"]),
     "no log": (lambda run: (run / "steps.log").write_bytes(b"x"), ["steps.log", "not a step log"]),
     "no steps": (lambda run: header_only(run / "steps.log", 1), ["steps.log has 0", "needs 2", "--resume"]),
     "metrics": (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'), ["metrics.jsonl", "line 1"]),

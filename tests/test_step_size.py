@@ -225,7 +225,7 @@ def test_a_run_records_the_rate_it_chose_and_resumes_and_replays_to_the_bit(home
     log = read_log(whole / "steps.log")
     lr = log.header["config"]["method"]["lr"]
     assert f"auto chose {lr:.1e}, from {DIRECTIONS} directions on 48 rows (204 forward passes)" in notice
-    assert {step.record.lr for step in log.steps} == {lr}
+    assert {step.lr for step in log.steps} == {lr}
     assert read_config(whole / "config.yaml", []).method.options["lr"] == lr
     assert math.isfinite(summary["after"]["loss"])
     with pytest.raises(KeyboardInterrupt):

@@ -1,6 +1,7 @@
 """The step log: what is written is read, torn tails are cut, damage is found, one process writes."""
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -13,23 +14,21 @@ from hypothesis import strategies as st
 
 from tezo.errors import RequestError
 from tezo.estimators.estimate import Probe, StepRecord
-from tezo.runs.step_log import MAGIC, LoggedStep, StepLog, read_log
+from tezo.runs.step_log import MAGIC, StepLog, read_log
 
 HEADER = {"directions": 2, "kinds": ["two-point", "feedback"], "note": "of a test"}
 floats = st.floats(allow_nan=True)
 
 
-def steps(count: int, directions: int = 2) -> list[LoggedStep]:
+def steps(count: int, directions: int = 2) -> list[StepRecord]:
     def probe(step: int, index: int) -> Probe:
         return Probe(0.5 + step, 0.25 + index, 125.0 + step / 3)
 
     probes = [tuple(probe(step, index) for index in range(directions)) for step in range(count)]
-    return [
-        LoggedStep(StepRecord(i, 0.1 * i, 1e-4, probes[i], forward_passes=4), 7, 16 * (i + 1)) for i in range(count)
-    ]
+    return [StepRecord(i, 0.1 * i, 1e-4, probes[i], forward_passes=4) for i in range(count)]
 
 
-def written(path: Path, logged: list[LoggedStep], header: dict = HEADER) -> Path:
+def written(path: Path, logged: list[StepRecord], header: dict = HEADER) -> Path:
     log = StepLog(path, header, 3)
     for step in logged:
         log.append(step)
@@ -37,14 +36,13 @@ def written(path: Path, logged: list[LoggedStep], header: dict = HEADER) -> Path
     return path
 
 
-def bits(logged: list[LoggedStep]) -> list[bytes]:
+def bits(logged: list[StepRecord]) -> list[bytes]:
     """Every number to the bit; a NaN is not equal to itself."""
 
-    def of(step: LoggedStep) -> bytes:
-        record = step.record
+    def of(record: StepRecord) -> bytes:
         values = [record.loss, record.lr, *(x for p in record.probes for x in (p.loss_plus, p.loss_minus,
                                                                                  p.projected_grad))]  # fmt: skip
-        return struct.pack(f"<QQQ{len(values)}d", record.step, step.seed, step.position, *values)
+        return struct.pack(f"<Q{len(values)}d", record.step, *values)
 
     return [of(step) for step in logged]
 
@@ -53,14 +51,12 @@ def bits(logged: list[LoggedStep]) -> list[bytes]:
     st.integers(0, 4).flatmap(
         lambda q: st.tuples(st.just(q), st.lists(st.tuples(floats, floats, st.lists(st.tuples(floats, floats, floats),
                                                  min_size=q, max_size=q)), max_size=6))),
-    st.integers(0, 2**63),
     st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8), max_size=3),
 )  # fmt: skip
-def test_what_is_written_is_read_to_the_bit(tmp_path_factory, drawn, seed, header):
+def test_what_is_written_is_read_to_the_bit(tmp_path_factory, drawn, header):
     directions, rows = drawn
     logged = [
-        LoggedStep(StepRecord(i, loss, lr, tuple(Probe(*values) for values in probes)), seed, i)
-        for i, (loss, lr, probes) in enumerate(rows)
+        StepRecord(i, loss, lr, tuple(Probe(*values) for values in probes)) for i, (loss, lr, probes) in enumerate(rows)
     ]
     header = header | {"directions": directions, "kinds": ["two-point"]}
     path = written(tmp_path_factory.mktemp("log") / "steps.log", logged, header)
@@ -113,7 +109,7 @@ def test_every_flipped_byte_is_found(tmp_path):
             with pytest.raises(RequestError, match="header is damaged"):
                 read_log(path)
         elif number < count - 1 - in_crc:  # a stored CRC speaks for the next record too
-            with pytest.raises(RequestError, match=f"damaged at record {number}, with sound records after it"):
+            with pytest.raises(RequestError, match=f"damaged after step {number}, with intact entries after"):
                 read_log(path)
         else:  # nothing sound after it: a tail, which is cut, and whose steps are taken again
             found = read_log(path)
@@ -127,7 +123,7 @@ def test_records_in_another_order_are_damage(tmp_path):
     size = (len(whole) - head) // 5
     parts = [whole[head + i * size : head + (i + 1) * size] for i in range(5)]
     path.write_bytes(whole[:head] + b"".join([parts[0], parts[2], parts[1], *parts[3:]]))
-    with pytest.raises(RequestError, match="damaged at record 1"):
+    with pytest.raises(RequestError, match="damaged after step 1"):
         read_log(path)
 
 
@@ -175,18 +171,18 @@ def test_a_second_writer_is_refused_and_takes_over_when_the_first_is_gone(tmp_pa
 
 def test_steps_of_several_kinds_are_told_apart(tmp_path):
     drawn, fed = steps(1)[0], StepRecord(1, 0.5, 1e-4, (), "feedback", 3)
-    partial = StepRecord(2, 0.5, 1e-4, drawn.record.probes[:1], forward_passes=2)
-    logged = [drawn, LoggedStep(fed, 7, 32), LoggedStep(partial, 7, 48)]
+    partial = StepRecord(2, 0.5, 1e-4, drawn.probes[:1], forward_passes=2)
+    logged = [drawn, fed, partial]
     assert read_log(written(tmp_path / "steps.log", logged)).steps == logged
     with pytest.raises(ValueError, match="gradient"):
-        written(tmp_path / "steps.log", [LoggedStep(StepRecord(3, 0.5, 1e-4, (), "gradient"), 7, 64)])
+        written(tmp_path / "steps.log", [StepRecord(3, 0.5, 1e-4, (), "gradient")])
 
 
 def test_a_record_of_a_kind_that_the_header_does_not_name_is_no_record(tmp_path):
     path = tmp_path / "steps.log"
     head = written(path, []).stat().st_size
     whole = bytearray(written(path, steps(1)).read_bytes())
-    for place in (head + 44, head + 46):  # kind, and number of probes
+    for place in (head + 36, head + 40):  # kind, and number of probes
         forged = whole.copy()
         forged[place] = 99
         forged[-4:] = struct.pack(
@@ -196,37 +192,85 @@ def test_a_record_of_a_kind_that_the_header_does_not_name_is_no_record(tmp_path)
         assert read_log(path).steps == []
 
 
-def version_1(path: Path, directions: int, kinds: str) -> list[LoggedStep]:
-    """Writes a log of the first version, and returns its steps: "z" along directions, "f" by feedback or gradient."""
-    text = json.dumps({"directions": directions}).encode()
-    data = b"tezolog1" + struct.pack("<I", len(text)) + text
+def earlier(version: int, path: Path, directions: int, kinds: str) -> list[StepRecord]:
+    """Writes a log of version 1 or 2, and returns its steps: "z" along directions, "f" by feedback or gradient."""
+    others = ["feedback"] if directions else ["gradient"]
+    text = json.dumps({"directions": directions} | ({"kinds": ["two-point", *others]} if version == 2 else {})).encode()
+    data = b"tezolog%d" % version + struct.pack("<I", len(text)) + text
     data += struct.pack("<I", zlib.crc32(data))
     logged, before = [], "z"
     for i, kind in enumerate(kinds):
         values = [[1.5 + i, 0.5, 500.0 + j] for j in range(directions if kind == "z" else 0)]
-        body = struct.pack("<QQQdd", i, 7, 16 * (i + 1), 1e-4, 0.1 * i)
-        body += b"".join(struct.pack("<ddd", *v) for v in values) or b"\xff" * (24 * directions)
-        data += body + struct.pack("<I", zlib.crc32(body, struct.unpack("<I", data[-4:])[0]))
-        name = "two-point" if kind == "z" else "feedback" if directions else "gradient"
         passes = 2 * directions if kind == "z" else 3 if directions and before == "z" else 1
-        record = StepRecord(i, 0.1 * i, 1e-4, tuple(Probe(*v) for v in values), name, passes)
-        logged.append(LoggedStep(record, 7, 16 * (i + 1)))
+        body = struct.pack("<QQQdd", i, 7, 16 * (i + 1), 1e-4, 0.1 * i)
+        body += struct.pack("<IHH", passes, kind == "f", len(values)) if version == 2 else b""
+        body += b"".join(struct.pack("<ddd", *v) for v in values) or (b"\xff", bytes(1))[version - 1] * 24 * directions
+        data += body + struct.pack("<I", zlib.crc32(body, struct.unpack("<I", data[-4:])[0]))
+        name = "two-point" if kind == "z" else others[0]
+        logged.append(StepRecord(i, 0.1 * i, 1e-4, tuple(Probe(*v) for v in values), name, passes))
         before = kind
     path.write_bytes(data)
     return logged
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("directions", "kinds"), [(2, "zzz"), (1, "ffzfffz"), (3, "zff"), (0, "fff")])
-def test_the_first_version_is_read_and_goes_on_in_this_one(tmp_path, directions, kinds):
+def test_an_earlier_version_is_read_and_goes_on_in_this_one(tmp_path, version, directions, kinds):
     path = tmp_path / "steps.log"
-    logged = version_1(path, directions, kinds)
+    logged = earlier(version, path, directions, kinds)
     found = read_log(path)
-    assert (found.version, found.steps) == (1, logged)
+    assert (found.version, found.steps, found.files) == (version, logged, None)
     names = ["two-point", "feedback"] if directions else ["gradient"]
-    probes = logged[0].record.probes if kinds[0] == "z" else ()
-    more = LoggedStep(StepRecord(len(kinds), 0.5, 1e-4, probes, names[0], 4), 7, 0)
-    written(path, [more], {"directions": directions, "kinds": names})
+    log = StepLog(path, {"directions": directions, "kinds": names}, 0)
+    log.rewrite(names, {("test", 0): {"loss": 1.5}, ("dev", 2): {"loss": 0.5}}, {"basis-0.safetensors": "ab"})
+    more = StepRecord(len(kinds), 0.5, 1e-4, logged[0].probes if kinds[0] == "z" else (), names[0], 4)
+    log.append(more)
+    log.close()
     again = read_log(path)
-    assert (again.version, again.header["kinds"], again.steps) == (2, names, [*logged, more])
-    path.write_bytes(path.read_bytes()[:-1])
-    assert read_log(path).steps == logged
+    assert (again.version, again.header["kinds"], again.steps) == (3, names, [*logged, more])
+    assert again.evaluations == {("test", 0): {"loss": 1.5}, ("dev", 2): {"loss": 0.5}}
+    assert again.files == {"basis-0.safetensors": "ab"}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_damaged_record_of_an_earlier_version_is_found_and_a_torn_tail_is_not_read(tmp_path, version):
+    path = tmp_path / "steps.log"
+    logged = earlier(version, path, 1, "zzzz")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert read_log(path).steps == logged[:-1]
+    size = (len(whole) - whole.index(b"}") - 5) // 4
+    path.write_bytes(whole[: -3 * size] + bytes([whole[-3 * size] ^ 1]) + whole[-3 * size + 1 :])
+    with pytest.raises(RequestError, match="damaged after step 1, with intact entries after"):
+        read_log(path)
+
+
+def test_evaluations_and_digests_of_files_keep_their_place_and_every_flipped_byte_is_found(tmp_path):
+    path = tmp_path / "steps.log"
+    log = StepLog(path, HEADER, 0)
+    log.append_evaluation("test", 0, {"loss": 0.1 + 0.2, "f1": math.nan})
+    log.append_file("basis-0.safetensors", "00ff")
+    log.append(steps(1)[0])
+    log.append_evaluation("dev", 1, {"loss": 0.25})
+    log.append_file("basis-0.safetensors", "00ff")  # known already
+    log.append_evaluation("dev", 1, {"loss": 0.25})
+    end = path.stat().st_size
+    log.append(steps(2)[1])
+    log.close()
+    found, whole = read_log(path), path.read_bytes()
+    assert found.evaluations[("test", 0)]["loss"] == 0.1 + 0.2
+    assert math.isnan(found.evaluations[("test", 0)]["f1"])
+    assert (found.evaluations[("dev", 1)], found.files) == ({"loss": 0.25}, {"basis-0.safetensors": "00ff"})
+    assert found.steps == steps(2)
+    for place in range(end - 4):  # the stored CRC before the last entry speaks for it too
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(RequestError, match="damaged"):
+            read_log(path)
+
+
+def test_a_log_made_to_take_long_is_refused_soon(tmp_path):
+    path = written(tmp_path / "steps.log", [])
+    entry = b"step" + struct.pack("<I", (1 << 20) - 64)
+    path.write_bytes(path.read_bytes() + bytes(8) + entry * (1 << 18))
+    with pytest.raises(RequestError, match="damaged after step 0"):
+        read_log(path)  # without a bound on the search, hours

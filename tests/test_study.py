@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tezo.estimators.estimate import Probe, StepRecord
-from tezo.runs.step_log import LoggedStep, StepLog
+from tezo.runs.step_log import StepLog
 from tezo.studies.reproduce import Cell, Grid, find_table, make_grid
 from tezo.training.feedback_schedule import FIRST, LAST
 
@@ -64,7 +64,7 @@ def log_of(directions: int, steps: int, first: int, last: int) -> bytes:
             begins = directions > 0 and i in ({0} if first else set()) | ({steps - last} if last else set())
             passes = 2 * directions or 1 if along else 1 + 2 * begins
             kind = "two-point" if along else "feedback"
-            log.append(LoggedStep(StepRecord(i, 1.0, 0.1, drawn if along else (), kind, passes), 0, 0))
+            log.append(StepRecord(i, 1.0, 0.1, drawn if along else (), kind, passes))
         log.close()
         return path.read_bytes()
 
@@ -74,14 +74,13 @@ def end(folder: Path, cell: Cell, losses: list[float], after: float, **more) -> 
     own = folder / cell.folder
     own.mkdir(parents=True, exist_ok=True)
     steps = [round(i * cell.steps / (len(losses) - 1)) for i in range(len(losses))]
-    lines = [
-        {"step": step, "split": "dev", "loss": loss, "accuracy": 1 - loss}
-        for step, loss in zip(steps, losses, strict=True)
-    ]
     directions = cell.tree["method"].get("num_directions", 1) if cell.line.is_zeroth_order else 0
     fed = [cell.tree["train"][f"feedback_{place}"] for place in ("first", "last")]
     (own / "steps.log").write_bytes(log_of(directions, cell.steps, *fed))
-    (own / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log = StepLog(own / "steps.log", {}, 0)
+    for step, loss in zip(steps, losses, strict=True):
+        log.append_evaluation("dev", step, {"loss": loss, "accuracy": 1 - loss})
+    log.close()
     made = {"before": {"accuracy": 0.5}, "after": {"accuracy": after}, "dev_loss": losses[-1], "steps": cell.steps}
     made |= {"seconds_stepping": 9.0, "hardware": "a machine", "versions": {"torch": "2", "transformers": "5"}}
     exports = {"kind": "adapter" if "cadam" in cell.line.key or cell.line.key == "tezo" else "model"}

@@ -4,7 +4,6 @@ A folder gets its name only after it is completely written. When a checkpoint is
 verified first; a damaged checkpoint is skipped and an older one is used.
 """
 
-import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tezo.files import UntrustedError, new_folder, plain_file, read_object
+from tezo.runs.manifest import MANIFEST, entry_of
 
-TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX = "checkpoint-"
 
 
@@ -51,7 +51,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
         save_file(plain, folder / TENSORS, metadata={"format": "pt"})
         (folder / STATE).write_text(json.dumps({"step": checkpoint.step, **checkpoint.state}), encoding="utf-8")
-        manifest = {name: _manifest_entry(folder / name) for name in (TENSORS, STATE)}
+        manifest = {name: entry_of(folder / name) for name in (TENSORS, STATE)}
         (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     for old in [*checkpoints(run)[keep:], *_unfinished(run)]:
         shutil.rmtree(old, ignore_errors=True)
@@ -112,14 +112,9 @@ def _verified(path: Path) -> Checkpoint:
     if set(manifest) != {TENSORS, STATE}:
         raise DamagedError(f"its manifest names other files than {TENSORS} and {STATE}")
     for name, entry in manifest.items():
-        if _manifest_entry(plain_file(path / name)) != entry:
+        if entry_of(plain_file(path / name)) != entry:
             raise DamagedError(f"{name} is not the file that was saved")
     state = read_object(plain_file(path / STATE))
     if state.pop("step", None) != _step_of(path):
         raise DamagedError(f"{STATE} belongs to another step")
     return Checkpoint(_step_of(path), load_file(path / TENSORS), state)
-
-
-def _manifest_entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -2,13 +2,14 @@
 
 config.yaml          resolved: `tezo train config.yaml` is the same run
 plan.json            every parameter: shape, kind, rank, whether it is trained, and how
-steps.log            every finished step, see `tezo.runs.step_log`
+steps.log            every finished step and evaluation, see `tezo.runs.step_log`
 basis-<step>.safetensors   factors that a data-dependent basis computed at that step
 feedback-<step>.safetensors   what a feedback step measured
 metrics.jsonl        one line every `log_every` steps, and one for each evaluation
 checkpoint-<step>/   until the run has ended, see `tezo.runs.checkpoints`
 adapter/             or model/: the result
 summary.json         before, after, time, memory, versions
+manifest.json        size and SHA-256 of all of these once the run has ended, see `tezo.runs.manifest`
 """
 
 import json
@@ -22,14 +23,31 @@ from types import MappingProxyType
 from typing import Any
 
 from tezo.errors import RequestError
+from tezo.estimators.estimate import StepRecord
 from tezo.files import new_folder, own_object, write_file
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
 from tezo.runs.factor_files import FactorFiles
+from tezo.runs.manifest import MANIFEST, check_manifest, entry_of, write_manifest
 from tezo.runs.metrics_log import MetricsLog
-from tezo.runs.step_log import LoggedStep, StepLog, read_log
+from tezo.runs.step_log import StepLog, read_log
 from tezo.tasks.evaluation import Metrics
 
 CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
+ADAPTER, MODEL = "adapter", "model"
+FACTOR_FILES = ("basis-*.safetensors", "feedback-*.safetensors")
+FILES = (CONFIG, PLAN, LOG, METRICS, SUMMARY, ADAPTER, MODEL)
+"""Files and folders of a run that has ended, in its manifest; its log has the digests of the others."""
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run; None if the run has not ended.
+
+    Raises:
+        RequestError: it is damaged, or is not the one that the run wrote.
+    """
+    check_manifest(folder, [SUMMARY])
+    path = folder / SUMMARY
+    return own_object(path, "delete it to go on with the run") if path.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ class ResumeState:
     header: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     begun: bool = False
     checkpoint: Checkpoint | None = None
-    steps: Sequence[LoggedStep] = ()
+    steps: Sequence[StepRecord] = ()
     evaluations: Mapping[tuple[str, int], Metrics] = field(default_factory=lambda: MappingProxyType({}))
     seconds: float = 0.0
     notices: tuple[str, ...] = ()
@@ -67,6 +85,9 @@ class RunFolder(ABC):
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    _digests: Mapping[str, str] | None = None
+    """File name -> SHA-256 in the step log, once it has been read."""
+
     @property
     def has_begun(self) -> bool:
         """Whether there is a run to go on with."""
@@ -74,13 +95,12 @@ class RunFolder(ABC):
 
     def summary(self) -> dict[str, Any] | None:
         """Of the run, if it has ended."""
-        path = self.path / SUMMARY
-        return own_object(path, "delete it to go on with the run") if path.is_file() else None
+        return read_summary(self.path)
 
     @property
-    @abstractmethod
     def factor_files(self) -> FactorFiles:
-        """Where factors that depend on data are kept."""
+        """Where tensors that depend on data are kept; to be called after `open`."""
+        return FactorFiles(self.path, writes=False, digests=self._digests)
 
     @abstractmethod
     def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
@@ -108,16 +128,16 @@ class RunFolder(ABC):
         """Writes config.yaml and plan.json."""
         del config, plan
 
-    def append_step(self, step: LoggedStep) -> None:
+    def append_step(self, record: StepRecord) -> None:
         """Adds a step to the log, if it is not there already."""
-        del step
+        del record
 
     def append_metrics(self, step: int, line: Mapping[str, Any]) -> None:
         """Adds the line of a step to metrics.jsonl."""
         del step, line
 
     def append_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
-        """Adds the line of an evaluation to metrics.jsonl."""
+        """Adds an evaluation to the log and to metrics.jsonl, where it is not there already."""
         del split, step, metrics
 
     def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
@@ -125,11 +145,15 @@ class RunFolder(ABC):
         del checkpoint, keep
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes summary.json and removes the checkpoints."""
+        """Writes summary.json and manifest.json, and removes the checkpoints."""
         del summary
 
-    def remove_leftovers(self) -> None:
-        """Removes what a run that has ended needed until then, if its process was killed before it did."""
+    def complete(self) -> None:
+        """Completes the folder of a run that has ended, if its process was killed before it did.
+
+        Raises:
+            RequestError: a file is not the one that the run wrote; the file is named.
+        """
         return
 
     def close(self) -> None:
@@ -144,7 +168,7 @@ class WritableRunFolder(RunFolder):
 
     @property
     def factor_files(self) -> FactorFiles:
-        return FactorFiles(self.path, writes=True)
+        return FactorFiles(self.path, writes=True, digests=self._digests, saved=self._log.append_file)
 
     def check_free(self) -> None:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -154,17 +178,29 @@ class WritableRunFolder(RunFolder):
     def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
         begun = self.has_begun
         self._check_writable()
-        self._steps = StepLog(self.path / LOG, header, sync_every)
-        self._metrics = MetricsLog(self.path / METRICS)
-        contents = self._steps.contents
+        (self.path / MANIFEST).unlink(missing_ok=True)  # of a run whose summary was deleted
+        log = self._steps = StepLog(self.path / LOG, header, sync_every)
+        self._metrics = MetricsLog(self.path / METRICS, log.contents)
+        if log.contents.files is None:  # an earlier version, which logged neither evaluations nor files
+            log.rewrite(header["kinds"], self._metrics.evaluations, self._own_files())
+        contents = log.contents
+        self._digests = contents.files
+        self.factor_files.check()
         checkpoint, notices = newest(self.path, len(contents.steps))
         if contents.size > contents.valid:
             notices.append(f"an unfinished record of {contents.size - contents.valid} bytes was cut from {LOG}.")
         if begun:
             at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
             notices.append(f"going on after step {len(contents.steps)}, from {at} and {LOG}.")
-        evaluations, seconds = self._metrics.evaluations, self._metrics.seconds
-        return ResumeState(contents.header, begun, checkpoint, contents.steps, evaluations, seconds, tuple(notices))
+        seconds = self._metrics.seconds
+        return ResumeState(
+            contents.header, begun, checkpoint, contents.steps, contents.evaluations, seconds, tuple(notices)
+        )
+
+    def _own_files(self) -> dict[str, str]:
+        """File name -> SHA-256 of the tensors that depend on data."""
+        paths = [path for pattern in FACTOR_FILES for path in sorted(self.path.glob(pattern))]
+        return {path.name: entry_of(path)["sha256"] for path in paths}
 
     def _check_writable(self) -> None:
         try:
@@ -180,14 +216,15 @@ class WritableRunFolder(RunFolder):
         self._metrics.cut_tail()
         self._write_json(PLAN, plan)
 
-    def append_step(self, step: LoggedStep) -> None:
-        if step.record.step >= self._log.count:
-            self._log.append(step)
+    def append_step(self, record: StepRecord) -> None:
+        if record.step >= self._log.count:
+            self._log.append(record)
 
     def append_metrics(self, step: int, line: Mapping[str, Any]) -> None:
         self._metrics.step(step, **line)
 
     def append_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
+        self._log.append_evaluation(split, step, metrics)
         self._metrics.evaluation(split, step, metrics)
 
     def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
@@ -202,9 +239,14 @@ class WritableRunFolder(RunFolder):
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._log.sync()
         self._write_json(SUMMARY, summary)
+        write_manifest(self.path, FILES)
         remove_checkpoints(self.path)
 
-    def remove_leftovers(self) -> None:
+    def complete(self) -> None:
+        if (self.path / MANIFEST).is_file():
+            check_manifest(self.path, FILES)
+        else:
+            write_manifest(self.path, FILES)
         remove_checkpoints(self.path)
 
     def close(self) -> None:
@@ -223,15 +265,13 @@ class WritableRunFolder(RunFolder):
 class ReadOnlyRunFolder(RunFolder):
     """The folder of a run that another process writes: this one reads what that one has begun."""
 
-    @property
-    def factor_files(self) -> FactorFiles:
-        return FactorFiles(self.path, writes=False)
-
     def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
         del header, sync_every
-        contents, metrics = read_log(self.path / LOG), MetricsLog(self.path / METRICS)
+        contents = read_log(self.path / LOG)
+        seconds = MetricsLog(self.path / METRICS, contents).seconds
+        self._digests = contents.files
         checkpoint, _ = newest(self.path, len(contents.steps))
-        return ResumeState(contents.header, True, checkpoint, contents.steps, metrics.evaluations, metrics.seconds)
+        return ResumeState(contents.header, True, checkpoint, contents.steps, contents.evaluations, seconds)
 
     @contextmanager
     def result(self, name: str) -> Iterator[Path]:

@@ -1,14 +1,32 @@
-"""metrics.jsonl: one line per logged step and one per evaluation. Complete lines are never changed."""
+"""metrics.jsonl: one line per logged step and one per evaluation, for people and other programs to follow a run.
+
+A run decides nothing by it: losses and evaluations are in the step log, and only times and memory are here alone.
+"""
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tezo.errors import RequestError
 from tezo.files import append, json_text, storing
+from tezo.runs.step_log import LogContents
 from tezo.tasks.evaluation import Metrics
 
 MOST_LINE = 1 << 20
-"""Largest size of a line in bytes; longer lines are ignored."""
+"""Largest size of a line in bytes."""
+
+
+def read_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """The JSON object of each complete line, with a "step" of at least 0; empty for a damaged line."""
+    for text in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            line = json.loads(text[: MOST_LINE + 1])
+            step = line["step"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            step = None
+        yield line if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else {}
 
 
 class MetricsLog:
@@ -16,38 +34,57 @@ class MetricsLog:
 
     Existing lines are not written again, so a resumed run adds only the missing ones.
 
+    Args:
+        path: the file.
+        log: the step log that it must agree with.
+
     Attributes:
         evaluations: (split, step) -> metrics.
         seconds: time spent on steps, from the last step line.
+
+    Raises:
+        RequestError: a complete line is damaged, or differs from the step log.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, log: LogContents) -> None:
         self.path = path
         self.evaluations: dict[tuple[str, int], Metrics] = {}
         self.seconds = 0.0
         self._last_step = 0
         data = path.read_bytes() if path.exists() else b""
-        self._complete_size, self._size = data.rfind(b"\n") + 1, len(data)
-        for text in data[: self._complete_size].splitlines():
-            self._read_line(text)
+        self._size, self._kept = len(data), 0
+        for number, (text, line) in enumerate(zip(data.splitlines(keepends=True), read_lines(data), strict=False), 1):
+            if line and _is_ahead(line, log):
+                break
+            if not self._is_read(line, log):
+                raise RequestError(
+                    f"{path} is damaged at line {number}, or differs there from the step log; put an intact copy in "
+                    "its place, or delete it to go on."
+                )
+            self._kept += len(text)
+
+    def _is_read(self, line: dict[str, Any], log: LogContents) -> bool:
+        """Takes a line in; False if it is damaged or differs from the step log."""
+        try:
+            step = line["step"]
+            if "split" in line:
+                split = line["split"]
+                figures = {key: value for key, value in line.items() if key not in ("step", "split")}
+                metrics = {key: math.nan if value is None else float(value) for key, value in figures.items()}
+                self.evaluations[split, step] = metrics
+                return json_text(log.evaluations.get((split, step), metrics)) == json_text(metrics)
+            record = log.steps[step - 1]
+            self.seconds, self._last_step = float(line["seconds"]), step
+            found = (line["loss"], line["projected_grads"], line["lr"])
+            return found == (record.loss, list(record.projected_grads), record.lr)
+        except (ValueError, KeyError, TypeError, IndexError):
+            return False
 
     def cut_tail(self) -> None:
-        """Removes an incomplete last line; must be called before the first line is added."""
-        if self._complete_size < self._size:
+        """Removes an incomplete last line, and lines ahead of the step log; to be called before a line is added."""
+        if self._kept < self._size:
             with storing(self.path), self.path.open("r+b") as file:
-                file.truncate(self._complete_size)
-
-    def _read_line(self, text: bytes) -> None:
-        try:
-            line = json.loads(text) if len(text) <= MOST_LINE else {}
-            step = int(line.pop("step"))
-            if "split" in line:
-                metrics = {str(key): float(value) for key, value in line.items() if key != "split"}
-                self.evaluations[str(line["split"]), step] = metrics
-            else:
-                self.seconds, self._last_step = float(line["seconds"]), max(self._last_step, step)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return  # an evaluation with a null, which is repeated, or a line not written by tezo
+                file.truncate(self._kept)
 
     def step(self, step: int, **line: Any) -> None:
         """Appends the line of a step, unless the file has it."""
@@ -61,3 +98,10 @@ class MetricsLog:
 
     def _append(self, **line: Any) -> None:
         append(self.path, f"{json_text(line)}\n".encode())
+
+
+def _is_ahead(line: dict[str, Any], log: LogContents) -> bool:
+    """Whether the step log lacks what a line says: a power cut can lose its end."""
+    if line["step"] > len(log.steps):
+        return True
+    return log.version > 2 and "split" in line and (line["split"], line["step"]) not in log.evaluations

@@ -1,6 +1,5 @@
 """A run folder read back, with every file checked: it may be damaged, cut short or a stranger's."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +12,9 @@ import yaml
 from tezo.errors import RequestError
 from tezo.estimators.estimate import StepRecord
 from tezo.files import UntrustedError, read_bytes, read_json, read_object
-from tezo.runs.folder import CONFIG, LOG, METRICS, SUMMARY
-from tezo.runs.metrics_log import MOST_LINE
+from tezo.runs.folder import CONFIG, LOG, METRICS, PLAN, SUMMARY
+from tezo.runs.manifest import check_manifest
+from tezo.runs.metrics_log import read_lines
 from tezo.runs.step_log import read_log
 
 MAX_CONFIG_BYTES, MAX_LOG_BYTES = 1 << 20, 1 << 28
@@ -111,19 +111,26 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_files(folder: Path) -> Run:
+    check_manifest(folder, [CONFIG, PLAN, LOG, METRICS, SUMMARY])
     read_bytes(folder / LOG, MAX_LOG_BYTES)
     log = read_log(folder / LOG)
     evaluations, times, memory = _read_metrics(folder / METRICS)
+    if log.version > 2:  # earlier versions have them in metrics.jsonl alone
+        evaluations = {key: _finite_metrics(metrics) for key, metrics in log.evaluations.items()}
     return Run(
         folder=folder,
         name=folder.resolve().name or str(folder),
         config=_read_config(folder / CONFIG),
         header=log.header,
-        records=[step.record for step in log.steps],
-        evaluations=evaluations,
-        times=times,
+        records=log.steps,
+        evaluations=[
+            Evaluation(split, step, metrics)
+            for (split, step), metrics in sorted(evaluations.items(), key=lambda item: item[0][1])
+            if step <= len(log.steps)
+        ],
+        times=[(step, seconds) for step, seconds in times if step <= len(log.steps)],
         memory=memory,
-        plan=_read_plan(folder / "plan.json"),
+        plan=_read_plan(folder / PLAN),
         summary=_read_summary(folder / SUMMARY),
     )
 
@@ -168,28 +175,23 @@ def _finite_metrics(value: Any) -> dict[str, float]:
     return {str(key): float(v) for key, v in value.items() if v is not None and _is_number(v)}
 
 
-def _read_metrics(path: Path) -> tuple[list[Evaluation], list[tuple[int, float]], int | None]:
+def _read_metrics(path: Path) -> tuple[dict[tuple[str, int], dict[str, float]], list[tuple[int, float]], int | None]:
     """Evaluations, times and memory. A killed process may leave an unfinished last line, which is not read."""
-    evaluations: dict[tuple[str, int], Evaluation] = {}
+    evaluations: dict[tuple[str, int], dict[str, float]] = {}
     times: dict[int, float] = {}
     memory = None
-    data = read_bytes(path, MAX_LOG_BYTES) if path.exists() else b""
-    for number, text in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+    for number, line in enumerate(read_lines(read_bytes(path, MAX_LOG_BYTES) if path.exists() else b""), 1):
+        step, split = line.pop("step", None), line.pop("split", None)
         try:
-            line: dict[str, Any] = json.loads(text[: MOST_LINE + 1])
-            step = line.pop("step")
-            if not _is_count(step):
-                raise ValueError
-            if "split" in line:
-                split = str(line.pop("split"))
-                evaluations[split, step] = Evaluation(split, step, _finite_metrics(line))
-            elif _is_number(line["seconds"]) and _is_count(line["memory"]):
+            if split is not None:
+                evaluations[str(split), step] = _finite_metrics(line)
+            elif step is not None and _is_number(line["seconds"]) and _is_count(line["memory"]):
                 times[step], memory = float(line["seconds"]), line["memory"]
             else:
                 raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError):
             raise UntrustedError(f"{path.name} is damaged at line {number}") from None
-    return sorted(evaluations.values(), key=lambda evaluation: evaluation.step), _rising(times), memory
+    return evaluations, _rising(times), memory
 
 
 def _rising(times: dict[int, float]) -> list[tuple[int, float]]:

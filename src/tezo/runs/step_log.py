@@ -1,115 +1,97 @@
-"""The step log: a record of fixed size for every finished step, from which a run can be taken again.
+"""The step log: what a run did and what it decides by, in order. With the base model, the run can be repeated from it.
 
-    magic (8 bytes) | length (u32) | header (JSON) | CRC-32 of all before (u32) | record | record | ...
-    record: step, seed, data position (3 u64) | learning rate, loss (2 f64)
-            | forward passes (u32) | kind, number of probes (2 u16)
-            | loss_plus, loss_minus, projected_grad (3 f64 for each probe, zeros up to the header's "directions")
-            | CRC-32 (u32)
+    magic (8 bytes) | length (u32) | header (JSON) | CRC-32 of all before (u32) | entry | entry | ...
+    entry:  type (4 bytes) | length of the content (u32) | content | CRC-32 (u32)
+    "step": a finished step: step (u64) | learning rate, loss (2 f64) | forward passes, kind, number of probes (3 u32)
+            | loss_plus, loss_minus, projected_grad (3 f64 for each probe)
+    "eval": JSON: an evaluation with its split, its step and its metrics
+    "file": JSON: a file beside the log that later entries depend on, with its SHA-256
 
-The kind is an index into the header's list "kinds". Version 1 ("tezolog1") has no forward passes, kind and number of
-probes; all bits of its probes are set in a step that took none.
-
-Little-endian. The CRC of a record goes on from the stored one of the record before it (of the header, for the first),
-so that a record is valid only in its place. A process that dies can leave the last record unfinished: an invalid
-tail, with nothing valid after it, is cut off. A fault with valid records after it is damage, and refused.
+The kind is an index into the header's list "kinds". Little-endian. The CRC of an entry continues from the stored one of
+the entry before it (of the header, for the first), so that an entry is valid only in its place. A process that dies can
+leave the last entry unfinished: an invalid tail, with nothing valid after it, is cut off. A fault with valid entries
+after it is damage, and refused. This is version 3; `tezo.runs.earlier_logs` reads the versions before.
 """
 
 import fcntl
 import json
+import math
 import os
+import re
 import struct
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
-from tezo.estimators.estimate import FEEDBACK, GRADIENT, MOST_DIRECTIONS, TWO_POINT, Probe, StepRecord
-from tezo.files import storing, sync, write_all, write_file
+from tezo.estimators.estimate import MOST_DIRECTIONS, Probe, StepRecord
+from tezo.files import json_text, storing, sync, write_all, write_file
+from tezo.runs.earlier_logs import read_records
+from tezo.tasks.evaluation import Metrics
 
-MAGIC, MAGIC_1 = b"tezolog2", b"tezolog1"
+MAGIC = b"tezolog3"
 MOST_HEADER = 1 << 20
-"""Bound on the size that a file may claim for its header, before anything is read by it."""
+"""Bound on the size that a file may claim for its header or an entry, before anything is read by it."""
 MOST_KINDS = 1 << 8
 """Bound on the kinds of step that a header may name."""
+MOST_SEARCH = 1 << 28
+"""Bound on the bytes that are read to tell damage from an unfinished tail."""
 
-_HEAD, _CRC, _PROBE = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<ddd")
-_FIXED = {MAGIC: struct.Struct("<QQQddIHH"), MAGIC_1: struct.Struct("<QQQdd")}
-
-_NO_PROBE_1 = b"\xff" * _PROBE.size
-_PASSES_AT_PHASE_START_1 = 2
-"""Version 1: further forward passes of the first of several feedback steps in a row."""
-
-
-@dataclass(frozen=True)
-class LoggedStep:
-    """A finished step.
-
-    Attributes:
-        record: what it measured and did.
-        seed: of the run.
-        position: training rows that were read up to its end.
-    """
-
-    record: StepRecord
-    seed: int
-    position: int
+_VERSIONS = {b"tezolog1": 1, b"tezolog2": 2, MAGIC: 3}
+_STEP, _EVALUATION, _FILE = b"step", b"eval", b"file"
+_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE)))
+_LENGTH, _CRC, _PROBE = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<ddd")
+_ENTRY, _FIXED = struct.Struct("<4sI"), struct.Struct("<QddIII")
 
 
 @dataclass(frozen=True)
 class LogContents:
-    """What a log says.
+    """The contents of a log.
 
     Attributes:
         version: of the format.
         header: JSON, with the number of directions per step and the kinds of step.
+        valid: bytes up to the end of the last valid entry.
+        size: bytes of the file; an unfinished tail is beyond `valid`.
         steps: finished steps, from 0 on.
-        valid: bytes up to the end of the last one.
-        size: bytes of the file; what is beyond `valid` is an unfinished tail.
+        evaluations: (split, step) -> metrics; empty before version 3.
+        files: name -> SHA-256, in hexadecimal; None before version 3.
     """
 
     version: int
     header: dict[str, Any]
-    steps: list[LoggedStep]
     valid: int
     size: int
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluations: dict[tuple[str, int], Metrics] = field(default_factory=dict)
+    files: dict[str, str] | None = field(default_factory=dict)
 
 
-def _pack(step: LoggedStep, header: dict[str, Any], crc: int) -> bytes:
-    record, slots = step.record, header["directions"]
-    kind, count = header["kinds"].index(record.kind), len(record.probes)
-    body = _FIXED[MAGIC].pack(
-        record.step, step.seed, step.position, record.lr, record.loss, record.forward_passes, kind, count
-    )
-    body += b"".join(_PROBE.pack(p.loss_plus, p.loss_minus, p.projected_grad) for p in record.probes)
-    body += bytes(_PROBE.size * (slots - count))
+def _entry(kind: bytes, content: bytes, crc: int) -> bytes:
+    body = _ENTRY.pack(kind, len(content)) + content
     return body + _CRC.pack(zlib.crc32(body, crc))
 
 
-def _unpack(body: bytes, kinds: Sequence[str]) -> LoggedStep:
-    fixed = _FIXED[MAGIC]
-    step, seed, position, lr, loss, passes, kind, count = fixed.unpack_from(body)
-    probes = tuple(Probe(*_PROBE.unpack_from(body, fixed.size + i * _PROBE.size)) for i in range(count))
-    return LoggedStep(StepRecord(step, loss, lr, probes, kinds[kind], passes), seed, position)
+def _step_content(record: StepRecord, header: dict[str, Any]) -> bytes:
+    kind = header["kinds"].index(record.kind)
+    fixed = (record.step, record.lr, record.loss, record.forward_passes, kind, len(record.probes))
+    probes = (_PROBE.pack(p.loss_plus, p.loss_minus, p.projected_grad) for p in record.probes)
+    return _FIXED.pack(*fixed) + b"".join(probes)
 
 
-def _unpack_1(body: bytes, before: StepRecord | None) -> LoggedStep:
-    fixed = _FIXED[MAGIC_1]
-    step, seed, position, lr, loss = fixed.unpack_from(body)
-    drawn = body[fixed.size :]
-    if drawn and drawn != _NO_PROBE_1 * (len(drawn) // _PROBE.size):
-        probes = tuple(Probe(*values) for values in _PROBE.iter_unpack(drawn))
-        return LoggedStep(StepRecord(step, loss, lr, probes, TWO_POINT, 2 * len(probes)), seed, position)
-    kind = FEEDBACK if drawn else GRADIENT
-    begins = kind == FEEDBACK and (before is None or before.kind != FEEDBACK)
-    passes = 1 + _PASSES_AT_PHASE_START_1 * begins
-    return LoggedStep(StepRecord(step, loss, lr, (), kind, passes), seed, position)
+def _evaluation_content(split: str, step: int, metrics: Metrics) -> bytes:
+    return json_text({"split": split, "step": step, "metrics": dict(metrics)}).encode(errors="surrogatepass")
+
+
+def _file_content(name: str, sha256: str) -> bytes:
+    return json_text({"name": name, "sha256": sha256}).encode()
 
 
 def _head_bytes(header: dict[str, Any]) -> bytes:
     text = json.dumps(header, sort_keys=True).encode()
-    head = MAGIC + _HEAD.pack(len(text)) + text
+    head = MAGIC + _LENGTH.pack(len(text)) + text
     return head + _CRC.pack(zlib.crc32(head))
 
 
@@ -117,33 +99,91 @@ def read_log(path: Path) -> LogContents:
     """Reads a step log.
 
     Raises:
-        RequestError: it is no step log, or it is damaged before its end; which record is named.
+        RequestError: it is no step log, or it is damaged before its end; the place is named.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
-    magic, header, start = _read_head(path, data)
-    size = _FIXED[magic].size + _PROBE.size * header["directions"] + _CRC.size
-    steps: list[LoggedStep] = []
-    previous = _CRC.unpack_from(data, start - _CRC.size)[0]
-    for place in range(start, len(data) - size + 1, size):
-        body, crc = data[place : place + size - _CRC.size], _CRC.unpack_from(data, place + size - _CRC.size)[0]
-        if zlib.crc32(body, previous) != crc or not _is_record(body, magic, header, len(steps)):
-            _check_tail(path, data, place, size, len(steps))
-            break
-        before = steps[-1].record if steps else None
-        steps.append(_unpack(body, header["kinds"]) if magic == MAGIC else _unpack_1(body, before))
-        previous = crc
-    return LogContents(int(magic[-1:]), header, steps, start + size * len(steps), len(data))
+    version, header, start = _read_head(path, data)
+    if version < _VERSIONS[MAGIC]:
+        records, valid, damaged = read_records(data, version, header, start)
+        contents = LogContents(version, header, valid, len(data), records, files=None)
+    else:
+        contents = LogContents(version, header, start, len(data))
+        contents = replace(contents, valid=_read_entries(data, contents))
+        damaged = _is_damaged(data, contents.valid)
+    if damaged:
+        raise RequestError(
+            f"{path} is damaged after step {len(contents.steps)}, with intact entries after the damage; "
+            "put an intact copy in its place, or start the run again."
+        )
+    return contents
 
 
-def _is_record(body: bytes, magic: bytes, header: dict[str, Any], number: int) -> bool:
-    """Whether a body with a right CRC says what a record in this place can say."""
-    values = _FIXED[magic].unpack_from(body)
-    if values[0] != number:
-        return False
-    return magic == MAGIC_1 or (values[6] < len(header["kinds"]) and values[7] <= header["directions"])
+def _read_entries(data: bytes, contents: LogContents) -> int:
+    """Adds the valid entries to the contents; returns where the last one ends."""
+    place = contents.valid
+    while (end := _end_of_entry(data, place)) is not None:
+        kind, _ = _ENTRY.unpack_from(data, place)
+        try:
+            _ADD[kind](contents, data[place + _ENTRY.size : end - _CRC.size])
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
+            break  # a right CRC, but nothing that this version writes in this place
+        place = end
+    return place
+
+
+def _end_of_entry(data: bytes, place: int) -> int | None:
+    """The end of the valid entry at `place`; None if there is none."""
+    if len(data) < place + _ENTRY.size + _CRC.size or not _TYPE.match(data, place):
+        return None
+    end: int = place + _ENTRY.size + _ENTRY.unpack_from(data, place)[1] + _CRC.size
+    if end > len(data) or end - place > MOST_HEADER:
+        return None
+    before, own = (_CRC.unpack_from(data, at - _CRC.size)[0] for at in (place, end))
+    return end if zlib.crc32(data[place : end - _CRC.size], before) == own else None
+
+
+def _is_damaged(data: bytes, valid: int) -> bool:
+    """Whether a valid entry follows, by the CRC stored before it, the invalid data at `valid`.
+
+    Forged data can claim a long entry at every byte: it counts as damaged once the search has cost too much.
+    """
+    read = 0
+    for found in _TYPE.finditer(data, valid + 1):
+        if read > MOST_SEARCH or _end_of_entry(data, found.start()) is not None:
+            return True
+        if len(data) >= found.end() + _LENGTH.size:
+            read += min(_LENGTH.unpack_from(data, found.end())[0], MOST_HEADER)
+    return False
+
+
+def _add_step(contents: LogContents, content: bytes) -> None:
+    step, lr, loss, passes, kind, count = _FIXED.unpack_from(content)
+    if step != len(contents.steps) or len(content) != _FIXED.size + count * _PROBE.size:
+        raise ValueError
+    probes = tuple(Probe(*values) for values in _PROBE.iter_unpack(content[_FIXED.size :]))
+    try:
+        name = contents.header["kinds"][kind]
+    except IndexError:
+        raise ValueError from None
+    contents.steps.append(StepRecord(step, loss, lr, probes, name, passes))
+
+
+def _add_evaluation(contents: LogContents, content: bytes) -> None:
+    entry = json.loads(content)
+    metrics = {str(key): math.nan if value is None else float(value) for key, value in entry["metrics"].items()}
+    contents.evaluations[str(entry["split"]), int(entry["step"])] = metrics
+
+
+def _add_file(contents: LogContents, content: bytes) -> None:
+    entry = json.loads(content)
+    assert contents.files is not None
+    contents.files[str(entry["name"])] = str(entry["sha256"])
+
+
+_ADD = {_STEP: _add_step, _EVALUATION: _add_evaluation, _FILE: _add_file}
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -154,18 +194,18 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            return _read_head(path, file.read(len(MAGIC) + _HEAD.size + MOST_HEADER + _CRC.size))[1]
+            return _read_head(path, file.read(len(MAGIC) + _LENGTH.size + MOST_HEADER + _CRC.size))[1]
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
 
 
-def _read_head(path: Path, data: bytes) -> tuple[bytes, dict[str, Any], int]:
-    """(magic, header, where the records begin)."""
+def _read_head(path: Path, data: bytes) -> tuple[int, dict[str, Any], int]:
+    """(version, header, where the entries begin)."""
     fault = RequestError(f"{path} is not a step log, or its header is damaged; go on from a copy, or start again.")
-    magic, start = data[: len(MAGIC)], len(MAGIC) + _HEAD.size
-    if magic not in _FIXED or len(data) < start:
+    version, start = _VERSIONS.get(data[: len(MAGIC)], 0), len(MAGIC) + _LENGTH.size
+    if version == 0 or len(data) < start:
         raise fault
-    end = start + _HEAD.unpack_from(data, len(MAGIC))[0]
+    end = start + _LENGTH.unpack_from(data, len(MAGIC))[0]
     if end - start > MOST_HEADER or len(data) < end + _CRC.size:
         raise fault
     if zlib.crc32(data[:end]) != _CRC.unpack_from(data, end)[0]:
@@ -174,44 +214,32 @@ def _read_head(path: Path, data: bytes) -> tuple[bytes, dict[str, Any], int]:
         header = json.loads(data[start:end])
     except (ValueError, RecursionError):
         raise fault from None
-    if not isinstance(header, dict) or not _is_sound(header, magic):
+    if not isinstance(header, dict) or not _is_sound(header, version):
         raise fault
-    return magic, header, end + _CRC.size
+    return version, header, end + _CRC.size
 
 
-def _is_sound(header: dict[str, Any], magic: bytes) -> bool:
-    """Whether the header has what reading records takes."""
+def _is_sound(header: dict[str, Any], version: int) -> bool:
+    """Whether the header has what reading entries requires."""
     directions, kinds = header.get("directions"), header.get("kinds", [])
     if not isinstance(directions, int) or not 0 <= directions <= MOST_DIRECTIONS:
         return False
     named = isinstance(kinds, list) and len(kinds) <= MOST_KINDS and all(isinstance(kind, str) for kind in kinds)
-    return named and (magic == MAGIC_1 or len(kinds) > 0)
-
-
-def _check_tail(path: Path, data: bytes, place: int, size: int, number: int) -> None:
-    """An error where a record after the invalid one at `place` is valid by the CRC that is stored before it."""
-    for later in range(place + size, len(data) - size + 1, size):
-        body = data[later : later + size - _CRC.size]
-        before, own = (_CRC.unpack_from(data, at - _CRC.size)[0] for at in (later, later + size))
-        if zlib.crc32(body, before) == own:
-            raise RequestError(
-                f"{path} is damaged at record {number}, with sound records after it; "
-                "put a sound copy in its place, or start the run again."
-            )
+    return named and (version == 1 or len(kinds) > 0)
 
 
 class StepLog:
     """An open log that this process alone appends to.
 
     Args:
-        path: the file; it is made when there is none, and rewritten when it has an earlier version.
+        path: the file; it is made when there is none.
         header: JSON that goes into a new file; "directions" is the number of directions per step, "kinds" the kinds of
             step that there may be.
-        sync_every: records between forced writes to disk; 0 leaves that to the operating system. A process that is
-            killed loses no record either way; a power cut loses at most that many, which are then taken again.
+        sync_every: steps between forced writes to disk; 0 leaves that to the operating system. A process that is
+            killed loses no step either way; a power cut loses at most that many, which are then taken again.
 
     Attributes:
-        contents: what was in the file.
+        contents: of the file when it was opened. A log of an earlier version must be rewritten before it goes on.
         count: finished steps.
 
     Raises:
@@ -224,16 +252,10 @@ class StepLog:
         self._open()
         try:
             self._begin(_head_bytes(header))
-            self.contents = read_log(path)
-            if self.contents.version == 1:
-                self._rewrite(header["kinds"])
-            with storing(path):
-                os.ftruncate(self._file, self.contents.valid)
-            self._crc = _last_crc(path, self.contents.valid)
+            self._read()
         except BaseException:
             os.close(self._file)
             raise
-        self.count = len(self.contents.steps)
 
     def _open(self) -> None:
         with storing(self.path):
@@ -255,16 +277,46 @@ class StepLog:
                 os.fsync(self._file)
                 sync(self.path.parent)
 
-    def _rewrite(self, kinds: Sequence[str]) -> None:
-        """Puts the same steps in their place in the present version."""
-        header = {**self.contents.header, "kinds": list(kinds)}
+    def _read(self) -> None:
+        """Reads the file, cuts an unfinished tail off, and notes what is known."""
+        self.contents = read_log(self.path)
+        with storing(self.path):
+            os.ftruncate(self._file, self.contents.valid)
+        with self.path.open("rb") as file:
+            file.seek(self.contents.valid - _CRC.size)
+            self._crc = int(_CRC.unpack(file.read(_CRC.size))[0])
+        self.count = len(self.contents.steps)
+        self._evaluated, self._files = set(self.contents.evaluations), dict(self.contents.files or {})
+
+    def rewrite(
+        self, kinds: list[str], evaluations: Mapping[tuple[str, int], Metrics], files: Mapping[str, str]
+    ) -> None:
+        """Replaces a log of an earlier version by one of this version.
+
+        Args:
+            kinds: kinds of step, for the header.
+            evaluations: (split, step) -> metrics, which earlier versions did not log.
+            files: name -> SHA-256, likewise.
+        """
+        header = {**self.contents.header, "kinds": kinds}
         data = _head_bytes(header)
-        for step in self.contents.steps:
-            data += _pack(step, header, _CRC.unpack(data[-_CRC.size :])[0])
+        for kind, content in self._in_order(header, evaluations, files):
+            data += _entry(kind, content, _CRC.unpack(data[-_CRC.size :])[0])
         write_file(self.path, data)
         os.close(self._file)
         self._open()
-        self.contents = read_log(self.path)
+        self._read()
+
+    def _in_order(
+        self, header: dict[str, Any], evaluations: Mapping[tuple[str, int], Metrics], files: Mapping[str, str]
+    ) -> Iterator[tuple[bytes, bytes]]:
+        yield from ((_FILE, _file_content(name, sha256)) for name, sha256 in files.items())
+        for steps in range(self.count + 1):
+            if steps > 0:
+                yield _STEP, _step_content(self.contents.steps[steps - 1], header)
+            for (split, step), metrics in evaluations.items():
+                if step == steps:
+                    yield _EVALUATION, _evaluation_content(split, step, metrics)
 
     def _lock(self) -> None:
         try:
@@ -274,21 +326,36 @@ class StepLog:
                 f"output: another process is writing {self.path.parent}; wait for it, or give another --output."
             ) from None
 
-    def append(self, step: LoggedStep) -> None:
+    def append(self, record: StepRecord) -> None:
         """Adds the next step.
 
         Raises:
             RunError: it cannot be written; the log ends with the step before.
         """
-        data = _pack(step, self.contents.header, self._crc)
+        self._append(_STEP, _step_content(record, self.contents.header))
+        self.count += 1
+        if self._sync_every and self.count % self._sync_every == 0:
+            self.sync()
+
+    def append_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
+        """Adds an evaluation, if it is not there already."""
+        if (split, step) not in self._evaluated:
+            self._append(_EVALUATION, _evaluation_content(split, step, metrics))
+            self._evaluated.add((split, step))
+
+    def append_file(self, name: str, sha256: str) -> None:
+        """Adds the digest of a file, if it is not there already."""
+        if self._files.get(name) != sha256:
+            self._append(_FILE, _file_content(name, sha256))
+            self._files[name] = sha256
+
+    def _append(self, kind: bytes, content: bytes) -> None:
+        data = _entry(kind, content, self._crc)
         with storing(self.path):
             if not self.path.exists():
                 raise FileNotFoundError(2, "no such file")
             write_all(self._file, data)
-            self.count += 1
             self._crc = _CRC.unpack(data[-_CRC.size :])[0]
-            if self._sync_every and self.count % self._sync_every == 0:
-                os.fsync(self._file)
 
     def sync(self) -> None:
         """Forces what was appended to disk."""
@@ -298,9 +365,3 @@ class StepLog:
     def close(self) -> None:
         """Closes the file and its lock."""
         os.close(self._file)
-
-
-def _last_crc(path: Path, valid: int) -> int:
-    with path.open("rb") as file:
-        file.seek(valid - _CRC.size)
-        return int(_CRC.unpack(file.read(_CRC.size))[0])

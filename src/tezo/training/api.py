@@ -11,12 +11,11 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from tezo.errors import RequestError
-from tezo.files import own_object
 from tezo.models import lora
 from tezo.models.in_memory import dtype_name, from_objects
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import IN_MEMORY, ModelConfig
-from tezo.runs.folder import CONFIG, SUMMARY
+from tezo.runs.folder import CONFIG, SUMMARY, read_summary
 from tezo.tasks.row_objects import Rows, is_named, splits_of
 from tezo.training import loop
 from tezo.training.config import overlay, parse_config, read_run_config
@@ -109,12 +108,12 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
     """
     path = Path(folder)
     check_is_run(path)
-    if not (path / SUMMARY).is_file():
+    summary = read_summary(path)
+    if summary is None:
         raise RequestError(
             f"{path} is of a run that has not ended (it has no {SUMMARY}); go on with tezo.train(..., resume=True) or "
             f"`tezo train --output {path} --resume`."
         )
-    summary = own_object(path / SUMMARY, "put a sound copy in its place")
     if model is None or is_named(model):
         name = None if model is None else str(model)
         return Run(path, summary, base=name, trust_remote_code=trust_remote_code)

@@ -15,6 +15,7 @@ import yaml
 from tezo.errors import RequestError, nearest
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import AUTO, BASELINES, method
+from tezo.runs.manifest import check_manifest
 from tezo.tasks.data_config import DataConfig
 from tezo.training.coercion import coerce
 from tezo.training.recipe import Config, MethodConfig, TrainConfig
@@ -57,8 +58,9 @@ def read_run_config(path: Path, settings: Sequence[tuple[str, Any]]) -> Config:
         settings: (dotted key, value) pairs of the user's.
 
     Raises:
-        RequestError: as `read_config`.
+        RequestError: as `read_config`, or the file is not the one that the run wrote.
     """
+    check_manifest(path.parent, [path.name])
     return parse_config(overlay(untrusted_tree(_read_yaml(path)), settings))
 
 

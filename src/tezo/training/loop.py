@@ -17,8 +17,7 @@ from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
-from tezo.runs.folder import CONFIG, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
-from tezo.runs.step_log import LoggedStep
+from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
 from tezo.tasks.evaluation import Metrics, evaluate
 from tezo.tasks.objectives import Encoded
 from tezo.tasks.splits import Splits
@@ -67,8 +66,8 @@ def train(
     ranks.wait()
     try:
         if resume and (summary := folder.summary()) is not None:
+            folder.complete()
             check_unchanged(read_config(output / CONFIG, []), config)
-            folder.remove_leftovers()
             return summary
         job = prepare(config, loaded=loaded, rows=rows)
         check_shareable(job, ranks)
@@ -130,6 +129,10 @@ class Loop:
         self._check_objective()
         self.resumed = self._open()
         start = self._restore_checkpoint(self.resumed)
+        if start > 0 and ("test", 0) not in self.resumed.evaluations:  # of a log that did not have them
+            raise RequestError(
+                f"{self.folder.path} has lost {METRICS}, with the test rows' metrics before; restore it."
+            )
         for listener in self.listeners:
             listener.started(self.job)
         before = self._evaluate("test", 0)
@@ -167,7 +170,7 @@ class Loop:
         for key, value in tensors.items():
             part, _, name = key.partition("/")
             parts[part][name] = value
-        self.job.optimizer.load_resumable_state(parts["run"], [logged.record for logged in state.steps[:step]])
+        self.job.optimizer.load_resumable_state(parts["run"], state.steps[:step])
         if best is not None:
             # the state of the base has no tensors, which must be told from no state
             self.best = Best(best["step"], best["loss"], parts["best"] if best["kept"] else None, best["since"])
@@ -215,7 +218,7 @@ class Loop:
             listener.stepping(step)
         optimizer = self.job.optimizer
         if step < len(self.resumed.steps) and optimizer.replays:
-            optimizer.replay(self.resumed.steps[step].record)
+            optimizer.replay(self.resumed.steps[step])
         else:
             self._measured_step(step)
         record = optimizer.last_step
@@ -228,7 +231,7 @@ class Loop:
     def _log_step(self, progress: Progress) -> None:
         record, settings = progress.record, self.settings
         taken = record.step + 1
-        self.folder.append_step(LoggedStep(record, settings.seed, taken * settings.batch_size))
+        self.folder.append_step(record)
         if taken % settings.log_every == 0:
             line = {
                 "loss": record.loss,

@@ -10,7 +10,8 @@ from tezo.models.loading import LoadedModel
 from tezo.models.lora import attach_adapter, load_adapter, merge_adapter
 from tezo.models.peft_adapters import open_adapter
 from tezo.runs.fingerprint import check_model
-from tezo.runs.folder import CONFIG, LOG
+from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
+from tezo.runs.manifest import check_manifest
 from tezo.runs.step_log import read_header
 from tezo.tasks.splits import NO_ROWS
 from tezo.training.config import overlay, parse_config, read_run_config
@@ -90,13 +91,14 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
     Raises:
         RequestError: the base model is another one, a file is damaged, or the run did not end.
     """
-    saved = folder / "adapter"
+    check_manifest(folder, [LOG, ADAPTER, MODEL])
+    saved = folder / ADAPTER
     if saved.is_dir():
         loaded = open_base(folder, config, base)
         return _plain(open_adapter(loaded, saved)) if config.model.peft != "none" else _attached(loaded, saved)
-    if (folder / "model").is_dir():
+    if (folder / MODEL).is_dir():
         settings = [
-            ("model.name", str(folder / "model")),
+            ("model.name", str(folder / MODEL)),
             ("model.dtype", config.model.dtype),
             ("model.trust_remote_code", config.model.trust_remote_code),
         ]

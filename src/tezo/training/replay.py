@@ -6,12 +6,13 @@ from typing import Any
 
 from tezo.directions.bases.activation import KIND
 from tezo.errors import RequestError
-from tezo.files import new_folder, own_object
+from tezo.files import new_folder
 from tezo.models.saving import save_result
 from tezo.runs.environment import versions
 from tezo.runs.factor_files import FactorFiles
 from tezo.runs.fingerprint import check_complete, check_model, check_place
-from tezo.runs.folder import LOG, SUMMARY
+from tezo.runs.folder import LOG, SUMMARY, read_summary
+from tezo.runs.manifest import check_manifest
 from tezo.runs.step_log import LogContents, read_log
 from tezo.training.config import overlay, parse_config, untrusted_tree
 from tezo.training.job import load_for_tuning, make_optimizer
@@ -41,6 +42,7 @@ def replay(
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
+    check_manifest(run, [LOG])
     contents = read_log(run / LOG)
     check_complete(contents.header)
     here = [("model.device", device), ("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
@@ -51,13 +53,13 @@ def replay(
     optimizer = make_optimizer(config, loaded, contents.header["untrained"])
     if not optimizer.replays:
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
-    optimizer.set_factor_store(FactorFiles(run, writes=False))
+    optimizer.set_factor_store(FactorFiles(run, writes=False, digests=contents.files))
     optimizer.set_calibration_passes(partial(_no_data, run))
     own = {"device": loaded.device.type, "versions": versions(("tezo", "torch"))}
     notices = check_place(contents.header, own, optimizer.drawn_on_the_device)
     wanted = _wanted(run, contents, step)
-    for logged in contents.steps[:wanted]:
-        optimizer.replay(logged.record)
+    for record in contents.steps[:wanted]:
+        optimizer.replay(record)
     result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
     return {"steps": wanted, "result": result, "notices": notices}
 
@@ -70,11 +72,10 @@ def _no_data(run: Path, refresh_step: int) -> None:
 
 
 def _wanted(run: Path, contents: LogContents, step: int | None) -> int:
-    if step is None and (run / SUMMARY).is_file():
-        found = own_object(run / SUMMARY, "give --step").get("kept_step")
-        if not isinstance(found, int):
+    if step is None and (summary := read_summary(run)) is not None:
+        step = summary.get("kept_step")
+        if not isinstance(step, int):
             raise RequestError(f"{run / SUMMARY} does not say which step was kept; give --step.")
-        step = found
     if step is None:
         return len(contents.steps)
     if not 0 <= step <= len(contents.steps):
