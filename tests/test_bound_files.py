@@ -39,9 +39,9 @@ def home(tmp_path_factory):
 
 
 def positions(path: Path, count: int) -> list[int]:
-    """`count` bytes of a file at equal distances, with its first and last."""
+    """`count` bytes of a file at equal distances."""
     size = path.stat().st_size
-    return sorted({round(i * (size - 1) / max(1, count - 1)) for i in range(count)}) if size else []
+    return sorted({int((i + 0.5) * size / count) for i in range(count)}) if size else []
 
 
 def flip(path: Path, place: int, bit: int = 1) -> None:

@@ -1,6 +1,8 @@
 """Several processes train as one: the same steps, few bytes, and an error in bounded time where one is lost."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import mostly_slow
 from folders import label_rows, model_folder, refused, tezo, write_rows
 from forks import Done, forked
 from short_runs import result
@@ -165,7 +168,7 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(home, t
     begin = time.monotonic()
     done = start(2, made, run, "--die", 1, 3)
     assert done.returncode != 0 and time.monotonic() - begin < 120
-    assert "rank 0 of 2 lost another rank" in done.stderr and "go on with --resume" in done.stderr
+    assert "rank 0 of 2 lost rank 1" in done.stderr and "go on with --resume" in done.stderr
     assert len(records(run)) == 3, "what was finished is logged"
     assert start(3, made, run, "--resume").returncode == 0
     train(parse_config(yaml_of(made)), tmp_path / "alone")
@@ -201,3 +204,69 @@ def test_what_cannot_be_shared_is_refused(home, tmp_path):
     assert not (tmp_path / "run").exists()
     refused(tezo("train", recipe(home, tmp_path), "--output", tmp_path / "run", "--set", "train.parallel=both"),
             "train.parallel", "both")  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "changed",
+    mostly_slow(
+        [("method.lr", 0.5), ("train.seed", 9), ("train.batch_size", 3), ("train.compare_every", 7),
+         ("method.name", "mezo"), ("train.steps", 2), ("train.parallel", "directions"), ("data.max_length", 7)],
+        ("method.lr", 0.5), ("train.compare_every", 7),
+    ),
+)  # fmt: skip
+def test_a_rank_with_another_setting_is_refused_at_the_start(home, tmp_path, changed):
+    key, value = changed
+    done = ranks(2, recipe(home, tmp_path, "mezo-m"), tmp_path / "run", "--set-on", 1, f"{key}={value}")
+    assert done.returncode == 2
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank}: {key} is {value} on rank 1 and \S+ on rank 0; start all", done.stderr)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_with_other_rows_is_refused_at_the_start(home, tmp_path):
+    for name, seed in (("here", 0), ("there", 5)):
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name / "rows.jsonl", label_rows(20, seed=seed))
+    folders = ("--folder-of", 0, tmp_path / "here", "--folder-of", 1, tmp_path / "there")
+    done = ranks(2, recipe(home, tmp_path), tmp_path / "run", "--set", "data.train=rows.jsonl", *folders)
+    assert done.returncode == 2
+    assert re.search(r"rank 0: \w+ is \w+ on rank 1 and \w+ on rank 0; start all ranks", done.stderr), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(600)
+def test_where_one_rank_is_refused_the_others_end_and_name_it(home, tmp_path):
+    (tmp_path / "empty").mkdir()
+    shutil.copy(home / "train.jsonl", tmp_path / "rows.jsonl")
+    folders = ("--folder-of", 0, tmp_path, "--folder-of", 1, tmp_path / "empty")
+    done = ranks(2, recipe(home, tmp_path), tmp_path / "run", "--set", "data.train=rows.jsonl", *folders)
+    assert "rank 0: rank 1 of 2 could not prepare the run; see its error" in done.stderr
+    assert "rank 1: " in done.stderr and "rows.jsonl" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_never_comes_is_named_after_a_time(home, tmp_path):
+    done = ranks(3, recipe(home, tmp_path), tmp_path / "run", "--late", 1, "--patience", 6)
+    assert "rank 0: rank 1 of 3 did not start within 6 s" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(600)
+def test_where_one_rank_cannot_tell_rows_apart_all_ranks_take_separate_passes(home, tmp_path):
+    made = recipe(home, tmp_path)
+    done = ranks(2, made, tmp_path / "run", "--flat", 1, 0)
+    assert done.returncode == 0, done.stderr[-3000:]
+    train(parse_config(yaml_of(made)), tmp_path / "alone")
+    assert_same_trajectory(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_drifted_is_named_at_the_end_too(home, tmp_path):
+    made = recipe(home, tmp_path, "mezo")
+    done = ranks(2, made, tmp_path / "run", "--drift", 1, 3, "--set", "train.compare_every=1000")
+    assert done.returncode == 1
+    assert "rank 1 has other parameters than rank 0 after step" in done.stderr
+    assert not (tmp_path / "run" / "summary.json").exists()

@@ -4,8 +4,12 @@ torchrun or `accelerate launch` starts them and sets the number of processes in 
 exchanged as float64, so that sums are equal on every rank.
 """
 
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tezo.errors import RunError
+from tezo.errors import RequestError, RunError
 
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others. A process that died is noticed at once."""
+
+_ROLL_CALL = 3.0
+"""Seconds in which the ranks that noticed a failure say so; the others are the missing ones."""
 
 
 class Ranks:
@@ -25,15 +32,17 @@ class Ranks:
     Args:
         rank: rank of this process, from 0.
         size: number of processes.
+        store: where ranks leave word for each other outside exchanges; None: missing ranks are not named.
 
     Attributes:
         bytes_sent: bytes that this process has sent to the others.
         exchanges: number of exchanges.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         self.rank = rank
         self.size = size
+        self._store = store
         self.bytes_sent = 0
         self.exchanges = 0
 
@@ -73,12 +82,71 @@ class Ranks:
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:120]
             raise RunError(
-                f"rank {self.rank} of {self.size} lost another rank ({reason}); see the error of that rank, "
+                f"rank {self.rank} of {self.size} lost {self._missing()} ({reason}); see its error, "
                 "then go on with --resume."
             ) from None
         self.bytes_sent += tensor.nbytes
         self.exchanges += 1
         return tensor
+
+    def _missing(self) -> str:
+        """The ranks that do not answer, in words."""
+        if self._store is None:
+            return "another rank"
+        try:
+            self._store.set(f"answers/{self.rank}", "")
+            time.sleep(_ROLL_CALL)
+            return _named([rank for rank in range(self.size) if not self._store.check([f"answers/{rank}"])])
+        except RuntimeError:
+            return "rank 0"  # whose process has the store
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Context that all ranks leave at the same time; where it fails on one rank, it fails on all.
+
+        Args:
+            doing: what happens inside, in words after "could not".
+
+        Raises:
+            RunError: it failed on another rank, which is named. This rank's own error is raised as it is.
+        """
+        try:
+            yield
+        except Exception:
+            with suppress(RunError):  # this rank's own error says more
+                self.gather([1.0])
+            raise
+        failed = [rank for rank, (flag,) in enumerate(self.gather([0.0])) if flag]
+        if failed:
+            raise RunError(f"{_named(failed)} of {self.size} could not {doing}; see its error, then start again.")
+
+    def check_same(self, request: Mapping[str, Any]) -> None:
+        """Checks that all ranks were started with the same request.
+
+        Args:
+            request: JSON values by name.
+
+        Raises:
+            RequestError: a rank's value differs from that of rank 0; the message has both. It is raised on all ranks.
+        """
+        text = json.dumps(request, sort_keys=True).encode()
+        digest = hashlib.sha256(text).digest()
+        digests = self.gather([float(int.from_bytes(digest[i : i + 4])) for i in (0, 4)])
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if not others:
+            return
+        first, other = (json.loads(found) for found in self._texts(text, (0, others[0])))
+        key = min(key for key in first | other if first.get(key) != other.get(key))
+        raise RequestError(
+            f"{key} is {str(other.get(key))[:60]} on rank {others[0]} and {str(first.get(key))[:60]} on rank 0; "
+            "start all ranks with the same settings and data."
+        )
+
+    def _texts(self, own: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """The texts of some ranks."""
+        longest = int(self.max([float(len(own))])[0])
+        table = self.gather([*map(float, own), *[float(ord(" "))] * (longest - len(own))])
+        return [bytes(map(int, table[rank])) for rank in ranks]
 
     def check_equal(self, digest: str, step: int) -> None:
         """Checks that all ranks have the state of the first rank.
@@ -107,13 +175,57 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """The ranks that the environment describes (WORLD_SIZE, LOCAL_RANK); this process alone if there are none."""
+    """The ranks that the environment describes (WORLD_SIZE, RANK, LOCAL_RANK); this process alone if there are none.
+
+    Raises:
+        RunError: a rank did not come within `PATIENCE`; it is named.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Ranks()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if not dist.is_initialized():
-        # the numbers are exchanged between CPUs, the shards of a model (if any) between GPUs
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
-    return Ranks(dist.get_rank(), dist.get_world_size())
+    if dist.is_initialized():
+        return Ranks(dist.get_rank(), dist.get_world_size())
+    rank = int(os.environ["RANK"])
+    store = _meeting_point(rank, size)
+    # the numbers are exchanged between CPUs, the shards of a model (if any) between GPUs
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    own = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=PATIENCE)
+    return Ranks(rank, size, store)
+
+
+def _meeting_point(rank: int, size: int) -> Any:
+    """A store that all ranks have come to."""
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            *place, size, is_master=rank == 0 and not by_launcher, timeout=PATIENCE, wait_for_workers=False
+        )
+    except RuntimeError:
+        raise RunError(f"rank {rank} of {size} did not reach rank 0 at {place[0]}:{place[1]}; see its error.") from None
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"tezo/{start}", store)  # type: ignore[attr-defined]
+    store.set(f"came/{rank}", "")
+    keys = [f"came/{other}" for other in range(size)]
+    try:
+        store.wait(keys, PATIENCE)
+    except RuntimeError:
+        missing = [other for other, key in enumerate(keys) if not _is_set(store, key)]
+        raise RunError(
+            f"{_named(missing)} of {size} did not start within {PATIENCE.total_seconds():.0f} s; see its error."
+        ) from None
+    return store
+
+
+def _is_set(store: Any, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError:  # rank 0 has gone, and the store with it
+        return key != "came/0"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks))

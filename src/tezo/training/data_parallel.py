@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tezo.distributed import Ranks
 from tezo.errors import RequestError
+from tezo.forward import NotInBlocksError
 from tezo.tasks.objectives import BatchClosure
 from tezo.training.job import LOSS, Job
 
@@ -32,8 +33,14 @@ class SharedRows:
 
     def losses(self, copies: int) -> Tensor:
         """(copies,): that of each model."""
-        sums, count = self.own.totals(copies)
-        *totals, whole = self.ranks.sum([*sums, float(count)])
+        try:
+            sums, count = self.own.totals(copies)
+            refusals = 0
+        except NotInBlocksError:  # the others must not wait for this rank's sums: all ranks take separate passes
+            sums, count, refusals = [0.0] * copies, 0, 1
+        *totals, whole, refused = self.ranks.sum([*sums, float(count), float(refusals)])
+        if refused:
+            raise NotInBlocksError
         return torch.tensor(totals, dtype=torch.float64) / whole
 
 

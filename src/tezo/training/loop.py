@@ -29,7 +29,7 @@ from tezo.training.job import LOSS, Job, prepare
 from tezo.training.listeners import Listener, Progress
 from tezo.training.plan import plan
 from tezo.training.recipe import Config
-from tezo.training.run_header import check_same, check_unchanged, log_header
+from tezo.training.run_header import check_same, check_unchanged, log_header, request_of
 from tezo.training.schedule import interval, lr_factor
 from tezo.training.summary import Outcome, summarize
 
@@ -61,16 +61,19 @@ def train(
     """
     ranks = join()
     folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
-    if not (resume and folder.has_begun):
-        folder.check_free()
-    ranks.wait()
     try:
+        ranks.check_same({"resume": resume, **request_of(config)})
+        with ranks.together("use the run folder"):
+            if not (resume and folder.has_begun):
+                folder.check_free()
         if resume and (summary := folder.summary()) is not None:
             folder.complete()
             check_unchanged(read_config(output / CONFIG, []), config)
             return summary
-        job = prepare(config, loaded=loaded, rows=rows)
-        check_shareable(job, ranks)
+        with ranks.together("prepare the run"):
+            job = prepare(config, loaded=loaded, rows=rows)
+            check_shareable(job, ranks)
+        ranks.check_same(log_header(job))
         with Interruption() as interruption:
             return Loop(job, folder, listeners, interruption, ranks).run()
     finally:
@@ -137,6 +140,7 @@ class Loop:
             listener.started(self.job)
         before = self._evaluate("test", 0)
         steps = self._steps(start, before)
+        self._check_ranks(steps)
         self._restore_best(steps)
         after = self._evaluate("test", steps)
         if not math.isfinite(after["loss"]):
@@ -145,11 +149,10 @@ class Loop:
 
     def _open(self) -> ResumeState:
         """Opens the folder; the first rank puts it in order before the others read it."""
-        state = self._open_folder() if self.ranks.is_first else None
-        self.ranks.wait()
-        state = state or self._open_folder()
-        self.ranks.wait()  # before the first rank writes again
-        return state
+        with self.ranks.together("open the run folder"):
+            state = self._open_folder() if self.ranks.is_first else None
+        with self.ranks.together("read the run folder"):  # before the first rank writes again
+            return state or self._open_folder()
 
     def _open_folder(self) -> ResumeState:
         job, header = self.job, log_header(self.job)
@@ -251,7 +254,11 @@ class Loop:
             self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % self.settings.compare_every == 0:
-            self.ranks.check_equal(digest(self.job.optimizer.resumable_state()), step + 1)
+            self._check_ranks(step + 1)
+
+    def _check_ranks(self, steps: int) -> None:
+        if self.ranks.size > 1:
+            self.ranks.check_equal(digest(self.job.optimizer.resumable_state()), steps)
 
     def _take_step(self, step: int, indices: Sequence[int]) -> None:
         job, optimizer = self.job, self.job.optimizer

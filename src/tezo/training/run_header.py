@@ -82,9 +82,18 @@ def _defaults() -> dict[str, Any]:
     return {key: value for key, value in known.items() if not key.startswith("method.")}
 
 
+def request_of(config: Config) -> dict[str, Any]:
+    """All settings by dotted key, which ranks that share a run must have in common, but for their device."""
+    return {key: value for key, value in _settings(to_tree(config)).items() if key != "model.device"}
+
+
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key, but for those that may change."""
+    return {key: value for key, value in _settings(tree).items() if key not in MAY_CHANGE_ON_RESUME}
+
+
+def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted key, those of the method that are not given at their defaults; lists, as JSON has them."""
     options = method(tree["method"]["name"]).defaults()
     tree = json.loads(json.dumps({**tree, "method": {**options, **tree["method"]}}))
-    flat = {f"{section}.{key}": value for section, values in tree.items() for key, value in dict(values).items()}
-    return {key: value for key, value in flat.items() if key not in MAY_CHANGE_ON_RESUME}
+    return {f"{section}.{key}": value for section, values in tree.items() for key, value in dict(values).items()}
