@@ -162,7 +162,7 @@ def test_the_metrics_are_the_lines_of_the_run(tmp_path):
     assert run.summary == json.loads((tmp_path / "run/summary.json").read_text())
     assert "lozo-adam, 4 steps" in repr(run) and str(tmp_path / "run") in repr(run)
     (tmp_path / "run/metrics.jsonl").write_text('{"step": ')
-    with pytest.raises(RequestError, match=r"metrics\.jsonl is damaged"):
+    with pytest.raises(RequestError, match=r"metrics\.jsonl is not the file that was saved"):
         print(run.metrics)
 
 

@@ -11,7 +11,7 @@ from folders import label_rows, model_folder, read_jsonl, refused, settings, tez
 from peft import PeftModel
 from tiny import lm_loss, tiny_opt, tokens
 
-from tezo.errors import NonFiniteLossError, RequestError
+from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.optim.methods import adam
 
 
@@ -30,6 +30,61 @@ def test_its_steps_are_those_of_torchs_adamw():
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert not any(parameter.grad is not None for parameter in model.parameters()), "gradients take no memory between"
+
+
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+
+
+@HALF
+def test_in_half_precision_its_steps_are_torchs_on_float32_copies_of_the_weights(dtype):
+    model = tiny_opt().to(dtype)
+    copies = [torch.nn.Parameter(weight.detach().float()) for weight in model.parameters()]
+    optimizer, literal = adam(model, lr=1e-5), torch.optim.AdamW(copies, lr=1e-5, weight_decay=0.0)
+    twin = copy.deepcopy(model)
+    for step in range(5):
+        loss = lm_loss(twin, tokens(seed=step))()
+        loss.backward()
+        for weight, kept in zip(twin.parameters(), copies, strict=True):
+            kept.grad, weight.grad = weight.grad.float(), None
+        literal.step()
+        for weight, kept in zip(twin.parameters(), copies, strict=True):
+            weight.data.copy_(kept.data)
+        optimizer.step(lm_loss(model, tokens(seed=step)))
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs) and ours.isfinite().all()
+
+
+@HALF
+def test_a_state_in_half_precision_goes_on_to_the_bit(dtype):
+    def steps(optimizer, model, numbers):
+        for number in numbers:
+            optimizer.step(lm_loss(model, tokens(seed=number)))
+            records.append(optimizer.last_step)
+
+    records = []
+    model = tiny_opt().to(dtype)
+    again = copy.deepcopy(model)
+    optimizer = adam(model, lr=1e-5)
+    steps(optimizer, model, range(3))
+    state = {key: value.clone() for key, value in optimizer.resumable_state().items()}
+    resumed = adam(again, lr=1e-5)
+    resumed.load_resumable_state(state, records[:3])
+    steps(optimizer, model, range(3, 6))
+    steps(resumed, again, range(3, 6))
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_gradient_that_is_not_finite_leaves_all_as_before():
+    model = tiny_opt().to(torch.float16)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    optimizer = adam(model, lr=1e-5)
+    with pytest.raises(RunError, match=r"the gradient of .* is not finite in torch.float16"):
+        optimizer.step(lambda: lm_loss(model, tokens(seed=1))() * 1e9)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert optimizer.num_steps == 0 and not any(weight.grad is not None for weight in model.parameters())
+    optimizer.step(lm_loss(model, tokens(seed=1)))
+    assert optimizer.num_steps == 1
 
 
 def test_dropout_is_on_in_a_step_and_a_function_of_seed_and_step():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tezo.directions.bases import FactorStore, Passes
 from tezo.directions.targets import ALL, select_targets
 from tezo.distributed import Ranks
-from tezo.errors import NonFiniteLossError, RequestError
+from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.estimators.estimate import GRADIENT, Closure, Probe, StepRecord
 from tezo.numerics.random import seed_of
 from tezo.optim.limits import check_rate
@@ -21,6 +21,9 @@ from tezo.optim.updates.update import check_average
 
 class FirstOrderOptimizer(torch.optim.AdamW):
     """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (with dropout).
+
+    Moments are float32. Weights in half precision have a float32 copy that the steps change, and are rounded from it:
+    in float16, eps = 1e-8 is 0 and the square of a small gradient too, so that a step would divide by 0.
 
     Args:
         model: model to be tuned; parameters that are not selected are frozen and need no memory for gradients.
@@ -34,6 +37,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
     Raises:
         RequestError: a setting is out of range, or a selected parameter has no gradient (quantised weights).
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
+        RunError: raised by `step` where a gradient is not finite; the parameters are unchanged.
     """
 
     num_directions = 0
@@ -66,7 +70,8 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         chosen = {id(target.parameter) for target in self.targets}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
-        super().__init__([t.parameter for t in self.targets], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._stepped = [_in_float32(target.parameter) for target in self.targets]
+        super().__init__(self._stepped, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
         """Takes one step and returns the loss before it.
@@ -82,20 +87,46 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         """Takes one step and returns the loss before it; `kind` must be `GRADIENT`."""
         self._check_kind(kind)
         check_rate("lr", float(self.param_groups[0]["lr"]))
-        self.zero_grad()
+        try:
+            value = self._measure_gradients(closure)
+            super().step()
+        finally:
+            for parameter in {*self._stepped, *(target.parameter for target in self.targets)}:
+                parameter.grad = None
+        with torch.no_grad():
+            for target, stepped in zip(self.targets, self._stepped, strict=True):
+                if stepped is not target.parameter:
+                    target.parameter.copy_(stepped)
+        lr = float(self.param_groups[0]["lr"])
+        self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=1)
+        self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + 1
+        return value
+
+    def _measure_gradients(self, closure: Closure) -> float:
+        """The loss; its gradients are left where the step reads them.
+
+        Raises:
+            NonFiniteLossError: the loss is not finite.
+            RunError: a gradient is not finite.
+        """
         with torch.enable_grad(), _training(self.model, self.seed, self.num_steps):
             loss = closure()
             if not isinstance(loss, Tensor) or not loss.requires_grad:
                 raise RequestError("method.name is adam, but the objective has no gradient; use a zeroth-order method.")
             loss.backward()  # type: ignore[no-untyped-call]
-        value, lr = float(loss.detach()), float(self.param_groups[0]["lr"])
+        value = float(loss.detach())
         if not math.isfinite(value):
             last = self.last_step.loss if self.last_step is not None else None
             raise NonFiniteLossError(self.num_steps, value, last)
-        super().step()
-        self.zero_grad()
-        self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=1)
-        self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + 1
+        for target, stepped in zip(self.targets, self._stepped, strict=True):
+            gradient = target.parameter.grad
+            if gradient is not None and not gradient.isfinite().all():
+                raise RunError(
+                    f"step {self.num_steps}: the gradient of {target.name} is not finite in {gradient.dtype}, and the "
+                    "parameters are as before; set model.dtype=bfloat16 or float32."
+                )
+            if gradient is not None and stepped is not target.parameter:
+                stepped.grad = gradient.to(stepped.dtype)
         return value
 
     def _check_kind(self, kind: str) -> None:
@@ -209,30 +240,42 @@ class FirstOrderOptimizer(torch.optim.AdamW):
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
         """Restores a `tuned_state`."""
         del num_steps
-        for target in self.targets:
+        for target, stepped in zip(self.targets, self._stepped, strict=True):
             target.parameter.copy_(tuned[f"weight/{target.name}"])
+            stepped.copy_(target.parameter)
 
     def resumable_state(self) -> dict[str, Tensor]:
-        """The weights as "weight/NAME", and Adam's moments and counts as "update/NAME/KEY"; not copies."""
-        moments = {
-            f"update/{target.name}/{key}": value
-            for target in self.targets
-            for key, value in self.state[target.parameter].items()
-        }
-        return self._weights() | moments
+        """The weights as "weight/NAME", Adam's state as "update/NAME/KEY", float32 copies under "copy"; not copies."""
+        tensors = self._weights()
+        for target, stepped in zip(self.targets, self._stepped, strict=True):
+            tensors |= {f"update/{target.name}/{key}": value for key, value in self.state[stepped].items()}
+            if stepped is not target.parameter:
+                tensors[f"update/{target.name}/{_COPY}"] = stepped.data
+        return tensors
 
+    @torch.no_grad()
     def load_resumable_state(self, state: Mapping[str, Tensor], records: Sequence[StepRecord]) -> None:
         """Restores a `resumable_state` saved after the steps of `records`, which start at step 0."""
         self.load_tuned_state(state, len(records))
-        for target in self.targets:
+        for target, stepped in zip(self.targets, self._stepped, strict=True):
             start = f"update/{target.name}/"
             own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
-            place = target.parameter.device
-            self.state[target.parameter] = {
-                k: v.clone() if k == "step" else v.to(place).clone() for k, v in own.items()
+            if _COPY in own:
+                stepped.copy_(own.pop(_COPY))
+            self.state[stepped] = {
+                k: v.clone() if k == "step" else v.to(stepped.device, stepped.dtype).clone() for k, v in own.items()
             }
         self.num_steps, self.num_forward_passes = len(records), sum(record.forward_passes for record in records)
         self.last_step = records[-1] if records else None
+
+
+_COPY = "copy"
+"""Key of a weight's float32 copy beside the keys of Adam's state."""
+
+
+def _in_float32(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter, or a copy of it if it is narrower than float32."""
+    return parameter if parameter.element_size() >= 4 else nn.Parameter(parameter.detach().float())
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from tezo.files import new_folder
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.lora import load_adapter, merge_adapter, merged_state, save_adapter, save_model
 from tezo.models.peft_adapters import open_adapter
-from tezo.runs.folder import CONFIG
+from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
+from tezo.runs.manifest import check_manifest
 from tezo.training.config import read_run_config
 from tezo.training.opening import check_is_run, no_result, open_base
 from tezo.training.recipe import Config
@@ -102,7 +103,8 @@ def _check_form(form: str) -> None:
 
 
 def _check_result(run: Path, config: Config, form: str) -> None:
-    """An error where the run has no result of this form."""
+    """An error where the run has no result of this form, or it is not the one that the run wrote."""
+    check_manifest(run, [LOG, ADAPTER, MODEL])
     if form == MERGED and config.model.quantization != "none":
         raise RequestError(
             f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "

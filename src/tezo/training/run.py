@@ -12,6 +12,7 @@ from tezo.errors import RequestError
 from tezo.files import read_bytes
 from tezo.models.loading import LoadedModel
 from tezo.runs.folder import CONFIG, METRICS
+from tezo.runs.manifest import check_manifest
 from tezo.tasks import Row
 from tezo.tasks.row_objects import Rows, reported_rows, rows_of
 from tezo.tasks.setup import make_format
@@ -79,6 +80,7 @@ class Run:
         stands for what is not finite.
         """
         path = self.folder / METRICS
+        check_manifest(self.folder, [METRICS])
         try:
             return [json.loads(line) for line in read_bytes(path, MOST_METRICS).splitlines()]
         except ValueError:
