@@ -93,7 +93,7 @@ def test_a_second_optimizer_does_not_lose_what_the_first_trained(case):
     case.build(model).step(lm_loss(model, tokens()))
 
 
-@choose("tezo", "mezo")
+@choose("tezo", "lozo-m")
 def test_a_model_that_was_compiled_and_run_before_is_refused(case):
     torch._dynamo.reset()
     model = Regression()
@@ -111,6 +111,25 @@ def test_a_model_that_was_compiled_and_run_before_is_refused(case):
     optimizer.step(loss)
     assert optimizer.last_step.projected_grads != (0.0,)
     torch._dynamo.reset()
+
+
+def test_what_was_compiled_before_follows_dense_noise_all_the_same():
+    found = []
+    for compiled in (torch.compile, lambda layer, **_: layer):
+        torch._dynamo.reset()
+        model = Regression()
+        layer = compiled(model.layer, backend="eager")
+
+        def loss(model=model, layer=layer):
+            return (layer(model.x) - model.y).square().mean()
+
+        with torch.no_grad():
+            loss()
+        optimizer = CASES["mezo"].build(model)
+        optimizer.step(loss)
+        found.append(optimizer.last_step.projected_grads)
+    torch._dynamo.reset()
+    assert found[0] == pytest.approx(found[1]) and found[0] != (0.0,)
 
 
 @every_method

@@ -22,6 +22,7 @@ from tezo.estimators.estimate import (
 from tezo.estimators.estimator import Estimator
 from tezo.forward import MovingParameter, NotInBlocksError, Shift
 from tezo.forward.evaluation_mode import evaluation_mode
+from tezo.forward.uninterrupted import let_interrupt
 from tezo.numerics.products import float32_on_emulating_cpu
 
 TOKENS_OF_A_PASS = 1024
@@ -137,6 +138,7 @@ def two_point(
     try:
         for start in range(0, len(points), copies):
             part = points[start : start + copies]
+            let_interrupt()
             set_perturbations(part)
             losses += evaluate(closure, len(part))
     finally:

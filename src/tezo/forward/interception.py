@@ -6,6 +6,7 @@ can: while the module runs, a call such as `linear(x, weight, bias)` is redirect
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -48,6 +49,9 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 class Interception:
     """Replaces torch functions in the forward of `module` when they are called on its weight.
 
+    It wraps the module's forward instead of using a pair of hooks: a forward hook does not run after a
+    KeyboardInterrupt or SystemExit in the module, and the replacements would stay in force everywhere.
+
     Args:
         module: the module. During its forward its weight may be another tensor, loaded or gathered for the call.
         replacements: torch function -> replacement.
@@ -62,28 +66,32 @@ class Interception:
     ) -> None:
         self._replacements = {function: untraced(replacement) for function, replacement in replacements.items()}
         self._active = active
-        self._open: list[_Mode | None] = []
-        self._handles = [
-            module.register_forward_pre_hook(untraced(self._enter)),
-            module.register_forward_hook(untraced(self._leave), always_call=True),
-        ]
+        self._module = module
+        self._inner = module.__dict__.get("forward")  # of another wrapper, such as accelerate's
+        self._removed = False
+        self._run = untraced(self._forward)
+        module.forward = self
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        del args
-        mode = _Mode(module, self._replacements) if self._active() else None
-        self._open.append(mode)
-        if mode is not None:
-            mode.__enter__()  # type: ignore[no-untyped-call]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self._run(*args, **kwargs)
 
-    def _leave(self, *_: object) -> None:
-        mode = self._open.pop()
-        if mode is not None:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._inner or partial(type(self._module).forward, self._module)
+        if self._removed or not self._active():
+            return forward(*args, **kwargs)
+        with _Mode(self._module, self._replacements):
+            return forward(*args, **kwargs)
 
     def remove(self) -> None:
-        """Removes the hooks from the module."""
-        for handle in self._handles:
-            handle.remove()
+        """Gives the module its forward back; where another wrapper has been put over this one, it only passes on."""
+        self._removed = True
+        if self._module.__dict__.get("forward") is not self:
+            return
+        if self._inner is not None:
+            self._module.forward = self._inner
+        else:
+            del self._module.forward
 
 
 class _Mode(TorchFunctionMode):

@@ -20,6 +20,7 @@ from tezo.estimators.estimator import Estimator
 from tezo.estimators.two_point import TwoPoint
 from tezo.forward import MovingParameter
 from tezo.forward.evaluation_mode import evaluation_mode
+from tezo.forward.uninterrupted import let_interrupt, uninterrupted
 from tezo.numerics.products import float32_on_emulating_cpu
 from tezo.optim.limits import check_rate, check_settings
 from tezo.optim.optimizer_state import Moments, OptimizerState
@@ -146,14 +147,15 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         check_rate("lr", lr)
         if not self._calibrated:
             self._calibrate_with(lambda _: closure())
-        with self._in_step():
+        with self._in_step(), uninterrupted():
             draw = self.draw(kind)
             try:
                 estimate = rule.estimator.estimate(closure, draw)
             except FloatingPointError as error:
                 raise self._not_finite(error) from None
-        record = StepRecord(self.num_steps, estimate.loss, lr, estimate.probes, kind, estimate.forward_passes)
-        self._apply(rule, estimate, record, draw)
+            let_interrupt()
+            record = StepRecord(self.num_steps, estimate.loss, lr, estimate.probes, kind, estimate.forward_passes)
+            self._apply(rule, estimate, record, draw)
         return estimate.loss
 
     @contextmanager
@@ -176,11 +178,12 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             rho: perturbation scale; None: that of the steps.
             others: if positive, number of directions to use instead, which no step draws.
         """
-        draw = self.draw(others=others)
-        try:
-            return self._two_point.probes(closure, draw.directions, self.rho if rho is None else rho)
-        except FloatingPointError as error:
-            raise self._not_finite(error) from None
+        with uninterrupted():
+            draw = self.draw(others=others)
+            try:
+                return self._two_point.probes(closure, draw.directions, self.rho if rho is None else rho)
+            except FloatingPointError as error:
+                raise self._not_finite(error) from None
 
     @torch.no_grad()
     def replay(self, record: StepRecord) -> None:
@@ -196,8 +199,9 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
                 f"record is of step {record.step} with {len(record.probes)} directions; the next step is "
                 f"{self.num_steps}, with {count}."
             )
-        draw = self.draw(record.kind)
-        self._apply(rule, rule.estimator.recall(record, draw), record, draw)
+        with uninterrupted():
+            draw = self.draw(record.kind)
+            self._apply(rule, rule.estimator.recall(record, draw), record, draw)
 
     def check_kind(self, kind: str, closure: Closure) -> None:
         """Checks that the model supports this kind of step.
