@@ -1,13 +1,16 @@
-"""Notices on the tokens of rows and options."""
+"""Notices on the tokens of rows and options, for an objective that has been adapted to its model."""
 
 from collections.abc import Iterator
 
 from tezo.tasks.objectives import Objective
 
+MANY_OPTIONS = 50
+"""Number of options from which a notice says what it costs that they cannot share a row."""
+
 
 def token_notices(objective: Objective) -> list[str]:
-    """Notices for the user on prompts cut so far, and on options that have the same tokens."""
-    return [*_cut_prompts(objective), *_equal_options(objective)]
+    """Notices for the user on prompts cut so far, options that have the same tokens, and options that take long."""
+    return [*_cut_prompts(objective), *_equal_options(objective), *_repeated_prompts(objective)]
 
 
 def _cut_prompts(objective: Objective) -> Iterator[str]:
@@ -29,3 +32,12 @@ def _equal_options(objective: Objective) -> Iterator[str]:
                 f"{' and '.join(equal)} are the same tokens for this model, so it cannot tell them apart; "
                 "choose other data.label_words, or another model."
             )
+
+
+def _repeated_prompts(objective: Objective) -> Iterator[str]:
+    count = len(objective.options)
+    if objective.packs is False and count >= MANY_OPTIONS:
+        yield (
+            f"this model does not take options that share a row, so it reads each prompt {count} times, once for each "
+            "option, in every step and evaluation; a model of another architecture, or fewer labels, take less."
+        )
