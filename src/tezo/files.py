@@ -2,11 +2,12 @@
 
 A file is written under a temporary name in the same folder, forced to disk and renamed. A folder of files is written
 the same way: each file and the folder are forced to disk before the rename. A process that is killed leaves the old
-version, the new version, or a name that starts with a dot. Only plain files of bounded size are read. JSON is written
-by the standard, without NaN and infinity.
+version, the new version, or a name that starts with a dot; a lock on a folder that is being written tells it from such
+a leftover. Only plain files of bounded size are read. JSON is written by the standard, without NaN and infinity.
 """
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -46,7 +47,7 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         RunError: it cannot be written; the old file, if any, is unchanged.
     """
-    beside = path.with_name(f".{path.name}.partial")
+    beside = _beside(path)
     with storing(path):
         try:
             _write(beside, data)
@@ -91,21 +92,73 @@ def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to write into. It replaces `path` if the block succeeds; otherwise `path` is unchanged.
 
     Raises:
+        RequestError: another process is writing it.
         RunError: something cannot be written.
     """
-    beside = path.with_name(f".{path.name}.partial")
+    beside = _beside(path)
+    if not _is_leftover(beside):
+        raise RequestError(f"output: another process is writing {path}; wait for it, or give another --output.")
     with storing(path):
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         try:
-            yield beside
-            for inside in sorted(beside.rglob("*")):
-                sync(inside)
-            sync(beside)
-            _exchange(beside, path)
-            sync(path.parent)
+            with _locked(beside):
+                yield beside
+                for inside in sorted(beside.rglob("*")):
+                    sync(inside)
+                sync(beside)
+                _exchange(beside, path)
+                sync(path.parent)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def check_free(output: Path, ways: str = "give another --output, or delete it first") -> None:
+    """An error with `ways` where `output` exists and is not an empty folder.
+
+    A folder that has only what killed processes left of files and folders they were writing is emptied.
+    """
+    inside = list(output.iterdir()) if output.is_dir() else []
+    if not all(map(_is_leftover, inside)) or (output.exists() and not output.is_dir()):
+        raise RequestError(f"output: {output} is in use; {ways}.")
+    for path in inside:
+        with storing(path):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _beside(path: Path) -> Path:
+    """The temporary name of a file or folder."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether nothing is there, or what a process that has died was writing."""
+    if path.is_symlink() or not path.name.endswith(".partial") or not path.name.startswith("."):
+        return False
+    if not path.is_dir():
+        return True
+    with storing(path), _locked(path) as was_free:
+        return was_free
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Locks a folder while open, and yields whether no other process had; a process that ends gives its locks back."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # on a file system without locks, no folder is locked
+        return True
+    return True
 
 
 def _exchange(beside: Path, path: Path) -> None:
