@@ -19,8 +19,8 @@ from tezo.tasks.objectives.token_rows import Row, common_prefix, packed_row, pad
 MOST_PACKED = 512
 """Tokens of options in a packed row, or as many as its prompt has; each token is compared with the whole row."""
 
-AT_ONCE = 256
-"""Options that the tokenizer is given at once."""
+AT_ONCE = 1 << 16
+"""Characters of prompts that the tokenizer is given at once, if it is more than one prompt."""
 
 
 class CausalObjective(Objective):
@@ -60,8 +60,9 @@ class CausalObjective(Objective):
 
     def _wholes(self, texts: Sequence[str], example: Example) -> Iterator[list[int]]:
         """The tokens of the prompt with each text after it."""
-        for start in range(0, len(texts), AT_ONCE):
-            yield from self._tokens([example.prompt + text for text in texts[start : start + AT_ONCE]], example)
+        many = max(1, AT_ONCE // max(1, len(example.prompt)))
+        for start in range(0, len(texts), many):
+            yield from self._tokens([example.prompt + text for text in texts[start : start + many]], example)
 
     def _tokens(self, texts: Sequence[str], example: Example) -> list[list[int]]:
         return list(self.tokenizer(list(texts), add_special_tokens=not example.chat)["input_ids"])
