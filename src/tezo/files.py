@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors import SafetensorError
 
-from tezo.errors import RequestError, RunError
+from tezo.errors import RequestError, RunError, TezoError
 
 
 @contextmanager
@@ -31,14 +32,28 @@ def storing(path: Path) -> Iterator[None]:
         raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is intact.") from error
 
 
-def _reason(error: Exception) -> str:
+@contextmanager
+def reading(what: str, way_out: str, *, but: type[Exception] = TezoError) -> Iterator[None]:
+    """Turns whatever a library raises over a file of any content into a `RequestError`: what (the reason); way out.
+
+    Errors of this library and of the class `but` stay as they are.
+    """
+    try:
+        yield
+    except (TezoError, but, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of Rust code, as in tokenizers, is no Exception
+        raise RequestError(f"{what} ({_reason(error)}); {way_out}.") from error
+
+
+def _reason(error: BaseException) -> str:
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return "the disk is full; free some space, then start again (a run with --resume)"
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return "its folder is gone; restore it, then start again (a run with --resume)"
         return f"{error.strerror or error}"
-    return " ".join(str(error).split())[:200]
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -214,6 +229,35 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UntrustedError(f"{path.name} is not a JSON object")
     return value
+
+
+MOST_YAML, MOST_VALUES, MOST_DEPTH = 1 << 22, 100_000, 16
+"""Maximum size of a YAML text in characters, and number and depth of its values."""
+
+
+def parse_yaml(data: str | bytes) -> Any:
+    """The YAML value of a text; `UntrustedError`, without a name of the file, if it has none or is out of bounds."""
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        value = yaml.safe_load(text[: MOST_YAML + 1])
+    except Exception as error:  # a false tag, such as !!timestamp x, ends in other errors than YAML's own
+        raise UntrustedError(f"cannot be read as YAML ({_reason(error)})") from None
+    if len(text) > MOST_YAML or _count_values(value) > MOST_VALUES:
+        raise UntrustedError("is no configuration")
+    return value
+
+
+def _count_values(tree: Any) -> int:
+    """Values in nested mappings and lists, an alias as often as it is used; the count ends above the bounds."""
+    count, level = 0, [tree]
+    for _ in range(MOST_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if count + len(inner) > MOST_VALUES:
+                return count + len(inner)
+        count, level = count + len(inner), inner
+    return count if not level else MOST_VALUES + 1
 
 
 def own_object(path: Path, way_out: str) -> dict[str, Any]:

@@ -54,6 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print(f"error: {error.filename or 'the disk'}: {error.strerror or error}; give another path.", file=sys.stderr)
         raise SystemExit(1) from None
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        reason = " ".join(str(error).split())[:200]
+        print(
+            f"error: {type(error).__name__} was not foreseen ({reason}); report it, with the traceback that "
+            "tezo --debug shows.",
+            file=sys.stderr,
+        )
+        raise SystemExit(1) from None
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             print("error: interrupted; if the run has a checkpoint, go on with --resume.", file=sys.stderr)
