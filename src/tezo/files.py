@@ -43,17 +43,22 @@ def reading(what: str, way_out: str, *, but: type[Exception] = TezoError) -> Ite
     except (TezoError, but, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of Rust code, as in tokenizers, is no Exception
-        raise RequestError(f"{what} ({_reason(error)}); {way_out}.") from error
+        raise RequestError(f"{what} ({one_line(error)}); {way_out}.") from error
 
 
-def _reason(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """The message of an error of another library, cut to 300 characters in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return "the disk is full; free some space, then start again (a run with --resume)"
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return "its folder is gone; restore it, then start again (a run with --resume)"
         return f"{error.strerror or error}"
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -241,7 +246,7 @@ def parse_yaml(data: str | bytes) -> Any:
         text = data if isinstance(data, str) else data.decode()
         value = yaml.safe_load(text[: MOST_YAML + 1])
     except Exception as error:  # a false tag, such as !!timestamp x, ends in other errors than YAML's own
-        raise UntrustedError(f"cannot be read as YAML ({_reason(error)})") from None
+        raise UntrustedError(f"cannot be read as YAML ({one_line(error)})") from None
     if len(text) > MOST_YAML or _count_values(value) > MOST_VALUES:
         raise UntrustedError("is no configuration")
     return value

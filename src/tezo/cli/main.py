@@ -20,6 +20,7 @@ from tezo.cli import tasks_command as tasks
 from tezo.cli import train_command as train
 from tezo.cli.common import options
 from tezo.errors import TezoError
+from tezo.files import one_line
 
 INTERRUPTED = 130
 """Exit code of typer on KeyboardInterrupt, which it catches without a message."""
@@ -57,9 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        reason = " ".join(str(error).split())[:200]
         print(
-            f"error: {type(error).__name__} was not foreseen ({reason}); report it, with the traceback that "
+            f"error: {type(error).__name__} was not foreseen ({one_line(error)}); report it, with the traceback that "
             "tezo --debug shows.",
             file=sys.stderr,
         )
