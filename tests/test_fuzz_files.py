@@ -134,7 +134,7 @@ def test_a_checkpoint_that_was_forged_is_used_or_refused(home, tmp_path, seed):
         run = shutil.copytree(begun, tmp_path / f"run-{number}")
         folder = sorted(run.glob("checkpoint-*"))[-1]
         forge(folder, draw)
-        # moments of another shape, or without one of them, are found by the step that needs them, and so by the last net
+        # moments of another shape are found by the step that needs them, and so by the last net
         done = tezo("train", run / "config.yaml", "--output", run, "--resume")
         judge(done, f"{seed} {number}", foreseen=False)
         shutil.rmtree(run)
