@@ -98,7 +98,8 @@ class CausalObjective(Objective):
         """The sequences that share a row: as many in a row as its bound allows, at least one."""
         prompt = len(encoded.sequences[0]) - encoded.answers[0]
         most = min(prompt + max(prompt, MOST_PACKED), self._most or UNBOUNDED)
-        start, tokens, before = 0, 0, ()
+        start, tokens = 0, 0
+        before: Sequence[int] = ()
         for i, sequence in enumerate(encoded.sequences):
             added = len(sequence) - common_prefix(before, sequence)
             if tokens and tokens + added > most:

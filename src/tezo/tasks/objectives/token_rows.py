@@ -39,7 +39,8 @@ def packed_row(sequences: Sequence[Sequence[int]], asked: Sequence[Sequence[int]
         sequences: token ids.
         asked: for each sequence, the positions whose hidden states are needed, ascending.
     """
-    needed = [sequence[: places[-1] + 1 if places else 0] for sequence, places in zip(sequences, asked, strict=True)]
+    pairs = zip(sequences, asked, strict=True)
+    needed = [tuple(sequence[: places[-1] + 1 if places else 0]) for sequence, places in pairs]
     tokens: list[int] = []
     positions: list[int] = []
     ends: list[int] = []
