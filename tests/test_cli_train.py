@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from folders import (
+    bpe_tokenizer,
     completion_rows,
     label_rows,
     model_folder,
     read_jsonl,
     refused,
+    saved,
     settings,
     tezo,
     tiny_model,
@@ -22,6 +24,8 @@ from folders import (
     write_rows,
 )
 from safetensors.torch import load_file, save_file
+
+from tezo.tasks.examples import MOST_TEXT
 
 PROGRAM = Path(sys.executable).parent / "tezo"
 COMMANDS = ("train", "eval", "predict", "export", "methods", "doctor", "report")
@@ -279,6 +283,37 @@ def test_label_words_that_are_alike_to_the_model_are_said(home, tmp_path, family
     assert tezo("eval", tmp_path / "run", "--data", home / "rows.jsonl").says(alike)
     told_apart = train(model_folder(home, family), home / "rows.jsonl", tmp_path / "other")
     assert told_apart.code == 0 and not told_apart.says("the same tokens")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "spoken"),
+    [
+        ("good", "Good", "note: 'Good' and 'good' differ only in case"),
+        ("caf\u00e9", "cafe\u0301", None),
+        ("good", "go\u200bod", None),
+        ("good", "good ", None),
+        ("good", "goods", ""),
+    ],
+)
+def test_labels_that_look_alike_are_said_or_refused(home, tmp_path, first, second, spoken):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "a film", "label": (first, second)[i % 2]} for i in range(8)])
+    model = saved(tiny_model("opt", len(bpe_tokenizer())), bpe_tokenizer(), tmp_path / "model")
+    if spoken is None:
+        refused(train(model, rows, tmp_path / "run"), "line 2", "not seen", "data.label_words")
+        words = {"data__label_words": json.dumps({first: "good", second: "bad"})}
+        assert train(model, rows, tmp_path / "run", **words).code == 0
+    else:
+        done = train(model, rows, tmp_path / "run", steps=1)
+        assert done.code == 0 and done.says(spoken) and done.says("differ only in case") == bool(spoken), done.err
+
+
+@pytest.mark.parametrize("family", ["opt", "bert"])
+def test_a_row_that_would_take_all_memory_is_refused_by_its_place(home, tmp_path, family):
+    long = {"text": "good " * (MOST_TEXT // 5 + 1), "label": "good"}
+    rows = write_rows(tmp_path / "rows.jsonl", [*label_rows(2), long])
+    model = model_folder(home, family)
+    refused(train(model, rows, tmp_path / "run"), "line 3", "characters", "remove it")
+    refused(tezo("eval", model, "--data", rows), "line 3", "characters", "remove it")
 
 
 def test_ctrl_c_before_the_first_step_is_said_and_leaves_nothing(home, tmp_path, monkeypatch):

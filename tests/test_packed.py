@@ -3,15 +3,17 @@
 import pytest
 import torch
 import transformers
-from folders import POSITIONS, label_rows, tiny_model, tokenizer_for, words_tokenizer
+from folders import GOOD, PLAIN, POSITIONS, label_rows, tiny_model, tokenizer_for, words_tokenizer
 from torch import nn
 
 from tezo.tasks import Example
 from tezo.tasks.evaluation import evaluate, predict
 from tezo.tasks.objectives import CausalObjective
+from tezo.tasks.objectives.batch import MOST_TOKENS
 from tezo.tasks.objectives.chunks import like_lengths
 from tezo.tasks.objectives.packed import takes_packed
-from tezo.tasks.objectives.token_rows import common_prefix, packed_row, tree_mask
+from tezo.tasks.objectives.token_rows import packed_row, tree_mask
+from tezo.tasks.token_notices import token_notices
 
 CPU = torch.device("cpu")
 TREES = ("opt", "llama", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "neox", "phi")
@@ -139,7 +141,8 @@ def test_a_model_that_drops_tokens_at_random_is_not_trusted():
 def test_rows_longer_than_a_sliding_window_stay_plain():
     model, packing, plain, encoded = pair("mistral", SETS["unequal"], sliding_window=14)
     assert packing.packs
-    assert {len(packing.rows([one])[0]) for one in encoded} == {1, 4}
+    assert {len(packing.rows([one])[0]) == 4 for one in encoded} == {False, True}
+    assert all(len(row.tokens) <= 14 or len(own) == 4 for one in encoded for own in packing.rows([one]) for row in own)
     assert max(one.length for one in encoded) > 14
     same(packing.scores(model, packing.collate(encoded)), plain.scores(model, plain.collate(encoded)))
 
@@ -163,10 +166,7 @@ def test_the_model_sees_the_prompt_once_and_no_last_token(options):
     for one in encoded:
         seen.clear()
         packing.scores(model, packing.collate([one]))
-        shared = common_prefix(one.sequences)
-        if len(set(one.sequences)) == 1:
-            shared -= 1
-        assert seen == [shared + sum(max(0, len(s) - 1 - shared) for s in one.sequences)]
+        assert seen == [len({s[:stop] for s in one.sequences for stop in range(1, len(s))})]
         seen.clear()
         plain.scores(model, plain.collate([one]))
         assert seen == [len(one.sequences) * one.length]
@@ -178,7 +178,7 @@ def test_parts_of_like_length_are_cut_by_the_rows_that_are_run():
     model, packing, _, encoded = pair("opt", SETS["unequal"])
     del model
     for batch in packing.batches(encoded * 4):
-        lengths = (batch.branches_RL >= 0).sum(1)
+        lengths = (batch.ends_RL > 0).sum(1)
         assert batch.input_ids_RL.shape == (batch.shape_BO[0], lengths.max())
     costs = like_lengths([len(own[0].tokens) for own in packing.rows(encoded * 40)], [1] * (40 * len(encoded)), CPU)
     assert [batch.shape_BO[0] for batch in packing.batches(encoded * 40)] == [len(part) for part in costs]
@@ -187,15 +187,14 @@ def test_parts_of_like_length_are_cut_by_the_rows_that_are_run():
 def test_a_row_is_a_tree():
     first, second, third = (1, 2, 3, 4, 5), (1, 2, 3, 6), (1, 2, 7, 8, 9)
     row = packed_row([first, second, third], [[1, 2, 3], [1, 2], [1, 2, 3]])
-    assert list(row.tokens) == [1, 2, 3, 4, 3, 7, 8]
-    assert list(row.positions) == [0, 1, 2, 3, 2, 2, 3]
-    assert list(row.branches) == [0, 0, 1, 1, 2, 3, 3]
-    assert list(row.reads) == [1, 2, 3, 4, 5, 6]
-    assert [list(slots) for slots in row.slots] == [[0, 1, 2], [0, 3], [0, 4, 5]]
-    visible = tree_mask(torch.tensor([[*row.branches, -1, -1]]), torch.float32)[0, 0] == 0
-    for token in range(len(row.tokens)):
-        own = (0, row.branches[token])
-        assert visible[token].nonzero().flatten().tolist() == [k for k in range(token + 1) if row.branches[k] in own]
+    assert list(row.tokens) == [1, 2, 3, 4, 7, 8]
+    assert list(row.positions) == [0, 1, 2, 3, 2, 3]
+    assert list(row.ends) == [6, 6, 4, 4, 6, 6]
+    assert list(row.reads) == [1, 2, 3, 4, 5]
+    assert [list(slots) for slots in row.slots] == [[0, 1, 2], [0, 1], [0, 3, 4]]
+    visible = tree_mask(torch.tensor([[*row.ends, 0, 0]]), torch.float32)[0, 0] == 0
+    above = [[], [0], [0, 1], [0, 1, 2], [0, 1], [0, 1, 4], [], []]
+    assert [row.nonzero().flatten().tolist() for row in visible] == [[*own, i] for i, own in enumerate(above)]
     assert bool(visible.any(1).all()), "a row of the mask with nothing to see gives NaN"
 
 
@@ -221,3 +220,29 @@ def test_another_model_is_tried_anew():
     assert packing.packs
     packing.adapt(build("bloom"), encoded)
     assert packing.packs is False
+
+
+NUMBERS = tuple(f" {a} {b} {c}" for a in PLAIN for b in PLAIN[:4] for c in GOOD)
+
+
+@pytest.mark.parametrize("family", ["opt", "bloom"])
+@torch.no_grad()
+def test_hundreds_of_options_are_scored_in_passes_of_bounded_size(family):
+    model, packing, plain, encoded = pair(family, NUMBERS)
+    seen = []
+    model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"].shape), with_kwargs=True)
+    batch = packing.collate(encoded[:2])
+    scores = packing.scores(model, batch, 2)
+    assert packing.packs == (family == "opt")
+    assert len(seen) > 1 or packing.packs
+    assert any("times, once for each option" in notice for notice in token_notices(packing)) != packing.packs
+    assert all(rows * length <= 2 * MOST_TOKENS for rows, length in seen)
+    assert all(length <= POSITIONS for _, length in seen)
+    expected = [plain.scores(model, plain.collate([e])) for e in encoded[:2]]
+    same(scores, torch.cat(expected * 2))
+    whole = sum(len(s) for e in encoded[:2] for s in e.sequences)
+    prefixes = {s[:stop] for e in encoded[:2] for s in e.sequences for stop in range(1, len(s))}
+    if packing.packs:
+        assert len(prefixes) <= batch.input_ids_RL.numel() <= 2 * len(prefixes) < whole / 10
+    losses = packing.losses(model, packing.batches(encoded[:2]), 3)
+    same(losses, plain.loss(model, plain.collate(encoded[:2])).expand(3))

@@ -1,6 +1,8 @@
 """Steps that would train nothing, or noise, are refused: the model cannot see what is shown, or another moves it."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tiny import Regression, lm_loss, tiny_opt, tokens
 
 from tezo import NonFiniteLossError, RequestError
 from tezo.numerics import scratch
-from tezo.optim.methods import method, tezo
+from tezo.optim.methods import adam, method, tezo
 
 BESIDE = [name for name in CASES if CASES[name].low_rank and name != "tezo-adam"]
 """Methods that keep what they train beside the weights."""
@@ -174,3 +176,49 @@ def test_a_step_within_the_closure_of_a_step_is_refused_and_the_next_is_taken():
     assert optimizer.num_steps == 0
     alone = tezo(tiny_opt(), rank=2, lr=1e-3)
     assert optimizer.step(loss) == alone.step(lm_loss(alone.model, tokens()))
+
+
+def with_first_order(model, case):
+    return adam(model, lr=1e-2) if case is None else case.build(model, lr=1e-2)
+
+
+bound = pytest.mark.parametrize("case", [*CASES.values(), None], ids=[*CASES, "adam"])
+
+
+@bound
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_an_optimizer_is_not_copied_apart_from_its_model(case, copied):
+    optimizer = with_first_order(tiny_opt(), case)
+    with pytest.raises(RequestError, match="bound to its model"):
+        copied(optimizer)
+
+
+@bound
+@pytest.mark.parametrize("change", [torch.nn.Module.double, torch.nn.Module.bfloat16])
+def test_a_model_of_another_dtype_than_its_optimizer_was_made_for_is_refused(case, change):
+    model = tiny_opt(torch.float32)
+    optimizer = with_first_order(model, case)
+    optimizer.step(lm_loss(model, tokens()))
+    change(model)
+    with pytest.raises(RequestError, match=r"was torch\.float32 on cpu when the optimizer was made"):
+        optimizer.step(lm_loss(model, tokens()))
+    assert optimizer.num_steps == 1
+
+
+@every_method
+def test_steps_in_and_out_of_inference_mode_are_the_same_steps(case):
+    taken = []
+    for inside in (False, True):
+        model = tiny_opt(torch.float32)
+        losses = []
+        with torch.inference_mode(inside):
+            optimizer = case.build(model, lr=1e-2)
+        for step in range(4):
+            with torch.inference_mode(inside and step % 2 == 0):
+                losses.append(optimizer.step(lm_loss(model, tokens(seed=step))))
+        taken.append(losses)
+    assert taken[0] == taken[1]
+    with torch.inference_mode():
+        model = tiny_opt(torch.float32)
+        with pytest.raises(RequestError, match=r"made under torch\.inference_mode"):
+            case.build(model, lr=1e-2)

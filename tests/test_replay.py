@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from short_runs import STEPS, config, result, same
 
 from tezo.errors import RequestError
 from tezo.estimators.estimate import StepRecord
+from tezo.files import new_folder
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import StepLog, read_log
@@ -52,6 +56,34 @@ def test_what_replay_cannot_do_it_says(home, tmp_path):
     assert not (tmp_path / "out").exists()
     done = tezo("replay", tmp_path / "second", "--output", tmp_path / "out")
     assert done.code == 0 and str(tmp_path / "out/adapter") in done.out
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from tezo.files import new_folder
+with new_folder(pathlib.Path(sys.argv[1])) as folder:
+    (folder / "adapter_config.json").write_text("half of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_replay_left_does_not_stop_the_next_and_a_live_one_does(home, tmp_path):
+    train(config(home), tmp_path / "run")
+    out = tmp_path / "out"
+    done = subprocess.run([sys.executable, "-c", KILLED, out / "adapter"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in out.iterdir()] == [".adapter.partial"]
+    again = ("replay", tmp_path / "run", "--output", out)
+    with new_folder(out / "adapter"):
+        refused(tezo(*again), "output", "in use")
+        with pytest.raises(RequestError, match="another process is writing"), new_folder(out / "adapter"):
+            pass
+        assert (out / ".adapter.partial").is_dir()
+    shutil.rmtree(out)
+    subprocess.run([sys.executable, "-c", KILLED, out / "adapter"], check=False)
+    assert tezo(*again).code == 0
+    assert same(result(out), result(tmp_path / "run"))
+    assert [path.name for path in out.iterdir()] == ["adapter"]
 
 
 @pytest.mark.parametrize(

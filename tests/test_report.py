@@ -204,7 +204,7 @@ DAMAGE = {
     "no config": (lambda run: (run / "config.yaml").unlink(), ["is no run folder", "config.yaml"]),
     "bad config": (lambda run: (run / "config.yaml").write_text("model: [1]"), ["config.yaml", "model"]),
     "deep config": (lambda run: (run / "config.yaml").write_text("[" * 5000), ["config.yaml"]),
-    "long config": (lambda run: (run / "config.yaml").write_text("#" * (2 << 20)), ["config.yaml", "more than"]),
+    "long config": (lambda run: (run / "config.yaml").write_text("#" * (5 << 20)), ["config.yaml", "more than"]),
     "config kind": (lambda run: (run / "config.yaml").write_text("[1]"), ["config.yaml is no configuration;"]),
     "config tag": (lambda run: (run / "config.yaml").write_text("a: !!timestamp x"), ["config.yaml", "YAML"]),
     "config bytes": (lambda run: (run / "config.yaml").write_bytes(b"\xff\xfe\xff"), ["config.yaml", "YAML"]),

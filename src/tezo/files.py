@@ -2,11 +2,12 @@
 
 A file is written under a temporary name in the same folder, forced to disk and renamed. A folder of files is written
 the same way: each file and the folder are forced to disk before the rename. A process that is killed leaves the old
-version, the new version, or a name that starts with a dot. Only plain files of bounded size are read. JSON is written
-by the standard, without NaN and infinity.
+version, the new version, or a name that starts with a dot; a lock on a folder that is being written tells it from such
+a leftover. Only plain files of bounded size are read. JSON is written by the standard, without NaN and infinity.
 """
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -16,9 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors import SafetensorError
 
-from tezo.errors import RequestError, RunError
+from tezo.errors import RequestError, RunError, TezoError
 
 
 @contextmanager
@@ -30,6 +32,25 @@ def storing(path: Path) -> Iterator[None]:
         raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is intact.") from error
 
 
+@contextmanager
+def reading(what: str, way_out: str, *, but: type[Exception] = TezoError) -> Iterator[None]:
+    """Turns whatever a library raises over a file of any content into a `RequestError`: what (the reason); way out.
+
+    Errors of this library and of the class `but` stay as they are.
+    """
+    try:
+        yield
+    except (TezoError, but, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of Rust code, as in tokenizers, is no Exception
+        raise RequestError(f"{what} ({one_line(error)}); {way_out}.") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error of another library, cut to 300 characters in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -37,7 +58,7 @@ def _reason(error: Exception) -> str:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return "its folder is gone; restore it, then start again (a run with --resume)"
         return f"{error.strerror or error}"
-    return " ".join(str(error).split())[:200]
+    return one_line(error)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -46,7 +67,7 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         RunError: it cannot be written; the old file, if any, is unchanged.
     """
-    beside = path.with_name(f".{path.name}.partial")
+    beside = _beside(path)
     with storing(path):
         try:
             _write(beside, data)
@@ -91,21 +112,73 @@ def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to write into. It replaces `path` if the block succeeds; otherwise `path` is unchanged.
 
     Raises:
+        RequestError: another process is writing it.
         RunError: something cannot be written.
     """
-    beside = path.with_name(f".{path.name}.partial")
+    beside = _beside(path)
+    if not _is_leftover(beside):
+        raise RequestError(f"output: another process is writing {path}; wait for it, or give another --output.")
     with storing(path):
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         try:
-            yield beside
-            for inside in sorted(beside.rglob("*")):
-                sync(inside)
-            sync(beside)
-            _exchange(beside, path)
-            sync(path.parent)
+            with _locked(beside):
+                yield beside
+                for inside in sorted(beside.rglob("*")):
+                    sync(inside)
+                sync(beside)
+                _exchange(beside, path)
+                sync(path.parent)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def check_free(output: Path, ways: str = "give another --output, or delete it first") -> None:
+    """An error with `ways` where `output` exists and is not an empty folder.
+
+    A folder that has only what killed processes left of files and folders they were writing is emptied.
+    """
+    inside = list(output.iterdir()) if output.is_dir() else []
+    if not all(map(_is_leftover, inside)) or (output.exists() and not output.is_dir()):
+        raise RequestError(f"output: {output} is in use; {ways}.")
+    for path in inside:
+        with storing(path):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _beside(path: Path) -> Path:
+    """The temporary name of a file or folder."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether nothing is there, or what a process that has died was writing."""
+    if path.is_symlink() or not path.name.endswith(".partial") or not path.name.startswith("."):
+        return False
+    if not path.is_dir():
+        return True
+    with storing(path), _locked(path) as was_free:
+        return was_free
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Locks a folder while open, and yields whether no other process had; a process that ends gives its locks back."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # on a file system without locks, no folder is locked
+        return True
+    return True
 
 
 def _exchange(beside: Path, path: Path) -> None:
@@ -161,6 +234,35 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UntrustedError(f"{path.name} is not a JSON object")
     return value
+
+
+MOST_YAML, MOST_VALUES, MOST_DEPTH = 1 << 22, 100_000, 16
+"""Maximum size of a YAML text in characters, and number and depth of its values."""
+
+
+def parse_yaml(data: str | bytes) -> Any:
+    """The YAML value of a text; `UntrustedError`, without a name of the file, if it has none or is out of bounds."""
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        value = yaml.safe_load(text[: MOST_YAML + 1])
+    except Exception as error:  # a false tag, such as !!timestamp x, ends in other errors than YAML's own
+        raise UntrustedError(f"cannot be read as YAML ({one_line(error)})") from None
+    if len(text) > MOST_YAML or _count_values(value) > MOST_VALUES:
+        raise UntrustedError("is no configuration")
+    return value
+
+
+def _count_values(tree: Any) -> int:
+    """Values in nested mappings and lists, an alias as often as it is used; the count ends above the bounds."""
+    count, level = 0, [tree]
+    for _ in range(MOST_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if count + len(inner) > MOST_VALUES:
+                return count + len(inner)
+        count, level = count + len(inner), inner
+    return count if not level else MOST_VALUES + 1
 
 
 def own_object(path: Path, way_out: str) -> dict[str, Any]:

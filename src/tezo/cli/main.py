@@ -20,6 +20,7 @@ from tezo.cli import tasks_command as tasks
 from tezo.cli import train_command as train
 from tezo.cli.common import options
 from tezo.errors import TezoError
+from tezo.files import one_line
 
 INTERRUPTED = 130
 """Exit code of typer on KeyboardInterrupt, which it catches without a message."""
@@ -53,6 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.debug:
             traceback.print_exc()
         print(f"error: {error.filename or 'the disk'}: {error.strerror or error}; give another path.", file=sys.stderr)
+        raise SystemExit(1) from None
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        print(
+            f"error: {type(error).__name__} was not foreseen ({one_line(error)}); report it, with the traceback that "
+            "tezo --debug shows.",
+            file=sys.stderr,
+        )
         raise SystemExit(1) from None
     except SystemExit as stop:
         if stop.code == INTERRUPTED:

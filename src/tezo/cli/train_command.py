@@ -8,6 +8,7 @@ import typer
 
 from tezo.cli.common import JsonOption, SetOption, print_json, readable
 from tezo.errors import RequestError
+from tezo.files import reading
 from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def train(
     summary = run(config, output, [] if json else [Screen()], resume=resume)
     if json:
         print_json(summary)
-    else:
+        return
+    with reading(f"{output}: summary.json is not that of a run", "restore it, or delete it to go on with the run"):
         _print_end(summary, output)
 
 

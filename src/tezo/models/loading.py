@@ -2,19 +2,19 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from tezo.directions.targets import device_of
 from tezo.errors import RequestError
-from tezo.files import read_object
+from tezo.files import read_object, reading
 from tezo.models.kinds import Kind, kind_of
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
@@ -101,7 +101,7 @@ def load_model(
     """
     source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
     trust = {"trust_remote_code": trust_remote_code}
-    try:
+    with _loading(name, trust_remote_code):
         config = AutoConfig.from_pretrained(source, **trust)
         model_kind = (
             kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
@@ -109,26 +109,42 @@ def load_model(
         options = _weights(config, dtype, quantization, place, where)
         model, report = _CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
-    except RequestError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        if "trust_remote_code" in str(error) and not trust_remote_code:
-            raise RequestError(
-                f"model.name: {name} comes with code of its own, which does not run; set model.trust_remote_code=true, "
-                "or give --trust-remote-code, if you trust it."
-            ) from error
+        _check_complete(name, report["missing_keys"])
+        if quantization != "none":
+            check_unpacks(quantization, model, where)
+            quantizer(quantization).settle(model)
+        set_padding(name, tokenizer)
+        model = (model if "device_map" in options else model.to(where)).eval()
+        fingerprint = digest(dict(model.named_parameters()))
+        loaded = LoadedModel(model, tokenizer, model_kind, fingerprint, tuple(place.settle(model, where)))
+        _try(loaded)
+    return loaded
+
+
+@contextmanager
+def _loading(name: str, trust_remote_code: bool) -> Iterator[None]:
+    """Turns what transformers and tokenizers raise over the files of a model into a `RequestError`."""
+    folder = "give a folder that save_pretrained wrote, or a hub name"
+    try:
+        with reading(f"model.name: {name} cannot be loaded", folder):
+            yield
+    except RequestError as error:
+        if "trust_remote_code" not in str(error.__cause__) or trust_remote_code:
+            raise
         raise RequestError(
-            f"model.name: {name} cannot be loaded ({reason}); give a folder that save_pretrained wrote, or a hub name."
-        ) from error
-    _check_complete(name, report["missing_keys"])
-    if quantization != "none":
-        check_unpacks(quantization, model, where)
-        quantizer(quantization).settle(model)
-    set_padding(name, tokenizer)
-    model = (model if "device_map" in options else model.to(where)).eval()
-    fingerprint = digest(dict(model.named_parameters()))
-    return LoadedModel(model, tokenizer, model_kind, fingerprint, tuple(place.settle(model, where)))
+            f"model.name: {name} comes with code of its own, which does not run; set model.trust_remote_code=true, "
+            "or give --trust-remote-code, if you trust it."
+        ) from error.__cause__
+
+
+@torch.no_grad()
+def _try(loaded: LoadedModel) -> None:
+    """Runs a model on some tokens: files that can be read can still describe a model that cannot be run."""
+    tokenizer = loaded.tokenizer
+    own = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id]
+    ids = [*tokenizer("a")["input_ids"], *(token for token in own if token is not None)]
+    inputs = torch.tensor([ids[: loaded.max_length]], device=loaded.device)
+    loaded.model(input_ids=inputs, attention_mask=torch.ones_like(inputs))
 
 
 def _weights(config: Any, dtype: str, quantization: str, place: Placement, where: torch.device) -> dict[str, Any]:

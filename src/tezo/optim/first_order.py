@@ -14,12 +14,13 @@ from tezo.distributed import Ranks
 from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.estimators.estimate import GRADIENT, Closure, Probe, StepRecord
 from tezo.numerics.random import seed_of
+from tezo.optim.bound_to_model import BoundToModel
 from tezo.optim.limits import check_rate
 from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates.update import check_average
 
 
-class FirstOrderOptimizer(torch.optim.AdamW):
+class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
     """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (with dropout).
 
     Moments are float32. Weights in half precision have a float32 copy that the steps change, and are rounded from it:
@@ -61,6 +62,7 @@ class FirstOrderOptimizer(torch.optim.AdamW):
         self.num_steps = self.num_forward_passes = 0
         self.last_step: StepRecord | None = None
         self.targets = select_targets(model, targets)
+        self.bind(self.targets)
         for target in self.targets:
             if not target.is_writable:
                 raise RequestError(
@@ -83,9 +85,11 @@ class FirstOrderOptimizer(torch.optim.AdamW):
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
         return self.take_step(closure, GRADIENT)
 
+    @torch.inference_mode(False)
     def take_step(self, closure: Closure, kind: str) -> float:
         """Takes one step and returns the loss before it; `kind` must be `GRADIENT`."""
         self._check_kind(kind)
+        self.check_bound()
         check_rate("lr", float(self.param_groups[0]["lr"]))
         try:
             value = self._measure_gradients(closure)

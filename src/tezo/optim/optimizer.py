@@ -22,6 +22,7 @@ from tezo.forward import MovingParameter
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.forward.uninterrupted import let_interrupt, uninterrupted
 from tezo.numerics.products import float32_on_emulating_cpu
+from tezo.optim.bound_to_model import BoundToModel
 from tezo.optim.limits import check_rate, check_settings
 from tezo.optim.optimizer_state import Moments, OptimizerState
 from tezo.optim.tuned_parameters import TunedParameters
@@ -46,7 +47,7 @@ class StepRule:
     restarts: bool = False
 
 
-class ZerothOrderOptimizer(torch.optim.Optimizer):
+class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     """An optimizer that combines a perturbation, an estimator and an update rule for the parameters of a model.
 
     `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z for each of
@@ -78,6 +79,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
     """
 
+    @torch.inference_mode(False)  # state that is made in a user's inference mode could not be written outside of it
     def __init__(
         self,
         model: nn.Module,
@@ -101,6 +103,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         self.num_directions = num_directions
         self.seed = seed
         self.targets = select_targets(model, targets)
+        self.bind(self.targets)
         self._calibrated = self._stepping = False
         perturbation.prepare(self.targets)
         self.parameters = TunedParameters(
@@ -139,6 +142,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
         return self.take_step(closure, self.kinds[0] if kind is None else kind)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def take_step(self, closure: Closure, kind: str) -> float:
         """Takes one step of this kind and returns the mean of its losses."""
@@ -169,6 +173,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         finally:
             self._stepping = False
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def measure(self, closure: Closure, rho: float | None = None, *, others: int = 0) -> tuple[Probe, ...]:
         """Two-point measurements along the directions of the next step; no step is taken.
@@ -185,6 +190,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             except FloatingPointError as error:
                 raise self._not_finite(error) from None
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def replay(self, record: StepRecord) -> None:
         """Repeats a finished step from its record, without evaluating a closure.
@@ -266,6 +272,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         """
         if self.parameters.closed:
             raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
+        self.check_bound()
         indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
         keys = [DrawKey(self.seed, self.num_steps, index) for index in indices]
         drawn: dict[str, list[Direction]] = {}
@@ -385,6 +392,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         """The trained change of each matrix that is perturbed in the forward pass."""
         return self.parameters.low_rank_changes()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def merge(self) -> nn.Module:
         """Adds the changes stored beside the weights to them, removes the hooks, and returns the model."""
@@ -413,6 +421,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             "moments": progress.tensors(),
         }
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a `state_dict`; torch's own method would cast float32 state to the dtype of a bfloat16 parameter."""

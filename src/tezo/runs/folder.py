@@ -24,7 +24,7 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.estimators.estimate import StepRecord
-from tezo.files import new_folder, own_object, write_file
+from tezo.files import check_free, new_folder, own_object, write_file
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
 from tezo.runs.factor_files import FactorFiles
 from tezo.runs.manifest import MANIFEST, check_manifest, entry_of, write_manifest
@@ -171,9 +171,7 @@ class WritableRunFolder(RunFolder):
         return FactorFiles(self.path, writes=True, digests=self._digests, saved=self._log.append_file)
 
     def check_free(self) -> None:
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            ways = "give another --output, go on with --resume, or delete it first"
-            raise RequestError(f"output: {self.path} is in use; {ways}.")
+        check_free(self.path, "give another --output, go on with --resume, or delete it first")
 
     def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
         begun = self.has_begun

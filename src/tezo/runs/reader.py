@@ -7,18 +7,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tezo.errors import RequestError
 from tezo.estimators.estimate import StepRecord
-from tezo.files import UntrustedError, read_bytes, read_json, read_object
+from tezo.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes, read_json, read_object, reading
 from tezo.runs.folder import CONFIG, LOG, METRICS, PLAN, SUMMARY
 from tezo.runs.manifest import check_manifest
 from tezo.runs.metrics_log import read_lines
 from tezo.runs.step_log import read_log
 
-MAX_CONFIG_BYTES, MAX_LOG_BYTES = 1 << 20, 1 << 28
-MAX_CONFIG_VALUES, MAX_CONFIG_DEPTH = 10_000, 16
+MAX_LOG_BYTES = 1 << 28
 MAX_NUMBER, MAX_DIMENSIONS = 1e15, 8
 MIN_STEPS = 2
 
@@ -98,10 +95,12 @@ def read_run(folder: Path) -> Run:
         raise RequestError(f"{folder}: there is no such run folder; check the path.")
     if not all((folder / name).is_file() for name in (CONFIG, LOG)):
         raise RequestError(f"{folder} is no run folder (no {CONFIG} and {LOG}); give one that tezo train has written.")
+    way_out = "put a sound copy in its place, or leave this run out"
     try:
-        run = _read_files(folder)
+        with reading(f"{folder}: a file of this run cannot be read", way_out, but=UntrustedError):
+            run = _read_files(folder)
     except UntrustedError as error:
-        raise RequestError(f"{folder}: {error}; put a sound copy in its place, or leave this run out.") from None
+        raise RequestError(f"{folder}: {error}; {way_out}.") from None
     if len(run.records) < MIN_STEPS:
         raise RequestError(
             f"{folder}: {LOG} has {len(run.records)} finished steps, and a curve needs {MIN_STEPS}; "
@@ -136,28 +135,13 @@ def _read_files(folder: Path) -> Run:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    data = read_bytes(path, MAX_CONFIG_BYTES)
     try:
-        tree = yaml.safe_load(data.decode())
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        # a false tag, such as !!timestamp x, ends in other errors than YAML's own
-        raise UntrustedError(f"{path.name} cannot be read as YAML") from None
-    if not isinstance(tree, dict) or _count_values(tree) > MAX_CONFIG_VALUES:
+        tree = parse_yaml(read_bytes(path, MOST_YAML))
+    except UntrustedError as error:
+        raise UntrustedError(f"{path.name} {error}") from None
+    if not isinstance(tree, dict):
         raise UntrustedError(f"{path.name} is no configuration")
     return tree
-
-
-def _count_values(tree: Any) -> int:
-    """Values in nested mappings and lists, an alias as often as it is used; the count ends above the bounds."""
-    count, level = 0, [tree]
-    for _ in range(MAX_CONFIG_DEPTH):
-        inner: list[Any] = []
-        for value in level:
-            inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            if count + len(inner) > MAX_CONFIG_VALUES:
-                return count + len(inner)
-        count, level = count + len(inner), inner
-    return count if not level else MAX_CONFIG_VALUES + 1
 
 
 def _is_number(value: Any) -> bool:

@@ -1,11 +1,22 @@
 """The two records of this package: a row of a data file, and an example with prompt and answer."""
 
+import unicodedata
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tezo.errors import RequestError
 
 T = TypeVar("T")
+
+MOST_TEXT = 1 << 22
+"""Characters of a prompt, an answer or an option. A tokenizer takes some hundred bytes for each, and aborts the process
+where there is no memory left."""
+
+
+def visible(text: str) -> str:
+    """The text in Unicode form C, without space around it and without characters that are not seen."""
+    seen = (c for c in unicodedata.normalize("NFC", text) if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc"))
+    return "".join(seen).strip()
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,14 @@ class Example:
     right: tuple[int, ...] = ()
     references: tuple[str, ...] = ()
     ends: bool = True
+
+    def __post_init__(self) -> None:
+        longest = max(map(len, (self.prompt, self.answer, *self.options)))
+        if longest > MOST_TEXT:
+            raise RequestError(
+                f"{self.where}: a text of {longest} characters is too long, the most is {MOST_TEXT}; shorten that row, "
+                "or remove it."
+            )
 
     def name_of(self, option: int) -> str:
         """The name of an option in predictions."""

@@ -2,6 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from tezo.errors import RequestError, nearest
 from tezo.models.kinds import Kind
 from tezo.tasks.answer_metrics import Measure
-from tezo.tasks.examples import Example, Row
+from tezo.tasks.examples import Example, Row, visible
 
 RenderChat = Callable[[list[dict[str, Any]]], str]
 """Messages -> the prompt for the next message, special tokens included."""
@@ -226,24 +227,24 @@ def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields) -> LabelForma
     words = dict(fields.label_words or {name: name for name in _labels_of(rows, fields.label)})
     if len(words) < 2:
         raise RequestError(f"data.label: there is only one label ({', '.join(words)}); give rows with two or more.")
-    for word in words.values():
-        if list(words.values()).count(word) > 1:
+    for word, count in Counter(words.values()).items():
+        if count > 1:
             raise RequestError(f"data.label_words: two labels have the word {word!r}; give each label its own word.")
     return LabelFormat(fields.label, template, words, kind)
 
 
 def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
-    by_stripped: dict[str, str] = {}
+    by_look: dict[str, str] = {}
     for row in rows:
         name = str(_value(row, label))
-        if not name.strip():
+        if not visible(name):
             raise RequestError(f"{row.where}: the label is empty; fill it in, or remove the row.")
-        if by_stripped.setdefault(name.strip(), name) != name:
+        if by_look.setdefault(visible(name), name) != name:
             raise RequestError(
-                f"{row.where}: the label {name!r} differs from {by_stripped[name.strip()]!r} only by white space; "
-                "write them the same way, or name all labels in data.label_words."
+                f"{row.where}: the label {name!a} differs from {by_look[visible(name)]!a} only by white space or "
+                "characters that are not seen; write them the same way, or name all labels in data.label_words."
             )
-    return sorted(by_stripped.values())
+    return sorted(by_look.values())
 
 
 def _value(row: Row, name: str) -> str | int:

@@ -1,13 +1,17 @@
-"""Notices on the tokens of rows and options."""
+"""Notices on the tokens of rows and options, for an objective that has been adapted to its model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
+from tezo.tasks.examples import visible
 from tezo.tasks.objectives import Objective
+
+MANY_OPTIONS = 50
+"""Number of options from which a notice says what it costs that they cannot share a row."""
 
 
 def token_notices(objective: Objective) -> list[str]:
-    """Notices for the user on prompts cut so far, and on options that have the same tokens."""
-    return [*_cut_prompts(objective), *_equal_options(objective)]
+    """Notices for the user on prompts cut so far, options that have the same tokens, and options that take long."""
+    return [*_cut_prompts(objective), *_equal_options(objective), *_repeated_prompts(objective)]
 
 
 def _cut_prompts(objective: Objective) -> Iterator[str]:
@@ -20,12 +24,36 @@ def _cut_prompts(objective: Objective) -> Iterator[str]:
 
 
 def _equal_options(objective: Objective) -> Iterator[str]:
-    by_tokens: dict[tuple[int, ...], list[str]] = {}
-    for option in objective.options:
-        by_tokens.setdefault(tuple(objective.tokenizer(option)["input_ids"]), []).append(repr(option.strip()))
-    for equal in by_tokens.values():
-        if len(equal) > 1:
+    by_tokens = _groups(objective.options, lambda option: tuple(objective.tokenizer(option)["input_ids"]))
+    for equal in by_tokens:
+        yield (
+            f"{_named(equal)} are the same tokens for this model, so it cannot tell them apart; "
+            "choose other data.label_words, or another model."
+        )
+    for alike in _groups(objective.options, lambda option: visible(option).casefold()):
+        if alike not in by_tokens:
             yield (
-                f"{' and '.join(equal)} are the same tokens for this model, so it cannot tell them apart; "
-                "choose other data.label_words, or another model."
+                f"{_named(alike)} differ only in case, or in what is not seen, and are different labels; "
+                "where they are one, write them the same way."
             )
+
+
+def _groups(options: Sequence[str], key: Callable[[str], Hashable]) -> list[list[str]]:
+    """Options of equal key, where there are several."""
+    found: dict[Hashable, list[str]] = {}
+    for option in options:
+        found.setdefault(key(option), []).append(option)
+    return [equal for equal in found.values() if len(equal) > 1]
+
+
+def _named(options: Sequence[str]) -> str:
+    return " and ".join(repr(option.strip()) for option in options)
+
+
+def _repeated_prompts(objective: Objective) -> Iterator[str]:
+    count = len(objective.options)
+    if objective.packs is False and count >= MANY_OPTIONS:
+        yield (
+            f"this model does not take options that share a row, so it reads each prompt {count} times, once for each "
+            "option, in every step and evaluation; a model of another architecture, or fewer labels, take less."
+        )

@@ -59,8 +59,8 @@ def answer_rows(
     new = 0 if form.options else max_new_tokens or form.max_new_tokens or MAX_NEW_TOKENS
     objective = make_objective(config.data, loaded, form, new)
     encoded = [objective.encode(form.example(row, answered=False)) for row in rows]
-    notices = token_notices(objective)
-    return predict(loaded.model, objective, encoded, config.train.eval_batch_size, new), notices
+    answers = predict(loaded.model, objective, encoded, config.train.eval_batch_size, new)
+    return answers, token_notices(objective)
 
 
 def check_answer_file(output: Path) -> None:

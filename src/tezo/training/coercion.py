@@ -4,9 +4,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-import yaml
-
 from tezo.errors import RequestError
+from tezo.files import UntrustedError, parse_yaml
 
 
 def coerce(key: str, value: Any, kind: Any) -> Any:
@@ -64,8 +63,8 @@ def _scalar(text: str) -> Any:
         except ValueError:
             pass
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except UntrustedError:
         return text
 
 

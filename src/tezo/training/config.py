@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from tezo.errors import RequestError, nearest
+from tezo.files import UntrustedError, parse_yaml
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import AUTO, BASELINES, method
 from tezo.runs.manifest import check_manifest
@@ -137,11 +138,13 @@ def parse_setting(text: str) -> tuple[str, str]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_bytes())
     except FileNotFoundError:
         raise RequestError(f"there is no recipe {path}; check the path.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RequestError(f"{path} cannot be read as YAML ({' '.join(str(error).split())[:200]}).") from None
+    except UntrustedError as error:
+        raise RequestError(f"{path} {error}; correct that file, or give another.") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read ({error.strerror}); give another file.") from None
     if not isinstance(tree, dict):
         raise RequestError(f"{path} is not a recipe; it needs the sections model, data, method, train.")
     return tree

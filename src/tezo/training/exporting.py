@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from tezo.errors import RequestError
-from tezo.files import new_folder
+from tezo.files import check_free, new_folder
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.lora import load_adapter, merge_adapter, merged_state, save_adapter, save_model
 from tezo.models.peft_adapters import open_adapter
@@ -50,7 +50,7 @@ def export_run(
         RequestError: the run has no result of this form, or the base model is another one.
     """
     check_is_run(run)
-    check_output(output)
+    check_free(output)
     _check_form(form)
     here = [("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
     config = read_run_config(run / CONFIG, [*here, *([("model.name", model)] if model else [])])
@@ -74,7 +74,7 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel, *, merg
     Raises:
         RequestError: the run has no result of this form.
     """
-    check_output(output)
+    check_free(output)
     _check_form(form)
     config = read_run_config(run / CONFIG, [])
     _check_result(run, config, form)
@@ -83,12 +83,6 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel, *, merg
     write = _from_memory(run / "adapter", config, form, tuned, merged)
     with new_folder(output) as folder:
         write(folder)
-
-
-def check_output(output: Path) -> None:
-    """An error where `output` is not free to be written."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
 
 
 def check_mergeable(model: Any) -> None:

@@ -96,8 +96,8 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
     train = [objective.encode(example_of(row)) for row in used.train]
     dev, test = ([objective.encode(form.example(row)) for row in part] for part in (used.dev, used.test))
     _check_use(config, dev)
-    notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     objective.adapt(loaded.model, train)
+    notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     untrained = _untrained(loaded, objective, train)
     optimizer = make_optimizer(config, loaded, untrained)
     optimizer.set_calibration_passes(basis_passes(loaded, objective, train, config.train.seed))

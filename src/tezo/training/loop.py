@@ -12,6 +12,7 @@ from torch import Tensor
 from tezo.distributed import Ranks, join
 from tezo.errors import NonFiniteResultError, RequestError, RunError, nearest
 from tezo.estimators.estimate import FEEDBACK, Closure
+from tezo.files import reading
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
@@ -131,7 +132,8 @@ class Loop:
     def _run(self) -> dict[str, Any]:
         self._check_objective()
         self.resumed = self._open()
-        start = self._restore_checkpoint(self.resumed)
+        with reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint"):
+            start = self._restore_checkpoint(self.resumed)
         if start > 0 and ("test", 0) not in self.resumed.evaluations:  # of a log that did not have them
             raise RequestError(
                 f"{self.folder.path} has lost {METRICS}, with the test rows' metrics before; restore it."
@@ -176,7 +178,8 @@ class Loop:
         self.job.optimizer.load_resumable_state(parts["run"], state.steps[:step])
         if best is not None:
             # the state of the base has no tensors, which must be told from no state
-            self.best = Best(best["step"], best["loss"], parts["best"] if best["kept"] else None, best["since"])
+            kept = parts["best"] if best["kept"] else None
+            self.best = Best(int(best["step"]), float(best["loss"]), kept, int(best["since"]))
         return step
 
     def _steps(self, start: int, before: Metrics) -> int:

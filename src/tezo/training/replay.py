@@ -6,7 +6,7 @@ from typing import Any
 
 from tezo.directions.bases.activation import KIND
 from tezo.errors import RequestError
-from tezo.files import new_folder
+from tezo.files import check_free, new_folder
 from tezo.models.saving import save_result
 from tezo.runs.environment import versions
 from tezo.runs.factor_files import FactorFiles
@@ -40,8 +40,7 @@ def replay(
     Raises:
         RequestError: the base model is another one, or the log does not say enough for this method and device.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
+    check_free(output)
     check_manifest(run, [LOG])
     contents = read_log(run / LOG)
     check_complete(contents.header)

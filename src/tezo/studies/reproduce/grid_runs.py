@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunError, TezoError
-from tezo.files import own_object, write_file
+from tezo.files import check_free, own_object, write_file
 from tezo.models.quiet import quiet_libraries
 from tezo.runs.folder import LOG
 from tezo.studies.reproduce.grid import Cell, Grid
@@ -101,8 +101,7 @@ def prepare_output(grid: Grid, output: Path) -> None:
         if existing != own:
             raise RequestError(f"output: {output} has runs of {existing}, not of {own}; give another --output.")
         return
-    if output.exists() and any(output.iterdir()):
-        raise RequestError(f"output: {output} is in use; give another --output, or delete it first.")
+    check_free(output)
     output.mkdir(parents=True, exist_ok=True)
     note.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """Batches: encoded examples as tensors."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -8,34 +9,36 @@ from torch import Tensor
 
 from tezo.tasks.objectives.token_rows import tree_mask
 
+MOST_TOKENS = 1 << 13
+"""Tokens of one copy in a forward pass, padding included, of rows that are several for an example."""
+
 
 @dataclass(frozen=True)
 class Batch:
     """Padded rows on the model's device.
 
     B examples of at most O options, S sequences, K answer tokens; R rows of L tokens, U hidden states read per row.
-    A row holds one sequence or, if packed, all sequences of an example.
+    A row holds one sequence or, if packed, several of an example.
 
     Attributes:
         input_ids_RL: int64, token ids.
         position_ids_RL: int64, position of each token in its sequence.
-        branches_RL: int64, 0 for tokens that all sequences of the row share, 1 + index of the sequence for the others,
-            -1 for padding.
+        ends_RL: int64, place in the row where the token's subtree ends, 0 for padding; see `Row`.
         reads_RU: int64, positions in the row whose hidden states are needed.
-        row_S: int64, row of each sequence.
+        row_S: int64, row of each sequence, ascending.
         slots_SK: int64, index into the row's reads of the hidden state that predicts tokens_SK, where valid_SK.
         tokens_SK: int64, expected tokens.
         valid_SK: bool, False for padding.
         example_S: int64, example of each sequence.
         option_S: int64, option of each sequence.
         labels_B: int64, index of the correct option; None if any is unknown.
-        branching: whether some token is not shared by all sequences of its row.
+        branching: whether some token is not part of all sequences of its row.
         shape_BO: (B, O).
     """
 
     input_ids_RL: Tensor
     position_ids_RL: Tensor
-    branches_RL: Tensor
+    ends_RL: Tensor
     reads_RU: Tensor
     row_S: Tensor
     slots_SK: Tensor
@@ -50,12 +53,32 @@ class Batch:
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Keyword arguments of the forward pass of a model of this dtype."""
         if not self.branching:
-            return {"input_ids": self.input_ids_RL, "attention_mask": (self.branches_RL >= 0).long()}
+            return {"input_ids": self.input_ids_RL, "attention_mask": (self.ends_RL > 0).long()}
         return {
             "input_ids": self.input_ids_RL,
             "position_ids": self.position_ids_RL,
-            "attention_mask": tree_mask(self.branches_RL, dtype),
+            "attention_mask": tree_mask(self.ends_RL, dtype),
         }
+
+    def passes(self) -> Iterator["Batch"]:
+        """The batch by rows, so many in each part that a forward pass has at most `MOST_TOKENS`; one row at least.
+
+        A batch with one row for each example is as large as its maker wants it, and one part.
+        """
+        rows, length = self.input_ids_RL.shape
+        many = max(self.shape_BO[0], MOST_TOKENS // max(1, length))
+        if rows <= many:
+            yield self
+            return
+        row_S = self.row_S.cpu()
+        for start in range(0, rows, many):
+            own = slice(start, start + many)
+            first, last = torch.searchsorted(row_S, torch.tensor([start, start + many])).tolist()
+            sequences = slice(first, last)
+            named = {f.name: getattr(self, f.name) for f in fields(self)}
+            part = {name: value[own] for name, value in named.items() if name.endswith(("_RL", "_RU"))}
+            part |= {name: value[sequences] for name, value in named.items() if name.endswith(("_S", "_SK"))}
+            yield replace(self, **part | {"row_S": self.row_S[sequences] - start})
 
     def repeated(self, copies: int) -> "Batch":
         """The batch with all rows and examples repeated `copies` times, block after block."""

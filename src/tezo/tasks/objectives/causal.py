@@ -1,19 +1,26 @@
 """The objective of causal models: they answer by continuing the prompt."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tezo.errors import RequestError
+from tezo.models.loading import UNBOUNDED
 from tezo.tasks import Example
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.logits import hidden_at, logits_at
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.objectives.packed import longest_packed, takes_packed
-from tezo.tasks.objectives.token_rows import Row, packed_row, padded
+from tezo.tasks.objectives.token_rows import Row, common_prefix, packed_row, padded
+
+MOST_PACKED = 512
+"""Tokens of options in a packed row, or as many as its prompt has; each token is compared with the whole row."""
+
+AT_ONCE = 1 << 16
+"""Characters of prompts that the tokenizer is given at once, if it is more than one prompt."""
 
 
 class CausalObjective(Objective):
@@ -33,12 +40,12 @@ class CausalObjective(Objective):
 
     def encode(self, example: Example) -> Encoded:
         texts = example.options or (example.answer,)
-        prompt = self._tokens(example.prompt, example)
+        (prompt,) = self._tokens([example.prompt], example)
         sequences, answers = [], []
-        for text in texts:
-            whole = self._tokens(example.prompt + text, example)
+        for text, whole in zip(texts, self._wholes(texts, example), strict=True):
             if whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
                 whole = prompt + list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            whole[: len(prompt)] = prompt  # the same objects, which thousands of options share
             if not example.options and example.ends and self.tokenizer.eos_token_id is not None:
                 whole = [*whole, int(self.tokenizer.eos_token_id)]
             sequences.append(whole)
@@ -51,8 +58,14 @@ class CausalObjective(Objective):
             raise RequestError(f"{example.where}: the prompt or the answer is empty; fill it in, or remove that row.")
         return Encoded(tuple(tuple(s) for s in sequences), tuple(answers), example)
 
-    def _tokens(self, text: str, example: Example) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=not example.chat)["input_ids"])
+    def _wholes(self, texts: Sequence[str], example: Example) -> Iterator[list[int]]:
+        """The tokens of the prompt with each text after it."""
+        many = max(1, AT_ONCE // max(1, len(example.prompt)))
+        for start in range(0, len(texts), many):
+            yield from self._tokens([example.prompt + text for text in texts[start : start + many]], example)
+
+    def _tokens(self, texts: Sequence[str], example: Example) -> list[list[int]]:
+        return list(self.tokenizer(list(texts), add_special_tokens=not example.chat)["input_ids"])
 
     def _cut(self, sequence: list[int], over: int, prompt: int, example: Example) -> list[int]:
         first = 1 if sequence[0] == self.tokenizer.bos_token_id else 0
@@ -77,20 +90,38 @@ class CausalObjective(Objective):
     def rows(self, encoded: Sequence[Encoded]) -> list[list[Row]]:
         if not self.packs:
             return super().rows(encoded)
-        rows = [self._packed(e) for e in encoded]
-        # A batch has one mask for all rows, so no row is packed if one of them is too long.
-        fits = self._most is None or max(len(row.tokens) for row in rows) <= self._most
-        return [[row] for row in rows] if fits else super().rows(encoded)
+        # A batch has one mask for all rows, so no row is packed if a sequence of it is too long.
+        fits = self._most is None or max(e.length for e in encoded) <= self._most
+        return [[self._packed(e, own) for own in self._groups(e)] for e in encoded] if fits else super().rows(encoded)
 
-    def _packed(self, encoded: Encoded) -> Row:
-        pairs = zip(encoded.sequences, encoded.answers, strict=True)
-        return packed_row(encoded.sequences, [self.asked(s, a)[0] for s, a in pairs])
+    def _groups(self, encoded: Encoded) -> Iterator[slice]:
+        """The sequences that share a row: as many in a row as its bound allows, at least one."""
+        prompt = len(encoded.sequences[0]) - encoded.answers[0]
+        most = min(prompt + max(prompt, MOST_PACKED), self._most or UNBOUNDED)
+        start, tokens = 0, 0
+        before: Sequence[int] = ()
+        for i, sequence in enumerate(encoded.sequences):
+            added = len(sequence) - common_prefix(before, sequence)
+            if tokens and tokens + added > most:
+                yield slice(start, i)
+                start, tokens, added = i, 0, len(sequence)
+            tokens, before = tokens + added, sequence
+        yield slice(start, len(encoded.sequences))
 
-    def log_probs(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _packed(self, encoded: Encoded, own: slice) -> Row:
+        sequences, answers = encoded.sequences[own], encoded.answers[own]
+        return packed_row(sequences, [self.asked(s, a)[0] for s, a in zip(sequences, answers, strict=True)])
+
+    def log_probs(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the answer tokens, and whether each is the most likely token.
 
-        Returns (float32 or wider, bool), both (S, K), 0 and False where not valid.
+        Returns (float32 or wider, bool), both (copies S, K), 0 and False where not valid.
         """
+        parts = [self._log_probs(model, part.repeated(copies)) for part in batch.passes()]
+        chosen, hits = (torch.cat([x.unflatten(0, (copies, -1)) for x in own], 1) for own in zip(*parts, strict=True))
+        return chosen.flatten(0, 1), hits.flatten(0, 1)
+
+    def _log_probs(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         logits_RUV = logits_at(model, batch.inputs(model.dtype), batch.reads_RU)
         row_S1 = batch.row_S.unsqueeze(1)
         chosen = logits_RUV.log_softmax(-1)[row_S1, batch.slots_SK, batch.tokens_SK]
@@ -98,8 +129,8 @@ class CausalObjective(Objective):
         return chosen * batch.valid_SK, hits & batch.valid_SK
 
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        chosen, _ = self.log_probs(model, batch, copies)
         batch = batch.repeated(copies)
-        chosen, _ = self.log_probs(model, batch)
         table = chosen.new_full(batch.shape_BO, float("-inf"))
         table[batch.example_S, batch.option_S] = chosen.sum(1) / batch.valid_SK.sum(1)
         return table
@@ -114,5 +145,5 @@ class CausalObjective(Objective):
     def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
         if batch.labels_B is not None:
             return super().total(model, batch, copies)
-        chosen, _ = self.log_probs(model, batch.repeated(copies))
+        chosen, _ = self.log_probs(model, batch, copies)
         return -chosen.view(copies, -1).sum(1), int(batch.valid_SK.sum())

@@ -152,17 +152,20 @@ class Objective(ABC):
         rows = self.rows(encoded)
         lengths = [max(len(row.tokens) for row in own) for own in rows]
         parts = like_lengths(lengths, [len(own) for own in rows], self.device)
-        return [self.collate([encoded[i] for i in part]) for part in parts]
+        return [self._collated([encoded[i] for i in part], [rows[i] for i in part]) for part in parts]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
         """The batch of the examples, padded on the right."""
-        rows = [row for own in self.rows(encoded) for row in own]
+        return self._collated(encoded, self.rows(encoded))
+
+    def _collated(self, encoded: Sequence[Encoded], rows_of: Sequence[Sequence[Row]]) -> Batch:
+        rows = [row for own in rows_of for row in own]
         expected = [self.asked(s, a)[1] for e in encoded for s, a in zip(e.sequences, e.answers, strict=True)]
         labels = [e.example.label for e in encoded if e.example.label is not None]
         batch = Batch(
             input_ids_RL=padded([row.tokens for row in rows], int(self.tokenizer.pad_token_id)),
             position_ids_RL=padded([row.positions for row in rows], 0),
-            branches_RL=padded([row.branches for row in rows], -1),
+            ends_RL=padded([row.ends for row in rows], 0),
             reads_RU=padded([row.reads for row in rows], 0),
             row_S=torch.tensor([i for i, row in enumerate(rows) for _ in row.slots]),
             slots_SK=padded([slots for row in rows for slots in row.slots], 0),
@@ -171,7 +174,7 @@ class Objective(ABC):
             example_S=torch.tensor([i for i, e in enumerate(encoded) for _ in e.sequences]),
             option_S=torch.tensor([j for e in encoded for j in range(len(e.sequences))]),
             labels_B=torch.tensor(labels) if len(labels) == len(encoded) else None,
-            branching=any(max(row.branches) > 0 for row in rows),
+            branching=any(end < len(row.tokens) for row in rows for end in row.ends),
             shape_BO=(len(encoded), max(len(e.sequences) for e in encoded)),
         )
         return batch.to(self.device)
@@ -213,5 +216,5 @@ class BatchClosure:
     @property
     def tokens(self) -> int:
         """Maximum number of tokens of one copy in a forward pass, padding included."""
-        sizes = [batch.input_ids_RL.numel() for batch in self.batches]
+        sizes = [part.input_ids_RL.numel() for batch in self.batches for part in batch.passes()]
         return max([self.objective.shared_tokens, *sizes])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tezo.directions.targets import device_of
 from tezo.tasks.objectives.logits import logits_at
-from tezo.tasks.objectives.token_rows import packed_row, padded, tree_mask
+from tezo.tasks.objectives.token_rows import tree_mask
 
 LEAST_TOKENS = 8
 MOST_OPTION_TOKENS = 16
@@ -55,18 +55,21 @@ def _agrees(model: Any, sequence: list[int]) -> bool:
     results. The error must also be within a loose rounding bound.
     """
     option = min(MOST_OPTION_TOKENS, len(sequence) // 2)
-    start = len(sequence) - option
-    asked = list(range(start, len(sequence) - 1))
-    row = packed_row([sequence, sequence], [asked, asked], shared=start)
-    tokens, positions, branches = (torch.tensor([part]) for part in (row.tokens, row.positions, row.branches))
+    start, first = len(sequence) - option, len(sequence) - 1  # the first option ends where the second begins
+    asked = torch.arange(start, first)
+    row = [*range(first), *asked.tolist()]
+    tokens, positions = torch.tensor([[sequence[i] for i in row]]), torch.tensor([row])
+    whole = torch.full_like(positions, len(row))
+    ends = whole.clone()
+    ends[:, start:first] = first
     inputs = {
         "input_ids": tokens.repeat(3, 1),
         "position_ids": torch.cat([positions, positions, len(sequence) - 1 - positions]),
-        "attention_mask": tree_mask(torch.cat([branches, torch.zeros_like(branches), branches]), model.dtype),
+        "attention_mask": tree_mask(torch.cat([ends, whole, ends]), model.dtype),
     }
-    second = padded([[row.reads[i] for i in row.slots[1]]] * 3, 0)
+    second = torch.arange(first, len(row)).repeat(3, 1)
     plain = {"input_ids": torch.tensor([sequence]), "attention_mask": torch.ones((1, len(sequence)), dtype=torch.long)}
-    expected = _log_probs(model, plain, torch.tensor([asked]), sequence[start + 1 :])
+    expected = _log_probs(model, plain, asked.unsqueeze(0), sequence[start + 1 :])
     errors = (_log_probs(model, inputs, second, sequence[start + 1 :]) - expected).abs().mean(1)
     true, leaking, backwards = errors.tolist()
     bound = max(1e-3, 32 * torch.finfo(model.dtype).eps)
