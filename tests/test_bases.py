@@ -123,11 +123,11 @@ def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
 
 def test_looking_changes_neither_the_model_nor_its_mode():
     model = tiny_opt(dropout=0.5).train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in model.named_parameters()}
     optimizer, _ = watched(model, "activation")
     optimizer.draw()
     assert model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     hooks = {name: len(m._forward_pre_hooks) for name, m in model.named_modules() if name}
     assert set(hooks.values()) == {0}
     again, _ = watched(tiny_opt().eval(), "activation")  # dropout was off while the basis looked

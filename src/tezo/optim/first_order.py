@@ -13,13 +13,14 @@ from tezo.directions.targets import ALL, select_targets
 from tezo.distributed import Ranks
 from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.estimators.estimate import GRADIENT, Closure, Probe, StepRecord
+from tezo.forward import Uncopied
 from tezo.numerics.random import seed_of
 from tezo.optim.limits import check_rate
 from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates.update import check_average
 
 
-class FirstOrderOptimizer(torch.optim.AdamW):
+class FirstOrderOptimizer(Uncopied, torch.optim.AdamW):
     """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (with dropout).
 
     Moments are float32. Weights in half precision have a float32 copy that the steps change, and are rounded from it:

@@ -18,7 +18,7 @@ from tezo.errors import NonFiniteLossError, RequestError
 from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord
 from tezo.estimators.estimator import Estimator
 from tezo.estimators.two_point import TwoPoint
-from tezo.forward import MovingParameter
+from tezo.forward import MovingParameter, Uncopied
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.products import float32_on_emulating_cpu
 from tezo.optim.limits import check_rate, check_settings
@@ -45,7 +45,7 @@ class StepRule:
     restarts: bool = False
 
 
-class ZerothOrderOptimizer(torch.optim.Optimizer):
+class ZerothOrderOptimizer(Uncopied, torch.optim.Optimizer):
     """An optimizer that combines a perturbation, an estimator and an update rule for the parameters of a model.
 
     `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z for each of
@@ -394,7 +394,8 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`param_groups` as in torch; the other tensors by parameter name, in their own dtype.
 
-        Weights are not included; they are in the model's state dict. Changes stored beside the weights are included.
+        Changes stored beside the weights are included, and so are the weights below them: the model's state dict has
+        the two added. Other weights are in the model's state dict alone.
         """
         progress = self.progress
         return {
@@ -406,6 +407,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
             "seed": self.seed,
             "basis": self.perturbation.state(),
             "change": self.parameters.changes(),
+            "weights": self.parameters.weights_below(),
             "moments": progress.tensors(),
         }
 
@@ -425,6 +427,7 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         progress.counts |= state_dict["counts"]
         self._load_moments(state_dict["moments"])
         self.perturbation.load_state(state_dict["basis"])
+        self.parameters.load_weights(state_dict.get("weights", {}))
         self.parameters.load_changes(state_dict["change"], self._draw_for(self.num_steps))
 
     @property
