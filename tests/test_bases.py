@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tezo.directions.bases import BASES, ActivationBasis, GaussianBasis, find_basis
 from tezo.directions.bases.activation import groups
 from tezo.errors import RequestError
+from tezo.numerics.hashing import content_hash
 from tezo.optim.methods import METHODS, lozo_adam, tezo_cadam
 from tezo.runs.factor_files import FactorFiles
 
@@ -202,3 +203,8 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     other.set_factor_store(FactorFiles(tmp_path, writes=False))
     with pytest.raises(RequestError, match="is not of the shape"):
         other.draw()
+
+
+def test_factors_of_rank_one_are_hashed_whatever_their_strides():
+    factor = torch.arange(48.0).view(1, 48)
+    assert content_hash(factor.T) == content_hash(factor.T.clone(memory_format=torch.contiguous_format))

@@ -19,7 +19,7 @@ from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowR
 from tezo.forward import InForward
 from tezo.forward.frozen_factors import compress
 from tezo.models.loading import load_model
-from tezo.models.lora import export_adapter
+from tezo.models.saving import export_adapter
 from tezo.numerics.hashing import digest
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer

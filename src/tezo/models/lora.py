@@ -71,17 +71,6 @@ def _pair(change: LowRankChange, rank: int) -> tuple[Tensor, Tensor]:
     return right_NR.T.contiguous(), left_MR.contiguous()
 
 
-def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
-    """Writes and returns the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
-
-    Raises:
-        RequestError: the change is not exactly an adapter; `optimizer.merge()` gives the whole model.
-    """
-    adapter = make_adapter(optimizer)
-    save_adapter(adapter, Path(folder), model=optimizer.model, base=getattr(optimizer.model, "name_or_path", ""))
-    return adapter
-
-
 def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> None:
     """Writes adapter_model.safetensors and adapter_config.json in PEFT's format.
 

@@ -14,8 +14,9 @@ from typing import Any
 from tezo.errors import RequestError
 from tezo.files import new_folder
 from tezo.models.loading import LoadedModel, load_model
-from tezo.models.lora import load_adapter, merge_adapter, save_adapter, save_model
+from tezo.models.lora import Adapter, load_adapter, merge_adapter, save_adapter, save_model
 from tezo.models.peft_adapters import open_adapter
+from tezo.models.peft_check import check_in_peft
 from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
 from tezo.runs.manifest import check_manifest
 from tezo.training.config import read_run_config
@@ -127,7 +128,7 @@ def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | Non
     if form == MERGED:
         merge_adapter(loaded.model, adapter)
         return _model_writer(loaded), None
-    return partial(save_adapter, adapter, model=loaded.model, base=config.model.name), adapter.rank
+    return _adapter_writer(adapter, loaded, config), adapter.rank
 
 
 def _from_memory(saved: Path, config: Config, form: str, tuned: LoadedModel) -> Write:
@@ -136,7 +137,12 @@ def _from_memory(saved: Path, config: Config, form: str, tuned: LoadedModel) -> 
         return _peft_writer(tuned if form == LORA else replace(tuned, model=copy.deepcopy(tuned.model)), form)
     if form == MERGED:
         return _model_writer(tuned)
-    return partial(save_adapter, load_adapter(saved), model=tuned.model, base=config.model.name)
+    return _adapter_writer(load_adapter(saved), tuned, config)
+
+
+def _adapter_writer(adapter: Adapter, loaded: LoadedModel, config: Config) -> Write:
+    check_in_peft(adapter, loaded.model)
+    return partial(save_adapter, adapter, model=loaded.model, base=config.model.name)
 
 
 def _model_writer(loaded: LoadedModel) -> Write:
