@@ -5,14 +5,13 @@ from pathlib import Path
 
 import peft
 import pytest
-from folders import completion_rows, model_folder, saved, tezo, tokenizer_for, train, write_rows
+from folders import completion_rows, saved, tezo, tokenizer_for, train, write_rows
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from zoo import CLASSES, zoo_logits, zoo_model
 
 from tezo.directions.targets import find_targets, never_called
 from tezo.errors import RequestError
-from tezo.models.lora import attach_adapter, load_adapter, make_adapter, save_adapter
+from tezo.models.lora import make_adapter, save_adapter
 from tezo.models.peft_check import why_not_in_peft
 from tezo.models.saving import export_adapter
 from tezo.optim.methods import METHODS
@@ -120,14 +119,6 @@ def test_over_a_packed_base_such_a_run_keeps_its_adapter_for_this_library(tmp_pa
     assert summary["result"]["kind"] == "adapter" and summary["result"]["why_not_in_peft"].startswith("PEFT ")
     measured = tezo("eval", tmp_path / "run", "--json")
     assert json.loads(measured.out)["loss"] == pytest.approx(summary["after"]["loss"], abs=1e-5)
-
-
-def test_the_adapter_of_an_earlier_run_is_not_exported_where_peft_would_not_take_it(tmp_path):
-    base, data = model_folder(tmp_path, "llama"), write_rows(tmp_path / "rows.jsonl", completion_rows(8))
-    assert train(base, data, tmp_path / "run", "--test", data, steps=2).code == 0
-    adapter = load_adapter(tmp_path / "run" / "adapter")
-    assert why_not_in_peft(adapter, AutoModelForCausalLM.from_pretrained(base)) is None
-    other = AutoModelForCausalLM.from_pretrained(base)
-    del adapter.pairs["model.layers.1.mlp.up_proj"]  # the settings that are written name no other layers
-    assert why_not_in_peft(adapter, other) is None
-    assert attach_adapter(other, adapter)
+    refused = tezo("export", tmp_path / "run", "--output", tmp_path / "lora")
+    assert refused.code != 0 and "there is no exact adapter, because PEFT " in refused.err
+    assert not (tmp_path / "lora").exists()
