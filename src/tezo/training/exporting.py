@@ -123,7 +123,7 @@ def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | Non
         return _model_writer(loaded), None
     loaded = open_base(run, config)
     if config.model.peft != "none":
-        return _peft_writer(open_adapter(loaded, saved), form), None
+        return _peft_writer(open_adapter(loaded, config.model, saved), form), None
     adapter = load_adapter(saved)
     if form == MERGED:
         merge_adapter(loaded.model, adapter)
