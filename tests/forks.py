@@ -27,7 +27,7 @@ TEZO = "tezo.cli.main"
 # What the commands import when they run.
 LOADED = (
     TEZO, "ranked", "kills", "tezo.cli.progress", "tezo.training.loop", "tezo.models.lora",
-    "transformers.models.opt.modeling_opt", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "peft", "transformers.models.opt.modeling_opt", "torch.distributed.fsdp", "torch.distributed.tensor",
 )  # fmt: skip
 
 

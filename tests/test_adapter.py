@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tezo.errors import RequestError
-from tezo.models.lora import attach_adapter, export_adapter, load_adapter, merge_adapter, target_modules
+from tezo.models.lora import attach_adapter, load_adapter, merge_adapter, target_modules
+from tezo.models.saving import export_adapter
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tezo.directions.bases import BASES, ActivationBasis, GaussianBasis, find_basis
 from tezo.directions.bases.activation import groups
 from tezo.errors import RequestError
+from tezo.numerics.hashing import content_hash
 from tezo.optim.methods import METHODS, lozo_adam, tezo_cadam
 from tezo.runs.factor_files import FactorFiles
 
@@ -123,11 +124,11 @@ def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
 
 def test_looking_changes_neither_the_model_nor_its_mode():
     model = tiny_opt(dropout=0.5).train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in model.named_parameters()}
     optimizer, _ = watched(model, "activation")
     optimizer.draw()
     assert model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     hooks = {name: len(m._forward_pre_hooks) for name, m in model.named_modules() if name}
     assert set(hooks.values()) == {0}
     again, _ = watched(tiny_opt().eval(), "activation")  # dropout was off while the basis looked
@@ -202,3 +203,8 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     other.set_factor_store(FactorFiles(tmp_path, writes=False))
     with pytest.raises(RequestError, match="is not of the shape"):
         other.draw()
+
+
+def test_factors_of_rank_one_are_hashed_whatever_their_strides():
+    factor = torch.arange(48.0).view(1, 48)
+    assert content_hash(factor.T) == content_hash(factor.T.clone(memory_format=torch.contiguous_format))

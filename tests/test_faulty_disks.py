@@ -147,6 +147,15 @@ def test_a_forged_checkpoint_reads_nothing_outside_its_folder(home, tmp_path):
         load_checkpoint(folder)
 
 
+def test_a_checkpoint_that_is_a_link_to_another_folder_is_passed_over(home, tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    stopped(config(home), run, 7)
+    shutil.move(run / "checkpoint-6", elsewhere)
+    (run / "checkpoint-6").symlink_to(elsewhere)
+    found, skipped = newest(run, 8)
+    assert found.step == 3 and skipped == ["checkpoint-6 was skipped: it is a link to another folder."]
+
+
 def test_a_file_system_that_takes_no_more_is_named_by_the_command_line(home, tmp_path):
     made, run = config(home, "mezo"), tmp_path / "run"
     train(made, tmp_path / "whole")

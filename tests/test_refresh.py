@@ -19,7 +19,7 @@ from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowR
 from tezo.forward import InForward
 from tezo.forward.frozen_factors import compress
 from tezo.models.loading import load_model
-from tezo.models.lora import export_adapter
+from tezo.models.saving import export_adapter
 from tezo.numerics.hashing import digest
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -56,14 +56,14 @@ def outputs(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("name", REFRESHED)
 def test_a_refresh_changes_the_factors_and_not_the_function(make, name, frozen_rank):
     model = make()
-    base = {key: value.clone() for key, value in model.state_dict().items()}
+    base = {key: value.clone() for key, value in model.named_parameters()}
     optimizer = built(model, name, frozen_rank=frozen_rank)
     steps(optimizer, 0, INTERVAL)
     before, factors = outputs(model), {n: m.change.v_NR for n, m in optimizer.moving.items()}
     optimizer.draw()  # that of the step at which factors change
     assert all(not torch.equal(m.change.v_NR, factors[n]) for n, m in optimizer.moving.items())
     torch.testing.assert_close(outputs(model), before, rtol=0, atol=1e-12)
-    written = any(not torch.equal(value, base[key]) for key, value in model.state_dict().items())
+    written = any(not torch.equal(value, base[key]) for key, value in model.named_parameters())
     assert written == (frozen_rank is None)
     assert (optimizer.why_no_adapter() is None) == (frozen_rank is not None)
 

@@ -15,7 +15,7 @@ from tezo.errors import RunError as RunError
 from tezo.errors import TezoError as TezoError
 
 if TYPE_CHECKING:
-    from tezo.models.lora import export_adapter as export_adapter
+    from tezo.models.saving import export_adapter as export_adapter
     from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
     from tezo.optim.methods import METHODS as METHODS
     from tezo.optim.methods import adam as adam
@@ -49,7 +49,7 @@ _HOMES = {
     **dict.fromkeys(("METHODS", *_METHODS), "tezo.optim.methods"),
     "FirstOrderOptimizer": "tezo.optim.first_order",
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
-    "export_adapter": "tezo.models.lora",
+    "export_adapter": "tezo.models.saving",
 }
 """Name -> the module that has it; tests compare it with what is imported above for type checkers."""
 

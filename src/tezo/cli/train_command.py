@@ -98,7 +98,12 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
     )
     if summary["result"]["kind"] == "adapter":
         print(f"LoRA adapter of rank {summary['result']['rank']}: {result}")
-        print(f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})")
+        alone = summary["result"].get("why_not_in_peft")
+        print(
+            f"  for tezo alone: {alone}"
+            if alone
+            else f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})"
+        )
     elif summary["result"]["kind"] == "peft":
         print(f"{summary['result']['adapter']} adapter: {result}")
         print(f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})")

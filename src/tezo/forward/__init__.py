@@ -11,6 +11,8 @@ from tezo.forward.blocks import NotInBlocksError as NotInBlocksError
 from tezo.forward.dense_in_forward import DenseInForward as DenseInForward
 from tezo.forward.in_place import FromCopy as FromCopy
 from tezo.forward.in_place import InPlace as InPlace
+from tezo.forward.in_state_dict import InStateDict as InStateDict
+from tezo.forward.in_state_dict import require_plain as require_plain
 from tezo.forward.low_rank_in_forward import InForward as InForward
 from tezo.forward.moving_parameter import MovingParameter as MovingParameter
 from tezo.forward.moving_parameter import Shift as Shift

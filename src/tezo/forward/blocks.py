@@ -5,12 +5,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tezo.forward.uncopied import Uncopied
+
 
 class NotInBlocksError(Exception):
     """A tensor inside the model cannot be split into blocks, because its leading dimension is not the pass's rows."""
 
 
-class Blocks:
+class Blocks(Uncopied):
     """Records the number of rows of a forward pass of `model`, and splits inputs of its modules into blocks.
 
     Attributes:

@@ -37,8 +37,8 @@ class DenseInForward(MovingParameter):
     draws_for_all_blocks = True
 
     def __init__(self, target: Target, blocks: Blocks) -> None:
-        super().__init__(target)
         require_writable(target, "this method")
+        super().__init__(target)
         self._blocks = blocks
         self._shifts: tuple[Shift, ...] = ()
         self._scales_G11 = torch.empty(0)

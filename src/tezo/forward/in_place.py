@@ -7,7 +7,7 @@ from torch import Tensor
 from tezo.directions.perturbations import DrawKey
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import Target
-from tezo.forward.moving_parameter import MovingParameter, Shift, require_writable
+from tezo.forward.moving_parameter import MovingParameter, Shift, check_between_steps, require_writable
 
 
 class InPlace(MovingParameter):
@@ -20,8 +20,8 @@ class InPlace(MovingParameter):
     was_called = True
 
     def __init__(self, target: Target) -> None:
-        super().__init__(target)
         require_writable(target, "this perturbation")
+        super().__init__(target)
         self._applied: Shift | None = None
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
@@ -33,6 +33,12 @@ class InPlace(MovingParameter):
                 if shift is not None:
                     shift.direction.add_to_(self.weight, sign * shift.scale)
         self._applied = new
+
+    def merged(self) -> None:
+        check_between_steps("state_dict", self.target, self._applied is not None)
+
+    def replaced(self) -> None:
+        check_between_steps("load_state_dict", self.target, self._applied is not None)
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         if isinstance(direction, FixedFactors):
@@ -50,9 +56,10 @@ class FromCopy(MovingParameter):
     was_called = True
 
     def __init__(self, target: Target) -> None:
-        super().__init__(target)
         require_writable(target, "training 1-D parameters")
+        super().__init__(target)
         self._copy = target.parameter.data.new_empty(0)
+        self._perturbed = False
 
     def begin(self, direction: Direction, key: DrawKey) -> None:
         super().begin(direction, key)
@@ -60,5 +67,12 @@ class FromCopy(MovingParameter):
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
         self.weight.copy_(self._copy)
+        self._perturbed = bool(shifts)
         for shift in shifts:
             shift.direction.add_to_(self.weight, shift.scale)
+
+    def merged(self) -> None:
+        check_between_steps("state_dict", self.target, self._perturbed)
+
+    def replaced(self) -> None:
+        check_between_steps("load_state_dict", self.target, self._perturbed)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tezo.forward.uncopied import Uncopied
+
 Replacement = Callable[..., Tensor]
 """A function with the arguments of the torch function that it replaces."""
 
@@ -46,7 +48,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class Interception:
+class Interception(Uncopied):
     """Replaces torch functions in the forward of `module` when they are called on its weight.
 
     It wraps the module's forward instead of using a pair of hooks: a forward hook does not run after a

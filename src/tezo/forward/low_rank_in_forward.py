@@ -17,8 +17,10 @@ from tezo.directions.spaces import Direction, FixedFactors, LowRank
 from tezo.directions.targets import Layout, Site, Target, only_input
 from tezo.forward.blocks import Blocks
 from tezo.forward.frozen_factors import MOST_RANK, compress, join, low_rank
+from tezo.forward.in_state_dict import require_plain
 from tezo.forward.interception import EMBEDDING, Interception, unintercepted, untraced
-from tezo.forward.moving_parameter import MovingParameter, Shift, require_writable
+from tezo.forward.moving_parameter import MovingParameter, Shift, check_between_steps, require_writable
+from tezo.numerics import rounding
 
 
 class InForward(MovingParameter):
@@ -152,13 +154,29 @@ class InForward(MovingParameter):
 
     def fold(self) -> None:
         # W += F + D, then F = D = 0, in one pass over the stored tensor
-        parts = self.trained()
-        if parts:
+        if self.trained():
             require_writable(self.target, "folding trained factors into the base")
-            left_MR, right_NR = join(parts, self.target.state_dtype)
-            for rows in self.row_tiles():
-                self.write_(rows, left_MR[rows] @ right_NR.T, 1.0)
+            self._add_trained_(self.weight, self.rounding)
         self.change, self.frozen, self._changed = None, None, False
+
+    def _add_trained_(self, stored: Tensor, draw: torch.Generator) -> None:
+        left_MR, right_NR = join(self.trained(), self.target.state_dtype)
+        for rows in self.row_tiles():
+            rounding.add_(stored[rows], left_MR[rows] @ right_NR.T, 1.0, draw)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor | None:
+        """W + F + D with the bits that `fold` would write; None before the first change."""
+        if not self.trained():
+            return None
+        require_plain(self.target)
+        stored = self.weight.clone()
+        self._add_trained_(stored, self.rounding.clone_state())
+        return stored
+
+    def replaced(self) -> None:
+        check_between_steps("load_state_dict", self.target, bool(self._shifts))
+        self._forget()
 
     def state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
@@ -169,8 +187,11 @@ class InForward(MovingParameter):
             state |= {"frozen_left": self.frozen.coefficient, "frozen_right": self.frozen.v_NR, "frozen_lost": lost}
         return state
 
-    def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
+    def _forget(self) -> None:
         self.change, self.frozen, self.compression_error, self._changed = None, None, 0.0, False
+
+    def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
+        self._forget()
         if "coefficient" in state:
             direction = draw(int(state["born"]) if "born" in state else None)
             assert isinstance(direction, FixedFactors)

@@ -13,6 +13,7 @@ from tezo.directions.perturbations import DrawKey
 from tezo.directions.spaces import Direction, row_tiles
 from tezo.directions.targets import Target
 from tezo.errors import RequestError
+from tezo.forward.in_state_dict import InStateDict
 from tezo.forward.interception import Interception
 from tezo.numerics import rounding
 from tezo.numerics.random import generator
@@ -55,7 +56,9 @@ class MovingParameter(ABC):
                 "of that optimizer to keep the change, or close() to discard it."
             )
         _open.add(self)
-        self._handles: list[RemovableHandle | Interception] = []
+        self._handles: list[RemovableHandle | Interception | InStateDict] = [
+            InStateDict(target, self.merged, self.replaced)
+        ]
         self._key = DrawKey(0, 0)
         self._rounding: torch.Generator | None = None
 
@@ -103,6 +106,21 @@ class MovingParameter(ABC):
     def fold(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
         """Adds the change stored beside the stored tensor to it; here there is none."""
 
+    def merged(self) -> Tensor | None:
+        """A new tensor with W_t; None: W_t is the stored tensor, as here.
+
+        Raises:
+            RequestError: there is no such tensor, because the stored one is packed, or is perturbed at the moment.
+        """
+        return None
+
+    def replaced(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
+        """Called before the stored tensor is loaded anew: W_t is then what is loaded.
+
+        Raises:
+            RequestError: the stored tensor cannot be replaced at the moment.
+        """
+
     def close(self) -> None:
         """Removes the hooks; changes to the stored tensor remain."""
         for handle in self._handles:
@@ -148,6 +166,14 @@ def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
     """Whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
     asked = {id(parameter) for parameter in parameters}
     return any(id(moving.target.parameter) in asked and moving.state() for moving in _open)
+
+
+def check_between_steps(call: str, target: Target, perturbed: bool) -> None:
+    """Raises a `RequestError` if the stored or trained values of a parameter are perturbed at the moment."""
+    if perturbed:
+        raise RequestError(
+            f"{call} was called by the closure of a step, while {target.name} is perturbed; call it between steps."
+        )
 
 
 def require_writable(target: Target, reason: str) -> None:

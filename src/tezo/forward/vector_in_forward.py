@@ -24,8 +24,8 @@ class VectorInForward(MovingParameter):
     in_blocks = True
 
     def __init__(self, target: Target, blocks: Blocks) -> None:
-        super().__init__(target)
         require_writable(target, "training 1-D parameters")
+        super().__init__(target)
         self._blocks = blocks
         self._shift_GN: Tensor | None = None
         self._handles += [self._hook(site) for site in target.sites]

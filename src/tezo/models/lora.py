@@ -10,6 +10,7 @@ scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correctly (vLLM ign
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,15 +21,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.targets import layout_of, only_input, place_of
+from tezo.directions.targets import Site, Target, layout_of, only_input, place_of
 from tezo.errors import RequestError
 from tezo.files import plain_file, read_object
+from tezo.forward import InStateDict, require_plain
 from tezo.forward.frozen_factors import join
 from tezo.models.kinds import Kind, kind_of
 from tezo.optim.tuner import LowRankChange, Tuner
 
 _PREFIX = "base_model.model."
-_TASK_TYPES: dict[Kind, str | None] = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
+TASK_TYPES: dict[Kind, str | None] = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
+
+
+Handle = RemovableHandle | InStateDict
+"""Has `remove()`."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +71,6 @@ def _pair(change: LowRankChange, rank: int) -> tuple[Tensor, Tensor]:
     return right_NR.T.contiguous(), left_MR.contiguous()
 
 
-def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
-    """Writes and returns the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
-
-    Raises:
-        RequestError: the change is not exactly an adapter; `optimizer.merge()` gives the whole model.
-    """
-    adapter = make_adapter(optimizer)
-    save_adapter(adapter, Path(folder), model=optimizer.model, base=getattr(optimizer.model, "name_or_path", ""))
-    return adapter
-
-
 def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> None:
     """Writes adapter_model.safetensors and adapter_config.json in PEFT's format.
 
@@ -94,7 +89,7 @@ def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> No
     transposed = {layout_of(model.get_submodule(name)) == "transposed" for name in adapter.pairs}
     config = {
         "peft_type": "LORA",
-        "task_type": _TASK_TYPES[kind_of([type(model).__name__])],
+        "task_type": TASK_TYPES[kind_of([type(model).__name__])],
         "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": adapter.rank,
@@ -143,12 +138,12 @@ def _pairs(tensors: dict[str, Tensor], rank: int) -> dict[str, tuple[Tensor, Ten
     return pairs
 
 
-def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
+def attach_adapter(model: nn.Module, adapter: Adapter) -> list[Handle]:
     """Adds the adapter in the forward pass with the same arithmetic as in training; the weights are only read.
 
     Returns the handles of the hooks. Raises `RequestError` if a module is missing or has another shape.
     """
-    handles = []
+    handles: list[Handle] = []
     for name, (a_RI, b_OR) in adapter.pairs.items():
         try:
             module = model.get_submodule(name)
@@ -169,7 +164,22 @@ def attach_adapter(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
         term = _adding(a_RI, b_OR)
         _attached[term] = weight
         handles.append(module.register_forward_hook(term, with_kwargs=True))
+        target = Target(f"{name}.weight", weight, (Site(name, module, layout_of(module)),))
+        handles.append(InStateDict(target, partial(_stored, target, a_RI, b_OR), _refuse_loading))
     return handles
+
+
+@torch.no_grad()
+def _stored(target: Target, a_RI: Tensor, b_OR: Tensor) -> Tensor:
+    require_plain(target)
+    return _merged(target.sites[0].module, a_RI, b_OR).to(target.parameter.dtype)
+
+
+def _refuse_loading() -> None:
+    raise RequestError(
+        "load_state_dict: the model has an adapter attached, which would be added to what is loaded; take it off first "
+        "(remove() of each handle, or close() of its run)."
+    )
 
 
 _attached: WeakKeyDictionary[Any, nn.Parameter] = WeakKeyDictionary()
@@ -198,16 +208,6 @@ def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
         module.get_parameter("weight").copy_(_merged(module, *pair))
 
 
-@torch.no_grad()
-def merged_state(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
-    """The state dict of the model with the adapter added: new tensors for its layers, the model's own for the rest."""
-    state: dict[str, Tensor] = dict(model.state_dict())
-    for name, pair in adapter.pairs.items():
-        key = f"{name}.weight"
-        state[key] = _merged(model.get_submodule(name), *pair).to(state[key].dtype)
-    return state
-
-
 def _merged(module: nn.Module, a_RI: Tensor, b_OR: Tensor) -> Tensor:
     """The weight with a layer's change added, in float32 or wider."""
     weight = module.get_parameter("weight")
@@ -216,7 +216,7 @@ def _merged(module: nn.Module, a_RI: Tensor, b_OR: Tensor) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + change
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path, *, state: dict[str, Tensor] | None = None) -> None:
-    """Saves the whole model with transformers: safetensors, configuration, tokenizer; `state` in place of its own."""
-    model.save_pretrained(folder, state_dict=state)
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Saves the whole model with transformers: safetensors, configuration, tokenizer."""
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

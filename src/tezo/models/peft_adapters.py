@@ -1,17 +1,27 @@
-"""PEFT adapters that are tuned instead of the model itself."""
+"""PEFT adapters that are tuned instead of the model itself.
 
+PEFT's settings are made from the run's own, when an adapter is added and when it is opened again; what its
+adapter_config.json says beside is compared with them, and never obeyed.
+"""
+
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from tezo.errors import RequestError
-from tezo.files import plain_file
+from tezo.files import plain_file, read_object
 from tezo.models.loading import LoadedModel
+from tezo.models.lora import TASK_TYPES
 from tezo.models.model_config import ModelConfig
 
-_TASK_TYPES = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
+_NO_FIGURES = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+"""Keys of adapter_config.json that no output depends on."""
 
 
 def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedModel:
@@ -27,38 +37,72 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
     """
     if config.peft == "none":
         return loaded
-    peft = _peft()
-    task_type: Any = _TASK_TYPES[loaded.kind]
     if config.peft == "prefix" and loaded.kind != "causal":
         raise RequestError(
             f"model.peft is prefix, which needs a causal model, but this model is {loaded.kind}; use lora."
         )
-    wanted = {
-        "lora": lambda: peft.LoraConfig(task_type=task_type, r=config.lora_rank, lora_alpha=config.lora_alpha),
-        "prefix": lambda: peft.PrefixTuningConfig(task_type=task_type, num_virtual_tokens=config.prefix_length),
-    }[config.peft]
+    peft = _peft()
     try:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = peft.get_peft_model(loaded.model, wanted())  # type: ignore[no-untyped-call]
+            model = peft.get_peft_model(loaded.model, _settings(loaded, config))
     except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RequestError(f"model.peft is {config.peft}, which PEFT cannot add to this model ({reason}).") from None
     return replace(loaded, model=model.eval())
 
 
-def open_adapter(loaded: LoadedModel, folder: Path) -> LoadedModel:
+def _settings(loaded: LoadedModel, config: ModelConfig) -> Any:
+    peft, task_type = _peft(), TASK_TYPES[loaded.kind]
+    if config.peft == "lora":
+        return peft.LoraConfig(task_type=task_type, r=config.lora_rank, lora_alpha=config.lora_alpha)
+    return peft.PrefixTuningConfig(task_type=task_type, num_virtual_tokens=config.prefix_length)
+
+
+def open_adapter(loaded: LoadedModel, config: ModelConfig, folder: Path) -> LoadedModel:
     """The model with the tuned adapter that `save_pretrained` wrote into `folder`.
 
+    Args:
+        loaded: the base model; it is changed in place.
+        config: type and size of the adapter, as it was added.
+        folder: the adapter.
+
     Raises:
-        RequestError: PEFT is not installed, or the adapter is missing or damaged.
+        RequestError: PEFT is not installed, the adapter is missing or damaged, or it is not the one that was added.
     """
     try:
-        plain_file(folder / "adapter_model.safetensors")  # without it PEFT would read a pickle
-        return replace(loaded, model=_peft().PeftModel.from_pretrained(loaded.model, str(folder)).eval())
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        tensors = load_file(plain_file(folder / "adapter_model.safetensors"))
+        described = read_object(plain_file(folder / "adapter_config.json"))
+        opened = add_adapter(loaded, config, seed=0)
+        opened.model.requires_grad_(requires_grad=False)
+        (own,) = opened.model.peft_config.values()
+        _check_settings(described, json.loads(json.dumps(own.to_dict(), default=sorted)))
+        _load(opened.model, tensors)
+    except RequestError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RequestError(f"{folder} is not an adapter that can be read ({reason}); train again.") from None
+    return opened
+
+
+def _check_settings(described: dict[str, Any], own: dict[str, Any]) -> None:
+    """A `ValueError` where a setting that both have differs; another version of PEFT has other settings besides."""
+    for key in sorted(described.keys() & own.keys() - _NO_FIGURES):
+        here, there = (sorted(v) if isinstance(v, list) else v for v in (own[key], described[key]))
+        if here != there:
+            raise ValueError(f"its adapter_config.json says {key}: {there!r:.40}, and the run has {here!r:.40}")
+
+
+def _load(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Loads the tensors of an adapter; a `ValueError` where the model then has others."""
+    peft = _peft()
+    peft.set_peft_model_state_dict(model, tensors)
+    found = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    for name in sorted(tensors.keys() | found.keys()):
+        same = name in tensors and name in found and torch.equal(found[name].cpu(), tensors[name].to(found[name].dtype))
+        if not same:
+            raise ValueError(f"its {name} is not one of the adapter of this run")
 
 
 def _peft() -> Any:

@@ -33,5 +33,6 @@ def _plain(tensor: Tensor) -> list[Tensor]:
 def content_hash(weight: Tensor) -> str:
     """SHA-256 of a tensor's dtype, shape and values."""
     digest = hashlib.sha256(f"{weight.dtype}{tuple(weight.shape)}".encode())
-    digest.update(weight.contiguous().cpu().view(torch.uint8).numpy().data)
+    flat = weight.contiguous().cpu().view(-1)  # a side of one entry may have any stride
+    digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()

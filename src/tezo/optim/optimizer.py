@@ -406,7 +406,8 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`param_groups` as in torch; the other tensors by parameter name, in their own dtype.
 
-        Weights are not included; they are in the model's state dict. Changes stored beside the weights are included.
+        Changes stored beside the weights are included, and so are the weights below them: the model's state dict has
+        the two added. Other weights are in the model's state dict alone.
         """
         progress = self.progress
         return {
@@ -418,6 +419,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             "seed": self.seed,
             "basis": self.perturbation.state(),
             "change": self.parameters.changes(),
+            "weights": self.parameters.weights_below(),
             "moments": progress.tensors(),
         }
 
@@ -438,6 +440,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         progress.counts |= state_dict["counts"]
         self._load_moments(state_dict["moments"])
         self.perturbation.load_state(state_dict["basis"])
+        self.parameters.load_weights(state_dict.get("weights", {}))
         self.parameters.load_changes(state_dict["change"], self._draw_for(self.num_steps))
 
     @property

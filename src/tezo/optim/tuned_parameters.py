@@ -128,6 +128,16 @@ class TunedParameters:
         """Parameter name -> tensors of the change stored beside the weights; not copies."""
         return {name: dict(moving.state()) for name, moving in self.moving.items()}
 
+    def weights_below(self) -> dict[str, Tensor]:
+        """Parameter name -> the stored tensor, where it can be written and has a change beside it; not copies."""
+        return {name: m.weight for name, m in self.moving.items() if m.target.is_writable and m.state()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Restores stored tensors, by parameter name."""
+        for name, weight in weights.items():
+            self.moving[name].weight.copy_(weight)
+
     def load_changes(self, changes: Mapping[str, State], draw: Callable[[Target, int | None], Direction]) -> None:
         """Restores the result of `changes`.
 
@@ -159,7 +169,7 @@ class TunedParameters:
         changes: dict[str, State] = {name: {} for name in self.moving}
         for key, value in tensors.items():
             if key.startswith("weight/"):
-                self.moving[key.removeprefix("weight/")].weight.copy_(value)
+                self.load_weights({key.removeprefix("weight/"): value})
             elif key.startswith("change/"):
                 name, _, role = key.removeprefix("change/").rpartition("/")
                 changes[name][role] = value

@@ -109,6 +109,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _verified(path: Path) -> Checkpoint:
+    if path.is_symlink():
+        raise DamagedError("it is a link to another folder")
     manifest = read_object(plain_file(path / MANIFEST))
     if set(manifest) != {TENSORS, STATE}:
         raise DamagedError(f"its manifest names other files than {TENSORS} and {STATE}")

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.utils.hooks import RemovableHandle
-
 from tezo.errors import RequestError
 from tezo.models import lora
 from tezo.models.in_memory import dtype_name, from_objects
@@ -121,7 +119,7 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
     return Run(path, summary, base=from_objects(model, tokenizer, kind))
 
 
-def load_adapter(model: Any, folder: str | Path) -> list[RemovableHandle]:
+def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
     """Attaches an exported adapter to its base model, in the forward pass; the weights are only read.
 
     Args:
@@ -129,7 +127,7 @@ def load_adapter(model: Any, folder: str | Path) -> list[RemovableHandle]:
         folder: what `export_adapter`, `Run.export` or `tezo export` wrote, or `adapter/` of a run folder.
 
     Returns:
-        Handles of the hooks, one for each layer; `remove()` of all of them takes the adapter off.
+        Handles of the hooks; `remove()` of all of them takes the adapter off.
 
     Raises:
         RequestError: a file is missing or damaged, or the adapter is of another model.

@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from tezo.errors import RequestError
 from tezo.files import check_free, new_folder
 from tezo.models.loading import LoadedModel, load_model
-from tezo.models.lora import load_adapter, merge_adapter, merged_state, save_adapter, save_model
+from tezo.models.lora import Adapter, load_adapter, merge_adapter, save_adapter, save_model
 from tezo.models.peft_adapters import open_adapter
+from tezo.models.peft_check import check_in_peft
 from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
 from tezo.runs.manifest import check_manifest
 from tezo.training.config import read_run_config
@@ -61,7 +60,7 @@ def export_run(
     return rank
 
 
-def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel, *, merged: bool) -> None:
+def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None:
     """Writes the same from the run's model in memory, which is left as it is.
 
     Args:
@@ -69,7 +68,6 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel, *, merg
         output: folder to write, new.
         form: "lora" or "merged".
         tuned: the model.
-        merged: whether its weights have the whole change.
 
     Raises:
         RequestError: the run has no result of this form.
@@ -80,7 +78,7 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel, *, merg
     _check_result(run, config, form)
     if form == MERGED:
         check_mergeable(tuned.model)
-    write = _from_memory(run / "adapter", config, form, tuned, merged)
+    write = _from_memory(run / "adapter", config, form, tuned)
     with new_folder(output) as folder:
         write(folder)
 
@@ -119,28 +117,30 @@ def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | Non
         return _model_writer(loaded), None
     loaded = open_base(run, config)
     if config.model.peft != "none":
-        return _peft_writer(open_adapter(loaded, saved), form), None
+        return _peft_writer(open_adapter(loaded, config.model, saved), form), None
     adapter = load_adapter(saved)
     if form == MERGED:
         merge_adapter(loaded.model, adapter)
         return _model_writer(loaded), None
-    return partial(save_adapter, adapter, model=loaded.model, base=config.model.name), adapter.rank
+    return _adapter_writer(adapter, loaded, config), adapter.rank
 
 
-def _from_memory(saved: Path, config: Config, form: str, tuned: LoadedModel, merged: bool) -> Write:
+def _from_memory(saved: Path, config: Config, form: str, tuned: LoadedModel) -> Write:
     """What writes the export of a model that stays in use."""
     if config.model.peft != "none":
         return _peft_writer(tuned if form == LORA else replace(tuned, model=copy.deepcopy(tuned.model)), form)
-    if not saved.is_dir() or (merged and form == MERGED):
+    if form == MERGED:
         return _model_writer(tuned)
-    adapter = load_adapter(saved)
-    if form == LORA:
-        return partial(save_adapter, adapter, model=tuned.model, base=config.model.name)
-    return _model_writer(tuned, merged_state(tuned.model, adapter))
+    return _adapter_writer(load_adapter(saved), tuned, config)
 
 
-def _model_writer(loaded: LoadedModel, state: dict[str, Tensor] | None = None) -> Write:
-    return partial(save_model, loaded.model, loaded.tokenizer, state=state)
+def _adapter_writer(adapter: Adapter, loaded: LoadedModel, config: Config) -> Write:
+    check_in_peft(adapter, loaded.model)
+    return partial(save_adapter, adapter, model=loaded.model, base=config.model.name)
+
+
+def _model_writer(loaded: LoadedModel) -> Write:
+    return partial(save_model, loaded.model, loaded.tokenizer)
 
 
 def _peft_writer(opened: LoadedModel, form: str) -> Write:

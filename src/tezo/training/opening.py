@@ -95,7 +95,9 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
     saved = folder / ADAPTER
     if saved.is_dir():
         loaded = open_base(folder, config, base)
-        return _plain(open_adapter(loaded, saved)) if config.model.peft != "none" else _attached(loaded, saved)
+        if config.model.peft != "none":
+            return _plain(open_adapter(loaded, config.model, saved))
+        return _attached(loaded, saved)
     if (folder / MODEL).is_dir():
         settings = [
             ("model.name", str(folder / MODEL)),

@@ -33,8 +33,8 @@ class Run:
     `model` is the tuned model, ready to be called. Where the run's result is an adapter, the change is beside the
     weights, in forward hooks, until `merge` or `close`. As long as the hooks are there,
 
-    - `model.save_pretrained` and `model.state_dict` give the base model: use `export`;
-    - `copy.deepcopy(model)` shares the hooks, and is no snapshot; pickling the model fails;
+    - `model.save_pretrained` and `model.state_dict` give the tuned weights, `model.named_parameters` those of the base;
+    - the model can be neither copied nor pickled; `model.state_dict()` is a snapshot;
     - the model must stay on its device;
     - another run or optimizer on the same model is refused.
 
@@ -148,7 +148,7 @@ class Run:
                 self.folder, output, form, model=self._name, trust_remote_code=self.config.model.trust_remote_code
             )
         else:
-            export_tuned(self.folder, output, form, self._open().loaded, merged=self._merged)
+            export_tuned(self.folder, output, form, self._open().loaded)
         return output
 
     def merge(self) -> Any:

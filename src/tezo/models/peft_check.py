@@ -1,0 +1,97 @@
+"""Whether PEFT adds an adapter to its base model as it was trained: to the same layers, the same matrices, at scale 1.
+
+When PEFT loads an adapter it renames layers and targets of some families, refuses layers of others by their names, and
+only warns of layers that it leaves out. So it is asked: it loads the adapter into a model of the same configuration
+whose weights take no memory.
+"""
+
+import copy
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tezo.errors import RequestError
+from tezo.models.lora import Adapter, save_adapter
+
+
+def check_in_peft(adapter: Adapter, model: nn.Module) -> None:
+    """Raises a `RequestError` if PEFT would not add exactly this adapter to the model; see `why_not_in_peft`."""
+    reason = why_not_in_peft(adapter, model)
+    if reason is not None:
+        raise RequestError(
+            f"there is no exact adapter, because {reason}; export the merged model, or leave such layers out of "
+            "method.targets."
+        )
+
+
+def why_not_in_peft(adapter: Adapter, model: nn.Module) -> str | None:
+    """None if PEFT adds exactly this adapter to the model; else the reason, in words.
+
+    None, too, where there is nothing to ask: PEFT is not installed, or the model is not one of transformers, whose
+    layers PEFT takes by the names that it finds.
+    """
+    if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
+        return None
+    import peft
+
+    by = f"PEFT {peft.__version__}"
+    with tempfile.TemporaryDirectory() as folder, _unwarned():
+        save_adapter(adapter, Path(folder), model=model, base="")
+        try:
+            loaded: Any = peft.PeftModel.from_pretrained(
+                _without_memory(model), folder, low_cpu_mem_usage=True, torch_device="cpu"
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
+            return f"{by} refuses it ({' '.join(str(error).split())[:200]})"
+    added = {name: layer for name, layer in loaded.get_base_model().named_modules() if hasattr(layer, "lora_A")}
+    wrong = [name for name in sorted(adapter.pairs.keys() | added.keys()) if not _is_added(adapter, added, name)]
+    if not wrong:
+        return None
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"{by} does not add to {wrong[0]}{more} what was trained"
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Without warnings: what PEFT leaves out is found by comparison."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and configuration; each weight is one number, seen as often as the weight has any."""
+    with torch.device("meta"):
+        bare: PreTrainedModel = type(model)(copy.deepcopy(model.config))
+    for module in bare.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            # on the CPU, since PEFT moves an adapter to the device of its layer
+            value = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+    return bare
+
+
+def _is_added(adapter: Adapter, added: dict[str, Any], name: str) -> bool:
+    if name not in adapter.pairs or name not in added:
+        return False
+    layer = added[name]
+    (key,) = layer.lora_A  # the name that PEFT gives to the adapter
+    loaded = layer.lora_A[key].weight, layer.lora_B[key].weight
+    same = all(
+        not own.is_meta and torch.equal(own, ours) for own, ours in zip(loaded, adapter.pairs[name], strict=True)
+    )
+    return same and layer.scaling[key] == 1
