@@ -157,6 +157,8 @@ def test_a_run_of_a_version_with_settings_that_were_removed_goes_on_and_is_repla
         log = StepLog(run / LOG, header, 0)
         for step in begun.steps:
             log.append(step)
+        for (split, step), metrics in begun.evaluations.items():
+            log.append_evaluation(split, step, metrics)
         log.close()
     for again in (
         lambda: train(made, tmp_path / "other", resume=True),

@@ -45,9 +45,11 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     Raises:
         RequestError: it is damaged, or is not the one that the run wrote.
     """
-    check_manifest(folder, [SUMMARY])
     path = folder / SUMMARY
-    return own_object(path, "delete it to go on with the run") if path.is_file() else None
+    if not path.is_file():
+        return None
+    check_manifest(folder, [SUMMARY])
+    return own_object(path, "delete it to go on with the run")
 
 
 @dataclass(frozen=True)
