@@ -427,6 +427,8 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a `state_dict`; torch's own method would cast float32 state to the dtype of a bfloat16 parameter."""
+        if "change" not in state_dict:
+            raise RequestError("state_dict: it is not of an optimizer of this library; give what its state_dict() was.")
         if state_dict.get("rule", self._description) != self._description:
             raise RequestError(f"state_dict: it is of {state_dict['rule']}, and this optimizer is {self._description}.")
         names = set(state_dict["change"])
