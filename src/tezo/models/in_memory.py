@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 from tezo.errors import RequestError
 from tezo.forward import is_changed_beside
 from tezo.models.kinds import Kind, kind_of
-from tezo.models.loading import DTYPES, LoadedModel, set_padding
+from tezo.models.loading import DTYPES, LoadedModel, fingerprint, set_padding
 from tezo.models.lora import has_adapter
-from tezo.numerics.hashing import digest
 
 
 def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
@@ -42,7 +41,7 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
     _check_plain(model)
     set_padding(type(model).__name__, tokenizer)
     found = kind_of([type(model).__name__]) if kind == "auto" else _known(kind)
-    return LoadedModel(model.eval(), tokenizer, found, digest(dict(model.named_parameters())))
+    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model))
 
 
 def dtype_name(model: Any) -> str:

@@ -12,3 +12,8 @@ def kind_of(architectures: Sequence[str]) -> Kind:
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         return "causal"
     return "masked" if any(name.endswith("ForMaskedLM") for name in architectures) else "encoder"
+
+
+def is_unused(name: str) -> bool:
+    """Whether no loss depends on the parameter: poolers, which some files lack, are read by classification heads."""
+    return "pooler" in name.split(".")

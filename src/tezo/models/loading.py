@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from tezo.directions.targets import device_of
+from tezo.directions.targets import device_of, is_packed
 from tezo.errors import RequestError
 from tezo.files import read_object, reading
-from tezo.models.kinds import Kind, kind_of
+from tezo.models.kinds import Kind, is_unused, kind_of
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import check_unpacks, quantizer
@@ -109,16 +109,20 @@ def load_model(
         options = _weights(config, dtype, quantization, place, where)
         model, report = _CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
-        _check_complete(name, report["missing_keys"])
+        _check_complete(name, model, report["missing_keys"])
         if quantization != "none":
             check_unpacks(quantization, model, where)
             quantizer(quantization).settle(model)
         set_padding(name, tokenizer)
         model = (model if "device_map" in options else model.to(where)).eval()
-        fingerprint = digest(dict(model.named_parameters()))
-        loaded = LoadedModel(model, tokenizer, model_kind, fingerprint, tuple(place.settle(model, where)))
+        loaded = LoadedModel(model, tokenizer, model_kind, fingerprint(model), tuple(place.settle(model, where)))
         _try(loaded)
     return loaded
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Digest of the weights that a loss may depend on."""
+    return digest({name: weight for name, weight in model.named_parameters() if not is_unused(name)})
 
 
 @contextmanager
@@ -176,14 +180,18 @@ def _placement(name: str, quantization: str) -> Placement:
     return place
 
 
-def _check_complete(name: str, missing: Iterable[str]) -> None:
-    # transformers initialises a missing pooler at random; this library does not use it
-    lacking = sorted(key for key in missing if "pooler" not in key.split("."))
+@torch.no_grad()
+def _check_complete(name: str, model: nn.Module, missing: Collection[str]) -> None:
+    """Raises a `RequestError` if the file lacks weights that a loss depends on; the others become zero."""
+    lacking = sorted(key for key in missing if not is_unused(key))
     if lacking:
         raise RequestError(
             f"model.name: {name} lacks {len(lacking)} weights of its architecture, such as {lacking[0]}; "
             "set model.kind to the kind it was trained as, or download it again."
         )
+    for key, weight in model.named_parameters():
+        if key in missing and not is_packed(weight):  # transformers draws them at random
+            weight.zero_()
 
 
 def choose_device(name: str) -> torch.device:

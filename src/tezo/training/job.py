@@ -11,6 +11,7 @@ from tezo.directions.bases import Passes
 from tezo.directions.targets import ALL, find_targets, never_called
 from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
+from tezo.models.kinds import is_unused
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.peft_adapters import add_adapter
 from tezo.numerics.random import permutation
@@ -169,17 +170,17 @@ def load_for_tuning(config: Config, loaded: LoadedModel | None = None) -> Loaded
 
 def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded]) -> list[str]:
     """Parameters that the loss does not depend on."""
-    batch = objective.collate(train[:1])
+    targets, batch = find_targets(loaded.model), objective.collate(train[:1])
     with torch.no_grad():
-        unused = never_called(find_targets(loaded.model), lambda: objective.loss(loaded.model, batch))
-    return [target.name for target in unused]
+        uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
+    return [target.name for target in targets if target.name in uncalled or is_unused(target.name)]
 
 
 def _untrained_notice(names: Sequence[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [f"left untrained, since the loss calls none of their modules: {', '.join(names[:3])}{more}."]
+    return [f"left untrained, since the loss does not depend on them: {', '.join(names[:3])}{more}."]
 
 
 def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], seed: int) -> Passes:
