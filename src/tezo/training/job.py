@@ -121,7 +121,7 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
         test=test or dev,
         optimizer=optimizer,
         untrained=tuple(untrained),
-        notices=(*notices, *_untrained_notice(untrained), *choices),
+        notices=(*notices, *_untrained_notice(untrained), *_rank_notice(config, optimizer), *choices),
     )
 
 
@@ -177,10 +177,18 @@ def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encode
 
 
 def _untrained_notice(names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [f"left untrained, since the loss does not depend on them: {', '.join(names[:3])}{more}."]
+    return [f"left untrained, since the loss does not depend on them: {_some(names)}."] if names else []
+
+
+def _rank_notice(config: Config, optimizer: Tuner) -> list[str]:
+    wanted = config.method.options.get("rank", method(config.method.name).defaults().get("rank"))
+    names = [target.name for target in optimizer.targets]
+    lower = [name for name in names if wanted and (optimizer.application(name)[0] or wanted) < wanted]
+    return [f"method.rank is {wanted}, lowered to the smaller side of: {_some(lower)}."] if lower else []
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], seed: int) -> Passes:
