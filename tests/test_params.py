@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from cases import CASES, choose, effective_weights
+from cases import CASES, choose, effective_weights, every_method_fast_for_kinds
 from tiny import (
     Regression,
     lm_loss,
     tiny_bert,
+    tiny_falcon,
     tiny_gpt2,
     tiny_llama,
     tiny_moe,
@@ -227,6 +228,27 @@ def test_a_weight_that_attention_reads_past_its_module_is_moved_in_place(case):
     optimizer.step(lambda: attention(x, x, x)[0].square().mean())
     assert optimizer.last_step.projected_grads != (0.0,)
     assert {optimizer.application(t.name)[1] for t in optimizer.targets} == {"in place", "from copy"}
+
+
+@every_method_fast_for_kinds
+def test_a_linear_layer_with_a_forward_of_its_own_is_tuned_as_one(case):
+    model = tiny_falcon()
+    linear = {module for module in model.modules() if isinstance(module, nn.Linear)} - {model.lm_head}
+    optimizer = case.build(model, lr=1e-2)
+    assert {site.module for target in optimizer.targets for site in target.sites} == linear
+    loss, before = lm_loss(model, tokens()), effective_weights(optimizer)
+    draw = optimizer.draw()
+    (probe,) = optimizer.measure(loss, rho=0.1)
+    at = tiny_falcon()
+    for name, (direction,) in draw.directions.items():
+        direction.add_to_(at.get_parameter(name).data, 0.1)
+    torch.testing.assert_close(probe.loss_plus, float(lm_loss(at, tokens())().detach()), rtol=1e-9, atol=0)
+    for _ in range(2):
+        optimizer.step(loss)
+    assert all(not torch.equal(weight, before[name]) for name, weight in effective_weights(optimizer).items())
+    tuned = loss()
+    optimizer.merge()
+    torch.testing.assert_close(loss(), tuned, rtol=1e-9, atol=0)
 
 
 def test_parameters_that_no_forward_pass_meets_are_reported():

@@ -84,6 +84,15 @@ def tiny_gpt2(dtype: torch.dtype = torch.float64, *, tied: bool = False, seed: i
     return _build("GPT2LMHeadModel", config, dtype, seed)
 
 
+def tiny_falcon(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> nn.Module:
+    """Its linear layers are a subclass with a forward of its own."""
+    config = transformers.FalconConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.2, bias=True,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return _build("FalconForCausalLM", config, dtype, seed)
+
+
 def _bert_like(kind: str, head: str, dtype: torch.dtype, tied: bool, seed: int) -> nn.Module:
     config = getattr(transformers, kind + "Config")(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,

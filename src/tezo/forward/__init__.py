@@ -34,6 +34,8 @@ def moving_parameter(
     if in_forward and target.in_forward:
         if not target.is_matrix:
             return VectorInForward(target, blocks)
-        low_rank = issubclass(kind, FixedFactors)
-        return InForward(target, blocks, frozen_rank) if low_rank else DenseInForward(target, blocks)
+        if issubclass(kind, FixedFactors):
+            return InForward(target, blocks, frozen_rank)
+        if all(site.layout in DenseInForward.layouts for site in target.sites):
+            return DenseInForward(target, blocks)
     return InPlace(target) if target.is_matrix else FromCopy(target)
