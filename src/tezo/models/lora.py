@@ -28,7 +28,8 @@ from tezo.models.kinds import Kind, kind_of
 from tezo.optim.tuner import LowRankChange, Tuner
 
 _PREFIX = "base_model.model."
-_TASK_TYPES: dict[Kind, str | None] = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
+_TASK_TYPES: dict[Kind | None, str] = {"causal": "CAUSAL_LM", "encoder": "FEATURE_EXTRACTION"}
+"""PEFT's types; it would save a classifier's head whole, beside the change of the head that the adapter has."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> No
     transposed = {layout_of(model.get_submodule(name)) == "transposed" for name in adapter.pairs}
     config = {
         "peft_type": "LORA",
-        "task_type": _TASK_TYPES[kind_of([type(model).__name__])],
+        "task_type": _TASK_TYPES.get(kind_of([type(model).__name__])),
         "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": adapter.rank,

@@ -11,7 +11,7 @@ from tezo.files import plain_file
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import ModelConfig
 
-_TASK_TYPES = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
+_TASK_TYPES = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION", "classifier": "SEQ_CLS"}
 
 
 def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedModel:

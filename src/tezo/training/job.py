@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tezo.directions.bases import Passes
-from tezo.directions.targets import ALL, find_targets, never_called
+from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
 from tezo.models.kinds import is_unused
@@ -121,7 +121,13 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
         test=test or dev,
         optimizer=optimizer,
         untrained=tuple(untrained),
-        notices=(*notices, *_untrained_notice(untrained), *_rank_notice(config, optimizer), *choices),
+        notices=(
+            *notices,
+            *_untrained_notice(untrained),
+            *_left_out_notice(config, optimizer, untrained),
+            *_rank_notice(config, optimizer),
+            *choices,
+        ),
     )
 
 
@@ -173,11 +179,24 @@ def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encode
     targets, batch = find_targets(loaded.model), objective.collate(train[:1])
     with torch.no_grad():
         uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
-    return [target.name for target in targets if target.name in uncalled or is_unused(target.name)]
+    return [target.name for target in targets if target.name in uncalled or is_unused(target.name, loaded.kind)]
 
 
 def _untrained_notice(names: Sequence[str]) -> list[str]:
     return [f"left untrained, since the loss does not depend on them: {_some(names)}."] if names else []
+
+
+def _left_out_notice(config: Config, optimizer: Tuner, untrained: Collection[str]) -> list[str]:
+    """On matrices that the loss depends on and that all-linear leaves out, such as the experts of a mixture."""
+    if ALL_LINEAR not in config.method.options.get("targets", method(config.method.name).defaults()["targets"]):
+        return []
+    tuned = {*(target.name for target in optimizer.targets), *untrained}
+    out = [t for t in find_targets(optimizer.model) if t.kind == "other" and t.name not in tuned]
+    if not out:
+        return []
+    share = sum(t.parameter.numel() for t in out) / sum(p.numel() for p in optimizer.model.parameters())
+    return [f"not trained, since they are no linear layers' weights: {_some([t.name for t in out])} "
+            f"({share:.0%} of the model); method.targets=all, or their names, trains them too."]  # fmt: skip
 
 
 def _rank_notice(config: Config, optimizer: Tuner) -> list[str]:
