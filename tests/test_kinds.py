@@ -60,7 +60,9 @@ def test_an_encoder_whose_file_has_no_pooler_is_the_same_at_each_load(home, tmp_
     assert tezo("export", run, "--format", "merged", "--output", tmp_path / "merged").code == 0
     (run / "summary.json").unlink()
     assert tezo("train", "--output", run, "--resume").code == 0
-    assert done.says("left untrained, since the loss does not depend on them: pooler.dense.weight")
+    assert done.says(
+        "left untrained, since the loss does not depend on them, or reads them past their modules: pooler.dense"
+    )
     assert not load_model(str(base), kind="encoder").model.pooler.dense.weight.any()
 
 
@@ -263,3 +265,18 @@ def test_a_run_on_a_mixture_of_experts_says_what_is_not_trained(home, tmp_path):
     every = train(base, home / "rows.jsonl", tmp_path / "all", method__targets="[all]")
     assert every.code == 0, every.err
     assert not every.says("not trained")
+
+
+def test_a_run_leaves_untrained_what_the_model_reads_past_its_module(home, tmp_path):
+    positions = {"position_buckets": 8, "pos_att_type": ["p2c", "c2p"], "relative_attention": True}
+    config = transformers.DebertaV2Config(**SMALL, **COMMON, **positions, max_position_embeddings=160, legacy=False)
+    model = transformers.DebertaV2ForMaskedLM(config)
+    base = saved(model, words_tokenizer(closing=True), tmp_path / "base")
+    run, more = tmp_path / "run", {"method__targets": "[all]", "method__name": "tezo-cadam", "method__rank": 2}
+    done = train(base, home / "rows.jsonl", run, "--test", home / "rows.jsonl", "--json", **more)
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    (notice,) = [notice for notice in summary["notices"] if "left untrained" in notice]
+    assert "deberta.embeddings.word_embeddings.weight" in notice
+    assert "deberta.encoder.rel_embeddings.weight" in notice
+    assert json.loads(tezo("eval", run, "--json").out)["loss"] == pytest.approx(summary["after"]["loss"], abs=1e-6)

@@ -7,6 +7,7 @@ from tiny import (
     Regression,
     lm_loss,
     tiny_bert,
+    tiny_deberta,
     tiny_falcon,
     tiny_gpt2,
     tiny_llama,
@@ -19,7 +20,7 @@ from tiny import (
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tezo import RequestError
+from tezo import RequestError, tezo
 from tezo.directions.perturbations import DrawKey
 from tezo.directions.targets import find_targets, never_called, select_targets
 
@@ -249,6 +250,50 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_tuned_as_one(case):
     tuned = loss()
     optimizer.merge()
     torch.testing.assert_close(loss(), tuned, rtol=1e-9, atol=0)
+
+
+READ = {True: ["encoder.rel_embeddings"], False: ["embeddings.word_embeddings", "encoder.rel_embeddings"]}
+
+
+@pytest.mark.parametrize("legacy", [True, False], ids=["legacy", "new"])
+@every_method_fast_for_kinds
+def test_a_weight_that_is_read_past_its_module_is_refused_or_moved_in_place_or_left_out(case, legacy):
+    read = [f"deberta.{name}.weight" for name in READ[legacy]]
+    model = tiny_deberta(legacy=legacy)
+    loss, stored = lm_loss(model, tokens()), {name: weight.clone() for name, weight in model.named_parameters()}
+    optimizer = case.build(model, targets=("all",), lr=1e-2)
+    with pytest.raises(RequestError, match=f"{', '.join(read)} are read past their modules"):
+        optimizer.step(loss)
+    optimizer.close()
+    assert all(torch.equal(weight, stored[name]) for name, weight in model.named_parameters())
+    ways = {"in_forward": False}, {"targets": ("all", *(f"!{name}" for name in read))}
+    for way in ways:
+        model = tiny_deberta(legacy=legacy)
+        optimizer = case.build(model, **({"targets": ("all",), "lr": 1e-2} | way))
+        for step in range(2):
+            optimizer.step(lm_loss(model, tokens(seed=step)))
+        before = lm_loss(model, tokens())().detach()
+        optimizer.merge()
+        torch.testing.assert_close(lm_loss(model, tokens())().detach(), before, rtol=1e-9, atol=0)
+
+
+def test_a_loss_that_reads_the_weights_itself_is_refused_and_their_dtypes_and_shapes_are_no_reads():
+    model = tiny_llama()
+    plain, weight = lm_loss(model, tokens()), model.model.layers[0].mlp.up_proj.weight
+    optimizer = tezo(model, rank=3)
+
+    def penalised() -> Tensor:
+        return plain() + weight.square().sum()
+
+    def harmless() -> Tensor:
+        zeros = torch.zeros_like(weight, dtype=weight.dtype).expand_as(weight)
+        return plain().to(weight) + zeros.sum() * weight.shape[0]
+
+    with pytest.raises(RequestError, match=r"up_proj\.weight are read past their modules"):
+        optimizer.step(penalised)
+    assert optimizer.num_steps == 0
+    optimizer.step(harmless)
+    optimizer.step(penalised)  # looked at in the first step alone
 
 
 def test_parameters_that_no_forward_pass_meets_are_reported():

@@ -9,6 +9,7 @@ from tezo.directions.targets import Target
 from tezo.forward.blocks import Blocks as Blocks
 from tezo.forward.blocks import NotInBlocksError as NotInBlocksError
 from tezo.forward.dense_in_forward import DenseInForward as DenseInForward
+from tezo.forward.direct_reads import DirectReads as DirectReads
 from tezo.forward.in_place import FromCopy as FromCopy
 from tezo.forward.in_place import InPlace as InPlace
 from tezo.forward.low_rank_in_forward import InForward as InForward

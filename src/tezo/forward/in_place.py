@@ -17,7 +17,7 @@ class InPlace(MovingParameter):
     """
 
     application = "in place"
-    was_called = True
+    was_called = in_storage = True
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -47,7 +47,7 @@ class FromCopy(MovingParameter):
     """A vector that cannot be perturbed by hooks: perturbed in place and restored exactly from a copy."""
 
     application = "from copy"
-    was_called = True
+    was_called = in_storage = True
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)

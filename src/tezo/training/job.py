@@ -11,6 +11,7 @@ from tezo.directions.bases import Passes
 from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
+from tezo.forward import DirectReads
 from tezo.models.kinds import is_unused
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.peft_adapters import add_adapter
@@ -46,7 +47,7 @@ class Job:
         dev: rows that choose the checkpoint; may be empty.
         test: rows for the figures before and after.
         optimizer: on the model.
-        untrained: parameters that the loss does not depend on.
+        untrained: parameters that the loss does not depend on, or reads past their modules.
         notices: what the user should know before the start: cuts, label words that are alike, parameters left out,
             held-out rows.
     """
@@ -175,15 +176,20 @@ def load_for_tuning(config: Config, loaded: LoadedModel | None = None) -> Loaded
 
 
 def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded]) -> list[str]:
-    """Parameters that the loss does not depend on."""
+    """Parameters that the loss does not depend on, or that it reads past their modules."""
     targets, batch = find_targets(loaded.model), objective.collate(train[:1])
-    with torch.no_grad():
+    with torch.no_grad(), DirectReads(targets) as reads:
         uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
-    return [target.name for target in targets if target.name in uncalled or is_unused(target.name, loaded.kind)]
+    apart = uncalled | reads.names
+    return [target.name for target in targets if target.name in apart or is_unused(target.name, loaded.kind)]
 
 
 def _untrained_notice(names: Sequence[str]) -> list[str]:
-    return [f"left untrained, since the loss does not depend on them: {_some(names)}."] if names else []
+    return (
+        [f"left untrained, since the loss does not depend on them, or reads them past their modules: {_some(names)}."]
+        if names
+        else []
+    )
 
 
 def _left_out_notice(config: Config, optimizer: Tuner, untrained: Collection[str]) -> list[str]:
