@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from tezo.directions.targets import Target
 from tezo.forward.interception import untraced
 
-_STORAGE = (torch.Tensor.data.__get__, torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
+_STORAGE = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "grad"))
 """What this library reads and writes weights by, between evaluations."""
 
 

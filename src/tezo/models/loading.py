@@ -1,10 +1,12 @@
 """Loads models from a folder, the hub or an installed package; safetensors only, and no code of the model is run."""
 
+import copy
 import hashlib
 import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from tezo.files import read_object, reading
 from tezo.models.kinds import Kind, choose_kind, is_unused
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
-from tezo.models.quantization import check_unpacks, quantizer
+from tezo.models.quantization import quantization_config, quantizer
 from tezo.numerics.hashing import digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -122,19 +124,19 @@ def load_model(
     with _loading(name, trust_remote_code):
         config = AutoConfig.from_pretrained(source, **trust)
         model_kind = choose_kind(kind, config.architectures or [], config)
-        options = _weights(config, dtype, quantization, place, where)
+        build = partial(_CLASSES[model_kind].from_config, copy.deepcopy(config), **trust)
+        options, notices = _weights(config, dtype, quantization, place, where, build)
         model, report = _CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
         if hasattr(model, "peft_config"):  # transformers loads an adapter that it finds beside a model
             raise _has_adapter(name)
         _check_complete(name, model, model_kind, report["missing_keys"])
         if quantization != "none":
-            check_unpacks(quantization, model, where)
             quantizer(quantization).settle(model)
         set_padding(name, model, tokenizer, model_kind)
         model = (model if "device_map" in options else model.to(where)).eval()
-        digest_of_weights = fingerprint(model, model_kind)
-        loaded = LoadedModel(model, tokenizer, model_kind, digest_of_weights, tuple(place.settle(model, where)))
+        digest_of_weights, notices = fingerprint(model, model_kind), [*notices, *place.settle(model, where)]
+        loaded = LoadedModel(model, tokenizer, model_kind, digest_of_weights, tuple(notices))
         _try(loaded)
     return loaded
 
@@ -170,15 +172,18 @@ def _try(loaded: LoadedModel) -> None:
     loaded.model(input_ids=inputs, attention_mask=torch.ones_like(inputs))
 
 
-def _weights(config: Any, dtype: str, quantization: str, place: Placement, where: torch.device) -> dict[str, Any]:
-    """Keyword arguments of `from_pretrained` for the weights."""
+def _weights(
+    config: Any, dtype: str, quantization: str, place: Placement, where: torch.device, build: Callable[[], Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """(keyword arguments of `from_pretrained` for the weights, notices); `build` makes the model without them."""
+    notices: list[str] = []
     options: dict[str, Any] = {"dtype": _dtype(dtype), "use_safetensors": True, "output_loading_info": True}
     if quantization != "none":
         width = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
-        options["quantization_config"] = quantizer(quantization).config(width)
+        options["quantization_config"], notices = quantization_config(quantization, width, where, build)
     if quantization != "none" or place.spread:
         options["device_map"] = "auto" if place.spread else {"": where}
-    return options
+    return options, notices
 
 
 def set_padding(name: str, model: Any, tokenizer: Any, kind: Kind) -> None:
