@@ -72,7 +72,7 @@ def test_what_a_step_measured_is_needed_and_named(home, tmp_path):
     train(made(home), tmp_path / "run")
     missing = tmp_path / "run" / f"feedback-{STEPS - 1}.safetensors"
     missing.unlink()
-    with pytest.raises(RequestError, match=rf"feedback-{STEPS - 1}.safetensors is missing, and later steps"):
+    with pytest.raises(RequestError, match=rf"feedback-{STEPS - 1}.safetensors is missing, and steps from"):
         replay(tmp_path / "run", tmp_path / "out", step=STEPS)
     assert replay(tmp_path / "run", tmp_path / "out", step=STEPS - 1)["steps"] == STEPS - 1
     damaged = tmp_path / "run" / "feedback-1.safetensors"

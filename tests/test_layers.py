@@ -140,3 +140,22 @@ def test_the_package_gives_every_public_name_when_it_is_first_asked_for():
     assert done.stdout.strip() == "tezo_adam"
     with pytest.raises(AttributeError, match="has no attribute 'tezzo'"):
         tezo.tezzo  # noqa: B018
+
+
+FIRST = """
+import sys, torch, tezo
+from tezo.optim.methods import BASELINES, METHODS
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+for method in (*METHODS.values(), *BASELINES.values()):
+    optimizer = method.build(model, **({"rank": 2} if "rank" in method.defaults() else {}))
+    optimizer.step(lambda: model(torch.ones(2, 4)).square().mean())
+    optimizer.close()
+assert "torchao" not in sys.modules
+tezo.train
+"""
+
+
+@pytest.mark.slow
+def test_no_optimizer_imports_torchao_and_what_transformers_imports_of_it_says_nothing():
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from cases import CASES, choose, effective_weights
+from cases import CASES, choose, effective_weights, every_method_fast_for_kinds
 from tiny import (
     Regression,
     lm_loss,
     tiny_bert,
+    tiny_deberta,
+    tiny_falcon,
     tiny_gpt2,
     tiny_llama,
     tiny_moe,
@@ -18,7 +20,7 @@ from tiny import (
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tezo import RequestError
+from tezo import RequestError, tezo
 from tezo.directions.perturbations import DrawKey
 from tezo.directions.targets import find_targets, never_called, select_targets
 
@@ -227,6 +229,71 @@ def test_a_weight_that_attention_reads_past_its_module_is_moved_in_place(case):
     optimizer.step(lambda: attention(x, x, x)[0].square().mean())
     assert optimizer.last_step.projected_grads != (0.0,)
     assert {optimizer.application(t.name)[1] for t in optimizer.targets} == {"in place", "from copy"}
+
+
+@every_method_fast_for_kinds
+def test_a_linear_layer_with_a_forward_of_its_own_is_tuned_as_one(case):
+    model = tiny_falcon()
+    linear = {module for module in model.modules() if isinstance(module, nn.Linear)} - {model.lm_head}
+    optimizer = case.build(model, lr=1e-2)
+    assert {site.module for target in optimizer.targets for site in target.sites} == linear
+    loss, before = lm_loss(model, tokens()), effective_weights(optimizer)
+    draw = optimizer.draw()
+    (probe,) = optimizer.measure(loss, rho=0.1)
+    at = tiny_falcon()
+    for name, (direction,) in draw.directions.items():
+        direction.add_to_(at.get_parameter(name).data, 0.1)
+    torch.testing.assert_close(probe.loss_plus, float(lm_loss(at, tokens())().detach()), rtol=1e-9, atol=0)
+    for _ in range(2):
+        optimizer.step(loss)
+    assert all(not torch.equal(weight, before[name]) for name, weight in effective_weights(optimizer).items())
+    tuned = loss()
+    optimizer.merge()
+    torch.testing.assert_close(loss(), tuned, rtol=1e-9, atol=0)
+
+
+READ = {True: ["encoder.rel_embeddings"], False: ["embeddings.word_embeddings", "encoder.rel_embeddings"]}
+
+
+@pytest.mark.parametrize("legacy", [True, False], ids=["legacy", "new"])
+@every_method_fast_for_kinds
+def test_a_weight_that_is_read_past_its_module_is_refused_or_moved_in_place_or_left_out(case, legacy):
+    read = [f"deberta.{name}.weight" for name in READ[legacy]]
+    model = tiny_deberta(legacy=legacy)
+    loss, stored = lm_loss(model, tokens()), {name: weight.clone() for name, weight in model.named_parameters()}
+    optimizer = case.build(model, targets=("all",), lr=1e-2)
+    with pytest.raises(RequestError, match=f"{', '.join(read)} are read past their modules"):
+        optimizer.step(loss)
+    optimizer.close()
+    assert all(torch.equal(weight, stored[name]) for name, weight in model.named_parameters())
+    ways = {"in_forward": False}, {"targets": ("all", *(f"!{name}" for name in read))}
+    for way in ways:
+        model = tiny_deberta(legacy=legacy)
+        optimizer = case.build(model, **({"targets": ("all",), "lr": 1e-2} | way))
+        for step in range(2):
+            optimizer.step(lm_loss(model, tokens(seed=step)))
+        before = lm_loss(model, tokens())().detach()
+        optimizer.merge()
+        torch.testing.assert_close(lm_loss(model, tokens())().detach(), before, rtol=1e-9, atol=0)
+
+
+def test_a_loss_that_reads_the_weights_itself_is_refused_and_their_dtypes_and_shapes_are_no_reads():
+    model = tiny_llama()
+    plain, weight = lm_loss(model, tokens()), model.model.layers[0].mlp.up_proj.weight
+    optimizer = tezo(model, rank=3)
+
+    def penalised() -> Tensor:
+        return plain() + weight.square().sum()
+
+    def harmless() -> Tensor:
+        zeros = torch.zeros_like(weight, dtype=weight.dtype).expand_as(weight)
+        return plain().to(weight) + zeros.sum() * weight.shape[0]
+
+    with pytest.raises(RequestError, match=r"up_proj\.weight are read past their modules"):
+        optimizer.step(penalised)
+    assert optimizer.num_steps == 0
+    optimizer.step(harmless)
+    optimizer.step(penalised)  # looked at in the first step alone
 
 
 def test_parameters_that_no_forward_pass_meets_are_reported():

@@ -1,12 +1,18 @@
 """The rank of each layer: counts of singular values, the least of a block, and the cache of counts."""
 
+import copy
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from cases import CASES
+from folders import label_rows, saved, tezo, tiny_model, train, words_tokenizer, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import PeftModel
 from tiny import tiny_llama, tiny_moe
 from torch import Tensor, nn
 
@@ -21,6 +27,7 @@ from tezo.directions.rank_selection import (
 )
 from tezo.directions.targets import Target, select_targets
 from tezo.numerics.hashing import content_hash
+from tezo.optim.methods import METHODS
 
 
 def matrix_with(spectrum: list[float], rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -122,13 +129,59 @@ def test_experts_count_as_one_tall_matrix():
     assert ranks == {target.name: counted_by_svd(target.parameter.detach().reshape(-1, 12), 0.25)}
 
 
-def test_a_fixed_rank_is_everyones_and_must_fit():
+def test_a_fixed_rank_is_everyones_whose_smaller_side_it_fits():
     targets = select_targets(tiny_llama())
     assert FixedRank(rank=8).ranks(targets) == {target.name: 8 for target in targets}
-    with pytest.raises(RequestError, match=r"method\.rank 9 .* \(8\) of model\.layers\.0\.self_attn\.k_proj\.weight"):
-        FixedRank(rank=9).ranks(targets)
+    assert FixedRank(rank=99).ranks(targets) == {target.name: min(target.matrix_shape) for target in targets}
     with pytest.raises(RequestError, match=r"method\.rank is 0"):
-        FixedRank(rank=0).ranks(targets)
+        FixedRank(rank=0)
+
+
+class Narrow(nn.Module):
+    """Layers that no rank but 1 or 2 fits, as the gate of experts or a classifier, among one that any fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.wide, self.gate, self.head = nn.Linear(12, 12), nn.Linear(12, 1), nn.Linear(12, 2)
+        self.double()
+
+    def loss(self, seed: int) -> Tensor:
+        x = torch.randn(6, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        h = self.wide(x)
+        return (self.head(h.tanh()) * self.gate(h).sigmoid() - 1).square().mean()
+
+
+@pytest.mark.parametrize("basis", ["gaussian", "activation"])
+@pytest.mark.parametrize("case", [case for case in CASES.values() if case.low_rank], ids=lambda case: case.name)
+def test_a_rank_above_a_smaller_side_is_lowered_there_and_in_all_that_is_kept(case, basis):
+    more = {"rank": 8} | ({"basis": basis} if "basis" in METHODS[case.name].options() else {})
+    whole, first, second = (case.build(Narrow(), **more) for _ in range(3))
+    ranks = {"wide.weight": 8, "gate.weight": 1, "head.weight": 2}
+    assert {name: whole.application(name)[0] for name in whole.moving} == ranks
+    losses = [whole.step(partial(whole.model.loss, step)) for step in range(9)]
+    assert losses[:4] == [first.step(partial(first.model.loss, step)) for step in range(4)]
+    second.load_tuned_state(first.tuned_state(), 4)  # the weights, of methods that write them
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert losses[4:] == [second.step(partial(second.model.loss, step)) for step in range(4, 9)]
+
+
+def test_a_run_says_which_ranks_were_lowered_and_its_adapter_loads_in_peft(tmp_path):
+    model = tiny_model("opt", len(words_tokenizer()), ffn_dim=2)
+    saved(model, words_tokenizer(), tmp_path / "base")
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(8))
+    done = train(tmp_path / "base", rows, tmp_path / "run")
+    assert done.code == 0, done.err
+    assert done.says("method.rank is 4, lowered to the smaller side of: model.decoder.layers.0.fc1.weight", "1 more")
+    plan = {row["name"]: row for row in json.loads((tmp_path / "run/plan.json").read_text()) if row["trained"]}
+    assert plan["model.decoder.layers.0.fc1.weight"]["rank"] == 2
+    assert plan["model.decoder.layers.0.self_attn.k_proj.weight"]["rank"] == 4
+    assert tezo("export", tmp_path / "run", "--format", "merged", "--output", tmp_path / "merged").code == 0
+    ids = torch.arange(5, 17).unsqueeze(0)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
+    tuned = PeftModel.from_pretrained(model, tmp_path / "run/adapter")(input_ids=ids).logits
+    assert torch.allclose(tuned, merged, atol=1e-5)
 
 
 @pytest.mark.parametrize(("threshold", "max_rank"), [(0.0, 8), (1.0, 8), (-0.1, 8), (float("nan"), 8), (0.25, 0)])

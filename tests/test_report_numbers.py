@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from reports import made
 
 from tezo.runs.reader import PlanRow, read_run
+from tezo.runs.step_log import StepLog
 from tezo.studies.plotting import COLOURS
 from tezo.studies.report import charts
 from tezo.studies.report import curves as numbers
@@ -80,8 +81,10 @@ def test_a_few_far_dots_are_left_out_and_counted(tmp_path):
 def test_only_so_many_metrics_have_a_chart(tmp_path):
     folder = made(tmp_path / "r", [1.0, 2.0])
     named = {f"metric {n}": 0.5 for n in range(5000)}
-    lines = [json.dumps({"step": step, "split": "dev", **named}) + "\n" for step in (1, 2)]
-    (folder / "metrics.jsonl").write_text("".join(lines))
+    log = StepLog(folder / "steps.log", {}, 0)
+    for step in (1, 2):
+        log.append_evaluation("dev", step, named)
+    log.close()
     found = charts.metric_charts([read_run(folder)])
     assert [chart.y for chart in found] == [*named][: charts.MAX_METRICS]
 

@@ -13,7 +13,7 @@ POSITIONS = 24
 
 def _build(kind: str, config: transformers.PretrainedConfig, dtype: torch.dtype, seed: int) -> nn.Module:
     # sdpa: the eager attention of transformers takes its softmax in float32, whatever the model's dtype.
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "eager" if isinstance(config, transformers.DebertaV2Config) else "sdpa"
     config._experts_implementation = "eager"
     config.use_cache = False
     with torch.random.fork_rng():
@@ -84,6 +84,15 @@ def tiny_gpt2(dtype: torch.dtype = torch.float64, *, tied: bool = False, seed: i
     return _build("GPT2LMHeadModel", config, dtype, seed)
 
 
+def tiny_falcon(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> nn.Module:
+    """Its linear layers are a subclass with a forward of its own."""
+    config = transformers.FalconConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.2, bias=True,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return _build("FalconForCausalLM", config, dtype, seed)
+
+
 def _bert_like(kind: str, head: str, dtype: torch.dtype, tied: bool, seed: int) -> nn.Module:
     config = getattr(transformers, kind + "Config")(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -100,6 +109,17 @@ def tiny_roberta(dtype: torch.dtype = torch.float64, *, tied: bool = False, seed
 def tiny_bert(dtype: torch.dtype = torch.float64, *, tied: bool = False, seed: int = 0) -> nn.Module:
     """An encoder with a pooler that its token outputs never use."""
     return _bert_like("Bert", "Model", dtype, tied, seed)
+
+
+def tiny_deberta(dtype: torch.dtype = torch.float64, *, legacy: bool = False, seed: int = 0) -> nn.Module:
+    """It reads its relative positions past their module, and without `legacy` its embeddings, which it also calls."""
+    config = transformers.DebertaV2Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=POSITIONS, initializer_range=0.2, relative_attention=True, position_buckets=8,
+        pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", legacy=legacy, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return _build("DebertaV2ForMaskedLM", config, dtype, seed)
 
 
 class Regression(nn.Module):
@@ -126,7 +146,7 @@ def tokens(batch: int = 3, length: int = 10, seed: int = 1) -> Tensor:
 
 def lm_loss(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
     """Cross-entropy of the next token, or of the token itself for a masked model, in the logits' dtype."""
-    shift = 0 if isinstance(model, transformers.RobertaForMaskedLM) else 1
+    shift = 0 if isinstance(model, (transformers.RobertaForMaskedLM, transformers.DebertaV2ForMaskedLM)) else 1
 
     def loss() -> Tensor:
         logits = model(input_ids=ids).logits

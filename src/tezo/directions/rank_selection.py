@@ -26,22 +26,17 @@ from tezo.numerics.hashing import content_hash
 
 @dataclass(frozen=True, kw_only=True)
 class FixedRank:
-    """The same rank for every matrix."""
+    """The same rank for every matrix, or the smaller side of a matrix whose smaller side is below it."""
 
     rank: int
 
-    def ranks(self, targets: Sequence[Target]) -> dict[str, int]:
-        """Name -> rank; a `RequestError` if the rank exceeds the smaller side of a matrix."""
+    def __post_init__(self) -> None:
         if self.rank < 1:
             raise RequestError(f"method.rank is {self.rank}; it must be at least 1.")
-        for target in targets:
-            side = min(target.matrix_shape)
-            if self.rank > side:
-                raise RequestError(
-                    f"method.rank {self.rank} is above the smaller side ({side}) of {target.name}; use at most "
-                    f"{side}, or leave the parameter out with method.targets."
-                )
-        return {target.name: self.rank for target in targets}
+
+    def ranks(self, targets: Sequence[Target]) -> dict[str, int]:
+        """Name -> rank."""
+        return {target.name: min(self.rank, *target.matrix_shape) for target in targets}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from tezo.errors import RequestError, nearest
 
-Layout = Literal["linear", "transposed", "embedding", "bias", "layer_norm", "norm"]
-"""How a module uses a parameter: x W^T ("linear"), x W (GPT-2's Conv1D, "transposed"), lookup of rows ("embedding");
-a vector added to the output ("bias"), the scale of a LayerNorm, or the only parameter of another norm ("norm")."""
+Layout = Literal["linear", "like_linear", "transposed", "embedding", "bias", "layer_norm", "norm"]
+"""How a module uses a parameter: x W^T ("linear"; "like_linear" where the forward is not torch's), x W (GPT-2's Conv1D,
+"transposed"), lookup of rows ("embedding"); a vector added to the output ("bias"), the scale of a LayerNorm, or the
+only parameter of another norm ("norm")."""
+
+_LINEAR: tuple[Layout, ...] = ("linear", "like_linear", "transposed")
 
 ALL_LINEAR = "all-linear"
 ALL = "all"
@@ -91,7 +95,7 @@ class Target:
     @property
     def is_linear(self) -> bool:
         """Whether it is the weight of linear layers only."""
-        return self.in_forward and all(site.layout in ("linear", "transposed") for site in self.sites)
+        return self.in_forward and all(site.layout in _LINEAR for site in self.sites)
 
     @property
     def input_role(self) -> Literal["u", "v"] | None:
@@ -120,9 +124,10 @@ def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
     """How a module uses one of its parameters; None if that is unknown.
 
     A subclass may compute something else, so a module qualifies only if its forward is exactly the known function. A
-    Linear with a packed weight is an exception: its forward differs only by the packing. For an Embedding, the lookup
-    inside the forward is perturbed, so subclasses qualify (OPT's positions add an offset before the lookup, Gemma's
-    embeddings multiply by a factor after it).
+    Linear with a packed weight is an exception: its forward differs only by the packing. So is a subclass of Linear
+    whose own forward gives a Linear's output (Falcon's). For an Embedding, the lookup inside the forward is perturbed,
+    so subclasses qualify (OPT's positions add an offset before the lookup, Gemma's embeddings multiply by a factor
+    after it).
     """
     parameter = module.get_parameter(attribute)
     packed = isinstance(module, nn.Linear) and is_packed(module.weight)
@@ -131,7 +136,9 @@ def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
     if attribute == "weight" and parameter.ndim == 2:
         if isinstance(module, nn.Embedding):
             return "embedding"
-        return "linear" if _is(module, nn.Linear) else "transposed" if _is(module, Conv1D) else None
+        if _is(module, nn.Linear):
+            return "linear"
+        return "transposed" if _is(module, Conv1D) else "like_linear" if _computes_as_linear(module) else None
     if attribute == "bias" and parameter.ndim == 1 and (packed or _is(module, nn.Linear, Conv1D, nn.LayerNorm)):
         return "bias"
     if attribute == "weight" and parameter.ndim == 1:
@@ -148,6 +155,21 @@ def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     ):  # MultiheadAttention reads its weight, its forward never runs
         return False
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+
+
+@torch.no_grad()
+def _computes_as_linear(module: nn.Module) -> bool:
+    """Whether the own forward of a subclass of Linear gives a Linear's output for an input."""
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return False
+    x_1N = torch.linspace(-1, 1, module.in_features, device=module.weight.device).to(module.weight.dtype).unsqueeze(0)
+    close = 4 * torch.finfo(x_1N.dtype).eps * module.in_features**0.5  # the rounding of a sum of so many terms
+    try:
+        given = type(module).forward(module, x_1N)  # without hooks
+        expected = functional.linear(x_1N, module.weight, module.bias)
+        return bool((given - expected).abs().max() <= close * expected.abs().max())
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # it takes or gives something else, or is offloaded
+        return False
 
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -196,11 +218,7 @@ def select_targets(model: nn.Module, patterns: Sequence[str] = (ALL_LINEAR,)) ->
         negative, glob = pattern.startswith("!"), pattern.removeprefix("!")
         matched = [target for target in available if _matches(target, glob, head)]
         if not matched:
-            parts = dict.fromkeys(part for target in available for part in target.name.split("."))
-            raise RequestError(
-                f"method.targets: the pattern {pattern!r} matches no trainable parameter. "
-                + nearest(glob.strip("*."), [ALL_LINEAR, ALL, *(p for p in parts if not p.isdigit())])
-            )
+            raise _no_match(pattern, available)
         for target in matched:
             if negative:
                 chosen.pop(target.name, None)
@@ -211,6 +229,19 @@ def select_targets(model: nn.Module, patterns: Sequence[str] = (ALL_LINEAR,)) ->
             f"method.targets: {list(patterns)} leaves no parameter to train; start with 'all-linear' or 'all'."
         )
     return [target for target in available if target.name in chosen]
+
+
+def _no_match(pattern: str, available: Sequence[Target]) -> RequestError:
+    if not available:
+        return RequestError(
+            "method.targets: all parameters of this model are frozen; call requires_grad_(True) on those to be tuned."
+        )
+    fault = f"method.targets: the pattern {pattern!r} matches no trainable parameter"
+    parts = dict.fromkeys(part for target in available for part in target.name.split(".") if not part.isdigit())
+    if pattern == ALL_LINEAR:
+        return RequestError(f"{fault}, since no linear layer is trainable; set it to 'all', or to some of: "
+                            f"{', '.join(parts)}.")  # fmt: skip
+    return RequestError(f"{fault}. " + nearest(pattern.strip("!*."), [ALL_LINEAR, ALL, *parts]))
 
 
 def _matches(target: Target, glob: str, head: Tensor | None) -> bool:

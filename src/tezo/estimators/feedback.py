@@ -77,7 +77,8 @@ class DirectFeedback(Estimator):
 
     def check(self, closure: Closure) -> None:
         with evaluation_mode(self._model):
-            self._find_writers(closure)
+            base, _ = self._find_writers(closure)
+            last_errors(base, closure, {})  # a loss may depend on more than the last hidden states, or on none of them
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         with evaluation_mode(self._model):

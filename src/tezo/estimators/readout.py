@@ -84,13 +84,14 @@ def last_errors(
     """
     with _recording(base, taps) as calls, torch.enable_grad():
         loss = closure()
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
+    leaves = [call.leaf for call in calls if call.leaf is not None]
+    loss = torch.as_tensor(loss)
+    errors = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+    if all(error is None for error in errors):
         raise RequestError(
             "a feedback step needs a loss that is a tensor and differentiable in the model's last hidden states; "
             "return one, or set train.feedback_first=0 and train.feedback_last=0."
         )
-    leaves = [call.leaf for call in calls if call.leaf is not None]
-    errors = torch.autograd.grad(loss, leaves, allow_unused=True)
     return loss.detach(), [(c.kept, e) for c, e in zip(calls, errors, strict=True) if e is not None]
 
 

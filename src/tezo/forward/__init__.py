@@ -9,6 +9,7 @@ from tezo.directions.targets import Target
 from tezo.forward.blocks import Blocks as Blocks
 from tezo.forward.blocks import NotInBlocksError as NotInBlocksError
 from tezo.forward.dense_in_forward import DenseInForward as DenseInForward
+from tezo.forward.direct_reads import DirectReads as DirectReads
 from tezo.forward.in_place import FromCopy as FromCopy
 from tezo.forward.in_place import InPlace as InPlace
 from tezo.forward.in_state_dict import InStateDict as InStateDict
@@ -36,6 +37,8 @@ def moving_parameter(
     if in_forward and target.in_forward:
         if not target.is_matrix:
             return VectorInForward(target, blocks)
-        low_rank = issubclass(kind, FixedFactors)
-        return InForward(target, blocks, frozen_rank) if low_rank else DenseInForward(target, blocks)
+        if issubclass(kind, FixedFactors):
+            return InForward(target, blocks, frozen_rank)
+        if all(site.layout in DenseInForward.layouts for site in target.sites):
+            return DenseInForward(target, blocks)
     return InPlace(target) if target.is_matrix else FromCopy(target)

@@ -7,7 +7,7 @@ tiles of Z, and a tile of W + rho Z for every block.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class DenseInForward(MovingParameter):
 
     in_blocks = True
     draws_for_all_blocks = True
+    layouts: ClassVar[tuple[Layout, ...]] = ("linear", "transposed", "embedding")
+    """The layouts whose product or lookup can be replaced."""
 
     def __init__(self, target: Target, blocks: Blocks) -> None:
         require_writable(target, "this method")

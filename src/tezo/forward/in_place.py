@@ -17,7 +17,7 @@ class InPlace(MovingParameter):
     """
 
     application = "in place"
-    was_called = True
+    was_called = in_storage = True
 
     def __init__(self, target: Target) -> None:
         require_writable(target, "this perturbation")
@@ -53,7 +53,7 @@ class FromCopy(MovingParameter):
     """A vector that cannot be perturbed by hooks: perturbed in place and restored exactly from a copy."""
 
     application = "from copy"
-    was_called = True
+    was_called = in_storage = True
 
     def __init__(self, target: Target) -> None:
         require_writable(target, "training 1-D parameters")

@@ -210,5 +210,6 @@ def _coefficient(direction: Direction) -> Tensor:
 
 _ADD: dict[Layout, Callable[[FixedFactors, Tensor, Tensor], None]] = {
     "linear": lambda point, out, x: point.add_linear_(out, x),
+    "like_linear": lambda point, out, x: point.add_linear_(out, x),
     "transposed": lambda point, out, x: point.add_transposed_(out, x),
 }

@@ -48,6 +48,9 @@ class MovingParameter(ABC):
     was_called = False
     """Whether a forward pass has used a perturbation; always True for a parameter that is perturbed in place."""
 
+    in_storage = False
+    """Whether perturbations are in the stored tensor, where code that reads the tensor past its modules meets them."""
+
     def __init__(self, target: Target) -> None:
         self.target = target
         if is_changed_beside([target.parameter]):

@@ -3,3 +3,7 @@
 The interface is `load_model` and the functions that save the result of a run. This package may import optim and the
 packages before it.
 """
+
+from tezo.models.quiet import quiet_imports
+
+quiet_imports()

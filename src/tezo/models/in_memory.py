@@ -1,16 +1,15 @@
 """A model that is in memory already, and its tokenizer, as if they had been loaded by name."""
 
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from tezo.errors import RequestError
 from tezo.forward import is_changed_beside
-from tezo.models.kinds import Kind, kind_of
-from tezo.models.loading import DTYPES, LoadedModel, set_padding
+from tezo.models.kinds import choose_kind
+from tezo.models.loading import DTYPES, LoadedModel, fingerprint, set_padding
 from tezo.models.lora import has_adapter
-from tezo.numerics.hashing import digest
 
 
 def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
@@ -22,11 +21,11 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
     Args:
         model: a model of transformers, whose weights are all that it computes with.
         tokenizer: its tokenizer.
-        kind: causal, masked or encoder; "auto": by the class of the model.
+        kind: one of `Kind`; "auto": by the class of the model.
 
     Raises:
-        RequestError: it is another object, a tokenizer is missing, or the model computes with more than its weights:
-            with layers of PEFT, an attached adapter, or what an optimizer has trained.
+        RequestError: it is another object or of no known kind, a tokenizer is missing, or the model computes with more
+            than its weights: with layers of PEFT, an attached adapter, or what an optimizer has trained.
     """
     if not isinstance(model, PreTrainedModel):
         raise RequestError(
@@ -40,18 +39,14 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
             "returns it."
         )
     _check_plain(model)
-    set_padding(type(model).__name__, tokenizer)
-    found = kind_of([type(model).__name__]) if kind == "auto" else _known(kind)
-    return LoadedModel(model.eval(), tokenizer, found, digest(dict(model.named_parameters())))
+    found = choose_kind(kind, [type(model).__name__], model.config)
+    set_padding(type(model).__name__, model, tokenizer, found)
+    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found))
 
 
 def dtype_name(model: Any) -> str:
     """The data type of the weights as `model.dtype` of a recipe has it."""
     return next((name for name, dtype in DTYPES.items() if dtype == model.dtype), "auto")
-
-
-def _known(kind: str) -> Kind:
-    return next(known for known in get_args(Kind) if known == kind)
 
 
 def _check_plain(model: nn.Module) -> None:

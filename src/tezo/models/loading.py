@@ -1,29 +1,43 @@
 """Loads models from a folder, the hub or an installed package; safetensors only, and no code of the model is run."""
 
+import copy
 import hashlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
-from tezo.directions.targets import device_of
+from tezo.directions.targets import device_of, is_packed
 from tezo.errors import RequestError
 from tezo.files import read_object, reading
-from tezo.models.kinds import Kind, kind_of
+from tezo.models.kinds import Kind, choose_kind, is_unused
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
-from tezo.models.quantization import check_unpacks, quantizer
+from tezo.models.quantization import quantization_config, quantizer
 from tezo.numerics.hashing import digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
-_CLASSES: dict[Kind, Any] = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM, "encoder": AutoModel}
+_CLASSES: dict[Kind, Any] = {
+    "causal": AutoModelForCausalLM,
+    "masked": AutoModelForMaskedLM,
+    "encoder": AutoModel,
+    "classifier": AutoModelForSequenceClassification,
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,12 @@ class LoadedModel:
         return device_of(self.model)
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of a classifier in the order of its logits; empty for other kinds."""
+        names = self.model.config.id2label if self.kind == "classifier" else {}
+        return tuple(str(names[index]) for index in sorted(names))
+
+    @property
     def max_length(self) -> int:
         """Maximum input length in tokens, by tokenizer and positions; `UNBOUNDED` if neither sets one."""
         bounds = [UNBOUNDED, int(self.tokenizer.model_max_length)]
@@ -88,7 +108,7 @@ def load_model(
 
     Args:
         name: a folder, a hub name, or a key of `EMBEDDED`.
-        kind: causal, masked or encoder; "auto": by the architecture in the model's configuration.
+        kind: one of `Kind`; "auto": by the architecture in the model's configuration.
         dtype: data type of the weights, a key of `DTYPES`; "auto": as stored.
         device: name of a torch device; "auto": the first GPU, otherwise the CPU.
         quantization: "none", or a key of `tezo.models.quantization.QUANTIZERS`.
@@ -96,29 +116,34 @@ def load_model(
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
-        RequestError: there is no such model, it has no safetensors, its index points outside its folder, or it does
-            not support this quantization or placement.
+        RequestError: there is no such model, it is of no known kind, it lacks weights or has an adapter in it, it has
+            no safetensors, its index points outside its folder, or it does not support this quantization or placement.
     """
     source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
     trust = {"trust_remote_code": trust_remote_code}
     with _loading(name, trust_remote_code):
         config = AutoConfig.from_pretrained(source, **trust)
-        model_kind = (
-            kind_of(config.architectures or []) if kind == "auto" else _one_of("model.kind", kind, get_args(Kind))
-        )
-        options = _weights(config, dtype, quantization, place, where)
+        model_kind = choose_kind(kind, config.architectures or [], config)
+        build = partial(_CLASSES[model_kind].from_config, copy.deepcopy(config), **trust)
+        options, notices = _weights(config, dtype, quantization, place, where, build)
         model, report = _CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
-        _check_complete(name, report["missing_keys"])
+        if hasattr(model, "peft_config"):  # transformers loads an adapter that it finds beside a model
+            raise _has_adapter(name)
+        _check_complete(name, model, model_kind, report["missing_keys"])
         if quantization != "none":
-            check_unpacks(quantization, model, where)
             quantizer(quantization).settle(model)
-        set_padding(name, tokenizer)
+        set_padding(name, model, tokenizer, model_kind)
         model = (model if "device_map" in options else model.to(where)).eval()
-        fingerprint = digest(dict(model.named_parameters()))
-        loaded = LoadedModel(model, tokenizer, model_kind, fingerprint, tuple(place.settle(model, where)))
+        digest_of_weights, notices = fingerprint(model, model_kind), [*notices, *place.settle(model, where)]
+        loaded = LoadedModel(model, tokenizer, model_kind, digest_of_weights, tuple(notices))
         _try(loaded)
     return loaded
+
+
+def fingerprint(model: nn.Module, kind: Kind) -> str:
+    """Digest of the weights that a loss may depend on."""
+    return digest({name: weight for name, weight in model.named_parameters() if not is_unused(name, kind)})
 
 
 @contextmanager
@@ -147,23 +172,28 @@ def _try(loaded: LoadedModel) -> None:
     loaded.model(input_ids=inputs, attention_mask=torch.ones_like(inputs))
 
 
-def _weights(config: Any, dtype: str, quantization: str, place: Placement, where: torch.device) -> dict[str, Any]:
-    """Keyword arguments of `from_pretrained` for the weights."""
+def _weights(
+    config: Any, dtype: str, quantization: str, place: Placement, where: torch.device, build: Callable[[], Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """(keyword arguments of `from_pretrained` for the weights, notices); `build` makes the model without them."""
+    notices: list[str] = []
     options: dict[str, Any] = {"dtype": _dtype(dtype), "use_safetensors": True, "output_loading_info": True}
     if quantization != "none":
         width = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
-        options["quantization_config"] = quantizer(quantization).config(width)
+        options["quantization_config"], notices = quantization_config(quantization, width, where, build)
     if quantization != "none" or place.spread:
         options["device_map"] = "auto" if place.spread else {"": where}
-    return options
+    return options, notices
 
 
-def set_padding(name: str, tokenizer: Any) -> None:
+def set_padding(name: str, model: Any, tokenizer: Any, kind: Kind) -> None:
     """Gives a tokenizer without a padding token its end-of-text or unknown token; `RequestError` if it has neither."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
         raise RequestError(f"model.name: the tokenizer of {name} has no padding token; set one in its files.")
+    if kind == "classifier":  # one of a causal architecture reads the last token that is not padding
+        model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def _placement(name: str, quantization: str) -> Placement:
@@ -176,14 +206,18 @@ def _placement(name: str, quantization: str) -> Placement:
     return place
 
 
-def _check_complete(name: str, missing: Iterable[str]) -> None:
-    # transformers initialises a missing pooler at random; this library does not use it
-    lacking = sorted(key for key in missing if "pooler" not in key.split("."))
+@torch.no_grad()
+def _check_complete(name: str, model: nn.Module, kind: Kind, missing: Collection[str]) -> None:
+    """Raises a `RequestError` if the file lacks weights that a loss depends on; the others become zero."""
+    lacking = sorted(key for key in missing if not is_unused(key, kind))
     if lacking:
         raise RequestError(
             f"model.name: {name} lacks {len(lacking)} weights of its architecture, such as {lacking[0]}; "
             "set model.kind to the kind it was trained as, or download it again."
         )
+    for key, weight in model.named_parameters():
+        if key in missing and not is_packed(weight):  # transformers draws them at random
+            weight.zero_()
 
 
 def choose_device(name: str) -> torch.device:
@@ -236,7 +270,16 @@ def _resolve(name: str) -> str:
     return name
 
 
+def _has_adapter(name: str | Path) -> RequestError:
+    return RequestError(
+        f"model.name: {name} has an adapter of PEFT in it (adapter_config.json); merge it into its model with "
+        "merge_and_unload(), and give the folder of the result."
+    )
+
+
 def _check_folder(folder: Path) -> None:
+    if (folder / "adapter_config.json").is_file():
+        raise _has_adapter(folder)
     if not (folder / "config.json").is_file():
         raise RequestError(f"model.name: {folder} has no config.json; give the folder that save_pretrained wrote.")
     if not any(folder.glob("*.safetensors")):

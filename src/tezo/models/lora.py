@@ -30,8 +30,8 @@ from tezo.models.kinds import Kind, kind_of
 from tezo.optim.tuner import LowRankChange, Tuner
 
 _PREFIX = "base_model.model."
-TASK_TYPES: dict[Kind, str | None] = {"causal": "CAUSAL_LM", "masked": None, "encoder": "FEATURE_EXTRACTION"}
-
+TASK_TYPES: dict[Kind | None, str] = {"causal": "CAUSAL_LM", "encoder": "FEATURE_EXTRACTION"}
+"""PEFT's types; it would save a classifier's head whole, beside the change of the head that the adapter has."""
 
 Handle = RemovableHandle | InStateDict
 """Has `remove()`."""
@@ -89,7 +89,7 @@ def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> No
     transposed = {layout_of(model.get_submodule(name)) == "transposed" for name in adapter.pairs}
     config = {
         "peft_type": "LORA",
-        "task_type": TASK_TYPES[kind_of([type(model).__name__])],
+        "task_type": TASK_TYPES.get(kind_of([type(model).__name__])),
         "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": adapter.rank,

@@ -13,8 +13,8 @@ class ModelConfig:
 
     name: str
     """Model folder, hub name, or embedded:all-minilm-l6-v2."""
-    kind: Literal["auto", "causal", "masked", "encoder"] = "auto"
-    """Kind of model: causal, masked or encoder. Default auto: by its architecture."""
+    kind: Literal["auto", "causal", "masked", "encoder", "classifier"] = "auto"
+    """Kind of model: causal, masked, encoder or classifier. Default auto: by its architecture."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Data type of the weights. Default auto: as stored."""
     device: str = "auto"

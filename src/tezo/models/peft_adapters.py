@@ -23,6 +23,8 @@ from tezo.models.model_config import ModelConfig
 _NO_FIGURES = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
 """Keys of adapter_config.json that no output depends on."""
 
+_TASK_TYPES = TASK_TYPES | {"classifier": "SEQ_CLS"}
+
 
 def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedModel:
     """Adds a new adapter to a model; only the adapter is trainable. With `config.peft` "none", returns `loaded`.
@@ -53,7 +55,7 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
 
 
 def _settings(loaded: LoadedModel, config: ModelConfig) -> Any:
-    peft, task_type = _peft(), TASK_TYPES[loaded.kind]
+    peft, task_type = _peft(), _TASK_TYPES.get(loaded.kind)
     if config.peft == "lora":
         return peft.LoraConfig(task_type=task_type, r=config.lora_rank, lora_alpha=config.lora_alpha)
     return peft.PrefixTuningConfig(task_type=task_type, num_virtual_tokens=config.prefix_length)

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tezo.errors import RequestError
+from tezo.files import storing
 from tezo.models.lora import Adapter, save_adapter
 
 
@@ -45,7 +46,8 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module) -> str | None:
 
     by = f"PEFT {peft.__version__}"
     with tempfile.TemporaryDirectory() as folder, _unwarned():
-        save_adapter(adapter, Path(folder), model=model, base="")
+        with storing(Path(folder)):
+            save_adapter(adapter, Path(folder), model=model, base="")
         try:
             loaded: Any = peft.PeftModel.from_pretrained(
                 _without_memory(model), folder, low_cpu_mem_usage=True, torch_device="cpu"

@@ -1,5 +1,6 @@
 """Quantization of a base model's linear layers: one entry of `QUANTIZERS` for each format."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from tezo.errors import RequestError, nearest
 
@@ -25,19 +28,22 @@ class Quantizer:
         package: the library that implements it.
         bits: bits per weight, without scales.
         inputs_on_cpu: on a CPU the number of inputs of a layer must be a multiple of this, or unpacking is wrong.
-        config: dtype of the other tensors -> quantization_config of `from_pretrained`.
+        config: (dtype of the other tensors, patterns of the modules to leave as they are or None for the library's own)
+            -> quantization_config of `from_pretrained`.
         settle: called on the loaded model; keeps the library from changing the stored weights later.
     """
 
     package: str
     bits: int
-    config: Callable[[torch.dtype], Any]
+    config: Callable[[torch.dtype, list[str] | None], Any]
     inputs_on_cpu: int = 1
     settle: Callable[[nn.Module], None] = _nothing
 
 
-def _nf4(dtype: torch.dtype) -> Any:
-    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+def _nf4(dtype: torch.dtype, left: list[str] | None) -> Any:
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=left
+    )
 
 
 def _stay_packed(model: nn.Module) -> None:
@@ -52,16 +58,16 @@ def _stay_packed(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _int8(dtype: torch.dtype) -> Any:
+def _int8(dtype: torch.dtype, left: list[str] | None) -> Any:
     del dtype
-    return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=left)
 
 
-def _int8wo(dtype: torch.dtype) -> Any:
+def _int8wo(dtype: torch.dtype, left: list[str] | None) -> Any:
     from torchao.quantization import Int8WeightOnlyConfig
 
     del dtype
-    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=left)
 
 
 QUANTIZERS = {
@@ -87,16 +93,37 @@ def quantizer(name: str) -> Quantizer:
     return entry
 
 
-def check_unpacks(name: str, model: nn.Module, device: torch.device) -> None:
-    """Raises `RequestError` if the library would unpack other values than it packed; see `Quantizer.inputs_on_cpu`."""
-    multiple = QUANTIZERS[name].inputs_on_cpu
-    for layer, module in model.named_modules():
-        packed = isinstance(module, nn.Linear) and not module.weight.is_floating_point()
-        if device.type == "cpu" and packed and module.in_features % multiple:
-            raise RequestError(
-                f"model.quantization is {name}, which a CPU unpacks wrongly if the number of a layer's inputs is not a "
-                f"multiple of {multiple} ({layer} has {module.in_features}); use int8wo."
-            )
+def quantization_config(
+    name: str, dtype: torch.dtype, device: torch.device, build: Callable[[], Any]
+) -> tuple[Any, list[str]]:
+    """(quantization_config of `from_pretrained`, notices); layers that cannot be unpacked there are left as they are.
+
+    Args:
+        name: a key of `QUANTIZERS`.
+        dtype: data type of the tensors that are not packed.
+        device: where the model will compute.
+        build: makes the model; it is called on the meta device, so that no weight is stored.
+    """
+    entry = quantizer(name)
+    if device.type != "cpu" or entry.inputs_on_cpu == 1:
+        return entry.config(dtype, None), []
+    with torch.device("meta"):
+        model = build()
+    usual = get_keys_to_not_convert(model)
+    left = [layer for layer, inputs in _inputs(model).items() if inputs % entry.inputs_on_cpu and layer not in usual]
+    if not left:
+        return entry.config(dtype, None), []
+    notice = (
+        f"{len(left)} layers are not packed, such as {left[0]}: on a CPU {name} needs a number of inputs that is a "
+        f"multiple of {entry.inputs_on_cpu}."
+    )
+    return entry.config(dtype, [*usual, *(f"^{re.escape(layer)}$" for layer in left)]), [notice]
+
+
+def _inputs(model: nn.Module) -> dict[str, int]:
+    """Name -> number of inputs, for every linear layer."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    return {name: m.in_features if isinstance(m, nn.Linear) else m.weight.shape[0] for name, m in layers}
 
 
 def stored_bytes(model: nn.Module) -> int:

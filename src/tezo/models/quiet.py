@@ -4,13 +4,20 @@ import os
 from logging import ERROR, getLogger
 
 
+def quiet_imports() -> None:
+    """Turns off what torchao says at import of the GPU libraries that it cannot load; errors are still shown.
+
+    transformers imports an installed torchao with its first model class, whether or not int8wo is asked for.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        getLogger(name).setLevel(ERROR)
+
+
 def quiet_libraries() -> None:
     """Turns off progress bars and advice of other libraries in this process; errors are still shown."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging
 
-    # bitsandbytes warns at each product that it rounds, the others at import
-    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        getLogger(name).setLevel(ERROR)
+    getLogger("bitsandbytes").setLevel(ERROR)  # it warns at each product that it rounds
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -8,7 +8,6 @@ from torch import nn
 
 from tezo.directions.perturbations import DrawKey
 from tezo.directions.spaces import FixedFactors
-from tezo.directions.targets import select_targets
 from tezo.errors import RequestError
 from tezo.estimators.estimate import ParameterEstimate
 from tezo.optim.methods import METHODS, Method
@@ -23,7 +22,7 @@ class Forecast:
         method: name of the method.
         trained: number of values in the tuned parameters.
         kept: bytes in addition to the model: factors, coefficients and moments, without the activations of a pass.
-        rank: rank of the directions; None if they are dense.
+        rank: largest rank of the directions; None if they are dense.
         adapter: whether the result is an exact LoRA adapter.
         refusal: the reason why the method cannot tune this model; None if it can.
     """
@@ -38,14 +37,13 @@ class Forecast:
 
 def forecasts(model: nn.Module) -> list[Forecast]:
     """The forecast of every method on the linear layers; `max_rank` is assumed where ranks depend on the weights."""
-    side = min(min(target.matrix_shape) for target in select_targets(model))
-    return [_forecast(model, method, side) for method in METHODS.values()]
+    return [_forecast(model, method) for method in METHODS.values()]
 
 
-def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], side: int) -> Forecast:
+def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer]) -> Forecast:
     defaults, options = method.defaults(), dict[str, Any]()
     if "rank" in defaults:
-        options["rank"] = min(side, defaults["rank"] or defaults["max_rank"])
+        options["rank"] = defaults["rank"] or defaults["max_rank"]
     if "basis" in defaults:
         options["basis"] = "gaussian"  # a data-dependent basis needs as much memory, but there is no data here
     try:
@@ -57,7 +55,7 @@ def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], side: int)
             method.name,
             trained=sum(target.shape.numel() for target in optimizer.targets),
             kept=optimizer.factor_bytes + sum(_kept(optimizer, name) for name in optimizer.moving),
-            rank=options.get("rank"),
+            rank=max([rank for name in optimizer.moving if (rank := optimizer.application(name)[0])], default=None),
             adapter=optimizer.why_no_adapter() is None,
         )
     finally:

@@ -75,7 +75,8 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         more_rules: further kinds of step, selected by `step(closure, kind=...)`.
 
     Raises:
-        RequestError: a setting is out of range, or the targets cannot be tuned this way.
+        RequestError: a setting is out of range, or the targets cannot be tuned this way; raised by the first `step` if
+            the closure reads a parameter past its modules, where forward hooks do not perturb it.
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
     """
 
@@ -154,7 +155,8 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         with self._in_step(), uninterrupted():
             draw = self.draw(kind)
             try:
-                estimate = rule.estimator.estimate(closure, draw)
+                with self.parameters.refusing_direct_reads():
+                    estimate = rule.estimator.estimate(closure, draw)
             except FloatingPointError as error:
                 raise self._not_finite(error) from None
             let_interrupt()

@@ -1,6 +1,7 @@
 """The parameters that an optimizer tunes, and their trained changes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from tezo.directions.perturbations import Perturbation
 from tezo.directions.spaces import Dense, Direction, LowRank
 from tezo.directions.targets import Target
 from tezo.errors import RequestError
-from tezo.forward import Blocks, MovingParameter, moving_parameter, require_writable
+from tezo.forward import Blocks, DirectReads, MovingParameter, moving_parameter, require_writable
 from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates import State, Update
 
@@ -46,7 +47,7 @@ class TunedParameters:
         frozen_rank: int | None,
     ) -> None:
         self.model, self.perturbation, self.update = model, perturbation, update
-        self.merged = self.closed = False
+        self.merged = self.closed = self._reads_checked = False
         self._blocks = Blocks(model)
         self.moving: dict[str, MovingParameter] = {}
         try:
@@ -67,6 +68,29 @@ class TunedParameters:
         if self.update.writes_weight:
             require_writable(target, "this method")
         return moving_parameter(target, kind, self._blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+
+    @contextmanager
+    def refusing_direct_reads(self) -> Iterator[None]:
+        """While open for the first time, reads of parameters past their modules, where no perturbation is, are noted.
+
+        Raises:
+            RequestError: at the end, if there were any.
+        """
+        if self._reads_checked:
+            yield
+            return
+        by_hooks = [moving for moving in self.moving.values() if not moving.in_storage]
+        # without it a compiled model would be compiled twice
+        with torch.compiler.set_stance("force_eager"), DirectReads([moving.target for moving in by_hooks]) as reads:
+            yield
+        if reads.names:
+            raise RequestError(
+                f"method.targets: {', '.join(sorted(reads.names))} are read past their modules, where no perturbation "
+                f"reaches them; leave them out ('!{min(reads.names)}'), or set method.in_forward=false."
+            )
+        for moving in by_hooks:
+            moving.was_called = False  # what was compiled before there were hooks does not call them
+        self._reads_checked = True
 
     def writes(self, moving: MovingParameter) -> bool:
         """Whether this method changes the stored tensor of a parameter at any time."""

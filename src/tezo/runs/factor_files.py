@@ -96,7 +96,11 @@ class FactorFiles:
             found = path.is_file() and not path.is_symlink() and entry_of(path)["sha256"] == digests[each]
             if not found:
                 state = "not the file that this run wrote" if path.exists() else "missing"
-                raise RequestError(f"{path} is {state}, and later steps depend on it; put an intact copy in its place.")
+                step = path.stem.rpartition("-")[2]
+                raise RequestError(
+                    f"{path} is {state}, and steps from {step} on depend on it; put an intact copy in its place, or "
+                    f"stop before it, with tezo replay --step {step}."
+                )
 
 
 def _hash(factors: Mapping[str, Tensor], calls: int) -> str:

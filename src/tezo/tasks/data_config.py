@@ -39,7 +39,7 @@ class DataConfig:
     template: str | None = None
     """Prompt of labelled rows: {field} inserts a field, {mask} the mask token. Default: by the kind of model."""
     label_words: dict[str, str] | None = None
-    """Word (for an encoder: description) that stands for each label. Default: the labels themselves."""
+    """Word (encoder: description, classifier: class) that stands for each label. Default: the labels themselves."""
     num_train: int | None = None
     """Training rows. Default: all; for a task 1000."""
     num_dev: int | None = None

@@ -15,7 +15,12 @@ from tezo.tasks.examples import Example, Row, visible
 RenderChat = Callable[[list[dict[str, Any]]], str]
 """Messages -> the prompt for the next message, special tokens included."""
 
-TEMPLATES: dict[Kind, str] = {"causal": "{text}\nLabel:", "masked": "{text} It was {mask}.", "encoder": "{text}"}
+TEMPLATES: dict[Kind, str] = {
+    "causal": "{text}\nLabel:",
+    "masked": "{text} It was {mask}.",
+    "encoder": "{text}",
+    "classifier": "{text}",
+}
 """Default templates of text/label rows."""
 
 _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
@@ -110,7 +115,7 @@ class LabelFormat(Format):
 
     @property
     def options(self) -> tuple[str, ...]:
-        space = "" if self.kind == "encoder" else " "
+        space = " " if self.kind in ("causal", "masked") else ""
         return tuple(space + word for word in self.words.values())
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
@@ -152,7 +157,7 @@ class Fields:
         completion: name of the field with the completion.
         messages: name of the field with the messages of a conversation.
         template: prompt of labelled rows: "{field}" inserts a field, "{mask}" the mask token; None: `TEMPLATES`.
-        label_words: label -> word (for an encoder: description); None: the labels themselves.
+        label_words: label -> word (for an encoder: description, for a classifier: class); None: the labels themselves.
     """
 
     shape: str = "auto"
@@ -165,7 +170,9 @@ class Fields:
     label_words: Mapping[str, str] | None = None
 
 
-def choose_format(rows: Sequence[Row], kind: Kind, fields: Fields, render: RenderChat) -> Format:
+def choose_format(
+    rows: Sequence[Row], kind: Kind, fields: Fields, render: RenderChat, classes: Sequence[str] = ()
+) -> Format:
     """The format of `rows`.
 
     Args:
@@ -173,13 +180,14 @@ def choose_format(rows: Sequence[Row], kind: Kind, fields: Fields, render: Rende
         kind: kind of the model.
         fields: field names and templates.
         render: renders messages into a prompt.
+        classes: classes of a classifier, in the order of its logits.
 
     Raises:
         RequestError: no shape fits, or the model does not support the shape or the template.
     """
     shape = _shape(rows[0], fields) if fields.shape == "auto" else fields.shape
     if shape == "label":
-        return _label_format(rows, kind, fields)
+        return _label_format(rows, kind, fields, classes)
     for key in ("template", "label_words"):
         if getattr(fields, key):
             raise RequestError(
@@ -209,7 +217,7 @@ def _shape(row: Row, fields: Fields) -> str:
     )
 
 
-def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields) -> LabelFormat:
+def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields, classes: Sequence[str]) -> LabelFormat:
     template = fields.template or TEMPLATES[kind].replace("{text}", "{" + fields.text + "}")
     names = _FIELD.findall(template)
     if (kind == "masked") != ("mask" in names):
@@ -224,13 +232,22 @@ def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields) -> LabelForma
             f"data.template: {template!r} names no field, so all prompts would be equal; "
             f"put one in braces: {', '.join(rows[0].fields)}."
         )
-    words = dict(fields.label_words or {name: name for name in _labels_of(rows, fields.label)})
+    words = dict(fields.label_words or _words_of(rows, fields.label, classes))
     if len(words) < 2:
         raise RequestError(f"data.label: there is only one label ({', '.join(words)}); give rows with two or more.")
     for word, count in Counter(words.values()).items():
         if count > 1:
             raise RequestError(f"data.label_words: two labels have the word {word!r}; give each label its own word.")
     return LabelFormat(fields.label, template, words, kind)
+
+
+def _words_of(rows: Sequence[Row], label: str, classes: Sequence[str]) -> dict[str, str]:
+    """Label -> word where none is given: the labels themselves, or all classes by their names or their indices."""
+    if not classes:
+        return {name: name for name in _labels_of(rows, label)}
+    by_index = {str(index): name for index, name in enumerate(classes)}
+    given = {str(_value(row, label)) for row in rows}
+    return by_index if given <= set(by_index) and not given <= set(classes) else {name: name for name in classes}
 
 
 def _labels_of(rows: Sequence[Row], label: str) -> list[str]:

@@ -23,7 +23,9 @@ def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> F
         entry = task(data.task)
         return TaskFormat(entry, entry.wording(loaded.kind))
     named = {f.name: getattr(data, f.name) for f in fields(Fields)}
-    return choose_format(rows, loaded.kind, Fields(**named), lambda messages: render_chat(loaded.tokenizer, messages))
+    return choose_format(
+        rows, loaded.kind, Fields(**named), lambda messages: render_chat(loaded.tokenizer, messages), loaded.classes
+    )
 
 
 def with_shots(form: Format, data: DataConfig, loaded: LoadedModel, shots: int, seed: int) -> Format:

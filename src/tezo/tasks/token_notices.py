@@ -24,7 +24,7 @@ def _cut_prompts(objective: Objective) -> Iterator[str]:
 
 
 def _equal_options(objective: Objective) -> Iterator[str]:
-    by_tokens = _groups(objective.options, lambda option: tuple(objective.tokenizer(option)["input_ids"]))
+    by_tokens = _groups(objective.options, objective.option_tokens)
     for equal in by_tokens:
         yield (
             f"{_named(equal)} are the same tokens for this model, so it cannot tell them apart; "

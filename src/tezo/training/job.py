@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from tezo.directions.bases import Passes
-from tezo.directions.targets import ALL, find_targets, never_called
+from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
+from tezo.forward import DirectReads
+from tezo.models.kinds import is_unused
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.peft_adapters import add_adapter
 from tezo.numerics.random import permutation
@@ -45,7 +47,7 @@ class Job:
         dev: rows that choose the checkpoint; may be empty.
         test: rows for the figures before and after.
         optimizer: on the model.
-        untrained: parameters that the loss does not depend on.
+        untrained: parameters that the loss does not depend on, or reads past their modules.
         notices: what the user should know before the start: cuts, label words that are alike, parameters left out,
             held-out rows.
     """
@@ -120,7 +122,13 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
         test=test or dev,
         optimizer=optimizer,
         untrained=tuple(untrained),
-        notices=(*notices, *_untrained_notice(untrained), *choices),
+        notices=(
+            *notices,
+            *_untrained_notice(untrained),
+            *_left_out_notice(config, optimizer, untrained),
+            *_rank_notice(config, optimizer),
+            *choices,
+        ),
     )
 
 
@@ -168,18 +176,44 @@ def load_for_tuning(config: Config, loaded: LoadedModel | None = None) -> Loaded
 
 
 def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded]) -> list[str]:
-    """Parameters that the loss does not depend on."""
-    batch = objective.collate(train[:1])
-    with torch.no_grad():
-        unused = never_called(find_targets(loaded.model), lambda: objective.loss(loaded.model, batch))
-    return [target.name for target in unused]
+    """Parameters that the loss does not depend on, or that it reads past their modules."""
+    targets, batch = find_targets(loaded.model), objective.collate(train[:1])
+    with torch.no_grad(), DirectReads(targets) as reads:
+        uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
+    apart = uncalled | reads.names
+    return [target.name for target in targets if target.name in apart or is_unused(target.name, loaded.kind)]
 
 
 def _untrained_notice(names: Sequence[str]) -> list[str]:
-    if not names:
+    return (
+        [f"left untrained, since the loss does not depend on them, or reads them past their modules: {_some(names)}."]
+        if names
+        else []
+    )
+
+
+def _left_out_notice(config: Config, optimizer: Tuner, untrained: Collection[str]) -> list[str]:
+    """On matrices that the loss depends on and that all-linear leaves out, such as the experts of a mixture."""
+    if ALL_LINEAR not in config.method.options.get("targets", method(config.method.name).defaults()["targets"]):
         return []
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [f"left untrained, since the loss calls none of their modules: {', '.join(names[:3])}{more}."]
+    tuned = {*(target.name for target in optimizer.targets), *untrained}
+    out = [t for t in find_targets(optimizer.model) if t.kind == "other" and t.name not in tuned]
+    if not out:
+        return []
+    share = sum(t.parameter.numel() for t in out) / sum(p.numel() for p in optimizer.model.parameters())
+    return [f"not trained, since they are no linear layers' weights: {_some([t.name for t in out])} "
+            f"({share:.0%} of the model); method.targets=all, or their names, trains them too."]  # fmt: skip
+
+
+def _rank_notice(config: Config, optimizer: Tuner) -> list[str]:
+    wanted = config.method.options.get("rank", method(config.method.name).defaults().get("rank"))
+    names = [target.name for target in optimizer.targets]
+    lower = [name for name in names if wanted and (optimizer.application(name)[0] or wanted) < wanted]
+    return [f"method.rank is {wanted}, lowered to the smaller side of: {_some(lower)}."] if lower else []
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], seed: int) -> Passes:

@@ -1,21 +1,23 @@
 """Objectives: the loss on examples and the scores of their options, one class for each kind of model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tezo.models.kinds import Kind
 from tezo.models.loading import LoadedModel
 from tezo.tasks.objectives.batch import Batch as Batch
 from tezo.tasks.objectives.causal import CausalObjective as CausalObjective
+from tezo.tasks.objectives.classifier import ClassifierObjective as ClassifierObjective
 from tezo.tasks.objectives.encoder import EncoderObjective as EncoderObjective
 from tezo.tasks.objectives.masked import MaskedObjective as MaskedObjective
 from tezo.tasks.objectives.objective import BatchClosure as BatchClosure
 from tezo.tasks.objectives.objective import Encoded as Encoded
 from tezo.tasks.objectives.objective import Objective as Objective
 
-_OBJECTIVES: dict[Kind, type[Objective]] = {
+_OBJECTIVES: dict[Kind, Callable[..., Objective]] = {
     "causal": CausalObjective,
     "masked": MaskedObjective,
     "encoder": EncoderObjective,
+    "classifier": ClassifierObjective,
 }
 
 
@@ -28,4 +30,5 @@ def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int |
         max_length: maximum sequence length in tokens; None: the model's maximum.
     """
     length = min(max_length or loaded.max_length, loaded.max_length)
-    return _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options)
+    head = (loaded.classes,) if loaded.classes else ()
+    return _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options, *head)

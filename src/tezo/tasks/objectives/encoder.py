@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.errors import RequestError
-from tezo.tasks import Example
 from tezo.tasks.objectives.batch import Batch
-from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.objectives.objective import Encoded
+from tezo.tasks.objectives.whole_text import WholeTextObjective
 
 SCALE = 20.0
 """Factor of the cosine before the softmax, the default of sentence-transformers' ranking loss."""
 
 
-class EncoderObjective(Objective):
+class EncoderObjective(WholeTextObjective):
     """Scaled cosine between the mean-pooled text and the mean-pooled description of each label.
 
         score_o = SCALE cos(mean_t h_t(text), mean_t h_t(description_o)),
@@ -25,8 +25,6 @@ class EncoderObjective(Objective):
     and the loss is the cross-entropy over scores. The model gets no new parameters, so the accuracy before
     training is zero-shot accuracy. The tuned model also encodes the descriptions.
     """
-
-    side_cut = "the end of the text"
 
     def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
         super().__init__(tokenizer, device, max_length, options)
@@ -50,14 +48,6 @@ class EncoderObjective(Objective):
         finally:
             self._labels_COD = None
 
-    def encode(self, example: Example) -> Encoded:
-        ids = list(self.tokenizer(example.prompt)["input_ids"])
-        over = len(ids) - self.max_length
-        if over > 0:
-            del ids[-1 - over : -1]  # keep the last special token
-            self.cuts.add(over, example.where)
-        return Encoded((tuple(ids),), (0,), example)
-
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
         texts_TD = mean_pooled(model, **batch.repeated(copies).inputs(model.dtype))
         labels_COD = self._labels_COD if self._labels_COD is not None else self._described(model, copies)
@@ -76,7 +66,11 @@ class EncoderObjective(Objective):
 
 def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Mean of the last hidden states over the tokens of each row, (B, D), float32 or wider."""
-    hidden_BLD = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return mean_over_tokens(model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state, attention_mask)
+
+
+def mean_over_tokens(hidden_BLD: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean of hidden states over the tokens of each row, (B, D), float32 or wider."""
     wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
     weights_BL1 = attention_mask.unsqueeze(-1).to(wide)
     pooled_BD: Tensor = (hidden_BLD.to(wide) * weights_BL1).sum(1) / weights_BL1.sum(1)

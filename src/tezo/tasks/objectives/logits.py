@@ -32,7 +32,7 @@ def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
     head = model.get_output_embeddings()
     handle = head.register_forward_pre_hook(keep) if head is not None else None
     try:
-        logits = model(**inputs, **_no_cache(model)).logits
+        logits = model(**inputs, **no_cache(model)).logits
     finally:
         if handle is not None:
             handle.remove()
@@ -66,7 +66,7 @@ def _pick(values_SLD: Tensor, positions_SK: Tensor) -> Tensor:
     return values_SLD[rows_S1, positions_SK.to(values_SLD.device)]
 
 
-def _no_cache(model: Any) -> dict[str, bool]:
+def no_cache(model: Any) -> dict[str, bool]:
     """The keyword that turns off the cache of keys and values, if the model has it; nothing here uses the cache."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper passes it on
     return {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}

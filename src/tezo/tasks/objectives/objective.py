@@ -102,6 +102,10 @@ class Objective(ABC):
     def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
         """Features of each example for a linear probe, without its answer: (B, D)."""
 
+    def option_tokens(self, option: str) -> tuple[int, ...]:
+        """What the model has of an option; it cannot tell two options apart for which this is equal."""
+        return tuple(self.tokenizer(option)["input_ids"])
+
     def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
         """(sum of the losses of each copy (copies,), number of terms): examples with options, or answer tokens."""
         assert batch.labels_B is not None
