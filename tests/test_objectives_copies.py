@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-def case(family: str, shape: str):
+def objective_case(family: str, shape: str):
     """(model, objective, parts of a batch): float64, so that blocks of rows add no rounding of note."""
     tokenizer = tokenizer_for(family)
     model = tiny_model(family, len(tokenizer)).double()
@@ -62,7 +62,7 @@ def shifted(model: nn.Module, constants: Sequence[float]) -> Iterator[None]:
 @pytest.mark.parametrize(("family", "shape"), CASES)
 @torch.no_grad()
 def test_each_copy_has_the_loss_of_a_pass_of_its_own(family, shape):
-    model, objective, parts = case(family, shape)
+    model, objective, parts = objective_case(family, shape)
     constants = (0.3, -0.2, 0.0)
     alone = []
     for constant in constants:
@@ -78,7 +78,7 @@ def test_each_copy_has_the_loss_of_a_pass_of_its_own(family, shape):
 @pytest.mark.parametrize(("family", "shape"), CASES)
 @torch.no_grad()
 def test_copies_of_one_model_have_its_loss(family, shape):
-    model, objective, parts = case(family, shape)
+    model, objective, parts = objective_case(family, shape)
     loss = objective.loss(model, *parts)
     assert loss.shape == ()
     torch.testing.assert_close(objective.losses(model, parts, 3), loss.expand(3), rtol=1e-9, atol=0)
@@ -88,7 +88,7 @@ def test_copies_of_one_model_have_its_loss(family, shape):
 @pytest.mark.parametrize(("family", "shape"), CASES)
 @torch.no_grad()
 def test_a_closure_is_the_loss_and_knows_its_widest_pass(family, shape):
-    model, objective, parts = case(family, shape)
+    model, objective, parts = objective_case(family, shape)
     closure = objective.closure(model, parts)
     assert torch.equal(closure(), objective.loss(model, *parts))
     assert torch.equal(closure.losses(2), objective.losses(model, parts, 2))
@@ -107,7 +107,7 @@ def test_a_closure_is_the_loss_and_knows_its_widest_pass(family, shape):
 
 @torch.no_grad()
 def test_what_the_losses_are_of_is_what_is_scored():
-    model, objective, parts = case("bert", "plain")
+    model, objective, parts = objective_case("bert", "plain")
     scores = objective.scores(model, parts[0], 2)
     assert scores.shape == (6, len(OPTIONS))
     torch.testing.assert_close(scores[:3], objective.scores(model, parts[0]), rtol=1e-9, atol=0)

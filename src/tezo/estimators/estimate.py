@@ -39,6 +39,28 @@ class BlockClosure(Protocol):
         """The loss of each of `copies` models: (copies,)."""
 
 
+@runtime_checkable
+class ExampleClosure(Protocol):
+    """An objective whose examples can have directions of their own: it knows the example of each row of its passes."""
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+
+    @property
+    def example_tokens(self) -> int:
+        """Largest number of tokens, padding included, of a pass of `example_losses` with one copy."""
+
+    def example_passes(self) -> Sequence[Sequence[int]]:
+        """For each forward pass of `example_losses`, the example of each row of one copy."""
+
+    def example_losses(self, copies: int) -> Tensor:
+        """The loss of each example for each copy, (copies, examples); their mean over examples is the objective.
+
+        A pass has the rows of one copy `copies` times, block after block.
+        """
+
+
 @dataclass(frozen=True)
 class Probe:
     """The measurement along one direction.
@@ -88,12 +110,18 @@ class StepRecord:
 def evaluate(closure: Closure, copies: int) -> list[float]:
     """The losses of the `copies` models whose perturbations are set, one per model."""
     if copies == 1:
-        return [float(_precise(closure()))]
+        loss = precise(closure())
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise RequestError(
+                f"the closure returned {loss.numel()} losses; return their mean, or make the optimizer with "
+                "directions='per-example'."
+            )
+        return [float(loss)]
     assert isinstance(closure, BlockClosure)
-    return [float(loss) for loss in _precise(closure.losses(copies)).tolist()]
+    return [float(loss) for loss in precise(closure.losses(copies)).tolist()]
 
 
-def _precise(loss: Any) -> Any:
+def precise(loss: Any) -> Any:
     """The loss; a `RequestError` if its dtype is too coarse for the difference of two losses."""
     if isinstance(loss, Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
         raise RequestError(
@@ -111,11 +139,13 @@ class StepDraw:
         step: number of the step, from 0.
         count: number of earlier estimates of the same kind in the update rule's moments.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
+        extend: function of a number that draws further directions until there are as many for each parameter.
     """
 
     step: int
     count: int
     directions: Mapping[str, Sequence[Direction]]
+    extend: Callable[[int], None]
 
 
 @dataclass(frozen=True)

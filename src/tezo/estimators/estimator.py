@@ -43,6 +43,11 @@ class Estimator(ABC):
             RequestError: the record does not match, or the stored tensors are missing.
         """
 
+    def accepts(self, probes: int, num_directions: int) -> bool:
+        """Whether a step of this kind can have so many probes, with `num_directions` directions a step or example."""
+        del num_directions
+        return probes == 0
+
     def check(self, closure: Closure) -> None:
         """Raises a `RequestError` if the model does not support this estimate; `closure` evaluates some rows."""
         del closure

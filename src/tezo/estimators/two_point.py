@@ -61,10 +61,13 @@ class TwoPoint(Estimator):
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         probes = self.probes(closure, draw.directions, self.rho)
         loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
-        return _estimate(loss, probes, 2 * len(probes), draw)
+        return average(loss, probes, 2 * len(probes), draw)
 
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
-        return _estimate(record.loss, record.probes, record.forward_passes, draw)
+        return average(record.loss, record.probes, record.forward_passes, draw)
+
+    def accepts(self, probes: int, num_directions: int) -> bool:
+        return probes == num_directions
 
     def probes(self, closure: Closure, drawn: Mapping[str, Sequence[Direction]], rho: float) -> tuple[Probe, ...]:
         """The measurements along all directions; each rank evaluates its part and gets all of them.
@@ -91,18 +94,18 @@ class TwoPoint(Estimator):
                 self._in_blocks = False
                 probes = two_point(closure, set_perturbations, rho, own, 1)
         probes = gather_probes(probes, self._ranks)
-        for probe in probes:
-            for value in (probe.loss_plus, probe.loss_minus, probe.projected_grad):
-                if not math.isfinite(value):
-                    raise FloatingPointError(value)
-        self._check_called()
+        self._check(probes)
         return probes
 
     def _copies(self, closure: Closure, directions: int) -> int:
         dense = any(parameter.draws_for_all_blocks for parameter in self._moving.values())
         return copies_of_a_pass(closure, directions, dense=dense) if self._in_blocks else 1
 
-    def _check_called(self) -> None:
+    def _check(self, probes: Sequence[Probe]) -> None:
+        for probe in probes:
+            for value in (probe.loss_plus, probe.loss_minus, probe.projected_grad):
+                if not math.isfinite(value):
+                    raise FloatingPointError(value)
         if not any(parameter.was_called for parameter in self._moving.values()):
             raise RequestError(
                 f"the closure runs none of the modules that are tuned, such as {next(iter(self._moving))}; it must "
@@ -110,7 +113,8 @@ class TwoPoint(Estimator):
             )
 
 
-def _estimate(loss: float, probes: tuple[Probe, ...], passes: int, draw: StepDraw) -> Estimate:
+def average(loss: float, probes: tuple[Probe, ...], passes: int, draw: StepDraw) -> Estimate:
+    """The estimate that averages kappa Z over all directions of a step."""
     kappas = [probe.projected_grad for probe in probes]
     gradients = {name: ParameterEstimate(own, kappas, draw.count) for name, own in draw.directions.items()}
     return Estimate(loss, gradients, passes, probes)
@@ -169,5 +173,10 @@ def copies_of_a_pass(closure: Closure, directions: int, *, dense: bool) -> int:
     """
     if not isinstance(closure, BlockClosure):
         return 1
-    fitting = (TOKENS_OF_A_DENSE_PASS if dense else TOKENS_OF_A_PASS) // max(1, closure.tokens)
-    return max(1, min(2 * directions, fitting - fitting % 2))
+    return max(1, min(2 * directions, fitting_copies(closure.tokens, dense=dense)))
+
+
+def fitting_copies(tokens: int, *, dense: bool) -> int:
+    """Largest even number of models that share a pass of so many tokens each; 0 if not even two should."""
+    fitting = (TOKENS_OF_A_DENSE_PASS if dense else TOKENS_OF_A_PASS) // max(1, tokens)
+    return fitting - fitting % 2

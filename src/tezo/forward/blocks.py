@@ -1,10 +1,13 @@
 """Several perturbed models in one forward pass: the rows of a batch form equal blocks, and block g uses model g."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tezo.forward.interception import untraced
 from tezo.forward.uncopied import Uncopied
 
 
@@ -23,6 +26,7 @@ class Blocks(Uncopied):
     def __init__(self, model: nn.Module) -> None:
         self.rows: int | None = None
         self.tokens: int | None = None
+        self._begin: Callable[[int], object] | None = None
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._leave, always_call=True),
@@ -33,6 +37,17 @@ class Blocks(Uncopied):
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
         self.rows = tensors[0].shape[0] if tensors else None
         self.tokens = tensors[0].shape[:2].numel() if tensors else None
+        if self._begin is not None and self.rows is not None:
+            self._begin(self.rows)
+
+    @contextmanager
+    def before_each_pass(self, begin: Callable[[int], object]) -> Iterator[None]:
+        """Context in which `begin` is called before each forward pass, with its number of rows."""
+        self._begin = untraced(begin)
+        try:
+            yield
+        finally:
+            self._begin = None
 
     def _leave(self, *_: object) -> None:
         self.rows = self.tokens = None

@@ -4,19 +4,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Final, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from tezo.directions.bases import FactorStore, Passes
 from tezo.directions.perturbations import DrawKey, Perturbation
-from tezo.directions.spaces import Direction
+from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.distributed import Ranks
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord
 from tezo.estimators.estimator import Estimator
+from tezo.estimators.per_example import PerExample
 from tezo.estimators.two_point import TwoPoint
 from tezo.forward import MovingParameter
 from tezo.forward.evaluation_mode import evaluation_mode
@@ -28,6 +29,11 @@ from tezo.optim.optimizer_state import Moments, OptimizerState
 from tezo.optim.tuned_parameters import TunedParameters
 from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates import Update
+
+SHARED: Final = "shared"
+PER_EXAMPLE: Final = "per-example"
+Directions = Literal["shared", "per-example"]
+"""Whether the examples of a batch share the directions of a step, or each has its own."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,13 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         weight_decay: decoupled weight decay: each step multiplies the trained values by 1 - lr * weight_decay. These
             are the weights if the method writes them, else the change stored beside them (c, A or S). 1-D parameters
             are not decayed.
-        num_directions: directions averaged in a step, with two evaluations each.
+        num_directions: directions averaged in a step, with two evaluations each; of each example, if it has its own.
         targets: patterns that select the parameters, see `tezo.directions.targets.select_targets`.
         seed: seed of all draws.
         in_forward: False perturbs all parameters in place, as published code does (for comparison).
+        directions: "shared": all examples of a batch meet the same directions, and the closure returns a scalar.
+            "per-example": each has its own at the price of the shared ones, see `tezo.estimators.per_example`; the
+            closure returns the loss of each row, (rows,), whose mean is the objective. Low-rank directions only.
         frozen_rank: at a refresh of the factors, the change trained so far is stored beside the base, compressed to
             factors of at most this rank. None: the change is folded into the weights; if these cannot be written, it is
             stored beside them with rank 64.
@@ -94,6 +103,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         targets: Sequence[str] = (ALL_LINEAR,),
         seed: int = 0,
         in_forward: bool = True,
+        directions: Directions = SHARED,
         frozen_rank: int | None = None,
         more_rules: Sequence[StepRule] = (),
     ) -> None:
@@ -110,13 +120,27 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.parameters = TunedParameters(
             model, self.targets, perturbation, update, in_forward=in_forward, frozen_rank=frozen_rank
         )
-        self._two_point = TwoPoint(rho)
+        self._two_point = self._simultaneous(directions, rho)
         self.rules = {rule.estimator.kind: rule for rule in (StepRule(self._two_point, update), *more_rules)}
         for rule in self.rules.values():
             rule.estimator.prepare(model, self.moving, seed)
         self._restarting = [kind for kind, rule in self.rules.items() if rule.restarts]
         self.progress = OptimizerState(counts=dict.fromkeys(self.rules, 0), moments={kind: {} for kind in self.rules})
         super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
+
+    def _simultaneous(self, directions: Directions, rho: float) -> TwoPoint:
+        if directions == SHARED:
+            return TwoPoint(rho)
+        if directions != PER_EXAMPLE:
+            raise RequestError(f"method.directions is {directions!r}; it must be shared or per-example.")
+        for name, moving in self.moving.items():
+            low_rank = issubclass(self.perturbation.direction_type(moving.target), FixedFactors)
+            if (moving.target.is_matrix and not low_rank) or not moving.in_blocks:
+                raise RequestError(
+                    f"method.directions is per-example, which {name} cannot have at bounded memory with this method; "
+                    "use tezo, lozo or a variant of them, or method.directions=shared."
+                )
+        return PerExample(rho, self.parameters.blocks)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Called by torch's constructor; later calls are refused, because `targets` determines the parameters."""
@@ -201,11 +225,10 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             record: record of step `num_steps` of a run with the same seed and settings.
         """
         rule = self._rule(record.kind)
-        count = self.num_directions if record.kind == self.kinds[0] else 0
-        if record.step != self.num_steps or len(record.probes) != count:
+        if record.step != self.num_steps or not rule.estimator.accepts(len(record.probes), self.num_directions):
             raise RequestError(
                 f"record is of step {record.step} with {len(record.probes)} directions; the next step is "
-                f"{self.num_steps}, with {count}."
+                f"{self.num_steps}, and num_directions is {self.num_directions}."
             )
         with uninterrupted():
             draw = self.draw(record.kind)
@@ -276,19 +299,24 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
         self.check_bound()
         indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
-        keys = [DrawKey(self.seed, self.num_steps, index) for index in indices]
         drawn: dict[str, list[Direction]] = {}
         try:
-            for (
-                name,
-                moving,
-            ) in self.moving.items():  # one at a time: old factors are dropped before the next draw
-                state = self._moments.get(name, {})
-                drawn[name] = [self.perturbation.direction(moving.target, key, state) for key in keys]
-                moving.begin(drawn[name][0], keys[0])
+            for name, moving in self.moving.items():  # one at a time: old factors are dropped before the next draw
+                drawn[name] = [self._direction(name, index) for index in indices]
+                moving.begin(drawn[name][0], DrawKey(self.seed, self.num_steps, indices[0]))
         except FloatingPointError as error:  # raised for the rows that a basis is computed from
             raise self._not_finite(error) from None
-        return StepDraw(self.num_steps, self.progress.counts[kind or self.kinds[0]], drawn)
+
+        def extend(count: int) -> None:
+            for name, own in drawn.items():
+                own += [self._direction(name, index) for index in range(len(own), count)]
+
+        return StepDraw(self.num_steps, self.progress.counts[kind or self.kinds[0]], drawn, extend)
+
+    def _direction(self, name: str, index: int) -> Direction:
+        """The direction of a parameter with this index among those of the next step."""
+        key = DrawKey(self.seed, self.num_steps, index)
+        return self.perturbation.direction(self.moving[name].target, key, self._moments.get(name, {}))
 
     @property
     def _moments(self) -> Moments:

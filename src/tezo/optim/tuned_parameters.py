@@ -28,6 +28,7 @@ class TunedParameters:
         frozen_rank: see `ZerothOrderOptimizer`.
 
     Attributes:
+        blocks: of the model's forward passes.
         moving: parameter name -> the object that perturbs and updates the parameter.
         merged: whether the trained changes were added to the weights.
         closed: whether the hooks are removed.
@@ -48,7 +49,7 @@ class TunedParameters:
     ) -> None:
         self.model, self.perturbation, self.update = model, perturbation, update
         self.merged = self.closed = self._reads_checked = False
-        self._blocks = Blocks(model)
+        self.blocks = Blocks(model)
         self.moving: dict[str, MovingParameter] = {}
         try:
             for target in targets:
@@ -67,7 +68,7 @@ class TunedParameters:
             )
         if self.update.writes_weight:
             require_writable(target, "this method")
-        return moving_parameter(target, kind, self._blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+        return moving_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
 
     @contextmanager
     def refusing_direct_reads(self) -> Iterator[None]:
@@ -146,7 +147,7 @@ class TunedParameters:
         self.closed = True
         for moving in self.moving.values():
             moving.close()
-        self._blocks.close()
+        self.blocks.close()
 
     def changes(self) -> dict[str, State]:
         """Parameter name -> tensors of the change stored beside the weights; not copies."""

@@ -1,6 +1,6 @@
 """How ranks share a run: the rows of each batch, or the directions of each step; one of them writes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from tezo.distributed import Ranks
 from tezo.errors import RequestError
 from tezo.forward import NotInBlocksError
+from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.tasks.objectives import BatchClosure
 from tezo.training.job import LOSS, Job
 
@@ -21,11 +22,13 @@ class SharedRows:
         own: the loss on this rank's rows.
         ranks: all of them.
         tokens: the most that any rank has in a pass for one model.
+        examples: of all ranks; rank k has every `size`-th from k on.
     """
 
     own: BatchClosure
     ranks: Ranks
     tokens: int
+    examples: int
 
     def __call__(self) -> Tensor:
         """The mean loss over the rows of all ranks."""
@@ -33,15 +36,49 @@ class SharedRows:
 
     def losses(self, copies: int) -> Tensor:
         """(copies,): that of each model."""
-        try:
+
+        def own() -> tuple[Tensor, int]:
             sums, count = self.own.totals(copies)
-            refusals = 0
+            return torch.tensor(sums, dtype=torch.float64), count
+
+        sums_C, count = self._summed(own, (copies,))
+        return sums_C / count
+
+    @property
+    def example_tokens(self) -> int:
+        """As `tokens`, where each example has its own perturbations."""
+        return self.tokens
+
+    def example_passes(self) -> list[list[int]]:
+        """For each of this rank's passes, the example of each row of one copy, by its number among all ranks'."""
+        return [[self._number(i) for i in rows] for rows in self.own.example_passes()]
+
+    def example_losses(self, copies: int) -> Tensor:
+        """(copies, examples): the loss of each example of all ranks for each model; their mean is the loss."""
+
+        def own() -> tuple[Tensor, int]:
+            sums, count = self.own.example_totals(copies)
+            table = torch.zeros(copies, self.examples, dtype=torch.float64)
+            table[:, [self._number(i) for i in range(self.own.examples)]] = sums.double().cpu()
+            return table, count
+
+        sums_CB, count = self._summed(own, (copies, self.examples))
+        return sums_CB * (self.examples / count)
+
+    def _number(self, example: int) -> int:
+        """The number among all examples of this rank's own."""
+        return self.ranks.rank + example * self.ranks.size
+
+    def _summed(self, own: Callable[[], tuple[Tensor, int]], shape: tuple[int, ...]) -> tuple[Tensor, float]:
+        """(sums over the ranks, of this shape; the sum of their counts)."""
+        try:
+            (sums, count), refusals = own(), 0
         except NotInBlocksError:  # the others must not wait for this rank's sums: all ranks take separate passes
-            sums, count, refusals = [0.0] * copies, 0, 1
-        *totals, whole, refused = self.ranks.sum([*sums, float(count), float(refusals)])
+            sums, count, refusals = torch.zeros(shape), 0, 1
+        *totals, whole, refused = self.ranks.sum([*sums.flatten().tolist(), float(count), float(refusals)])
         if refused:
             raise NotInBlocksError
-        return torch.tensor(totals, dtype=torch.float64) / whole
+        return torch.tensor(totals, dtype=torch.float64).view(shape), whole
 
 
 def shared_rows(job: Job, indices: Sequence[int], ranks: Ranks) -> SharedRows:
@@ -52,8 +89,9 @@ def shared_rows(job: Job, indices: Sequence[int], ranks: Ranks) -> SharedRows:
     else:
         batches = job.batches(mine)
     own = job.objective.closure(job.model, batches)
-    (tokens,) = ranks.max([float(own.tokens)])
-    return SharedRows(own, ranks, int(tokens))
+    apart = job.config.method.options.get("directions") == PER_EXAMPLE
+    (tokens,) = ranks.max([float(own.example_tokens if apart else own.tokens)])
+    return SharedRows(own, ranks, int(tokens), len(indices))
 
 
 def check_shareable(job: Job, ranks: Ranks) -> None:

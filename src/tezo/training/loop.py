@@ -16,6 +16,7 @@ from tezo.files import reading
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
+from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
@@ -287,6 +288,11 @@ class Loop:
             return
         if optimizer.needs_gradient:
             raise RequestError(f"train.objective is {name}, which has no gradient; use a zeroth-order method.")
+        if self.job.config.method.options.get("directions") == PER_EXAMPLE:
+            raise RequestError(
+                f"method.directions is {PER_EXAMPLE}, and train.objective is {name}, which is measured on whole "
+                "batches; set method.directions=shared."
+            )
         known = self._metrics(self.job.train[:1], written=True)
         if name not in known or name == LOSS:
             raise RequestError(f"train.objective: there is no metric {name!r} of these rows. " + nearest(name, known))

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
+from tezo.optim.optimizer import Directions
+
 
 class Common(TypedDict, total=False):
     """Options of every zeroth-order method; see `ZerothOrderOptimizer`."""
@@ -13,4 +15,5 @@ class Common(TypedDict, total=False):
     targets: Sequence[str]
     seed: int
     in_forward: bool
+    directions: Directions
     frozen_rank: int | None

@@ -34,6 +34,7 @@ class Batch:
         labels_B: int64, index of the correct option; None if any is unknown.
         branching: whether some token is not part of all sequences of its row.
         shape_BO: (B, O).
+        places: place of each example among those that the batches of a step were made of.
     """
 
     input_ids_RL: Tensor
@@ -49,6 +50,14 @@ class Batch:
     labels_B: Tensor | None
     branching: bool
     shape_BO: tuple[int, int]
+    places: tuple[int, ...]
+
+    @property
+    def examples_of_rows(self) -> list[int]:
+        """The example of each row."""
+        examples = self.row_S.new_zeros(len(self.input_ids_RL))
+        examples[self.row_S] = self.example_S
+        return [int(i) for i in examples.tolist()]
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Keyword arguments of the forward pass of a model of this dtype."""

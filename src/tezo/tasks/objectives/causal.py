@@ -12,7 +12,7 @@ from tezo.models.loading import UNBOUNDED
 from tezo.tasks import Example
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.logits import hidden_at, logits_at
-from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.objectives.objective import Encoded, Objective, Terms
 from tezo.tasks.objectives.packed import longest_packed, takes_packed
 from tezo.tasks.objectives.token_rows import Row, common_prefix, packed_row, padded
 
@@ -142,8 +142,11 @@ class CausalObjective(Objective):
         mask_BL = (torch.arange(ids_BL.shape[1], device=self.device) <= last_B1).long()
         return hidden_at(model, {"input_ids": ids_BL, "attention_mask": mask_BL}, last_B1)[:, 0]
 
-    def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
+    def terms(self, model: Any, batch: Batch, copies: int = 1) -> Terms:
         if batch.labels_B is not None:
-            return super().total(model, batch, copies)
+            return super().terms(model, batch, copies)
         chosen, _ = self.log_probs(model, batch, copies)
-        return -chosen.view(copies, -1).sum(1), int(batch.valid_SK.sum())
+        examples_T = batch.example_S.repeat_interleave(batch.tokens_SK.shape[1])
+        counts_B = batch.example_S.new_zeros(batch.shape_BO[0])
+        counts_B.index_add_(0, batch.example_S, batch.valid_SK.sum(1))
+        return Terms(-chosen.view(copies, -1), examples_T, counts_B)

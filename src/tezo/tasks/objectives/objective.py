@@ -62,6 +62,26 @@ class Cuts:
             self.examples.append(where)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """The terms of the loss on a batch of B examples, whose sum over their number is the loss.
+
+    Attributes:
+        values_CT: the terms of each copy, float32 or wider, 0 for padding.
+        example_T: int64, example of each term.
+        counts_B: int64, number of terms of each example.
+    """
+
+    values_CT: Tensor
+    example_T: Tensor
+    counts_B: Tensor
+
+    def of_examples(self) -> Tensor:
+        """The sum of the terms of each example: (copies, B)."""
+        sums_CB = self.values_CT.new_zeros(len(self.values_CT), len(self.counts_B))
+        return sums_CB.index_add_(1, self.example_T, self.values_CT)
+
+
 class Objective(ABC):
     """Turns examples into batches, and batches into losses and scores.
 
@@ -76,6 +96,8 @@ class Objective(ABC):
     """The part of a prompt that is cut, in words."""
     packs: bool | None = None
     """Whether the options of an example share a row; None until `adapt` has tried it on examples."""
+    _apart = False
+    """Whether each example has its own perturbations: then it shares no input with others."""
     shared_tokens: int = 0
     """Tokens, padding included, of the inputs that all batches share (label descriptions)."""
 
@@ -106,12 +128,18 @@ class Objective(ABC):
         """What the model has of an option; it cannot tell two options apart for which this is equal."""
         return tuple(self.tokenizer(option)["input_ids"])
 
-    def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
-        """(sum of the losses of each copy (copies,), number of terms): examples with options, or answer tokens."""
+    def terms(self, model: Any, batch: Batch, copies: int = 1) -> Terms:
+        """The terms of the loss: one for each example with options, or for each answer token."""
         assert batch.labels_B is not None
         scores = self.scores(model, batch, copies)
         losses = functional.cross_entropy(scores, batch.labels_B.repeat(copies), reduction="none")
-        return losses.view(copies, -1).sum(1), len(batch.labels_B)
+        examples = torch.arange(len(batch.labels_B), device=losses.device)
+        return Terms(losses.view(copies, -1), examples, torch.ones_like(examples))
+
+    def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
+        """(sum of the terms of each copy (copies,), number of terms)."""
+        terms = self.terms(model, batch, copies)
+        return terms.values_CT.sum(1), int(terms.counts_B.sum())
 
     def losses(self, model: Any, batches: Sequence[Batch], copies: int) -> Tensor:
         """The mean loss of each copy over the parts of a batch: (copies,), float32 or wider.
@@ -126,6 +154,27 @@ class Objective(ABC):
         with whole_rows(model) if copies > 1 else nullcontext(), self.sharing(model, copies):
             totals = [self.total(model, batch, copies) for batch in batches]
         return torch.stack([sums for sums, _ in totals]).sum(0), sum(count for _, count in totals)
+
+    def example_totals(self, model: Any, batches: Sequence[Batch], copies: int) -> tuple[Tensor, int]:
+        """(sum of the terms of each example for each copy (copies, examples), number of all terms).
+
+        Hooks may perturb each example of each copy differently; the rows of a copy are one block, as in `losses`. The
+        examples are in the order in which `batches` was given them.
+        """
+        self._apart = True
+        try:
+            with whole_rows(model):
+                terms = [self.terms(model, batch, copies) for batch in batches]
+        finally:
+            self._apart = False
+        places = [place for batch in batches for place in batch.places]
+        in_order = torch.argsort(torch.tensor(places))
+        sums = torch.cat([own.of_examples() for own in terms], 1)
+        return sums[:, in_order.to(sums.device)], sum(int(own.counts_B.sum()) for own in terms)
+
+    def example_passes(self, batch: Batch) -> list[list[int]]:
+        """For each forward pass over a batch in `example_totals`, the example of each row of one copy."""
+        return [part.examples_of_rows for part in batch.passes()]
 
     def loss(self, model: Any, *batches: Batch) -> Tensor:
         """The mean loss over the parts of a batch: scalar, float32 or wider."""
@@ -156,13 +205,13 @@ class Objective(ABC):
         rows = self.rows(encoded)
         lengths = [max(len(row.tokens) for row in own) for own in rows]
         parts = like_lengths(lengths, [len(own) for own in rows], self.device)
-        return [self._collated([encoded[i] for i in part], [rows[i] for i in part]) for part in parts]
+        return [self._collated([encoded[i] for i in part], [rows[i] for i in part], part) for part in parts]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
         """The batch of the examples, padded on the right."""
-        return self._collated(encoded, self.rows(encoded))
+        return self._collated(encoded, self.rows(encoded), range(len(encoded)))
 
-    def _collated(self, encoded: Sequence[Encoded], rows_of: Sequence[Sequence[Row]]) -> Batch:
+    def _collated(self, encoded: Sequence[Encoded], rows_of: Sequence[Sequence[Row]], places: Sequence[int]) -> Batch:
         rows = [row for own in rows_of for row in own]
         expected = [self.asked(s, a)[1] for e in encoded for s, a in zip(e.sequences, e.answers, strict=True)]
         labels = [e.example.label for e in encoded if e.example.label is not None]
@@ -180,6 +229,7 @@ class Objective(ABC):
             labels_B=torch.tensor(labels) if len(labels) == len(encoded) else None,
             branching=any(end < len(row.tokens) for row in rows for end in row.ends),
             shape_BO=(len(encoded), max(len(e.sequences) for e in encoded)),
+            places=tuple(places),
         )
         return batch.to(self.device)
 
@@ -216,6 +266,34 @@ class BatchClosure:
             return [0.0] * copies, 0
         sums, count = self.objective.totals(self.model, self.batches, copies)
         return [float(x) for x in sums.tolist()], count
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return sum(len(batch.places) for batch in self.batches)
+
+    @property
+    def example_tokens(self) -> int:
+        """As `tokens`, where each example has its own perturbations and shares no input with others."""
+        shared = [self.objective.shared_tokens * len(batch.places) for batch in self.batches]
+        return max([self.tokens, *shared])
+
+    def example_passes(self) -> list[list[int]]:
+        """For each forward pass of `example_losses`, the example of each row of one copy."""
+        return [
+            [batch.places[i] for i in rows] for batch in self.batches for rows in self.objective.example_passes(batch)
+        ]
+
+    def example_totals(self, copies: int) -> tuple[Tensor, int]:
+        """(sum of the terms of each example (copies, examples), number of all terms)."""
+        if not self.batches:
+            return torch.zeros(copies, 0), 0
+        return self.objective.example_totals(self.model, self.batches, copies)
+
+    def example_losses(self, copies: int) -> Tensor:
+        """The loss of each example for each copy, (copies, examples); their mean is the loss."""
+        sums, count = self.example_totals(copies)
+        return sums * (self.examples / count)
 
     @property
     def tokens(self) -> int:

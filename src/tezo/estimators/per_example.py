@@ -1,0 +1,157 @@
+"""Simultaneous perturbation with directions of their own for the examples of a batch."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tezo.distributed import Ranks
+from tezo.errors import RequestError
+from tezo.estimators.estimate import Closure, Estimate, ExampleClosure, Probe, StepDraw, StepRecord, precise
+from tezo.estimators.two_point import TwoPoint, average, fitting_copies
+from tezo.forward import NotInBlocksError, Shift
+from tezo.forward.blocks import Blocks
+from tezo.forward.evaluation_mode import evaluation_mode
+from tezo.forward.uninterrupted import let_interrupt
+from tezo.numerics.products import float32_on_emulating_cpu
+
+MOST_INFLUENCE = 0.05
+"""Largest change of an example's loss by the directions of the others, as a part of the change by its own: rounding."""
+
+
+class PerExample(TwoPoint):
+    """The estimate (1/(B q)) sum_i sum_j kappa_ij Z_ij over B examples, each with q directions of its own.
+
+    The rows of a batch do not read each other, so the two passes of one shared direction measure B directions:
+
+        kappa_ij = (f_i(W + rho Z_ij) - f_i(W - rho Z_ij)) / (2 rho),   f = (1/B) sum_i f_i.
+
+    In d dimensions its variance is d (|g|^2 + sigma^2) / (B q), against d (|g|^2 + sigma^2 / B) / q with shared
+    directions, where g is the gradient and sigma^2 the variance of the examples' gradients. The idea is Flipout's (Wen
+    et al. 2018). Z_ij has the index i q + j: it is a function of seed, step and index alone.
+
+    Args:
+        rho: perturbation scale.
+        blocks: of the model's forward passes.
+    """
+
+    def __init__(self, rho: float, blocks: Blocks) -> None:
+        super().__init__(rho)
+        self._blocks = blocks
+
+    def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
+        source = closure if isinstance(closure, ExampleClosure) else _PlainClosure(closure)
+        q = len(next(iter(draw.directions.values())))
+        with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            try:
+                measured = [self._both(source, draw, q, j) for j in range(q)]
+                if draw.step == 0:
+                    self._check_apart(source, draw, q, measured[0])
+            except NotInBlocksError:
+                raise RequestError(
+                    "directions is per-example, but a tuned layer does not see one row for each example (the experts "
+                    "of a mixture, for one, or position embeddings); leave it out of the targets, or use "
+                    "directions=shared."
+                ) from None
+        probes = self._probes(torch.stack(measured).double())
+        draw.extend(len(probes))  # those of other ranks' examples
+        loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
+        return average(loss, probes, 2 * q + (draw.step == 0), draw)
+
+    def _both(self, source: "ExampleClosure | _PlainClosure", draw: StepDraw, q: int, j: int) -> Tensor:
+        """(2, B): the losses at both signs of the j-th direction of each example."""
+
+        def at(*scales: float) -> Tensor:
+            return self._losses(source, draw, lambda i: [(i * q + j, scale) for scale in scales])
+
+        if isinstance(source, ExampleClosure) and fitting_copies(source.example_tokens, dense=False) >= 2:
+            return at(self.rho, -self.rho)
+        return torch.cat([at(self.rho), at(-self.rho)])
+
+    def _check_apart(self, source: "ExampleClosure | _PlainClosure", draw: StepDraw, q: int, losses_2B: Tensor) -> None:
+        """An error where an example's loss depends on the directions of others: kappa would be of all of them."""
+        alone_1B = self._losses(source, draw, lambda i: [(i * q, self.rho if i % 2 == 0 else 0.0)])
+        change = (alone_1B[0] - losses_2B[0])[::2].abs().max()
+        if change > MOST_INFLUENCE * (losses_2B[0] - losses_2B[1]).abs().max():
+            raise RequestError(
+                "directions is per-example, but the loss of a row depends on other rows of the batch, or a tuned layer "
+                "has the rows in another order; use directions=shared."
+            )
+
+    def _losses(
+        self,
+        source: "ExampleClosure | _PlainClosure",
+        draw: StepDraw,
+        shifts_of: Callable[[int], Sequence[tuple[int, float]]],
+    ) -> Tensor:
+        """(copies, B): the loss of example i where copy k is perturbed by shifts_of(i)[k], as (index, scale)."""
+        let_interrupt()
+        copies, known, seen = len(shifts_of(0)), source.example_passes(), 0
+        passes = None if known is None else iter(known)
+
+        def begin(rows: int) -> None:
+            nonlocal seen
+            examples = range(seen, seen + rows) if passes is None else next(passes)
+            if len(examples) * copies != rows:
+                raise NotInBlocksError
+            seen += rows
+            shifts = [shifts_of(i)[copy] for copy in range(copies) for i in examples]
+            draw.extend(1 + max(index for index, _ in shifts))
+            self._perturb(draw, shifts)
+
+        with self._blocks.before_each_pass(begin):
+            try:
+                losses: Tensor = precise(source.example_losses(copies))
+            finally:
+                self._perturb(draw, [])
+        if passes is None and losses.shape[1] != seen:
+            raise RequestError(
+                f"directions is per-example: the closure returned {losses.shape[1]} losses of {seen} rows; return one "
+                "for each row of the model's passes, in their order."
+            )
+        return losses
+
+    def _perturb(self, draw: StepDraw, shifts: Sequence[tuple[int, float]]) -> None:
+        for name, parameter in self._moving.items():
+            drawn = draw.directions[name]
+            parameter.set_perturbations([Shift(drawn[index], scale) for index, scale in shifts])
+
+    def _probes(self, losses_Q2B: Tensor) -> tuple[Probe, ...]:
+        plus, minus = (losses_Q2B[:, sign].T.flatten().tolist() for sign in (0, 1))  # index i q + j
+        probes = tuple(Probe(p, m, (p - m) / (2 * self.rho)) for p, m in zip(plus, minus, strict=True))
+        self._check(probes)
+        return probes
+
+    def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
+        draw.extend(len(record.probes))
+        return super().recall(record, draw)
+
+    def accepts(self, probes: int, num_directions: int) -> bool:
+        return probes > 0 and probes % num_directions == 0
+
+    def share_directions(self, ranks: Ranks) -> None:
+        del ranks
+        raise RequestError(
+            "train.parallel is directions, but each example has its own; set train.parallel=rows, which shares them."
+        )
+
+
+class _PlainClosure:
+    """A user's closure that returns the loss of each row: its i-th row, over all its passes, is example i."""
+
+    def __init__(self, closure: Closure) -> None:
+        self._closure = closure
+
+    def example_passes(self) -> None:
+        """Not known before the passes."""
+        return
+
+    def example_losses(self, copies: int) -> Tensor:
+        assert copies == 1
+        losses = self._closure()
+        if not isinstance(losses, Tensor) or losses.ndim != 1:
+            raise RequestError(
+                "directions is per-example, and the closure did not return the loss of each row, a tensor of shape "
+                "(rows,); return losses without a mean, or use directions=shared."
+            )
+        return losses.unsqueeze(0)

@@ -1,0 +1,335 @@
+"""Directions of their own for the examples of a batch: the literal estimate, row by row, at the price of one pass."""
+
+import copy
+import math
+
+import pytest
+import torch
+from cases import CASES, choose, mostly_slow
+from folders import model_and_rows
+from forks import forked
+from kills import contents
+from questions import free_text, labelled, masked_examples
+from short_runs import STEPS, config, result, same, stopped
+from test_objectives_copies import CASES as FAMILIES
+from test_objectives_copies import objective_case
+from tiny import Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tokens
+from torch import nn
+from torch.nn import functional
+
+import tezo
+from tezo.errors import RequestError
+from tezo.optim.methods import METHODS
+from tezo.runs.folder import LOG
+from tezo.runs.step_log import read_log
+from tezo.training.config import dump_config, parse_config, to_tree
+from tezo.training.loop import train
+from tezo.training.replay import replay
+
+LOW_RANK = [name for name, case in CASES.items() if case.low_rank]
+RHO = 1e-3
+
+
+def row_losses(model, ids_BL):
+    """A user's closure: the loss of each row."""
+
+    def closure():
+        logits = model(input_ids=ids_BL).logits
+        nll_BL = functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids_BL[:, 1:], reduction="none")
+        return nll_BL.mean(1)
+
+    return closure
+
+
+def moved(model, draw, index, scale):
+    """A copy of the model with W + scale Z written into each weight, for the direction of this index."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in draw.directions:
+                draw.directions[name][index].add_to_(parameter, scale)
+    return model
+
+
+@torch.no_grad()
+def literal_kappas(model, draw, losses_of, examples, q=1, rho=RHO):
+    """kappa_ij by perturbing the weights for one example at a time; `losses_of(model)` are those of all examples."""
+    found = []
+    for i in range(examples):
+        for j in range(q):
+            index = i * q + j
+            plus, minus = (float(losses_of(moved(copy.deepcopy(model), draw, index, s))[i]) for s in (rho, -rho))
+            found.append((plus - minus) / (2 * rho))
+    return found
+
+
+@choose(*LOW_RANK)
+@pytest.mark.parametrize("q", [1, 2])
+@pytest.mark.parametrize("build", [tiny_opt, tiny_gpt2])
+def test_each_row_is_measured_along_its_own_direction(case, q, build):
+    model, ids = build(), tokens(batch=5, seed=1)
+    plain = copy.deepcopy(model)
+    optimizer = case.build(model, lr=0.0, rho=RHO, directions="per-example", num_directions=q)
+    draw = optimizer.draw()
+    draw.extend(5 * q)
+    loss = optimizer.step(row_losses(model, ids))
+    expected = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 5, q)
+    assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-5, abs=1e-8)
+    assert optimizer.last_step.forward_passes == 2 * q + 1, "one pass of the first step checks that rows are apart"
+    assert loss == pytest.approx(row_losses(plain, ids)().mean().item(), rel=1e-4)
+    assert len(set(expected)) == 5 * q
+
+
+@pytest.mark.parametrize("name", ["tezo", "lozo"])
+def test_a_step_is_along_the_mean_of_the_rows_estimates(name):
+    case, lr = CASES[name], 0.1
+    model, ids = tiny_opt(), tokens(batch=4, seed=1)
+    plain = copy.deepcopy(model)
+    optimizer = case.build(model, lr=lr, rho=RHO, directions="per-example")
+    draw = optimizer.draw()
+    draw.extend(4)
+    kappas = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 4)
+    optimizer.step(row_losses(model, ids))
+    for i, kappa in enumerate(kappas):
+        moved(plain, draw, i, -lr * kappa / 4)
+    optimizer.merge()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("family", "shape"), FAMILIES)
+def test_each_example_of_a_run_is_measured_along_its_own_direction(family, shape):
+    model, objective, _ = objective_case(family, shape)
+    examples = objective_examples(family, shape, objective)
+    plain = copy.deepcopy(model)
+    optimizer = METHODS["tezo"].build(model, rank=3, lr=0.0, rho=RHO, directions="per-example")
+    draw = optimizer.draw()
+    draw.extend(len(examples))
+    optimizer.step(objective.closure(model, objective.batches(examples)))
+
+    def losses_of(other):
+        whole = objective.closure(other, objective.batches(examples))
+        with torch.no_grad():
+            return whole.example_losses(1)[0]
+
+    expected = literal_kappas(plain, draw, losses_of, len(examples))
+    assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    whole = objective.losses(plain, objective.batches(examples), 1)[0].detach()
+    assert optimizer.last_step.loss == pytest.approx(float(whole), rel=1e-4)  # up to terms in rho^2
+
+
+def objective_examples(family, shape, objective):
+    made = masked_examples() if family == "roberta" else free_text(7) if shape == "text" else labelled()
+    return [objective.encode(example) for example in made]
+
+
+@choose(*LOW_RANK)
+def test_one_row_has_the_shared_direction_to_the_bit(case):
+    records = []
+    for directions in ("shared", "per-example"):
+        model, ids = tiny_opt(), tokens(batch=1, seed=1)
+        optimizer = case.build(model, directions=directions)
+        losses = row_losses(model, ids)
+        for _ in range(4):
+            optimizer.step(losses if directions == "per-example" else lambda losses=losses: losses()[0])
+        records.append((optimizer.last_step.probes, optimizer.tuned_state()))
+    (probes, state), (own_probes, own_state) = records
+    assert probes == own_probes
+    assert all(torch.equal(state[key], own_state[key]) for key in state)
+
+
+def test_passes_of_some_rows_each_are_one_pass_of_all():
+    found = []
+    for sizes in ([6], [2, 4], [1] * 6):
+        model, parts = tiny_llama(), tokens(batch=6, seed=1).split(sizes)
+        optimizer = tezo.tezo_cadam(model, lr=1e-2, rank=4, directions="per-example")
+
+        def losses(model=model, parts=parts):
+            return torch.cat([row_losses(model, part)() for part in parts])
+
+        for _ in range(3):
+            optimizer.step(losses)
+        found.append(optimizer.last_step.projected_grads)
+    assert found[1] == pytest.approx(found[0], rel=1e-6) and found[2] == pytest.approx(found[0], rel=1e-6)
+
+
+def test_examples_keep_their_directions_in_any_padding_and_order_of_passes():
+    model, objective, _ = objective_case("opt", "text")
+    examples = objective_examples("opt", "text", objective)
+    found = []
+    for parts in ([examples], [examples[:2], examples[2:]], [[example] for example in examples]):
+        optimizer = tezo.tezo(model, rank=3, lr=0.0, directions="per-example")
+        batches, start = [], 0
+        for part in parts:  # padded to the longest of each part
+            batch = objective.collate(part)
+            batches.append(batch.__class__(**vars(batch) | {"places": tuple(range(start, start + len(part)))}))
+            start += len(part)
+        optimizer.step(objective.closure(model, batches[::-1]))
+        found.append(optimizer.last_step.projected_grads)
+        optimizer.close()
+    assert found[1] == pytest.approx(found[0], rel=1e-6) and found[2] == pytest.approx(found[0], rel=1e-6)
+
+
+class Linear(nn.Module):
+    """f_i = <a_i, W x_i>: linear in W, so that kappa has no error of finite differences."""
+
+    def __init__(self, a_BM, x_BN):
+        super().__init__()
+        self.layer = nn.Linear(x_BN.shape[1], a_BM.shape[1], bias=False, dtype=torch.float64)
+        self.a_BM, self.x_BN = a_BM, x_BN
+
+    def forward(self, x_BN):
+        return self.layer(x_BN)
+
+    def losses(self):
+        return (self(self.x_BN) * self.a_BM).sum(1)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("directions", ["shared", "per-example"])
+def test_mean_and_variance_are_the_closed_forms(rows, directions):
+    # In the space of TeZO's coefficients, with c_i the gradient of f_i there: E = c, the mean over rows, and
+    # E|kappa tau|^2 = (r + 2) |c_i|^2 for tau ~ N(0, I_r), so that
+    #   shared:      tr Var = (r + 1) |c|^2
+    #   per-example: tr Var = (r + 1) (|c|^2 + sigma^2) / B,   sigma^2 = mean |c_i - c|^2
+    rank, steps = 4, 1500
+    draw = torch.Generator().manual_seed(rows)
+    a_BM, x_BN = (torch.randn(rows, width, generator=draw, dtype=torch.float64) for width in (7, 5))
+    model = Linear(a_BM, x_BN)
+    optimizer = tezo.tezo(model, rank=rank, lr=0.0, rho=1.0, directions=directions)
+    found = []
+    for _ in range(steps):
+        drawn = optimizer.draw()
+        drawn.extend(rows if directions == "per-example" else 1)
+        optimizer.step(model.losses if directions == "per-example" else lambda: model.losses().mean())
+        tau = torch.stack([direction.coefficient for direction in drawn.directions["layer.weight"]])
+        kappa = torch.tensor(optimizer.last_step.projected_grads, dtype=torch.float64)
+        found.append(kappa @ tau / len(kappa))
+    (direction,) = optimizer.draw().directions["layer.weight"]
+    c_BR = (a_BM @ direction.u_MR.double()) * (x_BN @ direction.v_NR.double())
+    mean, spread = c_BR.mean(0), c_BR.var(0, correction=0).sum()
+    norm = mean.square().sum()
+    per_example = (rank + 1) * (norm + spread) / rows
+    variance = per_example if directions == "per-example" else (rank + 1) * norm
+    estimates = torch.stack(found)
+    deviations = (estimates - mean).square().sum(1)
+    # five standard errors: one false alarm in a million
+    assert float((estimates.mean(0) - mean).square().sum()) < float(variance) / steps * (1 + 5 * math.sqrt(2))
+    error = 5 * float(deviations.std()) / math.sqrt(steps)
+    assert float(deviations.mean()) == pytest.approx(float(variance), abs=error)
+    assert rows == 1 or float(per_example) < 0.9 * (rank + 1) * float(norm + spread)
+
+
+def test_rows_that_read_each_other_are_refused_at_the_first_step():
+    model, ids = tiny_opt(), tokens(batch=4, seed=1)
+    optimizer = tezo.tezo(model, rank=4, lr=1e-2, directions="per-example")
+
+    def centred():
+        losses = row_losses(model, ids)()
+        return losses - losses.mean()
+
+    with pytest.raises(RequestError, match="depends on other rows of the batch"):
+        optimizer.step(centred)
+    assert optimizer.num_steps == 0 and not any(moving.state() for moving in optimizer.moving.values())
+
+
+class Sideways(nn.Module):
+    """Has the tokens of a batch before its rows, so that with as many rows as tokens the shapes don't tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(96, 8, dtype=torch.float64)
+        self.layer = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, input_ids):
+        return self.layer(self.embed(input_ids).transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("rows", "reason"), [(4, "does not see one row for each example"), (6, "in another order")])
+def test_rows_that_a_layer_has_in_another_order_are_refused(rows, reason):
+    model, ids = Sideways(), tokens(batch=rows, length=6, seed=1)
+    optimizer = tezo.tezo(model, rank=4, lr=1e-2, targets=["layer"], directions="per-example")
+    with pytest.raises(RequestError, match=reason):
+        optimizer.step(lambda: model(ids).square().mean((1, 2)))
+
+
+def test_experts_are_left_to_their_rows_or_refused():
+    model, ids = tiny_moe(), tokens(batch=3, seed=1)
+    plain = copy.deepcopy(model)
+    optimizer = tezo.tezo(model, rank=3, lr=0.0, rho=RHO, directions="per-example")
+    draw = optimizer.draw()
+    draw.extend(3)
+    optimizer.step(row_losses(model, ids))
+    expected = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 3)
+    assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in LOW_RANK])
+def test_dense_noise_is_refused(name):
+    with pytest.raises(RequestError, match=r"per-example, which .* cannot have at bounded memory"):
+        METHODS[name].build(tiny_opt(), directions="per-example", **CASES[name].options)
+
+
+def test_wrong_requests_are_sentences():
+    model, ids = tiny_opt(), tokens(batch=4, seed=1)
+    with pytest.raises(RequestError, match=r"method\.directions is 'rows'"):
+        tezo.tezo(model, rank=4, directions="rows")
+    with pytest.raises(RequestError, match="cannot have at bounded memory"):
+        tezo.tezo(model, rank=4, directions="per-example", in_forward=False)
+    optimizer = tezo.tezo(model, rank=4, directions="per-example")
+    with pytest.raises(RequestError, match="did not return the loss of each row"):
+        optimizer.step(lm_loss(model, ids))
+    with pytest.raises(RequestError, match="returned 3 losses of 4 rows"):
+        optimizer.step(lambda: row_losses(model, ids)()[:3])
+    optimizer.close()
+    shared = tezo.tezo(model, rank=4)
+    with pytest.raises(RequestError, match=r"the closure returned 4 losses.*directions='per-example'"):
+        shared.step(row_losses(model, ids))
+    regression = Regression()
+    tezo.tezo(regression, rank=2, lr=1e-3).step(regression.loss)
+
+
+# --- runs
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return model_and_rows(tmp_path_factory.mktemp("home"), 10)
+
+
+def run_of(home, method="tezo-cadam", **settings):
+    tree = to_tree(config(home, method, **settings))
+    return parse_config(tree | {"method": tree["method"] | {"directions": "per-example"}})
+
+
+@pytest.mark.parametrize("name", mostly_slow([name for name in LOW_RANK if "tezo" in name or "lozo" in name], "lozo-m"))
+def test_a_run_goes_on_to_the_bit_and_is_replayed(home, tmp_path, name):
+    made = run_of(home, name)
+    train(made, tmp_path / "whole")
+    steps = read_log(tmp_path / "whole" / LOG).steps
+    assert all(len(record.probes) == 4 for record in steps), "one for each row of a batch"
+    for step in (0, 4, STEPS - 1):
+        stopped(made, tmp_path / "run", step)
+    train(made, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    replay(tmp_path / "run", tmp_path / "again")
+    assert same(result(tmp_path / "again"), result(tmp_path / "run"))
+
+
+@pytest.mark.timeout(600)
+def test_ranks_take_the_steps_of_one_process(home, tmp_path):
+    made = run_of(home, batch_size=5, keep_best=False)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_config(made))
+    done = forked("ranked", path, tmp_path / "run", ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    train(made, tmp_path / "alone")
+    runs = [read_log(tmp_path / name / LOG).steps for name in ("run", "alone")]
+    for one, other in zip(*runs, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5) and len(one.probes) == 5
+        assert one.projected_grads == pytest.approx(other.projected_grads, abs=5e-3)
+
+
+def test_what_has_no_loss_for_each_row_is_refused(home, tmp_path):
+    with pytest.raises(RequestError, match=r"method\.directions is per-example, and train\.objective is accuracy"):
+        train(run_of(home, objective="accuracy"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
