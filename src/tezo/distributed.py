@@ -136,7 +136,8 @@ class Ranks:
         if not others:
             return
         first, other = (json.loads(found) for found in self._texts(text, (0, others[0])))
-        key = min(key for key in first | other if first.get(key) != other.get(key))
+        differing = [key for key in first | other if first.get(key) != other.get(key)]
+        key = min(differing, key=lambda key: (key not in first or key not in other, key))  # options follow their method
         raise RequestError(
             f"{key} is {str(other.get(key))[:60]} on rank {others[0]} and {str(first.get(key))[:60]} on rank 0; "
             "start all ranks with the same settings and data."
