@@ -45,7 +45,8 @@ class PerExample(TwoPoint):
         with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
             try:
                 measured = [self._both(source, draw, q, j) for j in range(q)]
-                if draw.step == 0:
+                checked = draw.step == 0 and measured[0].shape[1] > 1
+                if checked:
                     self._check_apart(source, draw, q, measured[0])
             except NotInBlocksError:
                 raise RequestError(
@@ -56,13 +57,22 @@ class PerExample(TwoPoint):
         probes = self._probes(torch.stack(measured).double())
         draw.extend(len(probes))  # those of other ranks' examples
         loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
-        return average(loss, probes, 2 * q + (draw.step == 0), draw)
+        return average(loss, probes, 2 * q + 2 * checked, draw)
 
-    def _both(self, source: "ExampleClosure | _PlainClosure", draw: StepDraw, q: int, j: int) -> Tensor:
-        """(2, B): the losses at both signs of the j-th direction of each example."""
+    def _both(
+        self,
+        source: "ExampleClosure | _PlainClosure",
+        draw: StepDraw,
+        q: int,
+        j: int,
+        every: int = 1,
+    ) -> Tensor:
+        """(2, B): the losses at both signs of the j-th direction of every so many examples, the others at W."""
 
         def at(*scales: float) -> Tensor:
-            return self._losses(source, draw, lambda i: [(i * q + j, scale) for scale in scales])
+            return self._losses(
+                source, draw, lambda i: [(i * q + j, scale if i % every == 0 else 0.0) for scale in scales]
+            )
 
         if isinstance(source, ExampleClosure) and fitting_copies(source.example_tokens, dense=False) >= 2:
             return at(self.rho, -self.rho)
@@ -70,8 +80,9 @@ class PerExample(TwoPoint):
 
     def _check_apart(self, source: "ExampleClosure | _PlainClosure", draw: StepDraw, q: int, losses_2B: Tensor) -> None:
         """An error where an example's loss depends on the directions of others: kappa would be of all of them."""
-        alone_1B = self._losses(source, draw, lambda i: [(i * q, self.rho if i % 2 == 0 else 0.0)])
-        change = (alone_1B[0] - losses_2B[0])[::2].abs().max()
+        # passes of the same shapes: others round differently
+        alone_2B = self._both(source, draw, q, 0, every=2)
+        change = (alone_2B - losses_2B)[:, ::2].abs().max()
         if change > MOST_INFLUENCE * (losses_2B[0] - losses_2B[1]).abs().max():
             raise RequestError(
                 "directions is per-example, but the loss of a row depends on other rows of the batch, or a tuned layer "
