@@ -26,9 +26,9 @@ class PerExample(TwoPoint):
 
         kappa_ij = (f_i(W + rho Z_ij) - f_i(W - rho Z_ij)) / (2 rho),   f = (1/B) sum_i f_i.
 
-    In d dimensions its variance is d (|g|^2 + sigma^2) / (B q), against d (|g|^2 + sigma^2 / B) / q with shared
-    directions, where g is the gradient and sigma^2 the variance of the examples' gradients. The idea is Flipout's (Wen
-    et al. 2018). Z_ij has the index i q + j: it is a function of seed, step and index alone.
+    For a given batch its variance is (d + 1) (|g|^2 + sigma^2) / (B q) in d dimensions, against (d + 1) |g|^2 / q with
+    shared directions, where g is the mean of the examples' gradients g_i and sigma^2 the mean of |g_i - g|^2. The idea
+    is Flipout's (Wen et al. 2018). Z_ij has the index i q + j: it is a function of seed, step and index alone.
 
     Args:
         rho: perturbation scale.

@@ -6,7 +6,6 @@ can: while the module runs, a call such as `linear(x, weight, bias)` is redirect
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -79,7 +78,7 @@ class Interception(Uncopied):
         return self._run(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._inner or partial(type(self._module).forward, self._module)
+        forward = self._inner or functools.partial(type(self._module).forward, self._module)
         if self._removed or not self._active():
             return forward(*args, **kwargs)
         with _Mode(self._module, self._replacements):
