@@ -108,7 +108,7 @@ def test_a_run_whose_adapter_is_not_exact_in_peft_ends_with_the_whole_model(fami
 
 
 def test_over_a_packed_base_such_a_run_keeps_its_adapter_for_this_library(tmp_path):
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="the base is packed by torchao")
     base = odd_folder("glm4_moe", tmp_path)
     data = write_rows(tmp_path / "rows.jsonl", completion_rows(8))
     flags = ("--test", data, "--set", "model.quantization=int8wo")

@@ -163,7 +163,7 @@ def test_weights_are_not_replaced_within_a_step():
 
 @pytest.mark.parametrize("kind", ["optimizer", "adapter"])
 def test_a_state_dict_of_a_packed_base_is_refused(kind):
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="the base is packed by torchao")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = model_of("llama")

@@ -78,7 +78,7 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None
     _check_result(run, config, form)
     if form == MERGED:
         check_mergeable(tuned.model)
-    write = _from_memory(run / "adapter", config, form, tuned)
+    write = _from_memory(run / ADAPTER, config, form, tuned)
     with new_folder(output) as folder:
         write(folder)
 
@@ -102,18 +102,18 @@ def _check_result(run: Path, config: Config, form: str) -> None:
             f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "
             "use --format lora."
         )
-    if not any((run / name).is_dir() for name in ("adapter", "model")):
+    if not any((run / name).is_dir() for name in (ADAPTER, MODEL)):
         raise no_result(str(run))
-    if form == LORA and not (run / "adapter").is_dir():
+    if form == LORA and not (run / ADAPTER).is_dir():
         raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
 
 
 def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | None]:
     """(what writes the export of a run folder, rank of the adapter or None)."""
-    saved = run / "adapter"
+    saved = run / ADAPTER
     if not saved.is_dir():
         trust, kind = config.model.trust_remote_code, config.model.kind
-        loaded = load_model(str(run / "model"), kind=kind, dtype=config.model.dtype, trust_remote_code=trust)
+        loaded = load_model(str(run / MODEL), kind=kind, dtype=config.model.dtype, trust_remote_code=trust)
         return _model_writer(loaded), None
     loaded = open_base(run, config)
     if config.model.peft != "none":
