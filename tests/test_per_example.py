@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import tezo
+from tezo.directions.spaces import Dense
 from tezo.errors import RequestError
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
@@ -41,12 +42,16 @@ def row_losses(model, ids_BL):
     return closure
 
 
-def moved(model, draw, index, scale):
-    """A copy of the model with W + scale Z written into each weight, for the direction of this index."""
+def moved(model, draw, i, scale, j=0):
+    """The model with W + scale Z written into each weight, Z the j-th direction of example i."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in draw.directions:
-                draw.directions[name][index].add_to_(parameter, scale)
+                direction = draw.directions[name][j]
+                if isinstance(direction, Dense):
+                    parameter += scale * direction.vectors([i])[0]
+                else:
+                    direction.with_coefficient(direction.draw([i])[0]).add_to_(parameter, scale)
     return model
 
 
@@ -56,8 +61,7 @@ def literal_kappas(model, draw, losses_of, examples, q=1, rho=RHO):
     found = []
     for i in range(examples):
         for j in range(q):
-            index = i * q + j
-            plus, minus = (float(losses_of(moved(copy.deepcopy(model), draw, index, s))[i]) for s in (rho, -rho))
+            plus, minus = (float(losses_of(moved(copy.deepcopy(model), draw, i, s, j))[i]) for s in (rho, -rho))
             found.append((plus - minus) / (2 * rho))
     return found
 
@@ -70,7 +74,6 @@ def test_each_row_is_measured_along_its_own_direction(case, q, build):
     plain = copy.deepcopy(model)
     optimizer = case.build(model, lr=0.0, rho=RHO, directions="per-example", num_directions=q)
     draw = optimizer.draw()
-    draw.extend(5 * q)
     loss = optimizer.step(row_losses(model, ids))
     expected = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 5, q)
     assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-5, abs=1e-8)
@@ -86,7 +89,6 @@ def test_a_step_is_along_the_mean_of_the_rows_estimates(name):
     plain = copy.deepcopy(model)
     optimizer = case.build(model, lr=lr, rho=RHO, directions="per-example")
     draw = optimizer.draw()
-    draw.extend(4)
     kappas = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 4)
     optimizer.step(row_losses(model, ids))
     for i, kappa in enumerate(kappas):
@@ -103,7 +105,6 @@ def test_each_example_of_a_run_is_measured_along_its_own_direction(family, shape
     plain = copy.deepcopy(model)
     optimizer = METHODS["tezo"].build(model, rank=3, lr=0.0, rho=RHO, directions="per-example")
     draw = optimizer.draw()
-    draw.extend(len(examples))
     optimizer.step(objective.closure(model, objective.batches(examples)))
 
     def losses_of(other):
@@ -214,9 +215,9 @@ def test_mean_and_variance_are_the_closed_forms(rows, directions):
     found = []
     for _ in range(steps):
         drawn = optimizer.draw()
-        drawn.extend(rows if directions == "per-example" else 1)
         optimizer.step(model.losses if directions == "per-example" else lambda: model.losses().mean())
-        tau = torch.stack([direction.coefficient for direction in drawn.directions["layer.weight"]])
+        (direction,) = drawn.directions["layer.weight"]
+        tau = direction.draw(range(rows if directions == "per-example" else 1))
         kappa = torch.tensor(optimizer.last_step.projected_grads, dtype=torch.float64)
         found.append(kappa @ tau / len(kappa))
     (direction,) = optimizer.draw().directions["layer.weight"]
@@ -272,7 +273,6 @@ def test_experts_are_left_to_their_rows_or_refused():
     plain = copy.deepcopy(model)
     optimizer = tezo.tezo(model, rank=3, lr=0.0, rho=RHO, directions="per-example")
     draw = optimizer.draw()
-    draw.extend(3)
     optimizer.step(row_losses(model, ids))
     expected = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 3)
     assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-4, abs=1e-7)

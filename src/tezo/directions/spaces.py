@@ -11,12 +11,12 @@ are written once, for coefficients:
 | `Core`    | U S V^T            | core_RR     | u_MR, v_NR   | SubZO               |
 | `Dense`   | z                  | z itself    | nothing      | MeZO, ZO-AdaMU, 1-D |
 
-Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, G blocks of T input rows each.
+Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, B examples, G blocks of T input rows.
 The fixed factors include the scale that gives every entry of Z variance 1 (see `perturbations`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -24,7 +24,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tezo.numerics.random import fill_normal_
+from tezo.numerics.random import fill_normal_, of_example
 from tezo.numerics.scratch import row_slices, scratch
 
 TILE = 1 << 18
@@ -41,12 +41,16 @@ def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
     yield from row_slices(shape, TILE)
 
 
+FIRST = range(1)
+"""The examples of a direction that all examples share: Z is Z_0."""
+
+
 class Direction(ABC):
-    """A direction Z for one parameter."""
+    """A direction Z for one parameter, or with low-rank matrices and vectors one for each example: Z_0 = Z, Z_1, ..."""
 
     @abstractmethod
-    def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
-        """Yields the coefficient times `factor` in parts (rows, values), float32 or wider.
+    def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
+        """Yields the coefficient of sum_i factors[i] * Z_i in parts (rows, values), float32 or wider.
 
         The next part may overwrite the previous one.
         """
@@ -56,11 +60,20 @@ class Direction(ABC):
         """Weight += alpha * Z, in place, without an M x N temporary."""
 
 
+def weighted_sum(factors: Sequence[float], values_BK: Tensor) -> Tensor:
+    """sum_i factors[i] * values[i]: a new tensor."""
+    if len(factors) == 1:
+        return values_BK[0] * factors[0]
+    weights_B = torch.tensor(factors, dtype=values_BK.dtype, device=values_BK.device)
+    return torch.einsum("b,b...->...", weights_B, values_BK)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dense(Direction):
     """Standard normal noise of the parameter's shape.
 
-    For a matrix, Z is redrawn from its key tile by tile whenever it is needed; for a vector, Z is stored.
+    For a matrix, Z is redrawn from its key tile by tile whenever it is needed, and is the same for all examples; for a
+    vector, Z is stored.
     """
 
     shape: torch.Size
@@ -71,10 +84,11 @@ class Dense(Direction):
     name: str
     role: str = "z"
 
-    def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
+    def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
         if len(self.shape) == 1:
-            yield slice(None), self.vector * factor
+            yield slice(None), weighted_sum(factors, self.vectors(range(len(factors))))
             return
+        (factor,) = factors
         for rows in row_tiles(self.shape):
             z = self.tile(rows)
             yield rows, z if factor == 1.0 else z.mul_(factor)
@@ -93,8 +107,13 @@ class Dense(Direction):
         """Z of a vector: (M,), in its own memory."""
         return torch.cat([self.tile(rows).clone() for rows in row_tiles(self.shape)])
 
+    def vectors(self, examples: Sequence[int]) -> Tensor:
+        """Z_i of a vector for each of the examples: (B, M)."""
+        drawn = [self.vector if i == 0 else replace(self, role=of_example(self.role, i)).vector for i in examples]
+        return torch.stack(drawn)
+
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
-        for rows, z in self.tiles(alpha):
+        for rows, z in self.tiles((alpha,)):
             weight_MN[rows] += z.to(weight_MN.dtype)
 
 
@@ -104,17 +123,18 @@ class FixedCoefficient:
 
     coefficient: Tensor
 
-    def __call__(self) -> Tensor:
-        """The coefficient."""
-        return self.coefficient
+    def __call__(self, examples: Sequence[int]) -> Tensor:
+        """The coefficient, with a leading dimension of 1."""
+        assert examples == FIRST
+        return self.coefficient.unsqueeze(0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedFactors(Direction):
     """A low-rank direction: at least one factor is fixed from step `refresh_step` on.
 
-    `draw` returns the coefficient. It is a `FixedCoefficient`, or a function that redraws the coefficient at each use
-    where storing the coefficients of all matrices would take too much memory.
+    `draw` returns the coefficients of some examples, with a leading dimension B. It is a `FixedCoefficient`, or a
+    function that draws them, at each use where storing the coefficients of all matrices would take too much memory.
 
     A coefficient with a leading dimension G represents G points of one space. `add_linear_`, `add_transposed_` and
     `add_lookup_` then take G blocks of inputs and apply point g to block g; a coefficient without this dimension is
@@ -124,7 +144,7 @@ class FixedFactors(Direction):
     over a momentum; otherwise it is None.
     """
 
-    draw: Callable[[], Tensor]
+    draw: Callable[[Sequence[int]], Tensor]
     v_NR: Tensor
     refresh_step: int
     before: Callable[[], Mapping[str, Tensor]] | None = None
@@ -132,10 +152,10 @@ class FixedFactors(Direction):
     @property
     def coefficient(self) -> Tensor:
         """The coefficient of the direction: its coordinates in the space of the fixed factors."""
-        return self.draw()
+        return self.draw(FIRST)[0]
 
-    def tiles(self, factor: float = 1.0) -> Iterator[Tile]:
-        yield slice(None), self.coefficient * factor
+    def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
+        yield slice(None), weighted_sum(factors, self.draw(range(len(factors))))
 
     def with_coefficient(self, coefficient: Tensor) -> Self:
         """The direction with this coefficient and the same fixed factors."""
@@ -222,6 +242,12 @@ class LowRank(FixedFactors):
     """
 
     gram: float | Tensor
+
+    def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
+        estimate = self.coefficient.mul_(factors[0]) if len(factors) > 1 else self.coefficient * factors[0]
+        for i, factor in enumerate(factors[1:], 1):  # one at a time: each has M x r numbers
+            estimate.add_(self.draw((i,))[0], alpha=factor)
+        yield slice(None), estimate
 
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.coefficient, self.v_NR

@@ -139,24 +139,23 @@ class StepDraw:
         step: number of the step, from 0.
         count: number of earlier estimates of the same kind in the update rule's moments.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
-        extend: function of a number that draws further directions until there are as many for each parameter.
     """
 
     step: int
     count: int
     directions: Mapping[str, Sequence[Direction]]
-    extend: Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class ParameterEstimate:
-    """The zeroth-order gradient of one parameter: (1/q) sum_i kappa_i Z_i over the step's q directions.
+    """The zeroth-order gradient of one parameter: (1/(B q)) sum_i sum_j kappa_ij Z_ij.
 
-    It is in the space of its directions, so it is represented by a coefficient.
+    It has q directions, for each of B examples, or for all of them together: B = 1. It is in the space of its
+    directions, so it is represented by a coefficient.
 
     Attributes:
-        directions: Z_1 ... Z_q.
-        projected_grads: kappa_1 ... kappa_q.
+        directions: the q directions; the j-th has Z_ij for each example i.
+        projected_grads: kappa_ij at place i q + j.
         count: number of earlier estimates of the same kind, as used by Adam's bias correction.
     """
 
@@ -171,8 +170,8 @@ class ParameterEstimate:
 
     def tiles(self) -> Iterator[Tile]:
         """Yields the coefficient of the estimate in parts (rows, values); the next part may overwrite the previous."""
-        factors = [kappa / len(self.directions) for kappa in self.projected_grads]
-        tiles = [direction.tiles(factor) for direction, factor in zip(self.directions, factors, strict=True)]
+        q, factors = len(self.directions), [kappa / len(self.projected_grads) for kappa in self.projected_grads]
+        tiles = [direction.tiles(factors[j::q]) for j, direction in enumerate(self.directions)]
         for (rows, estimate), *others in zip(*tiles, strict=True):
             for _, values in others:
                 estimate.add_(values)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tezo.distributed import Ranks
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure, Estimate, ExampleClosure, Probe, StepDraw, StepRecord, precise
+from tezo.estimators.estimate import Closure, Estimate, ExampleClosure, Probe, StepDraw, precise
 from tezo.estimators.two_point import TwoPoint, average, fitting_copies
 from tezo.forward import NotInBlocksError, Shift
 from tezo.forward.blocks import Blocks
@@ -28,7 +28,7 @@ class PerExample(TwoPoint):
 
     For a given batch its variance is (d + 1) (|g|^2 + sigma^2) / (B q) in d dimensions, against (d + 1) |g|^2 / q with
     shared directions, where g is the mean of the examples' gradients g_i and sigma^2 the mean of |g_i - g|^2. The idea
-    is Flipout's (Wen et al. 2018). Z_ij has the index i q + j: it is a function of seed, step and index alone.
+    is Flipout's (Wen et al. 2018). Z_ij is a function of seed, step, i and j alone.
 
     Args:
         rho: perturbation scale.
@@ -44,10 +44,10 @@ class PerExample(TwoPoint):
         q = len(next(iter(draw.directions.values())))
         with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
             try:
-                measured = [self._both(source, draw, q, j) for j in range(q)]
+                measured = [self._both(source, draw, j) for j in range(q)]
                 checked = draw.step == 0 and measured[0].shape[1] > 1
                 if checked:
-                    self._check_apart(source, draw, q, measured[0])
+                    self._check_apart(source, draw, measured[0])
             except NotInBlocksError:
                 raise RequestError(
                     "directions is per-example, but a tuned layer does not see one row for each example (the experts "
@@ -55,7 +55,6 @@ class PerExample(TwoPoint):
                     "directions=shared."
                 ) from None
         probes = self._probes(torch.stack(measured).double())
-        draw.extend(len(probes))  # those of other ranks' examples
         loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
         return average(loss, probes, 2 * q + 2 * checked, draw)
 
@@ -63,26 +62,24 @@ class PerExample(TwoPoint):
         self,
         source: "ExampleClosure | _PlainClosure",
         draw: StepDraw,
-        q: int,
         j: int,
-        every: int = 1,
+        place: Callable[[int], int] = lambda i: i,
     ) -> Tensor:
-        """(2, B): the losses at both signs of the j-th direction of every so many examples, the others at W."""
+        """(2, B): the losses of example i at both signs of its j-th direction, or of that of example place(i)."""
 
         def at(*scales: float) -> Tensor:
-            return self._losses(
-                source, draw, lambda i: [(i * q + j, scale if i % every == 0 else 0.0) for scale in scales]
-            )
+            return self._losses(source, draw, j, scales, place)
 
         if isinstance(source, ExampleClosure) and fitting_copies(source.example_tokens, dense=False) >= 2:
             return at(self.rho, -self.rho)
         return torch.cat([at(self.rho), at(-self.rho)])
 
-    def _check_apart(self, source: "ExampleClosure | _PlainClosure", draw: StepDraw, q: int, losses_2B: Tensor) -> None:
+    def _check_apart(self, source: "ExampleClosure | _PlainClosure", draw: StepDraw, losses_2B: Tensor) -> None:
         """An error where an example's loss depends on the directions of others: kappa would be of all of them."""
-        # passes of the same shapes: others round differently
-        alone_2B = self._both(source, draw, q, 0, every=2)
-        change = (alone_2B - losses_2B)[:, ::2].abs().max()
+        count = losses_2B.shape[1]
+        # every other example has another direction, in passes of the same shapes: others round differently
+        moved_2B = self._both(source, draw, 0, place=lambda i: i + count * (i % 2))
+        change = (moved_2B - losses_2B)[:, ::2].abs().max()
         if change > MOST_INFLUENCE * (losses_2B[0] - losses_2B[1]).abs().max():
             raise RequestError(
                 "directions is per-example, but the loss of a row depends on other rows of the batch, or a tuned layer "
@@ -93,28 +90,31 @@ class PerExample(TwoPoint):
         self,
         source: "ExampleClosure | _PlainClosure",
         draw: StepDraw,
-        shifts_of: Callable[[int], Sequence[tuple[int, float]]],
+        j: int,
+        scales: Sequence[float],
+        place: Callable[[int], int],
     ) -> Tensor:
-        """(copies, B): the loss of example i where copy k is perturbed by shifts_of(i)[k], as (index, scale)."""
+        """(copies, B): the loss of example i at scales[k] * Z for each copy k, Z the j-th direction of place(i)."""
         let_interrupt()
-        copies, known, seen = len(shifts_of(0)), source.example_passes(), 0
+        known, seen = source.example_passes(), 0
         passes = None if known is None else iter(known)
 
         def begin(rows: int) -> None:
             nonlocal seen
             examples = range(seen, seen + rows) if passes is None else next(passes)
-            if len(examples) * copies != rows:
+            if len(examples) * len(scales) != rows:
                 raise NotInBlocksError
             seen += rows
-            shifts = [shifts_of(i)[copy] for copy in range(copies) for i in examples]
-            draw.extend(1 + max(index for index, _ in shifts))
-            self._perturb(draw, shifts)
+            places = [place(i) for i in examples]
+            for name, parameter in self._moving.items():
+                parameter.set_perturbations([Shift(draw.directions[name][j], scale, places) for scale in scales])
 
         with self._blocks.before_each_pass(begin):
             try:
-                losses: Tensor = precise(source.example_losses(copies))
+                losses: Tensor = precise(source.example_losses(len(scales)))
             finally:
-                self._perturb(draw, [])
+                for parameter in self._moving.values():
+                    parameter.set_perturbations([])
         if passes is None and losses.shape[1] != seen:
             raise RequestError(
                 f"directions is per-example: the closure returned {losses.shape[1]} losses of {seen} rows; return one "
@@ -122,20 +122,11 @@ class PerExample(TwoPoint):
             )
         return losses
 
-    def _perturb(self, draw: StepDraw, shifts: Sequence[tuple[int, float]]) -> None:
-        for name, parameter in self._moving.items():
-            drawn = draw.directions[name]
-            parameter.set_perturbations([Shift(drawn[index], scale) for index, scale in shifts])
-
     def _probes(self, losses_Q2B: Tensor) -> tuple[Probe, ...]:
         plus, minus = (losses_Q2B[:, sign].T.flatten().tolist() for sign in (0, 1))  # index i q + j
         probes = tuple(Probe(p, m, (p - m) / (2 * self.rho)) for p, m in zip(plus, minus, strict=True))
         self._check(probes)
         return probes
-
-    def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
-        draw.extend(len(record.probes))
-        return super().recall(record, draw)
 
     def accepts(self, probes: int, num_directions: int) -> bool:
         return probes > 0 and probes % num_directions == 0

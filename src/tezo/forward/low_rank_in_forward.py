@@ -106,10 +106,12 @@ class InForward(MovingParameter):
         if not self._shifts:
             return self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
         self.was_called = True
-        directions = {id(shift.direction): shift.direction for shift in self._shifts}
-        drawn = {key: _coefficient(direction) for key, direction in directions.items()}  # both signs share one draw
+        drawn: dict[int, Tensor] = {}
+        for shift in self._shifts:  # both signs share one draw
+            if id(shift.direction) not in drawn:
+                drawn[id(shift.direction)] = _coefficients(shift)
         steps = [shift.scale * drawn[id(shift.direction)] for shift in self._shifts]
-        return self.change.with_coefficient(torch.stack(steps).add_(self.change.coefficient))
+        return self.change.with_coefficient(torch.cat(steps).add_(self.change.coefficient))
 
     def begin(self, direction: Direction, key: DrawKey) -> None:
         super().begin(direction, key)
@@ -203,9 +205,9 @@ class InForward(MovingParameter):
             self.compression_error = float(state["frozen_lost"])
 
 
-def _coefficient(direction: Direction) -> Tensor:
-    assert isinstance(direction, FixedFactors)
-    return direction.coefficient
+def _coefficients(shift: Shift) -> Tensor:
+    assert isinstance(shift.direction, FixedFactors)
+    return shift.direction.draw(shift.examples)
 
 
 _ADD: dict[Layout, Callable[[FixedFactors, Tensor, Tensor], None]] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tezo.directions.perturbations import DrawKey
-from tezo.directions.spaces import Direction, row_tiles
+from tezo.directions.spaces import FIRST, Direction, row_tiles
 from tezo.directions.targets import Target
 from tezo.errors import RequestError
 from tezo.forward.in_state_dict import InStateDict
@@ -21,10 +21,14 @@ from tezo.numerics.random import generator
 
 @dataclass(frozen=True)
 class Shift:
-    """The perturbation W_t + scale * Z, with Z a direction."""
+    """The perturbation W_t + scale * Z, with Z a direction.
+
+    With low-rank matrices and vectors it is W_t + scale * Z_i for each of several examples i, one block of rows each.
+    """
 
     direction: Direction
     scale: float
+    examples: Sequence[int] = FIRST
 
 
 class MovingParameter(ABC):
@@ -73,7 +77,7 @@ class MovingParameter(ABC):
 
     @abstractmethod
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
-        """Sets the perturbation `shifts[g]` for block g of the rows; with no shifts, all rows use W_t."""
+        """Sets the perturbations of the blocks of rows, those of `shifts[0]` first; with no shifts, all use W_t."""
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         """W += alpha * (the point of `direction`'s space with coefficient `delta` at `rows`); here for `Dense`."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.spaces import Dense, Direction
+from tezo.directions.spaces import Dense
 from tezo.directions.targets import Layout, Site, Target, only_input
 from tezo.forward.blocks import Blocks
 from tezo.forward.interception import unintercepted, untraced
@@ -48,13 +48,13 @@ class VectorInForward(MovingParameter):
         return site.module.register_forward_hook(untraced(move), with_kwargs=True)
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
-        moved = [_vector(shift.direction) * shift.scale for shift in shifts]
-        self._shift_GN = torch.stack(moved) if moved else None
+        moved = [_vectors(shift) * shift.scale for shift in shifts]
+        self._shift_GN = torch.cat(moved) if moved else None
 
 
-def _vector(direction: Direction) -> Tensor:
-    assert isinstance(direction, Dense)
-    return direction.vector
+def _vectors(shift: Shift) -> Tensor:
+    assert isinstance(shift.direction, Dense)
+    return shift.direction.vectors(shift.examples)
 
 
 def _bias(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def count_draws() -> Iterator[Drawn]:
 def _count(key: Key, size: int) -> None:
     counter = _counter.get()
     if counter is not None:
-        counter.sizes[key] = size
+        counter.sizes[key] = max(size, counter.sizes.get(key, 0))
 
 
 def _digest(seed: int, step: int, name: str, role: str, size: int) -> int:
@@ -72,6 +72,11 @@ def normal(shape: tuple[int, ...], *, seed: int, step: int, name: str, role: str
     bits = np.random.Philox(key=_digest(seed, step, name, role, 16))
     _count((seed, step, name, role), int(np.prod(shape)))
     return torch.from_numpy(np.random.Generator(bits).standard_normal(shape))
+
+
+def of_example(role: str, example: int) -> str:
+    """The role of numbers for one example of a batch. The first has those of a direction that all examples share."""
+    return f"{role}.example {example}" if example else role
 
 
 def permutation(length: int, *, seed: int, step: int, name: str) -> list[int]:

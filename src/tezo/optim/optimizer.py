@@ -299,24 +299,16 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
         self.check_bound()
         indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
-        drawn: dict[str, list[Direction]] = {}
+        drawn: dict[str, tuple[Direction, ...]] = {}
         try:
             for name, moving in self.moving.items():  # one at a time: old factors are dropped before the next draw
-                drawn[name] = [self._direction(name, index) for index in indices]
-                moving.begin(drawn[name][0], DrawKey(self.seed, self.num_steps, indices[0]))
+                keys = [DrawKey(self.seed, self.num_steps, index) for index in indices]
+                own = self._moments.get(name, {})
+                drawn[name] = tuple(self.perturbation.direction(moving.target, key, own) for key in keys)
+                moving.begin(drawn[name][0], keys[0])
         except FloatingPointError as error:  # raised for the rows that a basis is computed from
             raise self._not_finite(error) from None
-
-        def extend(count: int) -> None:
-            for name, own in drawn.items():
-                own += [self._direction(name, index) for index in range(len(own), count)]
-
-        return StepDraw(self.num_steps, self.progress.counts[kind or self.kinds[0]], drawn, extend)
-
-    def _direction(self, name: str, index: int) -> Direction:
-        """The direction of a parameter with this index among those of the next step."""
-        key = DrawKey(self.seed, self.num_steps, index)
-        return self.perturbation.direction(self.moving[name].target, key, self._moments.get(name, {}))
+        return StepDraw(self.num_steps, self.progress.counts[kind or self.kinds[0]], drawn)
 
     @property
     def _moments(self) -> Moments:

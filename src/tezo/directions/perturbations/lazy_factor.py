@@ -1,5 +1,6 @@
 """LOZO's perturbation: one factor is drawn every step, the other is fixed over an interval."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -9,7 +10,7 @@ from tezo.directions.bases import Draw, Role
 from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
 from tezo.directions.spaces import LowRank, TransposedLowRank
 from tezo.directions.targets import Target
-from tezo.numerics.random import fill_normal_
+from tezo.numerics.random import fill_normal_, of_example
 
 
 class Lazy(LowRankPerturbation):
@@ -43,11 +44,15 @@ class Lazy(LowRankPerturbation):
             return v_IR.to(target.state_dtype).square().sum(0)
         return len(v_IR) * self._factor(self._ranks[target.name]) ** 2
 
-    def _u(self, target: Target, key: DrawKey) -> Tensor:
+    def _u(self, target: Target, key: DrawKey, examples: Sequence[int]) -> Tensor:
         # M x r numbers every step are too many for the CPU; like dense noise they are drawn on the weight's device
         rows = target.matrix_shape[0 if self._role(target) == "v" else 1]
-        u_MR = torch.empty((rows, self._ranks[target.name]), dtype=target.state_dtype, device=target.device)
-        return fill_normal_(u_MR, seed=key.seed, step=key.step, name=target.name, role=f"u.{key.index}")
+        shape = len(examples), rows, self._ranks[target.name]
+        u_BMR = torch.empty(shape, dtype=target.state_dtype, device=target.device)
+        for u_MR, example in zip(u_BMR, examples, strict=True):
+            role = of_example(f"u.{key.index}", example)
+            fill_normal_(u_MR, seed=key.seed, step=key.step, name=target.name, role=role)
+        return u_BMR
 
     def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]

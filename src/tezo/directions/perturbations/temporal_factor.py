@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from tezo.directions.bases import Draw
-from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
-from tezo.directions.spaces import CP, FixedCoefficient
+from tezo.directions.perturbations.perturbation import Coefficients, DrawKey, LowRankPerturbation
+from tezo.directions.spaces import CP
 from tezo.directions.targets import Target
 
 
@@ -19,10 +19,12 @@ class Temporal(LowRankPerturbation):
     def matrix_direction(self, target: Target, key: DrawKey) -> CP:
         refresh_step = self.refresh_step(key.step)
         factors = self.factors(target, key.seed, refresh_step)
-        tau_R = self.coefficient((self._ranks[target.name],), target, key, "tau")
-        before = self.before(target, key)
         return CP(
-            draw=FixedCoefficient(tau_R), u_MR=factors["u"], v_NR=factors["v"], refresh_step=refresh_step, before=before
+            draw=Coefficients((self._ranks[target.name],), target, key, "tau"),
+            u_MR=factors["u"],
+            v_NR=factors["v"],
+            refresh_step=refresh_step,
+            before=self.before(target, key),
         )
 
     def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
