@@ -11,7 +11,7 @@ from tezo.directions.targets import select_targets
 from tezo.errors import RequestError
 from tezo.optim.methods import METHODS, method
 from tezo.studies.bench.published import PUBLISHED
-from tezo.studies.bench.settings import PREFIX
+from tezo.studies.bench.settings import EACH, PREFIX
 from tezo.studies.bench.workload import Work
 
 
@@ -19,7 +19,7 @@ class Case(ABC):
     """One row of the table.
 
     Attributes:
-        label: F, F2, N, N2, J2, a method's name, or "published:" and a method's name.
+        label: F, F2, N, N2, J2, or a method's name, after "published:", "per-example:" or nothing.
         interval: steps between refreshes of lazy factors; None if there are none.
         trained: number of trained parameter entries.
     """
@@ -61,9 +61,10 @@ class LibraryCase(Case):
 
     def __init__(self, label: str, work: Work) -> None:
         self._model = work.twin()
-        if label not in METHODS:
-            raise RequestError(f"methods: {label} needs gradients; bench measures zeroth-order methods only.")
-        optimizer = METHODS[label].build(self._model, **work.settings.options(label))
+        name = label.removeprefix(EACH)
+        if name not in METHODS:
+            raise RequestError(f"methods: {name} needs gradients; bench measures zeroth-order methods only.")
+        optimizer = METHODS[name].build(self._model, **work.settings.options(label))
         self._optimizer = optimizer
         interval = optimizer.perturbation.interval
         trained = sum(target.parameter.numel() for target in self._optimizer.targets)

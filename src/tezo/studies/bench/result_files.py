@@ -106,6 +106,7 @@ _STEP = {
     "quartiles": ("seconds", "{0[q1]:.4f}-{0[q3]:.4f}"),
     "/F2": ("to_F2", "{:.2f}"),
     "/N2": ("to_N2", "{:.2f}"),
+    "/shared": ("to_shared", "{:.3f}"),
     "published/ours": ("speed_up", "{:.1f}"),
 }
 _MEMORY = {

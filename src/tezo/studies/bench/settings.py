@@ -9,10 +9,13 @@ from typing import Any
 from tezo.errors import RequestError, nearest
 from tezo.models.loading import DTYPES
 from tezo.optim.methods import method
+from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.studies.bench.published import PUBLISHED
 from tezo.studies.bench.shapes import SHAPES
 
 PREFIX = "published:"
+EACH = "per-example:"
+"""Prefixes of a method's name: as its authors wrote it, and with directions of their own for the examples."""
 PLAIN = ("F2", "N2", "J2")
 TARGETS = ("all-linear", "all")
 
@@ -90,17 +93,19 @@ class Settings:
             )
         return [int(self.length)] * self.batch
 
-    def options(self, name: str) -> dict[str, Any]:
-        """Options for a method: the targets, and the rank if the method has one."""
+    def options(self, label: str) -> dict[str, Any]:
+        """Options for a method: the targets, the rank if the method has one, and its kind of directions."""
         chosen: dict[str, Any] = {"targets": (self.targets,), "rank": self.rank}
-        return {key: value for key, value in chosen.items() if key in method(name).options()}
+        if label.startswith(EACH):
+            chosen["directions"] = PER_EXAMPLE
+        return {key: value for key, value in chosen.items() if key in method(label.removeprefix(EACH)).options()}
 
 
 def entries(methods: Sequence[str], *, published: bool) -> list[str]:
     """Labels of the cases to measure, without duplicates.
 
     Args:
-        methods: names of methods, with the prefix "published:" for the published form.
+        methods: names of methods, with the prefix "published:" for the published form, or "per-example:".
         published: whether to add the published form of each method; tezo-cadam, ours, has none.
 
     Raises:
@@ -108,12 +113,12 @@ def entries(methods: Sequence[str], *, published: bool) -> list[str]:
     """
     labels: list[str] = []
     for label in methods:
-        name = label.removeprefix(PREFIX)
+        name = label.removeprefix(PREFIX).removeprefix(EACH)
         method(name)
         if label.startswith(PREFIX) and name not in PUBLISHED:
             raise RequestError(f"methods: {name} has no published form. " + nearest(name, PUBLISHED))
         labels.append(label)
-        if published and name in PUBLISHED:
+        if published and label in PUBLISHED:
             labels.append(PREFIX + name)
     if not labels:
         raise RequestError("methods is empty; name at least one, such as tezo.")

@@ -11,7 +11,7 @@ import torch
 from tezo.errors import RequestError
 from tezo.studies.bench.cases import Case, make_case
 from tezo.studies.bench.result_files import circumstances, describe, silent, spread
-from tezo.studies.bench.settings import PLAIN, PREFIX, Settings
+from tezo.studies.bench.settings import EACH, PLAIN, PREFIX, Settings
 from tezo.studies.bench.workload import Work
 
 LEAST_ROUNDS = 3
@@ -132,9 +132,11 @@ def rows(timed: Sequence[Timed]) -> list[dict[str, Any]]:
 def _row(entry: Timed, steps: dict[str, list[float]]) -> dict[str, Any]:
     label, own = entry.case.label, steps[entry.case.label]
     published = steps.get(PREFIX + label)
+    shared = steps.get(label.removeprefix(EACH)) if label.startswith(EACH) else None
     row: dict[str, Any] = {"label": label, "seconds": spread(own), "to_F2": _ratio(own, steps["F2"])}
     row |= {"to_N2": _ratio(own, steps["N2"])}
     row |= {"speed_up": _ratio(published, own) if published else None}
+    row |= {"to_shared": _ratio(own, shared) if shared else None}
     row |= {"trained": entry.case.trained, "runs_a_round": entry.repeats, "rounds": own}
     if entry.case.interval is not None:
         row |= {"interval": entry.case.interval, "plain": entry.rounds, "refreshes": entry.refreshes}
