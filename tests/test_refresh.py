@@ -14,8 +14,9 @@ from tiny import lm_loss, tiny_gpt2, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo import NonFiniteLossError
+from tezo.directions.coefficients import FixedCoefficient
 from tezo.directions.perturbations import DrawKey
-from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowRank
+from tezo.directions.spaces import CP, LowRank, TransposedLowRank
 from tezo.forward import InForward
 from tezo.forward.frozen_factors import compress
 from tezo.models.loading import load_model

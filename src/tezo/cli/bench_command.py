@@ -13,7 +13,9 @@ from tezo.models.quiet import quiet_libraries
 Model = Annotated[
     str, typer.Option(help="Shape with random weights (opt-125m, llama-7b, ...), model folder, or hub name.")
 ]
-Methods = Annotated[str, typer.Option(help="Methods, separated by commas; published:NAME or per-example:NAME for these forms.")]
+Methods = Annotated[
+    str, typer.Option(help="Methods, separated by commas; published:NAME or per-example:NAME for these forms.")
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Batch = Annotated[int, typer.Option(help="Rows per batch.")]

@@ -24,7 +24,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tezo.numerics.random import fill_normal_, of_example
+from tezo.directions.coefficients import FIRST, CoefficientDraw, FixedCoefficient, SignedNumbers
+from tezo.numerics.random import Signs, fill_normal_
 from tezo.numerics.scratch import row_slices, scratch
 
 TILE = 1 << 18
@@ -41,10 +42,6 @@ def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
     yield from row_slices(shape, TILE)
 
 
-FIRST = range(1)
-"""The examples of a direction that all examples share: Z is Z_0."""
-
-
 class Direction(ABC):
     """A direction Z for one parameter, or with low-rank matrices and vectors one for each example: Z_0 = Z, Z_1, ..."""
 
@@ -58,14 +55,6 @@ class Direction(ABC):
     @abstractmethod
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         """Weight += alpha * Z, in place, without an M x N temporary."""
-
-
-def weighted_sum(factors: Sequence[float], values_BK: Tensor) -> Tensor:
-    """sum_i factors[i] * values[i]: a new tensor."""
-    if len(factors) == 1:
-        return values_BK[0] * factors[0]
-    weights_B = torch.tensor(factors, dtype=values_BK.dtype, device=values_BK.device)
-    return torch.einsum("b,b...->...", weights_B, values_BK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +75,7 @@ class Dense(Direction):
 
     def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
         if len(self.shape) == 1:
-            yield slice(None), weighted_sum(factors, self.vectors(range(len(factors))))
+            yield slice(None), self._vectors.sum(factors)
             return
         (factor,) = factors
         for rows in row_tiles(self.shape):
@@ -109,32 +98,21 @@ class Dense(Direction):
 
     def vectors(self, examples: Sequence[int]) -> Tensor:
         """Z_i of a vector for each of the examples: (B, M)."""
-        drawn = [self.vector if i == 0 else replace(self, role=of_example(self.role, i)).vector for i in examples]
-        return torch.stack(drawn)
+        return self._vectors(examples)
+
+    @cached_property
+    def _vectors(self) -> SignedNumbers:
+        signs = Signs(self.shape[0], self.seed, self.step, self.name, f"{self.role}.signs")
+        return SignedNumbers(lambda: self.vector, signs)
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         for rows, z in self.tiles((alpha,)):
             weight_MN[rows] += z.to(weight_MN.dtype)
 
 
-@dataclass(frozen=True)
-class FixedCoefficient:
-    """A coefficient that is stored instead of being redrawn at each use."""
-
-    coefficient: Tensor
-
-    def __call__(self, examples: Sequence[int]) -> Tensor:
-        """The coefficient, with a leading dimension of 1."""
-        assert examples == FIRST
-        return self.coefficient.unsqueeze(0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class FixedFactors(Direction):
     """A low-rank direction: at least one factor is fixed from step `refresh_step` on.
-
-    `draw` returns the coefficients of some examples, with a leading dimension B. It is a `FixedCoefficient`, or a
-    function that draws them, at each use where storing the coefficients of all matrices would take too much memory.
 
     A coefficient with a leading dimension G represents G points of one space. `add_linear_`, `add_transposed_` and
     `add_lookup_` then take G blocks of inputs and apply point g to block g; a coefficient without this dimension is
@@ -144,7 +122,7 @@ class FixedFactors(Direction):
     over a momentum; otherwise it is None.
     """
 
-    draw: Callable[[Sequence[int]], Tensor]
+    draw: CoefficientDraw
     v_NR: Tensor
     refresh_step: int
     before: Callable[[], Mapping[str, Tensor]] | None = None
@@ -155,7 +133,7 @@ class FixedFactors(Direction):
         return self.draw(FIRST)[0]
 
     def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
-        yield slice(None), weighted_sum(factors, self.draw(range(len(factors))))
+        yield slice(None), self.draw.sum(factors)
 
     def with_coefficient(self, coefficient: Tensor) -> Self:
         """The direction with this coefficient and the same fixed factors."""
@@ -242,12 +220,6 @@ class LowRank(FixedFactors):
     """
 
     gram: float | Tensor
-
-    def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
-        estimate = self.coefficient.mul_(factors[0]) if len(factors) > 1 else self.coefficient * factors[0]
-        for i, factor in enumerate(factors[1:], 1):  # one at a time: each has M x r numbers
-            estimate.add_(self.draw((i,))[0], alpha=factor)
-        yield slice(None), estimate
 
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.coefficient, self.v_NR

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tezo.directions.spaces import FixedCoefficient, LowRank
+from tezo.directions.coefficients import FixedCoefficient
+from tezo.directions.spaces import LowRank
 
 MOST_RANK = 64
 """Default rank of the factors stored beside a base that cannot be written."""

@@ -5,13 +5,15 @@ with the current factors, plus or minus rho Z during an evaluation. F is the cha
 is stored beside the base. Every module that owns the parameter gets the hook, so tied weights change together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tezo.directions.coefficients import CoefficientDraw, Stack
 from tezo.directions.perturbations import DrawKey
 from tezo.directions.spaces import Direction, FixedFactors, LowRank
 from tezo.directions.targets import Layout, Site, Target, only_input
@@ -21,6 +23,9 @@ from tezo.forward.in_state_dict import require_plain
 from tezo.forward.interception import EMBEDDING, Interception, unintercepted, untraced
 from tezo.forward.moving_parameter import MovingParameter, Shift, check_between_steps, require_writable
 from tezo.numerics import rounding
+
+STACK = 1 << 19
+"""Coefficient entries of the blocks whose points are computed together, if examples have directions of their own."""
 
 
 class InForward(MovingParameter):
@@ -51,6 +56,8 @@ class InForward(MovingParameter):
         self._most_rank = most_rank if target.is_writable or most_rank is not None else MOST_RANK
         self._blocks = blocks
         self._shifts: tuple[Shift, ...] = ()
+        self._count = 1
+        self._examples_a_part: int | None = None
         self._changed = False
         # CPUs without half-precision instructions multiply float32 faster, much faster for thin matrices
         self._dtype = target.state_dtype if target.device.type == "cpu" else None
@@ -68,25 +75,22 @@ class InForward(MovingParameter):
             del module
             if not self._moved:
                 return output
-            out, points = self._sum(output), self._points()
-            count, split = len(points.coefficient), self._blocks.split
-            blocks = split(out, count, 1), split(only_input(args, kwargs).to(out.device, out.dtype), count, 1)
-            for point in self._frozen_and(points):
-                add_(point, *blocks)
+            out, split = self._sum(output), self._blocks.split
+            x = only_input(args, kwargs).to(out.device, out.dtype)
+            out_GTM, x_GTN = split(out, self._count, 1), split(x, self._count, 1)
+            for blocks, points in self._terms(out.dtype):
+                add_(points, out_GTM[blocks], x_GTN[blocks])
             return out.to(output.dtype)
 
         return site.module.register_forward_hook(untraced(add_term), with_kwargs=True)
 
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         output: Tensor = EMBEDDING(ids, *others, **options)
-        out, points = self._sum(output), self._points()
-        count, split = len(points.coefficient), self._blocks.split
-        for point in self._frozen_and(points):
-            point.add_lookup_(split(out, count, 1), split(ids, count, 0))
+        out, split = self._sum(output), self._blocks.split
+        out_GTN, ids_GT = split(out, self._count, 1), split(ids, self._count, 0)
+        for blocks, points in self._terms(out.dtype):
+            points.add_lookup_(out_GTN[blocks], ids_GT[blocks])
         return out.to(output.dtype)
-
-    def _frozen_and(self, points: FixedFactors) -> tuple[FixedFactors, ...]:
-        return (points,) if self.frozen is None else (self.frozen, points)
 
     def _sum(self, output: Tensor) -> Tensor:
         """The tensor that the low-rank term is added to: the output if it can be written in place, else a copy."""
@@ -100,18 +104,36 @@ class InForward(MovingParameter):
         """Whether W_t, or its perturbation, differs from the stored tensor."""
         return bool(self._shifts) or self._changed or self.frozen is not None
 
-    def _points(self) -> FixedFactors:
-        """D + scale_g Z_g for each block g, computed at each use: storing it for all layers would take memory."""
+    def _terms(self, dtype: torch.dtype) -> Iterator[tuple[slice, FixedFactors]]:
+        """Yields (blocks, points) of a product in `dtype`: F for all blocks, and D + scale_g Z_g for each block g.
+
+        The points are computed at each use, because storing them for all layers would take memory; those of many
+        examples are computed in parts of at most `STACK` numbers, which stay in the processor's cache.
+        """
         assert self.change is not None
+        everything = slice(None)
+        if self.frozen is not None:
+            yield everything, self.frozen
         if not self._shifts:
-            return self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
+            yield everything, self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
+            return
         self.was_called = True
-        drawn: dict[int, Tensor] = {}
+        stacks: dict[int, Stack] = {}
         for shift in self._shifts:  # both signs share one draw
-            if id(shift.direction) not in drawn:
-                drawn[id(shift.direction)] = _coefficients(shift)
-        steps = [shift.scale * drawn[id(shift.direction)] for shift in self._shifts]
-        return self.change.with_coefficient(torch.cat(steps).add_(self.change.coefficient))
+            if id(shift.direction) not in stacks:
+                stacks[id(shift.direction)] = _draw(shift.direction).stack(shift.examples)
+        change = self.change.coefficient
+        if self._examples_a_part is None:
+            moved_GK = torch.cat([stacks[id(shift.direction)].scaled(shift.scale) for shift in self._shifts])
+            yield everything, self.change.with_coefficient(moved_GK.add_(change))
+            return
+        start, cast = 0, replace(self.change, v_NR=self.change.v_NR.to(dtype))  # once for all parts
+        for shift in self._shifts:
+            for first in range(0, len(shift.examples), self._examples_a_part):
+                part = slice(first, first + self._examples_a_part)
+                moved_GK = stacks[id(shift.direction)].added(change, shift.scale, part)
+                yield slice(start, start + len(moved_GK)), cast.with_coefficient(moved_GK)
+                start += len(moved_GK)
 
     def begin(self, direction: Direction, key: DrawKey) -> None:
         super().begin(direction, key)
@@ -122,7 +144,12 @@ class InForward(MovingParameter):
             self.change = direction.origin()
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
-        self._shifts = tuple(shifts)
+        self._shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
+        self._examples_a_part = None
+        if self._count > len(shifts) > 0:
+            assert self.change is not None
+            size = self.change.coefficient.numel()
+            self._examples_a_part = max(1, STACK // size) if self._count * size > STACK else None
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         del direction
@@ -205,9 +232,9 @@ class InForward(MovingParameter):
             self.compression_error = float(state["frozen_lost"])
 
 
-def _coefficients(shift: Shift) -> Tensor:
-    assert isinstance(shift.direction, FixedFactors)
-    return shift.direction.draw(shift.examples)
+def _draw(direction: Direction) -> CoefficientDraw:
+    assert isinstance(direction, FixedFactors)
+    return direction.draw
 
 
 _ADD: dict[Layout, Callable[[FixedFactors, Tensor, Tensor], None]] = {

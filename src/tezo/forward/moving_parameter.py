@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from tezo.directions.coefficients import FIRST
 from tezo.directions.perturbations import DrawKey
-from tezo.directions.spaces import FIRST, Direction, row_tiles
+from tezo.directions.spaces import Direction, row_tiles
 from tezo.directions.targets import Target
 from tezo.errors import RequestError
 from tezo.forward.in_state_dict import InStateDict

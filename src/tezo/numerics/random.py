@@ -8,7 +8,7 @@ drawn on the CPU: `fill_normal_` draws it on the parameter's device.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -74,15 +74,43 @@ def normal(shape: tuple[int, ...], *, seed: int, step: int, name: str, role: str
     return torch.from_numpy(np.random.Generator(bits).standard_normal(shape))
 
 
-def of_example(role: str, example: int) -> str:
-    """The role of numbers for one example of a batch. The first has those of a direction that all examples share."""
-    return f"{role}.example {example}" if example else role
-
-
 def permutation(length: int, *, seed: int, step: int, name: str) -> list[int]:
     """A random permutation of `range(length)`."""
     bits = np.random.Philox(key=_digest(seed, step, name, "permutation", 16))
     return [int(i) for i in np.random.Generator(bits).permutation(length)]
+
+
+@dataclass
+class Signs:
+    """Random signs s_i of the entries of a vector, for each example i of a batch; all are 1 for the first example.
+
+    If z has independent standard normal entries, so has s_i * z, and E[(s_i * z)(s_j * z)^T] = 0 for i != j. Examples
+    therefore get directions of their own from one draw of z (Flipout, Wen et al. 2018).
+
+    Args:
+        length: number of entries.
+        seed: seed of the run.
+        step: step of the draw.
+        name: name of the parameter.
+        role: purpose of the signs.
+    """
+
+    length: int
+    seed: int
+    step: int
+    name: str
+    role: str
+    _bits: np.ndarray = field(default_factory=lambda: np.zeros((1, 0), np.uint8))
+
+    def __call__(self, examples: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(B, length) for B examples."""
+        count, width = 1 + max(examples), -(-self.length // 8)
+        if len(self._bits) < count:
+            bits = np.random.SFC64(_digest(self.seed, self.step, self.name, self.role, 16))
+            words = bits.random_raw(-(-(count - 1) * width // 8)).view(np.uint8)[: (count - 1) * width]
+            self._bits = np.concatenate([np.zeros((1, width), np.uint8), words.reshape(count - 1, width)])
+        negative = np.unpackbits(self._bits[list(examples)], axis=1, count=self.length)
+        return torch.from_numpy(negative).to(device, dtype).mul_(-2).add_(1)
 
 
 _AT_A_TIME = 1 << 18

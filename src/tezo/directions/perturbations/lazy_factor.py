@@ -1,16 +1,16 @@
 """LOZO's perturbation: one factor is drawn every step, the other is fixed over an interval."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from tezo.directions.bases import Draw, Role
+from tezo.directions.coefficients import SignedNumbers
 from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
 from tezo.directions.spaces import LowRank, TransposedLowRank
 from tezo.directions.targets import Target
-from tezo.numerics.random import fill_normal_, of_example
+from tezo.numerics.random import Signs, fill_normal_
 
 
 class Lazy(LowRankPerturbation):
@@ -25,8 +25,9 @@ class Lazy(LowRankPerturbation):
     def matrix_direction(self, target: Target, key: DrawKey) -> LowRank:
         refresh_step = self.refresh_step(key.step)
         v_IR = self.factors(target, key.seed, refresh_step)["v"]
+        signs = Signs(self._rows(target), key.seed, key.step, target.name, f"u.{key.index}.signs")
         return (LowRank if self._role(target) == "v" else TransposedLowRank)(
-            draw=partial(self._u, target, key),
+            draw=SignedNumbers(partial(self._u, target, key), signs),
             v_NR=v_IR,
             refresh_step=refresh_step,
             before=self.before(target, key),
@@ -44,15 +45,14 @@ class Lazy(LowRankPerturbation):
             return v_IR.to(target.state_dtype).square().sum(0)
         return len(v_IR) * self._factor(self._ranks[target.name]) ** 2
 
-    def _u(self, target: Target, key: DrawKey, examples: Sequence[int]) -> Tensor:
+    def _rows(self, target: Target) -> int:
+        return target.matrix_shape[0 if self._role(target) == "v" else 1]
+
+    def _u(self, target: Target, key: DrawKey) -> Tensor:
         # M x r numbers every step are too many for the CPU; like dense noise they are drawn on the weight's device
-        rows = target.matrix_shape[0 if self._role(target) == "v" else 1]
-        shape = len(examples), rows, self._ranks[target.name]
-        u_BMR = torch.empty(shape, dtype=target.state_dtype, device=target.device)
-        for u_MR, example in zip(u_BMR, examples, strict=True):
-            role = of_example(f"u.{key.index}", example)
-            fill_normal_(u_MR, seed=key.seed, step=key.step, name=target.name, role=role)
-        return u_BMR
+        shape = self._rows(target), self._ranks[target.name]
+        u_MR = torch.empty(shape, dtype=target.state_dtype, device=target.device)
+        return fill_normal_(u_MR, seed=key.seed, step=key.step, name=target.name, role=f"u.{key.index}")
 
     def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tezo.directions.bases.gaussian import orthonormal
-from tezo.directions.perturbations.perturbation import Coefficients, DrawKey, LowRankPerturbation
+from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
 from tezo.directions.spaces import Core
 from tezo.directions.targets import Target
 from tezo.numerics.random import normal
@@ -21,7 +21,7 @@ class Subspace(LowRankPerturbation):
         refresh_step = self.refresh_step(key.step)
         factors = self.factors(target, key.seed, refresh_step)
         rank = self._ranks[target.name]
-        draw = Coefficients((rank, rank), target, key, "core")
+        draw = self.numbers((rank, rank), target, key, "core")
         return Core(draw=draw, u_MR=factors["u"], v_NR=factors["v"], refresh_step=refresh_step)
 
     def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:

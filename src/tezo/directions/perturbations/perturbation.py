@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.bases import Basis, FactorStore, Passes, Role, find_basis
+from tezo.directions.coefficients import OwnNumbers
 from tezo.directions.rank_selection import RankRule
 from tezo.directions.spaces import Dense, Direction, FixedFactors
 from tezo.directions.targets import Target
@@ -87,36 +88,6 @@ class Perturbation(ABC):
     @abstractmethod
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
         """The direction for `target` at `key`; `state` is the update rule's state of the parameter."""
-
-
-@dataclass
-class Coefficients:
-    """Standard normal coefficients of a direction, in the target's state dtype on its device.
-
-    They are cut from one stream of numbers, one after another for the examples of a batch, so that those of example i
-    depend on seed, step, index and i alone.
-
-    Args:
-        shape: of one coefficient.
-        target: parameter that they are drawn for.
-        key: of the direction.
-        role: purpose of the numbers, such as "tau".
-    """
-
-    shape: tuple[int, ...]
-    target: Target
-    key: DrawKey
-    role: str
-    _drawn: Tensor | None = None
-
-    def __call__(self, examples: Sequence[int]) -> Tensor:
-        """(B, *shape) for B examples."""
-        count = 1 + max(examples)
-        if self._drawn is None or len(self._drawn) < count:
-            seed, step, role = self.key.seed, self.key.step, f"{self.role}.{self.key.index}"
-            drawn = normal((count, *self.shape), seed=seed, step=step, name=self.target.name, role=role)
-            self._drawn = drawn.to(self.target.device, self.target.state_dtype)
-        return self._drawn[:count] if tuple(examples) == tuple(range(count)) else self._drawn[list(examples)]
 
 
 def dense(target: Target, key: DrawKey) -> Dense:
@@ -267,3 +238,13 @@ class LowRankPerturbation(Perturbation):
             for (_, _, dtype), target in own.items()
         )  # fmt: skip
 
+    @staticmethod
+    def numbers(shape: tuple[int, ...], target: Target, key: DrawKey, role: str) -> OwnNumbers:
+        """Standard normal coefficients of this step, in the target's state dtype, on its device."""
+
+        def draw(count: int) -> Tensor:
+            own = f"{role}.{key.index}"
+            drawn = normal((count, *shape), seed=key.seed, step=key.step, name=target.name, role=own)
+            return drawn.to(target.device, target.state_dtype)
+
+        return OwnNumbers(draw)

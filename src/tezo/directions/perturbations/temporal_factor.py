@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tezo.directions.bases import Draw
-from tezo.directions.perturbations.perturbation import Coefficients, DrawKey, LowRankPerturbation
+from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
 from tezo.directions.spaces import CP
 from tezo.directions.targets import Target
 
@@ -20,7 +20,7 @@ class Temporal(LowRankPerturbation):
         refresh_step = self.refresh_step(key.step)
         factors = self.factors(target, key.seed, refresh_step)
         return CP(
-            draw=Coefficients((self._ranks[target.name],), target, key, "tau"),
+            draw=self.numbers((self._ranks[target.name],), target, key, "tau"),
             u_MR=factors["u"],
             v_NR=factors["v"],
             refresh_step=refresh_step,
