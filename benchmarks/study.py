@@ -31,15 +31,14 @@ from tezo.runs.step_log import LogContents, read_log
 from tezo.studies.bench.result_files import commit
 from tezo.studies.reproduce import Cell, Grid, find_table, make_grid
 from tezo.studies.reproduce.results import all_cells, chooser, is_finished, summary_of
-from tezo.tasks import task
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "benchmarks/study.sh"
 RUN = ("line", "column", "lr", "seed", "chosen", "final_dev_loss", "best_dev_loss", "before", "after", "steps",
        "num_forward_passes", "basis_passes", "seconds_stepping", "seconds_on_basis", "exports", "hardware", "torch",
        )  # fmt: skip
-CURVE = ("seed", "passes", "dev_loss", "dev_accuracy", "before", "after", "num_forward_passes", "basis_passes",
-         "seconds_stepping", "seconds_on_basis", "exports")  # fmt: skip
+CURVE = ("seed", "passes", "dev_loss", "dev_accuracy", "before", "after", "test_loss", "num_forward_passes",
+         "basis_passes", "seconds_stepping", "seconds_on_basis", "exports")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,7 +102,7 @@ def read_runs(grid: Grid, folder: Path, cells: Iterable[Cell]) -> Iterable[dict[
 
 def read_run(cell: Cell, folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """A run's curve and figures."""
-    metric = task(cell.column.task).metric
+    metric = cell.column.metric
     log = read_log(folder / LOG) if (folder / LOG).is_file() else LogContents(0, {}, 0, 0)  # zero-shot takes no steps
     found = log.evaluations or MetricsLog(folder / METRICS, log).evaluations  # earlier logs have none
     dev = {step: metrics for (split, step), metrics in sorted(found.items()) if split == "dev"}
@@ -117,6 +116,7 @@ def read_run(cell: Cell, folder: Path, summary: dict[str, Any]) -> dict[str, Any
         "best_dev_loss": rounded(min(losses)) if losses else None,
         "before": rounded(summary.get("before", {}).get(metric, math.nan)),
         "after": rounded(summary["after"][metric]),
+        "test_loss": rounded(summary["after"].get("loss", math.nan)),
         "basis_passes": int(summary.get("basis_passes") or 0),
         "seconds_on_basis": summary.get("seconds_on_basis") or 0.0,
         **{key: summary.get(key) for key in ("steps", "num_forward_passes", "seconds_stepping", "hardware")},

@@ -18,7 +18,10 @@ def register(app: typer.Typer) -> None:
 
 def reproduce(
     table: Annotated[
-        str, typer.Argument(help="The paper's roberta-large, opt-13b, llama-7b; or ours: encoder, study, study-long.")
+        str,
+        typer.Argument(
+            help="The paper's roberta-large, opt-13b, llama-7b; or ours: encoder, study, study-long, study-decoder."
+        ),
     ],
     output: Annotated[Path, typer.Option(help="Folder of all runs; run again with it to go on.")],
     only: Annotated[str, typer.Option(help="Methods and tasks to run, separated by commas; default: all.")] = "",

@@ -9,10 +9,10 @@ from tezo.studies.reproduce.grid_runs import prepare_output as prepare_output
 from tezo.studies.reproduce.grid_runs import run_grid as run_grid
 from tezo.studies.reproduce.layout import write_tables as write_tables
 from tezo.studies.reproduce.paper_tables import LLAMA, OPT, ROBERTA
-from tezo.studies.reproduce.study_tables import STUDY, STUDY_LONG
+from tezo.studies.reproduce.study_tables import STUDY, STUDY_DECODER, STUDY_LONG
 from tezo.studies.reproduce.table import Table as Table
 
-TABLES = {table.name: table for table in (ROBERTA, OPT, LLAMA, ENCODER, STUDY, STUDY_LONG)}
+TABLES = {table.name: table for table in (ROBERTA, OPT, LLAMA, ENCODER, STUDY, STUDY_LONG, STUDY_DECODER)}
 
 
 def find_table(name: str) -> Table:

@@ -7,8 +7,6 @@ from typing import Any
 
 from tezo.errors import RequestError, nearest
 from tezo.studies.reproduce.table import Column, Line, Table, key_of
-from tezo.tasks import task
-from tezo.tasks.splits import NUM_TRAIN
 from tezo.training.config import overlay
 
 SMALL = {"steps": 3, "batch": 4, "train": 16, "dev": 8, "test": 12, "rank": 4}
@@ -96,10 +94,7 @@ class Grid:
         return Cell(line, column, rate, seed, self._tree(line, column, rate, seed))
 
     def _tree(self, line: Line, column: Column, rate: float | None, seed: int) -> dict[str, Any]:
-        data: dict[str, Any] = {"task": column.task, "dir": self.data_dir, "seed": seed}
-        if column.per_class is not None:
-            data |= {"per_class": column.per_class, "allow_fewer": True}
-        tree: dict[str, Any] = {"model": {"name": self.model}, "data": data}
+        tree: dict[str, Any] = {"model": {"name": self.model}, "data": column.data(self.data_dir) | {"seed": seed}}
         if line.how == "train":
             steps, batch = self._length(line, column)
             tree["method"] = {"name": line.method, "targets": list(self.table.targets), "lr": rate, **line.options}
@@ -110,11 +105,10 @@ class Grid:
 
     def _length(self, line: Line, column: Column) -> tuple[int, int]:
         if line.is_zeroth_order:
-            return self.table.steps, self.table.batch_size
-        classes = len(task(column.task).wording(self.table.kind).words)
-        rows = NUM_TRAIN if column.per_class is None else column.per_class * classes
-        steps, most = self.table.ft_epochs * rows // self.table.ft_batch, self.table.ft_most_steps
-        return max(1, steps if most is None else min(steps, most)), self.table.ft_batch
+            return self.table.steps, column.batch_size or self.table.batch_size
+        rows, most = column.num_rows(self.table.kind), self.table.ft_most_steps
+        bounds = [] if rows is None else [self.table.ft_epochs * rows // self.table.ft_batch]
+        return max(1, min([*bounds, *([] if most is None else [most])])), self.table.ft_batch
 
     def _cuts(self, line: Line, column: Column) -> Iterator[tuple[str, Any]]:
         yield "data.num_test", SMALL["test"]

@@ -10,7 +10,6 @@ from typing import Any
 from tezo.files import own_object
 from tezo.studies.reproduce.grid import Cell, Grid
 from tezo.studies.reproduce.table import Column, Line
-from tezo.tasks import task
 
 SUMMARY, FAILED = "summary.json", "failed.txt"
 """Files in the folder of a finished run: its summary, or the message of the NaN or infinite loss that ended it."""
@@ -75,7 +74,7 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
 
 def figure_of(cell: Cell, summary: dict[str, Any]) -> float:
     """The metric of the cell's task after training, in percent."""
-    return 100 * float(summary["after"][task(cell.column.task).metric])
+    return 100 * float(summary["after"][cell.column.metric])
 
 
 def chooser(grid: Grid, output: Path) -> Callable[[Line, Column], float | None]:

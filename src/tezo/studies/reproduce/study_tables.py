@@ -1,10 +1,12 @@
 """A study of our own: how many forward passes a loss takes, with directions drawn blindly and drawn from the data."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from tezo.estimators.residual_writers import PASSES
-from tezo.studies.reproduce.table import Column, Line, Table
+from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.studies.reproduce.table import Column, CompletionsColumn, Line, Table
 from tezo.training.feedback_schedule import FIRST, LAST
 
 STEPS, EVERY = 240, 24
@@ -38,7 +40,7 @@ def _factor(label: str, options: dict[str, Any], *settings: tuple[str, Any]) -> 
 _DIRECTIONS = 4
 
 
-def _feedback(label: str, budget: int, first: int, last: int) -> Line:
+def _feedback(label: str, budget: int, first: int, last: int, options: Mapping[str, Any] | None = None) -> Line:
     """A line whose first and last steps are along the error at the last hidden states, within as many forward passes.
 
     Each of those takes one pass, and each stretch of them two more.
@@ -46,7 +48,10 @@ def _feedback(label: str, budget: int, first: int, last: int) -> Line:
     passes = sum(count + PASSES for count in (first, last) if count)
     steps = first + last + (budget - passes) // 2
     places = (("train.feedback_first", first), ("train.feedback_last", last))
-    return _factor(f" + act, {label}", {}, ("train.steps", steps), *places)
+    return _factor(f" + act, {label}", dict(options or {}), ("train.steps", steps), *places)
+
+
+_EACH = {"directions": PER_EXAMPLE}
 
 
 STUDY = Table(
@@ -84,6 +89,10 @@ STUDY = Table(
         _feedback("feedback first", 2 * STEPS, FIRST, 0),
         _feedback("feedback last", 2 * STEPS, 0, LAST),
         _feedback("feedback alone", 2 * STEPS, 2 * STEPS - PASSES, 0),
+        _line("TeZO, per example", "tezo", PLAIN_RATES, _TEZO | _EACH),
+        _line("cAdam + act, per example", "tezo-cadam", BASIS_RATES, _TEZO | _ACT | _EACH),
+        _factor(" + act, per example", _EACH),
+        _feedback("feedback, per example", 2 * STEPS, FIRST, LAST, _EACH),
     ),
     seeds=(13, 21, 42),
     search_seeds=3,
@@ -133,3 +142,47 @@ STUDY_LONG = replace(
         "linear layers.",
     ),
 )
+
+_DECODER_STEPS, _DECODER_EVERY = 200, 25
+
+
+def _both(label: str, method: str, rates: tuple[float, ...], options: dict[str, Any]) -> tuple[Line, Line]:
+    """A line with shared directions, and one with a direction for each example."""
+    return (
+        _line(label, method, rates, options),
+        _line(f"{label}, per example", method, rates, options | _EACH),
+    )
+
+
+STUDY_DECODER = replace(
+    STUDY,
+    name="study-decoder",
+    title="Directions shared by a batch and of each example, on a small decoder (260K parameters), "
+    f"{2 * _DECODER_STEPS} forward passes",
+    model="stories260K",
+    kind="causal",
+    columns=(CompletionsColumn("completions", batch_size=16), CompletionsColumn("completions", batch_size=64)),
+    lines=(
+        Line("ZERO-SHOT", "zero-shot"),
+        Line("FT", "train", "adam", (3e-4, 1e-3, 3e-3), 1e-3),
+        *_both("TeZO", "tezo", (3e-5, 1e-4, 3e-4), _TEZO),
+        *_both("TeZO-cAdam", "tezo-cadam", ADAPTIVE_RATES, _TEZO),
+        *_both("cAdam + act", "tezo-cadam", ADAPTIVE_RATES, _TEZO | _ACT),
+        *_both("LOZO-Adam + act", "lozo-adam", ADAPTIVE_RATES, _FACTOR),
+    ),
+    seeds=(0, 1, 2),
+    search_seeds=1,
+    steps=_DECODER_STEPS,
+    ft_most_steps=_DECODER_STEPS // 2,
+    settings=(
+        ("train.eval_every", _DECODER_EVERY), ("train.keep_best", False),
+        ("train.feedback_first", 0), ("train.feedback_last", 0),
+    ),
+    notes=(
+        "Rows of prompt and completion, 270 to train on, 64 dev, 200 test; a cell is the percentage of tokens that are "
+        f"the most likely ones. FT has {_DECODER_STEPS // 2} steps of 8 rows. The model is a toy: nothing here says "
+        "what happens at another size.",
+        "act: the leading directions of each layer's inputs. per example: each row of a batch has its own direction. "
+        "Every method tunes the linear layers.",
+    ),
+)  # fmt: skip

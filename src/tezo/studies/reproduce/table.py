@@ -5,6 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tezo.errors import RequestError
+from tezo.models.kinds import Kind
+from tezo.tasks import task
+from tezo.tasks.splits import NUM_TRAIN
+
 
 def key_of(label: str) -> str:
     """The label in the form for file names and the command line: lower case, other characters as "-"."""
@@ -13,15 +18,54 @@ def key_of(label: str) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A task and its number of training rows per class (None: 1000 rows in total)."""
+    """A task and its number of training rows per class (None: 1000 rows in total).
+
+    Attributes:
+        task: name of the task.
+        per_class: training rows per class.
+        batch_size: rows per step of zeroth-order methods; None: the table's.
+    """
 
     task: str
     per_class: int | None = None
+    batch_size: int | None = None
 
     @property
     def key(self) -> str:
-        """Name in file names and on the command line, such as sst2-16."""
-        return self.task if self.per_class is None else f"{self.task}-{self.per_class}"
+        """Name in file names and on the command line, such as sst2-16 or completions-batch-64."""
+        parts = [self.task, self.per_class, self.batch_size and f"batch-{self.batch_size}"]
+        return "-".join(str(part) for part in parts if part is not None)
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric of the table's cells."""
+        return task(self.task).metric
+
+    def data(self, folder: str | None) -> dict[str, Any]:
+        """Keys of the section `data`, for rows in `folder`; None: the hub."""
+        own = {"task": self.task, "dir": folder}
+        return own if self.per_class is None else own | {"per_class": self.per_class, "allow_fewer": True}
+
+    def num_rows(self, kind: Kind) -> int | None:
+        """Number of training rows for a kind of model; None: not known."""
+        return NUM_TRAIN if self.per_class is None else self.per_class * len(task(self.task).wording(kind).words)
+
+
+@dataclass(frozen=True)
+class CompletionsColumn(Column):
+    """Rows of prompt and completion: FOLDER/TASK/train.jsonl, dev.jsonl and test.jsonl."""
+
+    @property
+    def metric(self) -> str:
+        return "token_accuracy"
+
+    def data(self, folder: str | None) -> dict[str, Any]:
+        if folder is None:
+            raise RequestError(f"data-dir: {self.task} is not on the hub; give the folder of {self.task}/train.jsonl.")
+        return {part: f"{folder}/{self.task}/{part}.jsonl" for part in ("train", "dev", "test")}
+
+    def num_rows(self, kind: Kind) -> None:
+        del kind
 
 
 @dataclass(frozen=True)
