@@ -134,7 +134,10 @@ def test_settings_by_name_and_by_key_are_those_of_the_command_line(home, tmp_pat
                         "--output", tmp_path / "other")  # fmt: skip
     assert done.code == 0, done.err
     assert (tmp_path / "one/config.yaml").read_text() == (tmp_path / "other/config.yaml").read_text()
-    assert run.config.method.options == {"lr": 2e-3, "betas": (0.8, 0.9)} and run.config.data.seed == 5
+    assert (
+        run.config.method.options == {"lr": 2e-3, "betas": (0.8, 0.9), "directions": "per-example"}
+        and run.config.data.seed == 5
+    )
 
 
 def test_every_setting_has_one_plain_name_or_a_parameter():

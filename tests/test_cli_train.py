@@ -102,7 +102,7 @@ def test_results_go_to_standard_output_and_progress_to_standard_error(home, tmp_
     assert "6testrows" in words
     assert f"loss{summary['before']['loss']:.4f}{summary['after']['loss']:.4f}" in words.replace("│", "")
     assert str(run / "adapter") in done.out
-    assert "3 steps, 6 forward passes" in done.out
+    assert "3 steps, 8 forward passes" in done.out
     assert f"tezo predict {run}" in done.out
     assert done.says("lozo-adam on", home / "opt", "rank 4", "12 training rows, 0 dev, 6 test", "step 0 test")
 

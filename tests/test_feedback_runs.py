@@ -49,7 +49,8 @@ def made(home: Path, **more):
 
 def test_a_run_that_stops_in_or_between_phases_goes_on_to_the_bit(home, tmp_path):
     summary = train(made(home), tmp_path / "whole")
-    assert summary["num_forward_passes"] == FIRST + 2 + 2 * (STEPS - FIRST - LAST) + LAST + 2
+    apart = 2  # passes of the first step with directions, which check that rows are apart
+    assert summary["num_forward_passes"] == FIRST + 2 + 2 * (STEPS - FIRST - LAST) + apart + LAST + 2
     for step in (0, 1, 2, 3, 4, 6, 7, STEPS - 1):
         stopped(made(home), tmp_path / "run", step)
     train(made(home), tmp_path / "run", resume=True)
@@ -87,9 +88,9 @@ def test_what_a_step_measured_is_needed_and_named(home, tmp_path):
 def test_the_log_tells_steps_apart_and_passes_are_counted_from_it(home, tmp_path):
     summary = train(made(home), tmp_path / "run")
     steps = read_log(tmp_path / "run" / LOG).steps
-    assert [len(record.probes) for record in steps] == [0] * FIRST + [1] * (STEPS - FIRST - LAST) + [0] * LAST
+    assert [len(record.probes) for record in steps] == [0] * FIRST + [4] * (STEPS - FIRST - LAST) + [0] * LAST
     run = read_run(tmp_path / "run")
-    assert run.passes == [0, 3, 4, 5, 7, 9, 12, 13, 14, 15] and run.passes[-1] == summary["num_forward_passes"]
+    assert run.passes == [0, 3, 4, 5, 9, 11, 14, 15, 16, 17] and run.passes[-1] == summary["num_forward_passes"]
     assert [line["projected_grads"] == [] for line in read_jsonl(tmp_path / "run/metrics.jsonl")
             if "seconds" in line] == [True, False, True, True]  # fmt: skip
     assert [record.kind for record in steps] == ["feedback" if not record.probes else "two-point" for record in steps]
@@ -174,7 +175,7 @@ def test_every_kind_of_model_takes_them_and_ends_as_an_adapter(tmp_path, family,
                    train__feedback_last=2, method__lr=1e-3)  # fmt: skip
     assert done.code == 0, done.err
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["result"]["kind"] == "adapter" and summary["num_forward_passes"] == 4 + 4 + 4
+    assert summary["result"]["kind"] == "adapter" and summary["num_forward_passes"] == 4 + 6 + 4
     assert tezo("eval", tmp_path / "run", "--data", rows).code == 0
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from cases import CASES, choose, mostly_slow
-from folders import model_and_rows
+from folders import model_and_rows, saved, tiny_model, tokenizer_for
 from forks import forked
 from kills import contents
 from questions import free_text, labelled, masked_examples
@@ -20,12 +20,16 @@ from torch.nn import functional
 import tezo
 from tezo.directions.spaces import Dense
 from tezo.errors import RequestError
+from tezo.forward import Blocks, NotInBlocksError, low_rank_in_forward
+from tezo.models.loading import load_model
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.training.config import dump_config, parse_config, to_tree
+from tezo.training.job import prepare
 from tezo.training.loop import train
 from tezo.training.replay import replay
+from tezo.training.run_header import check_same, log_header
 
 LOW_RANK = [name for name, case in CASES.items() if case.low_rank]
 RHO = 1e-3
@@ -200,6 +204,22 @@ class Linear(nn.Module):
         return (self(self.x_BN) * self.a_BM).sum(1)
 
 
+@pytest.mark.parametrize("part", [1, 3])
+@pytest.mark.parametrize("name", ["lozo-adam", "tezo-cadam"])
+def test_a_stack_computed_in_parts_is_the_stack_computed_whole(monkeypatch, name, part):
+    found = []
+    for whole in (True, False):
+        model, ids = tiny_opt(), tokens(batch=8, seed=1)
+        optimizer = METHODS[name].build(model, lr=1e-2, rank=4, directions="per-example")
+        if not whole:
+            size = max(moving.target.shape[0] for moving in optimizer.moving.values()) * 4
+            monkeypatch.setattr(low_rank_in_forward, "STACK", part * size if "lozo" in name else 4 * part)
+        for _ in range(3):
+            optimizer.step(row_losses(model, ids))
+        found.append(optimizer.last_step.projected_grads)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("directions", ["shared", "per-example"])
 def test_mean_and_variance_are_the_closed_forms(rows, directions):
@@ -233,6 +253,78 @@ def test_mean_and_variance_are_the_closed_forms(rows, directions):
     error = 5 * float(deviations.std()) / math.sqrt(steps)
     assert float(deviations.mean()) == pytest.approx(float(variance), abs=error)
     assert rows == 1 or float(per_example) < 0.9 * (rank + 1) * float(norm + spread)
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_signs_of_one_factor_vary_little_more_than_factors_of_their_own(rows):
+    # LOZO's U_i = diag(s_i) U: with c_i the gradient in U's space (M x r), c their mean, d = M r
+    #   tr Var = (d - r) (|c|^2 + sigma^2) / B + (r + 1) |c|^2,
+    # where factors drawn for each example have (d + 1) (|c|^2 + sigma^2) / B
+    rank, steps, out_features = 2, 1500, 24
+    draw = torch.Generator().manual_seed(rows)
+    a_BM, x_BN = (torch.randn(rows, width, generator=draw, dtype=torch.float64) for width in (out_features, 5))
+    model = Linear(a_BM, x_BN)
+    optimizer = tezo.lozo(model, rank=rank, lr=0.0, rho=1.0, lazy_update_interval=None, directions="per-example")
+    found = []
+    for _ in range(steps):
+        (direction,) = optimizer.draw().directions["layer.weight"]
+        u_BMR = direction.draw(range(rows))
+        optimizer.step(model.losses)
+        kappa = torch.tensor(optimizer.last_step.projected_grads, dtype=torch.float64)
+        found.append(torch.einsum("b,bmr->mr", kappa, u_BMR.double()) / rows)
+    c_BMR = torch.einsum("bm,bn,nr->bmr", a_BM, x_BN, direction.v_NR.double())
+    mean, spread = c_BMR.mean(0), c_BMR.var(0, correction=0).sum()
+    norm = mean.square().sum()
+    variance = (out_features * rank - rank) * (norm + spread) / rows + (rank + 1) * norm
+    estimates = torch.stack(found)
+    deviations = (estimates - mean).square().sum((1, 2))
+    assert float((estimates.mean(0) - mean).square().sum()) < float(variance) / steps * (1 + 5 * math.sqrt(2))
+    error = 5 * float(deviations.std()) / math.sqrt(steps)  # one false alarm in a million
+    assert float(deviations.mean()) == pytest.approx(float(variance), abs=error)
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8wo", "int8"])
+@pytest.mark.parametrize("name", ["tezo-cadam", "lozo-adam"])
+def test_rows_of_a_packed_model_are_measured_as_one_by_one(home, form, name):
+    model, ids = load_model(str(home / "wide"), quantization=form).model, tokens(batch=3, seed=1)
+    optimizer = METHODS[name].build(model, rank=4, lr=0.0, rho=0.1, basis="gaussian", directions="per-example")
+    draw = optimizer.draw()
+    optimizer.step(row_losses(model, ids))
+    kappas = optimizer.last_step.projected_grads
+    optimizer.close()
+
+    def alone(i, scale):
+        handles = []
+        for target in optimizer.targets:
+            (direction,) = draw.directions[target.name]
+            left, right = direction.with_coefficient(direction.draw([i])[0]).factors()
+            handles.append(target.sites[0].module.register_forward_hook(
+                lambda _, args, out, left=left, right=right: out + scale * args[0] @ right @ left.T))  # fmt: skip
+        with torch.no_grad():
+            loss = float(row_losses(model, ids[i : i + 1])())
+        for handle in handles:
+            handle.remove()
+        return loss
+
+    expected = [(alone(i, 0.1) - alone(i, -0.1)) / 0.2 for i in range(3)]
+    # int8 rounds the inputs of a layer, so a last bit there may move a whole step of its grid
+    assert kappas == pytest.approx(expected, rel=1e-3, abs=0.05 * max(map(abs, expected)) if form == "int8" else 1e-4)
+
+
+@pytest.mark.parametrize("name", ["tezo-cadam", "lozo"])
+def test_decay_and_frozen_factors_take_them_too(name):
+    model, ids = tiny_opt(), tokens(batch=4, seed=1)
+    options = dict(rank=3, lr=1e-2, weight_decay=0.1, lazy_update_interval=3, frozen_rank=4, directions="per-example")
+    optimizer = METHODS[name].build(model, **options)
+    base = {key: value.clone() for key, value in model.named_parameters()}
+    for _ in range(7):
+        draw = optimizer.draw()  # at a refresh the change so far moves into the frozen factors
+        plain = copy.deepcopy(tiny_opt())
+        plain.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+        expected = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 4)
+        optimizer.step(row_losses(model, ids))
+        assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert all(torch.equal(base[key], value) for key, value in model.named_parameters())
 
 
 def test_rows_that_read_each_other_are_refused_at_the_first_step():
@@ -308,7 +400,11 @@ def test_wrong_requests_are_sentences():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    return model_and_rows(tmp_path_factory.mktemp("home"), 10)
+    home = model_and_rows(tmp_path_factory.mktemp("home"), 10)
+    tokenizer = tokenizer_for("opt")
+    wide = tiny_model("opt", len(tokenizer), hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
+    saved(wide, tokenizer, home / "wide")
+    return home
 
 
 def run_of(home, method="tezo-cadam", **settings):
@@ -342,6 +438,55 @@ def test_ranks_take_the_steps_of_one_process(home, tmp_path):
     for one, other in zip(*runs, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5) and len(one.probes) == 5
         assert one.projected_grads == pytest.approx(other.projected_grads, abs=5e-3)
+
+
+def auto(home, method="lozo-adam", **settings):
+    return config(home, method, **settings)
+
+
+def test_a_run_of_ours_gives_each_example_its_own_unless_told_otherwise(home):
+    for name in METHODS:
+        chosen = prepare(config(home, name)).config.method.options.get("directions", "shared")
+        assert chosen == ("per-example" if name in ("lozo-adam", "tezo-cadam") else "shared"), name
+    told = auto(home)
+    tree = to_tree(told)
+    told = parse_config(tree | {"method": tree["method"] | {"directions": "shared"}})
+    assert prepare(told).config == prepare(prepare(told).config).config
+    assert prepare(told).config.method.options["directions"] == "shared"
+
+
+@pytest.mark.parametrize("setting", [{"objective": "accuracy"}, {"parallel": "directions"}])
+def test_a_run_shares_directions_where_rows_have_no_losses_of_their_own(home, setting):
+    job = prepare(auto(home, **setting))
+    assert job.config.method.options["directions"] == "shared" and not any("directions" in n for n in job.notices)
+
+
+def test_a_run_shares_directions_where_a_trial_is_refused_and_says_why(home, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise NotInBlocksError
+
+    monkeypatch.setattr(Blocks, "split", refuse)
+    job = prepare(auto(home))
+    monkeypatch.undo()
+    assert job.config.method.options["directions"] == "shared"
+    (notice,) = [notice for notice in job.notices if "directions" in notice]
+    assert notice.startswith("directions are shared by the rows of a batch: ") and "experts" in notice
+    assert job.optimizer.num_steps == 0
+    for _ in range(2):
+        job.optimizer.take_step(job.objective.closure(job.model, job.batches([0, 1])), "two-point")
+
+
+def test_a_run_begun_before_they_could_be_open_goes_on_as_it_was(home):
+    job = prepare(auto(home))
+    own = log_header(job)
+    assert check_same(own, own, job.optimizer) == []
+    before = copy.deepcopy(own)
+    del before["config"]["method"]["directions"]
+    with pytest.raises(RequestError, match=r"method\.directions"):
+        check_same(before, own, job.optimizer)
+    shared = copy.deepcopy(own)
+    shared["config"]["method"]["directions"] = "shared"
+    assert check_same(before, shared, job.optimizer) == []
 
 
 def test_what_has_no_loss_for_each_row_is_refused(home, tmp_path):

@@ -45,7 +45,7 @@ class PerExample(TwoPoint):
         with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
             try:
                 measured = [self._both(source, draw, j) for j in range(q)]
-                checked = draw.step == 0 and measured[0].shape[1] > 1
+                checked = draw.count == 0 and measured[0].shape[1] > 1
                 if checked:
                     self._check_apart(source, draw, measured[0])
             except NotInBlocksError:

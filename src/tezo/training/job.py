@@ -23,6 +23,7 @@ from tezo.tasks.objectives import Batch, Encoded, Objective
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.tasks.token_notices import token_notices
+from tezo.training.example_directions import resolve_directions
 from tezo.training.recipe import Config
 from tezo.training.resolution import Resources, resolve
 from tezo.training.schedule import BatchSampler
@@ -101,6 +102,12 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
     objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     untrained = _untrained(loaded, objective, train)
+    config, choices = resolve_directions(
+        config,
+        lambda chosen: make_optimizer(chosen, loaded, untrained),
+        objective.closure(loaded.model, objective.batches(train[:2])),
+        objective_is_loss=config.train.objective == LOSS,
+    )
     optimizer = make_optimizer(config, loaded, untrained)
     optimizer.set_calibration_passes(basis_passes(loaded, objective, train, config.train.seed))
     resources = Resources(
@@ -111,7 +118,7 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
         objective_is_loss=config.train.objective == LOSS,
         parts=partial(_parts, config, loaded, objective, [*used.dev, *used.train], example_of),
     )
-    resolved, choices = resolve(config, resources)
+    resolved, more = resolve(config, resources)
     return Job(
         config=resolved,
         loaded=loaded,
@@ -128,6 +135,7 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
             *_left_out_notice(config, optimizer, untrained),
             *_rank_notice(config, optimizer),
             *choices,
+            *more,
         ),
     )
 
@@ -228,7 +236,7 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> Tuner:
     """The method of a configuration on a model; `untrained` parameters are left alone."""
-    options = {key: value for key, value in config.method.options.items() if (key, value) != ("lr", AUTO)}
+    options = {key: value for key, value in config.method.options.items() if value != AUTO}
     if config.model.peft != "none":
         options.setdefault("targets", (ALL,))
     wanted = method(config.method.name)

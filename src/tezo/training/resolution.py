@@ -1,7 +1,7 @@
-"""The one place where a configuration's open settings are filled in, once, before a run exists.
+"""Where a configuration's open settings are filled in, once, before a run exists.
 
 Open is what a recipe may leave to the library because it depends on rows, model or method: the shape and labels of the
-rows, the number of feedback steps, a learning rate of "auto".
+rows, whose the directions are, the number of feedback steps, a learning rate of "auto".
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,13 @@ RESOLVED_AT_START: dict[str, Any] = {
     "data.shape": "auto",
     "data.template": None,
     "data.label_words": None,
+    "method.directions": AUTO,
     "method.lr": AUTO,
     "train.feedback_first": None,
     "train.feedback_last": None,
 }
-"""Settings that `resolve` fills in -> the value that leaves them open."""
+"""Settings that are filled in -> the value that leaves them open. `resolve` fills them in, but for the directions,
+which the optimizer is built with (`tezo.training.example_directions`)."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import method
+from tezo.optim.optimizer import SHARED
 from tezo.optim.tuner import Tuner
 from tezo.runs.environment import versions
 from tezo.runs.fingerprint import check_complete, check_model, check_place, check_rows, check_settings, hash_of
@@ -31,6 +32,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
 
 LEGACY_DEFAULTS = {"train.feedback_first": 0, "train.feedback_last": 0}
 """Settings -> what a run did before they existed, where that is not the default of now."""
+LEGACY_OPTIONS = {"directions": SHARED}
+"""The same of the method's options."""
 
 
 def log_header(job: Job) -> dict[str, Any]:
@@ -63,7 +66,10 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
         optimizer: of the run that is asked for.
     """
     check_complete(found)
-    check_settings(_defaults() | _flat(without_removed(found["config"])), _flat(own["config"]))
+    known = without_removed(found["config"])
+    options = method(known["method"]["name"]).options()
+    known["method"] = {key: value for key, value in LEGACY_OPTIONS.items() if key in options} | known["method"]
+    check_settings(_defaults() | _flat(known), _flat(own["config"]))
     check_rows(found, own)
     check_model(found, own["model"])
     return check_place(found, own, optimizer.drawn_on_the_device)

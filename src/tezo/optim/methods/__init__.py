@@ -41,7 +41,8 @@ from tezo.optim.tuner import Tuner as Tuner
 T = TypeVar("T", bound=Tuner, covariant=True)
 
 AUTO = "auto"
-"""The value of lr for a learning rate that `tezo.optim.learning_rate` measures before the first step."""
+"""The value of an option that a run chooses: of lr, a rate measured before the first step
+(`tezo.optim.learning_rate`); of directions, those of each example where the rows allow it."""
 Rate = float | Literal["auto"]
 """Type of lr in a recipe; methods are built with a number."""
 
@@ -55,12 +56,14 @@ class Method(Generic[T]):
         build: function that creates its optimizer.
         in_paper: whether the method is in the paper.
         exports_adapter: whether a run on linear layers results in an exact LoRA adapter.
+        example_directions: whether the examples of a run's batch have directions of their own unless told otherwise.
     """
 
     name: str
     build: Callable[..., T]
     in_paper: bool = True
     exports_adapter: bool = False
+    example_directions: bool = False
 
     @property
     def summary(self) -> str:
@@ -74,13 +77,16 @@ class Method(Generic[T]):
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             kinds |= Common.__annotations__
         kinds["lr"] = Rate
+        if "directions" in kinds:
+            kinds["directions"] = Literal["auto", "shared", "per-example"]
         return {name: kind for name, kind in kinds.items() if name != "seed"}
 
     def defaults(self) -> dict[str, Any]:
-        """Option -> default, in the order of `options`."""
+        """Option -> default of a recipe, in the order of `options`."""
         shared = inspect.signature(ZerothOrderOptimizer.__init__).parameters
         own = inspect.signature(self.build).parameters
-        return {name: (own if name in own else shared)[name].default for name in self.options()}
+        found = {name: (own if name in own else shared)[name].default for name in self.options()}
+        return found | {"directions": AUTO} if self.example_directions else found
 
 
 METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
@@ -92,13 +98,13 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method("mezo-norm", mezo_norm, in_paper=False),
         Method("lozo", lozo),
         Method("lozo-m", lozo_m),
-        Method("lozo-adam", lozo_adam, in_paper=False, exports_adapter=True),
+        Method("lozo-adam", lozo_adam, in_paper=False, exports_adapter=True, example_directions=True),
         Method("subzo", subzo),
         Method("zo-adamu", zo_adamu),
         Method("tezo", tezo, exports_adapter=True),
         Method("tezo-m", tezo_m, exports_adapter=True),
         Method("tezo-adam", tezo_adam),
-        Method("tezo-cadam", tezo_cadam, in_paper=False, exports_adapter=True),
+        Method("tezo-cadam", tezo_cadam, in_paper=False, exports_adapter=True, example_directions=True),
     )
 }
 
