@@ -209,6 +209,20 @@ def test_what_is_held_is_the_factors_and_little_else(label):
     entry.close()
 
 
+def test_directions_of_each_example_are_timed_beside_the_shared_ones():
+    result = measure_step(TINY, ["tezo", "per-example:tezo"])
+    shared, each = result["rows"][-2:]
+    assert shared["to_shared"] is None
+    ratios = [a / b for a, b in zip(each["rounds"], shared["rounds"], strict=True)]
+    assert each["to_shared"] == pytest.approx(sum(ratios) / 2, abs=1e-4), "the median of two"
+    entry = make_case("per-example:tezo", Work(TINY))
+    entry.run()
+    assert len(entry._optimizer.last_step.probes) == TINY.batch
+    entry.close()
+    with pytest.raises(RequestError, match="cannot have at bounded memory"):
+        make_case("per-example:mezo", Work(TINY))
+
+
 def test_moments_of_the_weights_shape_are_held():
     work = Work(TINY)
     entry = make_case("mezo-adam", work)
@@ -220,6 +234,9 @@ def test_moments_of_the_weights_shape_are_held():
 def test_what_is_measured_is_what_was_asked_for():
     assert entries(["tezo", "tezo-cadam"], published=True) == ["tezo", "published:tezo", "tezo-cadam"]
     assert entries(["tezo", "published:mezo", "tezo"], published=False) == ["tezo", "published:mezo"]
+    assert entries(["tezo", "per-example:tezo"], published=False) == ["tezo", "per-example:tezo"]
+    with pytest.raises(RequestError, match="mezo-adm"):
+        entries(["per-example:mezo-adm"], published=False)
     with pytest.raises(RequestError, match="tezo-cadam has no published form"):
         entries(["published:tezo-cadam"], published=False)
 

@@ -314,8 +314,8 @@ def test_rows_of_a_packed_model_are_measured_as_one_by_one(home, form, name):
 @pytest.mark.parametrize("name", ["tezo-cadam", "lozo"])
 def test_decay_and_frozen_factors_take_them_too(name):
     model, ids = tiny_opt(), tokens(batch=4, seed=1)
-    options = dict(rank=3, lr=1e-2, weight_decay=0.1, lazy_update_interval=3, frozen_rank=4, directions="per-example")
-    optimizer = METHODS[name].build(model, **options)
+    options = {"rank": 3, "lr": 1e-2, "weight_decay": 0.1, "lazy_update_interval": 3, "frozen_rank": 4}
+    optimizer = METHODS[name].build(model, directions="per-example", **options)
     base = {key: value.clone() for key, value in model.named_parameters()}
     for _ in range(7):
         draw = optimizer.draw()  # at a refresh the change so far moves into the frozen factors

@@ -15,6 +15,7 @@ import pytest
 from folders import refused, tezo
 from task_folders import write_task
 
+from tezo.errors import RequestError
 from tezo.studies.reproduce import TABLES, Cell, find_table, make_grid, write_tables
 from tezo.studies.reproduce.grid_runs import run_cell
 from tezo.studies.reproduce.layout import tied_with_the_best
@@ -28,7 +29,7 @@ def grid_of(name: str, **options):
     return make_grid(find_table(name), **({"model": None, "small": False, "data_dir": None} | options))
 
 
-OURS = ("encoder", "study", "study-long")
+OURS = ("encoder", "study", "study-long", "study-decoder")
 PAPERS = [name for name in TABLES if name not in OURS]
 
 
@@ -71,6 +72,25 @@ def test_a_plan_is_shown_and_nothing_run(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_lines_of_the_decoders_study_differ_in_their_directions_alone():
+    grid = grid_of("study-decoder", data_dir="rows")
+    cells = [cell for cell in grid.search() if cell.line.is_zeroth_order]
+    assert {cell.steps for cell in cells} == {200} and {cell.seed for cell in cells} == {0}
+    assert {(cell.column.key, cell.tree["train"]["batch_size"]) for cell in cells} == {
+        ("completions-batch-16", 16), ("completions-batch-64", 64),
+    }  # fmt: skip
+    by_line = {line.key: line for line in grid.table.lines}
+    pairs = [(by_line[key.removesuffix("-per-example")], line) for key, line in by_line.items() if "per-ex" in key]
+    assert len(pairs) == 4
+    for shared, each in pairs:
+        assert each.rates == shared.rates and each.options == {**shared.options, "directions": "per-example"}
+        assert shared.options.get("directions", "shared") == "shared"
+    config = parse_config(cells[0].tree)
+    assert config.data.train == "rows/completions/train.jsonl" and config.data.test == "rows/completions/test.jsonl"
+    with pytest.raises(RequestError, match="data-dir: completions is not on the hub"):
+        list(grid_of("study-decoder").search())
+
+
 def test_every_line_of_the_study_spends_the_same_forward_passes_and_is_read_off_as_often():
     cells = [cell for cell in grid_of("study").search() if cell.line.is_zeroth_order and not fed_of(cell)]
     spent = {cell.line.key: 2 * cell.tree["method"].get("num_directions", 1) * cell.steps for cell in cells}
@@ -91,7 +111,7 @@ def fed_of(cell) -> list[int]:
 @pytest.mark.parametrize(("study", "budget"), [("study", 480), ("study-long", 1920)])
 def test_lines_with_feedback_steps_spend_no_more_and_no_two_passes_less(study, budget):
     found = {cell.line.key: cell for cell in grid_of(study).search() if fed_of(cell)}
-    assert len(found) == (4 if study == "study" else 1)
+    assert len(found) == (5 if study == "study" else 1)
     for cell in found.values():
         of_one, rest = fed_of(cell), cell.steps - sum(fed_of(cell))
         assert budget - 1 <= sum(of_one) + 2 * len(of_one) + 2 * rest <= budget

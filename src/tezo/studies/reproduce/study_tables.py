@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from tezo.estimators.residual_writers import PASSES
-from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.optim.methods import METHODS
+from tezo.optim.optimizer import PER_EXAMPLE, SHARED
 from tezo.studies.reproduce.table import Column, CompletionsColumn, Line, Table
 from tezo.training.feedback_schedule import FIRST, LAST
 
@@ -30,7 +31,9 @@ _FACTOR = {"rank": 8, "basis": "activation"}
 def _line(
     label: str, method: str, rates: tuple[float, ...], options: dict[str, Any], *settings: tuple[str, Any]
 ) -> Line:
-    return Line(label, "train", method, rates, rates[1], options, settings=settings)
+    # runs of these would choose for themselves
+    open_ones = {"directions": SHARED} if METHODS[method].example_directions else {}
+    return Line(label, "train", method, rates, rates[1], {**open_ones, **options}, settings=settings)
 
 
 def _factor(label: str, options: dict[str, Any], *settings: tuple[str, Any]) -> Line:
