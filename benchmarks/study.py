@@ -79,7 +79,8 @@ def grid_of(folder: Path) -> Grid:
     if not (folder / "grid.json").is_file():
         raise RequestError(f"{folder} has no runs of a table; give the --output of tezo reproduce study.")
     note = own_object(folder / "grid.json", "give the --output of tezo reproduce study")
-    return make_grid(find_table(note["table"]), model=note["model"], small=note["small"], data_dir=None)
+    # results do not depend on where the rows lay
+    return make_grid(find_table(note["table"]), model=note["model"], small=note["small"], data_dir=".")
 
 
 def whole_cells(grid: Grid, folder: Path) -> list[Cell]:

@@ -27,6 +27,14 @@ OURS: dict[str, tuple[str, Any]] = {
     "lozo-adam-act-feedback": (COLOURS[1], "--"),
 }
 """Other variants of these are in the tables alone."""
+DECODER: dict[str, tuple[str, Any]] = {
+    key + suffix: (colour, stroke)
+    for key, colour in (
+        ("tezo", COLOURS[5]), ("tezo-cadam", COLOURS[4]), ("cadam-act", COLOURS[0]), ("lozo-adam-act", COLOURS[1]),
+    )
+    for suffix, stroke in (("", "--"), ("-per-example", "-"))
+}  # fmt: skip
+"""Dashed where directions are shared."""
 
 
 def save_chart(curves: dict[str, Any], folder: Path) -> list[Path]:
@@ -42,12 +50,13 @@ def save_chart(curves: dict[str, Any], folder: Path) -> list[Path]:
 def draw(curves: dict[str, Any], figure: Any) -> None:
     """Small multiples with one legend below."""
     columns, lines = curves["columns"], {line["key"]: line for line in curves["lines"]}
+    styles = DECODER if curves["table"] == "study-decoder" else PUBLISHED | OURS
     wide = min(4, len(columns))
     high = math.ceil(len(columns) / wide)
     figure.set_size_inches(max(5.0, 2.9 * wide), 2.6 * high + (0.9 if wide > 1 else 1.4))
     panels = list(figure.subplots(high, wide, squeeze=False).flat)
     for panel, key in zip(panels, columns, strict=False):
-        fill(panel, key, lines)
+        fill(panel, key, lines, styles)
     for panel in panels[len(columns) :]:
         panel.set_axis_off()
     for panel in panels[: len(columns)][-wide:]:
@@ -58,21 +67,28 @@ def draw(curves: dict[str, Any], figure: Any) -> None:
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2 + wide, fontsize=8)
 
 
-def fill(panel: Any, column: str, lines: dict[str, Any]) -> None:
-    """A column's curves, ours on top, and where fine-tuning ends."""
+def title_of(column: str) -> str:
+    """sst2-16 -> SST-2, 16 of each class; completions-batch-64 -> completions, batches of 64."""
     task, _, count = column.partition("-")
-    panel.set_title(f"{LABELS.get(task, task)}, {count} of each class", fontsize=9)
-    for place, (key, (colour, stroke)) in enumerate((PUBLISHED | OURS).items()):
+    if count.startswith("batch-"):
+        return f"{task}, batches of {count.removeprefix('batch-')}"
+    return f"{LABELS.get(task, task)}, {count} of each class"
+
+
+def fill(panel: Any, column: str, lines: dict[str, Any], styles: dict[str, tuple[str, Any]]) -> None:
+    """A column's curves, ours on top, and where fine-tuning ends."""
+    panel.set_title(title_of(column), fontsize=9)
+    for place, (key, (colour, stroke)) in enumerate(styles.items()):
         runs = [run for run in curve_of(lines.get(key), column) if run["passes"]]
         if not runs:
             continue
         seeds = list(zip(*(run["dev_loss"] for run in runs), strict=False))
         passes, means = runs[0]["passes"][: len(seeds)], [statistics.mean(losses) for losses in seeds]
-        width = 1.8 if key in OURS else 1.1
+        width = 1.1 if key in PUBLISHED and styles is not DECODER else 1.8
         panel.plot(passes, means, color=colour, linestyle=stroke, linewidth=width, label=lines[key]["label"],
                    zorder=3 + place)  # fmt: skip
         panel.fill_between(passes, [*map(min, seeds)], [*map(max, seeds)], color=colour, linewidth=0,
-                           alpha=0.12 if key in OURS else 0.06)  # fmt: skip
+                           alpha=0.06 if width < 1.8 else 0.12)  # fmt: skip
     tuned = [run["dev_loss"][-1] for run in curve_of(lines.get("ft"), column) if run["dev_loss"]]
     if tuned:
         panel.axhline(statistics.mean(tuned), color="black", linestyle=(0, (1, 2)), linewidth=1.2, label="FT, final")

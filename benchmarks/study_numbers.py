@@ -68,6 +68,7 @@ def column_numbers(key: str, line: dict[str, Any], lines: dict[str, Any], gap: d
         "failed": len(column["failed"]),
         "dev_loss": spread([run["dev_loss"][-1] for run in column["runs"] if run["dev_loss"]]),
         "accuracy": accuracy,
+        "test_loss": spread([run["test_loss"] for run in column["runs"] if run.get("test_loss") is not None]),
         **{name_of(reference): passes_to(line, lines.get(reference), [key]) for reference in REFERENCES},
         "gap_left": left,
     }

@@ -7,6 +7,7 @@ import drawing
 from drawing import grid, machine, read
 
 from tezo.studies.reproduce import find_table
+from tezo.studies.reproduce.study_tables import STUDY_DECODER
 
 VARIED = "lozo-adam-act"
 """The line that removed lines are variants of."""
@@ -107,6 +108,33 @@ def study_ranked(name: str) -> str:
     return grid(heads, rows) + f"\nMeans over {seeds} seeds ± standard deviations; shares are medians over them.\n"
 
 
+def study_decoder() -> str:
+    """Losses of shared directions and of those of each example, batch size by batch size, and the figure."""
+    made = study_numbers("study-decoder")
+    if made is None:
+        return ""
+    heads, rows = [""], [[line["label"]] for line in made["lines"]]
+    for key in made["columns"]:
+        heads += [f"{column_head(key)}: dev loss (rate)", "test loss", "passes to TeZO's dev loss"]
+        for row, line in zip(rows, made["lines"], strict=True):
+            column = line["columns"].get(key)
+            row += ["-"] * 3 if column is None else [
+                mean_of(column["dev_loss"], "{:.3f}") + rate_of(column),
+                mean_of(column["test_loss"], "{:.3f}"),
+                share_of(column["passes_to_tezo"]),
+            ]  # fmt: skip
+    return grid(heads, rows) + (
+        f"\nAfter {STUDY_DECODER.steps} steps, means over seeds {', '.join(map(str, made['seeds']))} ± standard "
+        "deviations; of the rates the one with the lowest dev loss on the first seed, * the first or last of its "
+        "search. Passes: the part of all after which a line has the dev loss that TeZO with shared directions ends "
+        "with in the same column and seed, a median over seeds, and in how many it has it at all. "
+        f"{made['runs']} runs; `{made['command']}`; {machine(made)}.\n\n"
+        "![dev loss against forward passes](figures/study-decoder.png)\n\n"
+        "*Dev loss against forward passes; dashed: the rows of a batch share a direction, solid: each has its own; "
+        "means over seeds, bands from the least to the most.*\n"
+    )
+
+
 def study_numbers(name: str) -> Any:
     """What `benchmarks/study.py` has written; None: nothing yet."""
     return read(f"{name}/numbers") if (drawing.RESULTS / f"{name}/numbers.json").is_file() else None
@@ -125,9 +153,9 @@ def cells_of(made: Any, lines: list[dict[str, Any]], shown: Callable[[dict[str, 
 
 
 def column_head(key: str) -> str:
-    """sst2-16 -> SST2, k=16."""
+    """sst2-16 -> SST2, k=16; completions-batch-64 -> batch 64."""
     name, _, count = key.partition("-")
-    return f"{name.upper()}, k={count}"
+    return count.replace("-", " ") if count.startswith("batch") else f"{name.upper()}, k={count}"
 
 
 def mean_of(values: dict[str, Any], form: str, by: float = 1.0) -> str:
@@ -150,9 +178,10 @@ def gap_of(column: dict[str, Any]) -> str:
 
 def shares_of(line: dict[str, Any]) -> list[str]:
     """The share of the budget to each reference's loss."""
-    found = [line["passes_to_tezo"], line["passes_to_tezo_adam"]]
-    medians = ["never" if share["median"] is None else f"{100 * share['median']:.0f} %" for share in found]
-    return [
-        f"{median} ({share['reached']} of {share['of']})" if share["of"] else "-"
-        for median, share in zip(medians, found, strict=True)
-    ]
+    return [share_of(line["passes_to_tezo"]), share_of(line["passes_to_tezo_adam"])]
+
+
+def share_of(share: dict[str, Any]) -> str:
+    """A share of the budget, and how many runs it is of."""
+    median = "never" if share["median"] is None else f"{100 * share['median']:.0f} %"
+    return f"{median} ({share['reached']} of {share['of']})" if share["of"] else "-"

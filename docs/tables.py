@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from drawing import RESULTS, SHORT, grid, head, machine, read
-from study_tables import study, study_accuracy, study_ranked, study_removed, study_short
+from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
 
 from tezo.numerics.products import LEAST_ROWS
 
@@ -84,6 +84,24 @@ def memory() -> str:
     return grid(heads, rows) + (
         f"\nPeak resident set of a fresh process each, all linear layers, {chosen[0]['settings']['model']}. "
         f"`benchmarks/cpu.sh`; {machine(chosen[0])}.\n"
+    )
+
+
+def per_example() -> str:
+    """Directions of each example beside shared ones: time of a step, peak memory in percent of the model's bytes."""
+    steps, memories = read("step_per_example"), read("memory_per_example")
+    labels = [row["label"] for row in steps[0]["rows"] if row["to_shared"] is not None]
+    rows = []
+    for label in labels:
+        name = label.removeprefix("per-example:")
+        ratios = [f"{by_label(result)[label]['to_shared']:.2f}" for result in steps]
+        peaks = [[by_label(result)[key]["over_F"]["percent"] for key in (label, name)] for result in memories]
+        rows.append([name, *ratios, *(f"{each - shared:+.1f} %" for each, shared in peaks)])
+    heads = ["", *(head(r["settings"]) for r in steps), *(f"memory, {head(r['settings'])}" for r in memories)]
+    rounds = sorted({result["rounds"] for result in steps})
+    return grid(heads, rows) + (
+        f"\nMedians of {rounds[0]} to {rounds[-1]} interleaved rounds; {steps[0]['settings']['model']}, random "
+        f"weights, rank {steps[0]['settings']['rank']}. `python benchmarks/per_example.py`; {machine(steps[0])}.\n"
     )
 
 
@@ -184,6 +202,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"step-{targets}-xeon": partial(step, targets, "step_cpu_xeon") for targets in ("all-linear", "all")},
     "step-sizes": step_sizes,
     "memory": memory,
+    "per-example": per_example,
     "evaluation": evaluation,
     "products": products,
     "kills": kills,
@@ -192,6 +211,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "encoder": encoder,
     "agreement": agreement,
     **{name: partial(study, name) for name in STUDIES},
+    "study-decoder": study_decoder,
     **{f"{name}-accuracy": partial(study_accuracy, name) for name in STUDIES},
     **{f"{name}-short": partial(study_short, name) for name in STUDIES},
     **{f"{name}-ranked": partial(study_ranked, name) for name in STUDIES},

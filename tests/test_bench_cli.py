@@ -116,6 +116,17 @@ def test_the_gpu_script_runs_where_there_is_none(tmp_path):
     assert memory["kind"] == "memory" and step["settings"]["batch"] == 16 and step["settings"]["length"] == "rte"
 
 
+@pytest.mark.slow
+def test_the_script_of_example_directions_writes_both_files(tmp_path):
+    done = forked(BENCHMARKS / "per_example.py", "--quick", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = json.loads((tmp_path / "step_per_example.json").read_text(encoding="utf-8"))
+    memories = json.loads((tmp_path / "memory_per_example.json").read_text(encoding="utf-8"))
+    for result in (*steps, *memories):
+        assert [row["label"] for row in result["rows"]][-2:] == ["lozo-adam", "per-example:lozo-adam"]
+    assert all(row["to_shared"] > 0 for result in steps for row in result["rows"] if "per-" in row["label"])
+
+
 def test_the_gpu_script_says_what_it_left_out_and_why(tmp_path):
     path = tmp_path / "gpu.json"
     flags = ("--shapes", "tiny,tiny-llama", "--device", "cpu", "--seconds", 0)
