@@ -209,3 +209,25 @@ def test_as_many_numbers_are_drawn_as_the_paper_counts(name, options, elements):
         for _ in range(steps):
             optimizer.step(lambda: model(x).square().mean())
     assert drawn.total == elements(m, n, steps)
+
+
+def signs_of(step=0, length=1003):
+    return random.Signs(length, seed=1, step=step, name="w", role="u.0.signs")
+
+
+def test_signs_of_an_example_depend_on_it_alone():
+    whole = signs_of()(range(40), torch.float64, CPU)
+    assert whole.shape == (40, 1003) and set(whole.unique().tolist()) == {-1.0, 1.0}
+    assert (whole[0] == 1).all(), "the first example has the shared direction"
+    asked = signs_of()
+    for examples in ([7], [31, 2], range(3, 9), [0, 39]):
+        assert torch.equal(asked(examples, torch.float64, CPU), whole[list(examples)])
+    assert not torch.equal(signs_of(step=1)(range(40), torch.float64, CPU)[1:], whole[1:])
+
+
+def test_signs_are_fair_and_uncorrelated():
+    # sums of n independent signs have mean 0 and variance n; bounds at 5 standard deviations, union over all sums
+    signs = signs_of(length=4096)(range(65), torch.float64, CPU)[1:]
+    assert signs.sum(1).abs().max() < 5 * 4096**0.5 and signs.sum(0).abs().max() < 5.5 * 64**0.5
+    gram = signs @ signs.T
+    assert (gram - gram.diag().diag()).abs().max() < 5.5 * 4096**0.5
