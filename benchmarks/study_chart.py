@@ -53,7 +53,9 @@ def draw(curves: dict[str, Any], figure: Any) -> None:
     styles = DECODER if curves["table"] == "study-decoder" else PUBLISHED | OURS
     wide = min(4, len(columns))
     high = math.ceil(len(columns) / wide)
-    figure.set_size_inches(max(5.0, 2.9 * wide), 2.6 * high + (0.9 if wide > 1 else 1.4))
+    figure.set_size_inches(
+        max(5.0, (4.2 if styles is DECODER else 2.9) * wide), 2.6 * high + (0.9 if wide > 1 else 1.4)
+    )
     panels = list(figure.subplots(high, wide, squeeze=False).flat)
     for panel, key in zip(panels, columns, strict=False):
         fill(panel, key, lines, styles)
@@ -64,7 +66,9 @@ def draw(curves: dict[str, Any], figure: Any) -> None:
     for panel in panels[: len(columns) : wide]:
         panel.set_ylabel("dev loss")
     named = {text: mark for panel in panels for mark, text in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2 + wide, fontsize=8)
+    figure.legend(
+        named.values(), named.keys(), loc="outside lower center", ncols=3 if styles is DECODER else 2 + wide, fontsize=8
+    )
 
 
 def title_of(column: str) -> str:

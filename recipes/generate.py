@@ -3,7 +3,8 @@
     python recipes/generate.py
 
 Each is the first cell of its row, with the learning rate that the paper recommends (of our own tables: the middle
-one); other columns are other values of data.task and data.per_class. `tezo reproduce` runs them all.
+one); other columns are other values of data.task and data.per_class, or of train.batch_size. `tezo reproduce` runs them
+all.
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from tezo.studies.reproduce import TABLES, make_grid
 from tezo.studies.reproduce.grid import Cell
+from tezo.studies.reproduce.table import CompletionsColumn
 
 FOLDER = Path(__file__).parent / "tables"
 
@@ -21,7 +23,8 @@ def recipes() -> dict[Path, str]:
     """Path -> text, of every recipe."""
     found = {}
     for name, table in TABLES.items():
-        cells = make_grid(table, model=None, small=False, data_dir=None).search()
+        own = any(isinstance(column, CompletionsColumn) for column in table.columns)
+        cells = make_grid(table, model=None, small=False, data_dir="DATA" if own else None).search()
         for cell in cells:
             wanted = cell.column == table.columns[0] and cell.seed == table.seeds[0]
             if wanted and cell.rate is not None and cell.rate == cell.line.recommended:

@@ -14,7 +14,7 @@ from tezo.directions.perturbations import Annealing, DenseGaussian, DrawKey, Laz
 from tezo.directions.rank_selection import FixedRank
 from tezo.directions.targets import Target
 from tezo.estimators.two_point import two_point
-from tezo.optim.methods import METHODS, method
+from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.updates import SGD, Adam, AdaMU, FactoredAdam
 
@@ -279,7 +279,10 @@ def test_methods_are_found_by_name_and_a_wrong_name_gets_the_nearest():
 def test_every_option_of_a_method_can_be_given_and_has_its_stated_default(case):
     options, defaults = METHODS[case.name].options(), METHODS[case.name].defaults()
     assert options.keys() == defaults.keys() and {"lr", "rho", "targets", "weight_decay"} <= options.keys()
-    given = METHODS[case.name].build(Regression(), **defaults | case.options)
+    open_ones = [name for name, value in defaults.items() if value == AUTO]
+    assert open_ones == (["directions"] if METHODS[case.name].example_directions else [])
+    numbers = {name: value for name, value in defaults.items() if name not in open_ones}
+    given = METHODS[case.name].build(Regression(), **numbers | case.options)
     assert given.param_groups[0]["lr"] == defaults["lr"] and given.rho == defaults["rho"]
     assert METHODS[case.name].summary
 

@@ -288,7 +288,7 @@ def test_a_replay_needs_what_was_seen_and_no_data(home, tmp_path):
 
 
 def test_the_best_step_comes_back_with_the_factors_of_its_time(home, tmp_path):
-    made = config(home, lr=0.3, frozen_rank=8)  # far too large: the dev loss is best before the first refreshes
+    made = config(home, lr=1.0, frozen_rank=8)  # far too large: the dev loss is best before the first refreshes
     summary = run_config(made, tmp_path / "run")
     assert summary["kept_step"] < 8 <= summary["steps"], "the kept factors are not the last ones"
     found = tezo("eval", tmp_path / "run", "--data", home / "dev.jsonl", "--json")

@@ -94,7 +94,7 @@ class Grid:
         return Cell(line, column, rate, seed, self._tree(line, column, rate, seed))
 
     def _tree(self, line: Line, column: Column, rate: float | None, seed: int) -> dict[str, Any]:
-        tree: dict[str, Any] = {"model": {"name": self.model}, "data": column.data(self.data_dir) | {"seed": seed}}
+        tree: dict[str, Any] = {"model": {"name": self.model}, "data": column.data(self.data_dir, seed)}
         if line.how == "train":
             steps, batch = self._length(line, column)
             tree["method"] = {"name": line.method, "targets": list(self.table.targets), "lr": rate, **line.options}

@@ -41,9 +41,9 @@ class Column:
         """Name of the metric of the table's cells."""
         return task(self.task).metric
 
-    def data(self, folder: str | None) -> dict[str, Any]:
+    def data(self, folder: str | None, seed: int) -> dict[str, Any]:
         """Keys of the section `data`, for rows in `folder`; None: the hub."""
-        own = {"task": self.task, "dir": folder}
+        own = {"task": self.task, "dir": folder, "seed": seed}
         return own if self.per_class is None else own | {"per_class": self.per_class, "allow_fewer": True}
 
     def num_rows(self, kind: Kind) -> int | None:
@@ -59,10 +59,10 @@ class CompletionsColumn(Column):
     def metric(self) -> str:
         return "token_accuracy"
 
-    def data(self, folder: str | None) -> dict[str, Any]:
+    def data(self, folder: str | None, seed: int) -> dict[str, Any]:
         if folder is None:
             raise RequestError(f"data-dir: {self.task} is not on the hub; give the folder of {self.task}/train.jsonl.")
-        return {part: f"{folder}/{self.task}/{part}.jsonl" for part in ("train", "dev", "test")}
+        return {part: f"{folder}/{self.task}/{part}.jsonl" for part in ("train", "dev", "test")} | {"seed": seed}
 
     def num_rows(self, kind: Kind) -> None:
         del kind
