@@ -1,6 +1,6 @@
 """What directions of their own cost the examples of a batch: time of a step and peak memory beside the shared form.
 
-About twelve minutes on two cores.
+About ten minutes on two cores.
 
     python benchmarks/per_example.py [--out benchmarks/results] [--quick]
 
@@ -17,8 +17,8 @@ from tezo.studies.bench.peak_memory import measure_memory
 from tezo.studies.bench.step_time import measure_step
 
 METHODS = ["tezo", "per-example:tezo", "lozo-adam", "per-example:lozo-adam"]
-STEP = [(replace(batch, rounds=9, seconds=150), METHODS) for batch in BATCHES if batch.batch > 1]
-MEMORY = [(replace(batch, rounds=3, seconds=100), METHODS) for batch in BATCHES if batch.batch > 2]
+STEP = [(replace(batch, rounds=9, seconds=120), METHODS) for batch in BATCHES if batch.batch > 1]
+MEMORY = [(replace(batch, rounds=3, seconds=80), METHODS) for batch in BATCHES if batch.batch > 2]
 
 
 def main() -> None:
