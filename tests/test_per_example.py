@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from cases import CASES, choose, mostly_slow
-from folders import model_and_rows, saved, tiny_model, tokenizer_for
+from folders import label_rows, model_and_rows, model_folder, saved, tiny_model, tokenizer_for, write_rows
 from forks import forked
 from kills import contents
 from questions import free_text, labelled, masked_examples
@@ -25,7 +25,7 @@ from tezo.models.loading import load_model
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
-from tezo.training.config import dump_config, parse_config, to_tree
+from tezo.training.config import dump_config, overlay, parse_config, to_tree
 from tezo.training.job import prepare
 from tezo.training.loop import train
 from tezo.training.replay import replay
@@ -459,6 +459,13 @@ def test_a_run_of_ours_gives_each_example_its_own_unless_told_otherwise(home):
 def test_a_run_shares_directions_where_rows_have_no_losses_of_their_own(home, setting):
     job = prepare(auto(home, **setting))
     assert job.config.method.options["directions"] == "shared" and not any("directions" in n for n in job.notices)
+
+
+def test_a_run_shares_directions_where_each_row_would_need_the_labels_again(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(12))
+    for family, chosen in (("bert", "shared"), ("opt", "per-example")):
+        settings = [("model.name", str(model_folder(tmp_path, family))), ("data.train", str(rows))]
+        assert prepare(parse_config(overlay({}, settings))).config.method.options["directions"] == chosen
 
 
 def test_a_run_shares_directions_where_a_trial_is_refused_and_says_why(home, tmp_path, monkeypatch):

@@ -107,6 +107,7 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
         lambda chosen: make_optimizer(chosen, loaded, untrained),
         objective.closure(loaded.model, objective.batches(train[:2])),
         objective_is_loss=config.train.objective == LOSS,
+        rows_share_inputs=objective.shared_tokens > 0,
     )
     optimizer = make_optimizer(config, loaded, untrained)
     optimizer.set_calibration_passes(basis_passes(loaded, objective, train, config.train.seed))
