@@ -118,7 +118,9 @@ def test_the_gpu_script_runs_where_there_is_none(tmp_path):
 
 @pytest.mark.slow
 def test_the_script_of_example_directions_writes_both_files(tmp_path):
-    done = forked(BENCHMARKS / "per_example.py", "--quick", "--out", tmp_path)
+    # a process of its own, which finds benchmarks/cpu.py beside it
+    command = [sys.executable, BENCHMARKS / "per_example.py", "--quick", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     steps = json.loads((tmp_path / "step_per_example.json").read_text(encoding="utf-8"))
     memories = json.loads((tmp_path / "memory_per_example.json").read_text(encoding="utf-8"))
