@@ -79,8 +79,8 @@ def grid_of(folder: Path) -> Grid:
     if not (folder / "grid.json").is_file():
         raise RequestError(f"{folder} has no runs of a table; give the --output of tezo reproduce study.")
     note = own_object(folder / "grid.json", "give the --output of tezo reproduce study")
-    # results do not depend on where the rows lay
-    return make_grid(find_table(note["table"]), model=note["model"], small=note["small"], data_dir=".")
+    # results do not depend on where model and rows lay
+    return make_grid(find_table(note["table"]), model=name_of_model(note["model"]), small=note["small"], data_dir=".")
 
 
 def whole_cells(grid: Grid, folder: Path) -> list[Cell]:
@@ -159,6 +159,11 @@ def curves_of(grid: Grid, runs: Sequence[dict[str, Any]], failed: Sequence[Path]
         "versions": {name: all_of(run["versions"].get(name) for run in trained) for name in trained[0]["versions"]},
         "runs": len(runs), "lines": [line for line in lines if line["columns"]],
     }  # fmt: skip
+
+
+def name_of_model(model: str) -> str:
+    """The name of a model on the hub or embedded; of a folder its last part."""
+    return Path(model).name if Path(model).is_absolute() else model
 
 
 def column_of(key: str, runs: Sequence[dict[str, Any]], rates: Sequence[float]) -> dict[str, Any]:
