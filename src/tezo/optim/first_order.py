@@ -248,6 +248,11 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
             target.parameter.copy_(tuned[f"weight/{target.name}"])
             stepped.copy_(target.parameter)
 
+    def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restores a `tuned_state` and drops Adam's moments; no step is taken back."""
+        self.load_tuned_state(tuned, num_steps)
+        self.state.clear()
+
     def resumable_state(self) -> dict[str, Tensor]:
         """The weights as "weight/NAME", Adam's state as "update/NAME/KEY", float32 copies under "copy"; not copies."""
         tensors = self._weights()
@@ -258,8 +263,11 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         return tensors
 
     @torch.no_grad()
-    def load_resumable_state(self, state: Mapping[str, Tensor], records: Sequence[StepRecord]) -> None:
+    def load_resumable_state(
+        self, state: Mapping[str, Tensor], records: Sequence[StepRecord], moments_since: int = 0
+    ) -> None:
         """Restores a `resumable_state` saved after the steps of `records`, which start at step 0."""
+        del moments_since  # Adam's state has its own count of steps
         self.load_tuned_state(state, len(records))
         for target, stepped in zip(self.targets, self._stepped, strict=True):
             start = f"update/{target.name}/"

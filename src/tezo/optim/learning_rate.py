@@ -1,123 +1,216 @@
-"""Measuring a learning rate for a method, a model and a data set with forward passes only.
+"""Choosing a learning rate by short trials from the start of a run, on the loss itself.
 
-In the subspace that the method perturbs, along directions Z of unit variance, let
+First the rate grows by `GROWTH` from step to step on one batch, from a rate that is surely too low,
 
-    s^2 = |mu|^2                the squared norm of the gradient mu over all rows,
-    g^2 = s^2 + sigma^2 / B     the expected squared norm of the gradient of a batch of B rows; it equals E[kappa^2],
-    h = tr(H)                   the trace of the Hessian; it equals E[Z^T H Z].
+    lr_0 = 1e-5 f D / kappa^2   (a plain step lowers the loss f by about lr kappa^2; D is `Update.divisor`),
 
-A plain step W -= lr (1/q) sum_i kappa_i Z_i along q directions lowers the loss in expectation by
+until a step raises the loss of that batch by 5 %. On the same rows a step along their own estimate lowers the loss
+until curvature prevails; this bounds the rate from above. From there trials of the run's own first steps go down by
+factors of 2: each starts at the same parameters, takes the same batches and directions, and is judged by the loss on
+held-out rows. A trial ends as soon as that loss is above the start's by twice the standard error of the rows'
+differences. The search ends when a trial is worse than the one before.
 
-    lr s^2 - lr^2 / 2 * g^2 h / q,   which is largest for   lr = q s^2 / (g^2 h).
-
-These are the leading terms for many dimensions; terms in mu^T H mu, smaller by a factor of about the number of
-dimensions, are neglected. An update rule that divides the estimate by D (`Update.divisor`) needs D times this rate.
-With Adam on coefficients D = g / sqrt(q), so lr = sqrt(q) s^2 / (g h); with normalised steps D = g, so
-lr = q s^2 / (g h). If D changes during the first steps, as in Adam without bias correction, its smallest value is used.
-
-From kappa_1 ... kappa_K along one direction, measured on K disjoint parts of n rows each,
-
-    s^2 = mean over pairs i != j of kappa_i kappa_j,   sigma^2 / n = mean kappa_i^2 - s^2,
-    h = mean (loss_plus + loss_minus - 2 loss) / rho^2,
-
-and these are averaged over directions. (With two parts: kappa_A kappa_B and (kappa_A - kappa_B)^2 / 2.) The standard
-error of s^2 is about sigma^2 sqrt(2) / (K n sqrt(directions)), and at least s^2 sqrt(2 / directions). If the variance
-between rows is large, more rows reduce it more than more directions. The result is the best learning rate for the
-first step; the rates that are best later are not measured.
+A few steps favour higher rates than a run, whose signal decreases while its noise does not: the result is `CAUTION`
+times the best rate of the trials. Half the best rate costs a run little; twice the best rate can cost it everything.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from tezo.errors import NonFiniteLossError, NonFiniteResultError
 from tezo.estimators.estimate import Closure
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.products import float32_on_emulating_cpu
 from tezo.optim.tuner import Tuner
 
-DIRECTIONS = 8
-"""Number of directions measured on each part."""
-PARTS = 12
-"""Number of disjoint parts, each with as many rows as a batch if the data set is large enough."""
+FIRST_DECREASE = 1e-5
+"""Relative decrease of the loss by the first step of the growing rate."""
+GROWTH, MOST_GROWTH = 4.0, 20
+"""Factor of the growing rate, and its number of steps at most."""
+RISE = 0.05
+"""Relative rise of the loss that ends the growth."""
+TRIAL_STEPS = 16
+"""Steps of a trial. On a decoder and an encoder trials of 4 and 8 steps favoured rates at which runs diverge
+(docs/experiments.md)."""
+MOST_TRIALS = 12
+MOST_PASSES = 200
+"""Forward passes after which no further trial is begun."""
+CAUTION = 0.5
 
 
 @dataclass(frozen=True)
-class StepSize:
-    """The measured quantities and the resulting learning rate.
+class Trial:
+    """A trial of a learning rate.
 
     Attributes:
-        lr: learning rate, rounded to two digits, so that it does not depend on rounding on different machines.
-        signal_sq: s^2, or its standard error if that is larger.
-        batch_sq: g^2.
-        curvature: h.
-        num_forward_passes: number of evaluations of a part.
+        lr: the rate.
+        steps: number of steps until it ended.
+        change: of the loss on the held-out rows.
+    """
+
+    lr: float
+    steps: int
+    change: float
+
+
+@dataclass(frozen=True)
+class ChosenRate:
+    """A learning rate, and how it was found.
+
+    Attributes:
+        lr: the rate, rounded to two digits, so that it does not depend on rounding on different machines.
+        trials: in their order; none if no direction changes the loss.
+        num_forward_passes: number of forward passes of a batch.
         notice: message for the user.
     """
 
     lr: float
-    signal_sq: float
-    batch_sq: float
-    curvature: float
+    trials: tuple[Trial, ...]
     num_forward_passes: int
     notice: str
 
 
-def choose_lr(optimizer: Tuner, parts: Sequence[Closure], rows: int, batch_size: int) -> StepSize:
-    """Measures a learning rate, along directions that no step uses; the parameters and later draws are unchanged.
+def choose_lr(
+    optimizer: Tuner,
+    batch: Callable[[int], Closure],
+    held_out: Callable[[], Sequence[float]],
+    held_out_passes: int,
+    steps: int,
+) -> ChosenRate:
+    """Chooses a learning rate; the optimizer is then as before its first step, with this rate.
 
     Args:
-        optimizer: the optimizer; its current learning rate is returned if no curvature can be measured.
-        parts: the loss on each of at least two disjoint parts of the rows.
-        rows: n, the number of rows of a part.
-        batch_size: B, the number of rows of a step.
+        optimizer: a zeroth-order optimizer that has taken no step.
+        batch: step -> the objective on the rows of that step of the run.
+        held_out: the losses of rows that the trials' steps do not see; their mean is the objective.
+        held_out_passes: its cost in forward passes of a batch.
+        steps: of the run; a short one has shorter trials.
 
     Raises:
-        NonFiniteLossError: a loss was NaN or infinite.
+        NonFiniteResultError: the loss is NaN or infinite before the first step.
     """
-    measured = [_measure(optimizer, part) for part in parts]
-    signal_sq, signal_error = _mean([_signal_sq(kappas) for kappas in zip(*(k for k, _ in measured), strict=True)])
-    part_sq = statistics.fmean([kappa**2 for kappas, _ in measured for kappa in kappas])
-    noise_sq = max(0.0, part_sq - signal_sq) * rows / batch_size
-    curvature, curvature_error = _mean(
-        [statistics.fmean(along) for along in zip(*(c for _, c in measured), strict=True)]
+    search = _Search(optimizer, batch, held_out, held_out_passes, max(2, min(TRIAL_STEPS, steps // 5)))
+    trials = search.run()
+    best = min(trials, key=lambda trial: trial.change, default=Trial(search.default, 0, 0.0))
+    found = best.change < 0
+    lr = float(f"{(best if found else trials[-1]).lr * CAUTION:.1e}") if trials else search.default
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return ChosenRate(lr, trials, search.passes, _notice(lr, trials, search.passes, found=found))
+
+
+def _notice(lr: float, trials: tuple[Trial, ...], passes: int, *, found: bool) -> str:
+    if not trials:
+        return f"method.lr: {lr:.1e}, the method's default, because the loss does not change along its directions."
+    tried = ", ".join(f"{trial.lr:.1e}: {trial.change:+.3f}" for trial in trials)
+    none = "" if found else "; no rate lowered it, so the lowest was taken"
+    return (
+        f"method.lr: {lr:.1e} was chosen by {len(trials)} trials ({passes} forward passes) of at most "
+        f"{max(trial.steps for trial in trials)} steps; change of the held-out loss by rate: {tried}{none}."
     )
 
-    used_sq = max(signal_sq, signal_error)
-    batch_sq = used_sq + noise_sq
-    lr, known = float(optimizer.param_groups[0]["lr"]), batch_sq > 0 and curvature > curvature_error
-    if known:
-        plain = optimizer.num_directions * used_sq / (batch_sq * curvature)
-        lr = float(f"{plain * optimizer.step_divisor(batch_sq):.1e}")
-    passes = len(parts) * (2 * DIRECTIONS + 1)
-    notice = (
-        f"method.lr: auto chose {lr:.1e}, "
-        + ("" if known else "the method's default, because the measured curvature of the loss is not above its error, ")
-        + f"from {DIRECTIONS} directions on {len(parts) * rows} rows ({passes} forward passes): squared gradient "
-        + f"{signal_sq:.2g} +- {signal_error:.1g}, noise of a batch {noise_sq:.2g}, "
-        + f"curvature {curvature:.2g} +- {curvature_error:.1g}"
-        + ("." if signal_sq > signal_error else "; the gradient is not above its error, so the error was used instead.")
-    )
-    return StepSize(lr, used_sq, batch_sq, curvature, passes, notice)
+
+class _Search:
+    def __init__(
+        self,
+        optimizer: Tuner,
+        batch: Callable[[int], Closure],
+        held_out: Callable[[], Sequence[float]],
+        held_out_passes: int,
+        trial_steps: int,
+    ) -> None:
+        self.optimizer = optimizer
+        self.batch = batch
+        self.held_out = held_out
+        self.held_out_passes = held_out_passes
+        self.trial_steps = trial_steps
+        self.default = float(optimizer.param_groups[0]["lr"])
+        self.passes = 0
+        self.start: dict[str, Tensor] = {}
+
+    def run(self) -> tuple[Trial, ...]:
+        probes = self.optimizer.measure(self.batch(0))
+        self.passes += 2 * len(probes)
+        self.start = self.optimizer.tuned_state()  # after the first draw: it has a basis that is computed from data
+        kappa_sq = sum(probe.projected_grad**2 for probe in probes) / len(probes)
+        loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
+        if kappa_sq == 0 or loss == 0:
+            return ()
+        first = FIRST_DECREASE * abs(loss) * self.optimizer.step_divisor(kappa_sq) / kappa_sq
+        lr = self._bound(first) / GROWTH
+        start = self._held_out()
+        if not all(map(math.isfinite, start)):
+            raise NonFiniteResultError(0, statistics.fmean(start))
+        trials: list[Trial] = []
+        while len(trials) < MOST_TRIALS and (self.passes < MOST_PASSES or all(t.change > 0 for t in trials)):
+            trials.append(self._trial(lr, start))
+            if len(trials) > 1 and trials[-2].change < min(0.0, trials[-1].change):
+                break
+            lr /= 2
+        return tuple(trials)
+
+    def _bound(self, lr: float) -> float:
+        """The first of the growing rates at which a step raises the loss of its own batch."""
+        fixed = self.batch(0)
+        start = lowest = self._loss(fixed)
+        for _ in range(MOST_GROWTH):
+            self._step(fixed, lr)
+            loss = self._loss(fixed)
+            if not loss <= lowest + RISE * abs(start):
+                break
+            lowest, lr = min(lowest, loss), lr * GROWTH
+        self._restart()
+        return lr
+
+    def _trial(self, lr: float, start: Sequence[float]) -> Trial:
+        change, taken = 0.0, 0
+        for stop in sorted({max(1, self.trial_steps // 4), max(1, self.trial_steps // 2), self.trial_steps}):
+            if not all(self._step(self.batch(step), lr) for step in range(taken, stop)):
+                change = math.inf
+                break
+            taken = stop
+            changes = [after - before for after, before in zip(self._held_out(), start, strict=True)]
+            change = statistics.fmean(changes) if all(map(math.isfinite, changes)) else math.inf
+            if change > 2 * standard_error(changes):
+                break
+        self._restart()
+        return Trial(lr, taken, change)
+
+    def _step(self, closure: Closure, lr: float) -> bool:
+        """Takes a step; whether its losses were finite."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        try:
+            self.optimizer.take_step(closure, self.optimizer.kinds[0])
+        except NonFiniteLossError:
+            return False
+        record = self.optimizer.last_step
+        self.passes += record.forward_passes if record is not None else 0
+        return True
+
+    def _loss(self, closure: Closure) -> float:
+        self.passes += 1
+        model = self.optimizer.model
+        with torch.no_grad(), evaluation_mode(model), float32_on_emulating_cpu(model):
+            return float(closure())
+
+    def _held_out(self) -> Sequence[float]:
+        self.passes += self.held_out_passes
+        model = self.optimizer.model
+        with torch.no_grad(), evaluation_mode(model), float32_on_emulating_cpu(model):
+            return self.held_out()
+
+    def _restart(self) -> None:
+        self.optimizer.load_resumable_state(self.start, [])
 
 
-def _measure(optimizer: Tuner, part: Closure) -> tuple[list[float], list[float]]:
-    """(kappa, Z^T H Z) along each direction."""
-    with torch.no_grad(), evaluation_mode(optimizer.model), float32_on_emulating_cpu(optimizer.model):
-        loss = float(part())
-    probes = optimizer.measure(part, optimizer.rho, others=DIRECTIONS)
-    curvatures = [(probe.loss_plus + probe.loss_minus - 2 * loss) / optimizer.rho**2 for probe in probes]
-    return [probe.projected_grad for probe in probes], curvatures
-
-
-def _signal_sq(kappas: Sequence[float]) -> float:
-    """The mean of kappa_i kappa_j over pairs i != j."""
-    count = len(kappas)
-    return (sum(kappas) ** 2 - sum(kappa**2 for kappa in kappas)) / (count * (count - 1))
-
-
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, standard error of the mean)."""
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; 0 for a single value, or where one is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return 0.0
+    return statistics.stdev(values) / math.sqrt(len(values))

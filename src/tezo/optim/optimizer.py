@@ -479,18 +479,30 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         """Restores a `tuned_state` saved after `num_steps` steps."""
         self.parameters.load_tensors(tuned, self._draw_for(num_steps))
 
+    def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restores a `tuned_state` saved after `num_steps` steps and drops all moments; no step is taken back.
+
+        The next step has the number, and with it the directions, that it would have had.
+        """
+        self.load_tuned_state(tuned, num_steps)
+        self.progress.drop_moments()
+        self._load_moments({})
+
     def resumable_state(self) -> dict[str, Tensor]:
         """All tensors that the next step depends on, by name; not copies. See `load_resumable_state`."""
         return self.parameters.tensors() | self.progress.tensors()
 
-    def load_resumable_state(self, state: Mapping[str, Tensor], records: Sequence[StepRecord]) -> None:
+    def load_resumable_state(
+        self, state: Mapping[str, Tensor], records: Sequence[StepRecord], moments_since: int = 0
+    ) -> None:
         """Restores a `resumable_state`.
 
         Args:
             state: the saved tensors.
             records: records of all steps taken before `state` was saved, starting at step 0.
+            moments_since: number of steps after which the moments were last dropped by `roll_back`.
         """
-        self.progress.load_records(records, self._restarting)
+        self.progress.load_records(records, self._restarting, moments_since)
         self._load_moments(state)
         self.load_tuned_state(state, self.num_steps)
 

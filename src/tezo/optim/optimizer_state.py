@@ -42,6 +42,11 @@ class OptimizerState:
         self.num_forward_passes += record.forward_passes
         self.last_step = record
 
+    def drop_moments(self) -> None:
+        """Drops the moments of all kinds."""
+        self.counts = dict.fromkeys(self.counts, 0)
+        self.moments = {kind: {} for kind in self.moments}
+
     def tensors(self) -> dict[str, Tensor]:
         """The moments: "update/NAME/KEY" for two-point steps, "KIND/NAME/KEY" for other kinds; not copies."""
         return {
@@ -66,14 +71,21 @@ class OptimizerState:
                     moments.setdefault(name, {})[role] = tensors[key].to(devices[name]).clone()
             self.moments[kind] = moments
 
-    def load_records(self, records: Sequence[StepRecord], restarting: Collection[str]) -> None:
-        """Restores the counts from the records of all steps since the first."""
+    def load_records(self, records: Sequence[StepRecord], restarting: Collection[str], moments_since: int = 0) -> None:
+        """Restores the counts from the records of all steps since the first.
+
+        Args:
+            records: of all steps.
+            restarting: kinds whose moments are dropped by a step of another kind.
+            moments_since: number of steps after which all moments were last dropped.
+        """
         self.num_steps, self.num_forward_passes = len(records), sum(record.forward_passes for record in records)
         self.last_step = records[-1] if records else None
         last_kind = self.last_step.kind if self.last_step else None
-        phase = sum(1 for _ in takewhile(lambda record: record.kind == last_kind, reversed(records)))
+        counted = records[moments_since:]
+        phase = sum(1 for _ in takewhile(lambda record: record.kind == last_kind, reversed(counted)))
         for kind in self.counts:
-            since = records[len(records) - phase :] if kind in restarting else records
+            since = counted[len(counted) - phase :] if kind in restarting else counted
             self.counts[kind] = sum(record.kind == kind for record in since)
 
 

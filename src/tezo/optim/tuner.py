@@ -134,8 +134,19 @@ class Tuner(Protocol):
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
         """Restores a `tuned_state` saved after `num_steps` steps."""
 
+    def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restores a `tuned_state` saved after `num_steps` steps and drops all moments; no step is taken back."""
+
     def resumable_state(self) -> dict[str, Tensor]:
         """All tensors that the next step depends on; not copies."""
 
-    def load_resumable_state(self, state: Mapping[str, Tensor], records: Sequence[StepRecord]) -> None:
-        """Restores a `resumable_state` saved after the steps of `records`, which start at step 0."""
+    def load_resumable_state(
+        self, state: Mapping[str, Tensor], records: Sequence[StepRecord], moments_since: int = 0
+    ) -> None:
+        """Restores a `resumable_state` saved after the steps of `records`, which start at step 0.
+
+        Args:
+            state: the tensors.
+            records: of all steps taken; none: the optimizer is as before its first step.
+            moments_since: number of steps after which the moments were last dropped by `roll_back`.
+        """

@@ -29,7 +29,7 @@ from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_c
 from tezo.runs.factor_files import FactorFiles
 from tezo.runs.manifest import MANIFEST, check_manifest, entry_of, write_manifest
 from tezo.runs.metrics_log import MetricsLog
-from tezo.runs.step_log import StepLog, read_log
+from tezo.runs.step_log import LogContents, Rollback, StepLog, read_log
 from tezo.tasks.evaluation import Metrics
 
 CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
@@ -62,6 +62,7 @@ class ResumeState:
         checkpoint: the newest that is whole; None: start from the base.
         steps: all that were finished, from 0 on.
         evaluations: (split, step) -> metrics, of those that were made.
+        rollbacks: number of steps -> the return to earlier parameters after them.
         seconds: spent on steps so far.
         notices: what the user should know.
     """
@@ -71,8 +72,17 @@ class ResumeState:
     checkpoint: Checkpoint | None = None
     steps: Sequence[StepRecord] = ()
     evaluations: Mapping[tuple[str, int], Metrics] = field(default_factory=lambda: MappingProxyType({}))
+    rollbacks: Mapping[int, Rollback] = field(default_factory=lambda: MappingProxyType({}))
     seconds: float = 0.0
     notices: tuple[str, ...] = ()
+
+
+def _resume_state(
+    log: LogContents, begun: bool, checkpoint: Checkpoint | None, seconds: float, notices: Sequence[str]
+) -> ResumeState:
+    return ResumeState(
+        log.header, begun, checkpoint, log.steps, log.evaluations, log.rollbacks, seconds, tuple(notices)
+    )
 
 
 class RunFolder(ABC):
@@ -142,6 +152,10 @@ class RunFolder(ABC):
         """Adds an evaluation to the log and to metrics.jsonl, where it is not there already."""
         del split, step, metrics
 
+    def append_rollback(self, rollback: Rollback) -> None:
+        """Adds a return to earlier parameters to the log, if it is not there already."""
+        del rollback
+
     def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
         """Writes a checkpoint, after the log is on disk, and removes all but the newest `keep`."""
         del checkpoint, keep
@@ -192,10 +206,7 @@ class WritableRunFolder(RunFolder):
         if begun:
             at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
             notices.append(f"going on after step {len(contents.steps)}, from {at} and {LOG}.")
-        seconds = self._metrics.seconds
-        return ResumeState(
-            contents.header, begun, checkpoint, contents.steps, contents.evaluations, seconds, tuple(notices)
-        )
+        return _resume_state(contents, begun, checkpoint, self._metrics.seconds, notices)
 
     def _own_files(self) -> dict[str, str]:
         """File name -> SHA-256 of the tensors that depend on data."""
@@ -226,6 +237,9 @@ class WritableRunFolder(RunFolder):
     def append_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
         self._log.append_evaluation(split, step, metrics)
         self._metrics.evaluation(split, step, metrics)
+
+    def append_rollback(self, rollback: Rollback) -> None:
+        self._log.append_rollback(rollback)
 
     def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
         self._log.sync()
@@ -271,7 +285,7 @@ class ReadOnlyRunFolder(RunFolder):
         seconds = MetricsLog(self.path / METRICS, contents).seconds
         self._digests = contents.files
         checkpoint, _ = newest(self.path, len(contents.steps))
-        return ResumeState(contents.header, True, checkpoint, contents.steps, contents.evaluations, seconds)
+        return _resume_state(contents, True, checkpoint, seconds, [])
 
     @contextmanager
     def result(self, name: str) -> Iterator[Path]:

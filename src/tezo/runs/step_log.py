@@ -5,12 +5,14 @@
     "step": a finished step: step (u64) | learning rate, loss (2 f64) | forward passes, kind, number of probes (3 u32)
             | loss_plus, loss_minus, projected_grad (3 f64 for each probe)
     "eval": JSON: an evaluation with its split, its step and its metrics
+    "back": JSON: a return to the parameters after an earlier step, with the rates from there on (`Rollback`)
     "file": JSON: a file beside the log that later entries depend on, with its SHA-256
 
 The kind is an index into the header's list "kinds". Little-endian. The CRC of an entry continues from the stored one of
 the entry before it (of the header, for the first), so that an entry is valid only in its place. A process that dies can
 leave the last entry unfinished: an invalid tail, with nothing valid after it, is cut off. A fault with valid entries
-after it is damage, and refused. This is version 3; `tezo.runs.earlier_logs` reads the versions before.
+after it is damage, and refused. This is version 4. Version 3 is the same without "back";
+`tezo.runs.earlier_logs` reads the versions before.
 """
 
 import fcntl
@@ -21,7 +23,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from tezo.files import json_text, storing, sync, write_all, write_file
 from tezo.runs.earlier_logs import read_records
 from tezo.tasks.evaluation import Metrics
 
-MAGIC = b"tezolog3"
+MAGIC = b"tezolog4"
 MOST_HEADER = 1 << 20
 """Bound on the size that a file may claim for its header or an entry, before anything is read by it."""
 MOST_KINDS = 1 << 8
@@ -39,11 +41,30 @@ MOST_KINDS = 1 << 8
 MOST_SEARCH = 1 << 28
 """Bound on the bytes that are read to tell damage from an unfinished tail."""
 
-_VERSIONS = {b"tezolog1": 1, b"tezolog2": 2, MAGIC: 3}
-_STEP, _EVALUATION, _FILE = b"step", b"eval", b"file"
-_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE)))
+_VERSIONS = {b"tezolog1": 1, b"tezolog2": 2, b"tezolog3": 3, MAGIC: 4}
+_FIRST_OF_ENTRIES = 3
+"""The first version whose log is a sequence of entries."""
+_STEP, _EVALUATION, _FILE, _BACK = b"step", b"eval", b"file", b"back"
+_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE, _BACK)))
 _LENGTH, _CRC, _PROBE = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<ddd")
 _ENTRY, _FIXED = struct.Struct("<4sI"), struct.Struct("<QddIII")
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A return of a run to parameters that it had before, with lower rates from there on.
+
+    Attributes:
+        step: number of steps taken before it; they stay in the log, and the next one has the next number.
+        to: number of steps after which the run had the parameters that it returns to. All moments are dropped.
+        lr_scale: factor of the learning rates of the steps that follow.
+        reason: in words.
+    """
+
+    step: int
+    to: int
+    lr_scale: float
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,7 @@ class LogContents:
         steps: finished steps, from 0 on.
         evaluations: (split, step) -> metrics; empty before version 3.
         files: name -> SHA-256, in hexadecimal; None before version 3.
+        rollbacks: number of steps taken -> the return to earlier parameters after them.
     """
 
     version: int
@@ -67,6 +89,7 @@ class LogContents:
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: dict[tuple[str, int], Metrics] = field(default_factory=dict)
     files: dict[str, str] | None = field(default_factory=dict)
+    rollbacks: dict[int, Rollback] = field(default_factory=dict)
 
 
 def _entry(kind: bytes, content: bytes, crc: int) -> bytes:
@@ -106,7 +129,7 @@ def read_log(path: Path) -> LogContents:
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
     version, header, start = _read_head(path, data)
-    if version < _VERSIONS[MAGIC]:
+    if version < _FIRST_OF_ENTRIES:
         records, valid, damaged = read_records(data, version, header, start)
         contents = LogContents(version, header, valid, len(data), records, files=None)
     else:
@@ -183,7 +206,15 @@ def _add_file(contents: LogContents, content: bytes) -> None:
     contents.files[str(entry["name"])] = str(entry["sha256"])
 
 
-_ADD = {_STEP: _add_step, _EVALUATION: _add_evaluation, _FILE: _add_file}
+def _add_rollback(contents: LogContents, content: bytes) -> None:
+    entry = json.loads(content)
+    rollback = Rollback(int(entry["step"]), int(entry["to"]), float(entry["lr_scale"]), str(entry["reason"]))
+    if rollback.step != len(contents.steps) or not 0 <= rollback.to <= rollback.step or not 0 < rollback.lr_scale <= 1:
+        raise ValueError
+    contents.rollbacks[rollback.step] = rollback
+
+
+_ADD = {_STEP: _add_step, _EVALUATION: _add_evaluation, _FILE: _add_file, _BACK: _add_rollback}
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -287,6 +318,7 @@ class StepLog:
             self._crc = int(_CRC.unpack(file.read(_CRC.size))[0])
         self.count = len(self.contents.steps)
         self._evaluated, self._files = set(self.contents.evaluations), dict(self.contents.files or {})
+        self._rolled_back = set(self.contents.rollbacks)
 
     def rewrite(
         self, kinds: list[str], evaluations: Mapping[tuple[str, int], Metrics], files: Mapping[str, str]
@@ -342,6 +374,12 @@ class StepLog:
         if (split, step) not in self._evaluated:
             self._append(_EVALUATION, _evaluation_content(split, step, metrics))
             self._evaluated.add((split, step))
+
+    def append_rollback(self, rollback: Rollback) -> None:
+        """Adds a return to earlier parameters, if it is not there already."""
+        if rollback.step not in self._rolled_back:
+            self._append(_BACK, json_text(asdict(rollback)).encode())
+            self._rolled_back.add(rollback.step)
 
     def append_file(self, name: str, sha256: str) -> None:
         """Adds the digest of a file, if it is not there already."""

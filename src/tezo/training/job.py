@@ -1,8 +1,7 @@
 """From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +15,23 @@ from tezo.models.kinds import is_unused
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.peft_adapters import add_adapter
 from tezo.numerics.random import permutation
-from tezo.optim.learning_rate import PARTS
+from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, Tuner, method
-from tezo.tasks import Example, Format, Row, parts
+from tezo.tasks import Format
 from tezo.tasks.objectives import Batch, Encoded, Objective
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.tasks.token_notices import token_notices
 from tezo.training.example_directions import resolve_directions
 from tezo.training.recipe import Config
-from tezo.training.resolution import Resources, resolve
+from tezo.training.resolution import RateTrials, Resources, resolve
 from tezo.training.schedule import BatchSampler
 
 BASIS_ROWS = 64
 """Training rows that a basis which sees the data looks at: as many as two steps of 16 rows pass."""
+
+HELD_OUT_ROWS = 64
+"""Rows that trials of learning rates are compared on, at most."""
 
 LOSS = "loss"
 """The objective that batches have of themselves; any other is a metric."""
@@ -117,7 +119,7 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
         loss=objective.closure(loaded.model, objective.batches(train[: config.train.batch_size])),
         labelled=all(row.example.label is not None for row in train),
         objective_is_loss=config.train.objective == LOSS,
-        parts=partial(_parts, config, loaded, objective, [*used.dev, *used.train], example_of),
+        trials=_rate_trials(config, loaded, objective, train, dev),
     )
     resolved, more = resolve(config, resources)
     return Job(
@@ -148,21 +150,26 @@ def _check_use(config: Config, dev: Sequence[Encoded]) -> None:
         raise RequestError(f"train.patience is {settings.patience}, and there are no dev rows; give data.dev.")
 
 
-def _parts(
-    config: Config,
-    loaded: LoadedModel,
-    objective: Objective,
-    rows: Sequence[Row],
-    example_of: Callable[[Row], Example],
-) -> tuple[list[Closure], int]:
-    """(the loss on each of several disjoint parts of the rows, rows of a part), to measure a learning rate on."""
+def _rate_trials(
+    config: Config, loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], dev: Sequence[Encoded]
+) -> RateTrials:
+    """What a rate is chosen by: the run's own first steps, and dev rows or else training rows of later steps."""
     settings = config.train
-    size = min(settings.batch_size, len(rows) // 2)  # no pass takes more memory than a step's
-    if size == 0:
-        raise RequestError(f"method.lr is auto, and there are {len(rows)} rows to measure it on; give a number.")
-    drawn = parts(rows, [size] * min(PARTS, len(rows) // size), settings.seed, "step size")
-    batches = [objective.batches([objective.encode(example_of(row)) for row in part]) for part in drawn]
-    return [objective.closure(loaded.model, part) for part in batches], size
+    sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
+    seen = {row for step in range(TRIAL_STEPS) for row in sampler.rows(step)}
+    others = dev or [row for i, row in enumerate(train) if i not in seen]
+    order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
+    size = settings.batch_size  # no pass takes more memory than a step's
+
+    def held_out() -> list[float]:
+        parts = [[others[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
+        closures = [objective.closure(loaded.model, objective.batches(part)) for part in parts]
+        return [loss for closure in closures for loss in closure.example_losses(1)[0].tolist()]
+
+    def batch(step: int) -> Closure:
+        return objective.closure(loaded.model, objective.batches([train[i] for i in sampler.rows(step)]))
+
+    return RateTrials(batch, held_out if order else None, len(order))
 
 
 def load(config: Config) -> LoadedModel:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tezo.estimators.estimate import StepRecord
+from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
 from tezo.training.job import Job
 
@@ -31,6 +32,9 @@ class Listener:
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
         """`split` ("dev" or "test") was evaluated after `step` steps."""
+
+    def rolled_back(self, rollback: Rollback) -> None:
+        """The run has returned to an earlier state, and goes on at a lower rate."""
 
     def finished(self, summary: dict[str, Any]) -> None:
         """The result is saved."""

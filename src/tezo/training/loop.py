@@ -3,14 +3,14 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from tezo.distributed import Ranks, join
-from tezo.errors import NonFiniteResultError, RequestError, RunError, nearest
+from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunError, nearest
 from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.files import reading
 from tezo.models.loading import LoadedModel
@@ -19,18 +19,20 @@ from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
-from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
-from tezo.tasks.evaluation import Metrics, evaluate
-from tezo.tasks.objectives import Encoded
+from tezo.runs.folder import CONFIG, LOG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
+from tezo.runs.step_log import Rollback
+from tezo.tasks.evaluation import Metrics
 from tezo.tasks.splits import Splits
 from tezo.training.config import dump_config, read_config
 from tezo.training.data_parallel import check_shareable, shared_rows
+from tezo.training.evaluations import Evaluations
 from tezo.training.feedback_schedule import is_feedback
 from tezo.training.interruption import Interruption
 from tezo.training.job import LOSS, Job, prepare
 from tezo.training.listeners import Listener, Progress
 from tezo.training.plan import plan
 from tezo.training.recipe import Config
+from tezo.training.rollbacks import NOT_FINITE, GoodState, Rollbacks
 from tezo.training.run_header import check_same, check_unchanged, log_header, request_of
 from tezo.training.schedule import interval, lr_factor
 from tezo.training.summary import Outcome, summarize
@@ -82,17 +84,6 @@ def train(
         ranks.close()
 
 
-@dataclass
-class Best:
-    """The evaluation with the lowest dev loss so far, and the parameters it was made with."""
-
-    step: int
-    loss: float
-    state: dict[str, Tensor] | None
-    since: int = 0
-    """Evaluations since."""
-
-
 class Loop:
     """One run of a job.
 
@@ -117,8 +108,15 @@ class Loop:
         self.lr = float(job.optimizer.param_groups[0]["lr"])
         self.lr_factor = lr_factor(self.settings)
         self.resumed = ResumeState()
-        self.best: Best | None = None
+        self.evaluations = Evaluations(job, folder, listeners)
+        self.eval_every = interval(self.settings.eval_every, self.settings) if job.dev else 0
+        self.best: GoodState | None = None
         self.dev_loss: float | None = None
+        self.losses: list[float] = []
+        self.rollbacks = Rollbacks(
+            self.settings.steps, self.settings.batch_size / max(1, len(job.dev)), self.eval_every or 1
+        )
+        self.stopped: str | None = None
         self.step_seconds = 0.0
 
     def run(self) -> dict[str, Any]:
@@ -133,6 +131,7 @@ class Loop:
     def _run(self) -> dict[str, Any]:
         self._check_objective()
         self.resumed = self._open()
+        self.evaluations.known = self.resumed.evaluations
         with reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint"):
             start = self._restore_checkpoint(self.resumed)
         if start > 0 and ("test", 0) not in self.resumed.evaluations:  # of a log that did not have them
@@ -141,11 +140,11 @@ class Loop:
             )
         for listener in self.listeners:
             listener.started(self.job)
-        before = self._evaluate("test", 0)
+        before = self.evaluations.of("test", 0)
         steps = self._steps(start, before)
         self._check_ranks(steps)
         self._restore_best(steps)
-        after = self._evaluate("test", steps)
+        after = self.evaluations.of("test", steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
         return self._finish(steps, before, after)
@@ -176,26 +175,27 @@ class Loop:
         for key, value in tensors.items():
             part, _, name = key.partition("/")
             parts[part][name] = value
-        self.job.optimizer.load_resumable_state(parts["run"], state.steps[:step])
+        self.rollbacks.load(state.steps[:step], state.rollbacks, int(state.checkpoint.state.get("rollbacks", 0)))
+        self.losses = [float(loss) for loss in state.checkpoint.state.get("losses", [])]
+        since = self.rollbacks.done[-1].step if self.rollbacks.done else 0
+        self.job.optimizer.load_resumable_state(parts["run"], state.steps[:step], since)
         if best is not None:
             # the state of the base has no tensors, which must be told from no state
             kept = parts["best"] if best["kept"] else None
-            self.best = Best(int(best["step"]), float(best["loss"]), kept, int(best["since"]))
+            self.best = GoodState(int(best["step"]), float(best["loss"]), kept, int(best["since"]))
         return step
 
     def _steps(self, start: int, before: Metrics) -> int:
         """All steps from `start` on, with their evaluations and checkpoints; how many the run has then."""
         settings = self.settings
-        every = interval(settings.eval_every, settings) if self.job.dev else 0
         keep_every = interval(settings.checkpoint_every, settings)
-        if every and start == 0:
-            self._evaluate_dev(0, before)
+        if start == 0:
+            self._note(0, before)
         for steps in range(start + 1, settings.steps + 1):
             self._step(steps - 1)
-            last = steps == settings.steps or self._any(self._asked_to_stop())
-            if every and (steps % every == 0 or last):
-                self._evaluate_dev(steps, None)
-            if last or self._any(self._asked_to_stop()) or self._patience_exhausted():
+            ends = steps == settings.steps or self._any(self._asked_to_stop())
+            self._note(steps, None, last=ends)
+            if ends or self._any(self._asked_to_stop()) or self._patience_exhausted() or self._gives_up(steps):
                 return steps
             interrupted = self._any(self.interruption.signal is not None)
             if interrupted or (keep_every and steps % keep_every == 0):
@@ -205,6 +205,59 @@ class Loop:
                 raise RunError(f"stopped by {by} after step {steps}; go on with --resume.")
         return start
 
+    def _note(self, steps: int, before: Metrics | None, *, last: bool = False) -> None:
+        """Evaluates the dev rows, where it is time, and notes the best state so far.
+
+        Args:
+            steps: number of steps taken.
+            before: metrics of the test rows before the first step.
+            last: whether no step follows.
+        """
+        self.dev_loss = None
+        if self.eval_every and (steps % self.eval_every == 0 or last):
+            same = before is not None and self.job.dev is self.job.test
+            loss = before["loss"] if same and before is not None else self.evaluations.of("dev", steps)["loss"]
+            (self.dev_loss,) = self.ranks.first([loss])
+            self._compare(steps, self.dev_loss)
+        elif self.settings.guard and not self.eval_every and steps % interval(None, self.settings) == 0:
+            self._compare(steps, sum(self.losses) / len(self.losses) if self.losses else math.inf)
+            self.losses = []
+
+    def _compare(self, steps: int, loss: float) -> None:
+        if self.best is None or loss < self.best.loss:
+            kept = self.settings.guard or self.settings.keep_best
+            self.best = GoodState(steps, loss, self.job.optimizer.tuned_state() if kept else None)
+        else:
+            self.best.since += 1
+
+    def _gives_up(self, steps: int) -> bool:
+        """Returns to the best state, if there is a reason; whether the run should end, since that no longer helps."""
+        if not self.settings.guard or steps < len(self.resumed.steps) or steps in self.resumed.rollbacks:
+            return False  # a decision that was made before is in the log
+        assert self.best is not None
+        reason = self.rollbacks.reason(steps, self.best, self.dev_loss if self.settings.objective == LOSS else None)
+        if reason is None:
+            return False
+        planned = self.rollbacks.planned(steps, self.best, reason)
+        if planned is None:
+            self.stopped = reason
+            return True
+        self._roll_back(planned)
+        return False
+
+    def _roll_back(self, rollback: Rollback) -> None:
+        assert self.best is not None and self.best.state is not None
+        if self.best.step != rollback.to:
+            raise RunError(
+                f"{self.folder.path}: {LOG} returns to step {rollback.to}, and the best is {self.best.step}."
+            )
+        self.job.optimizer.roll_back(self.best.state, self.best.step)
+        self.rollbacks.add(rollback)
+        self.losses = []
+        self.folder.append_rollback(rollback)
+        for listener in self.listeners:
+            listener.rolled_back(rollback)
+
     def _any(self, flag: bool) -> bool:
         """Whether it is so on any rank."""
         return self.ranks.max([float(flag)])[0] > 0
@@ -213,7 +266,7 @@ class Loop:
         if steps <= len(self.resumed.steps):
             return  # a step that is taken again
         tensors = {f"run/{key}": value for key, value in self.job.optimizer.resumable_state().items()}
-        state: dict[str, Any] = {"best": None}
+        state: dict[str, Any] = {"best": None, "rollbacks": len(self.rollbacks.done), "losses": self.losses}
         if self.best is not None:
             tensors |= {f"best/{key}": value for key, value in (self.best.state or {}).items()}
             figures = {"step": self.best.step, "loss": self.best.loss, "since": self.best.since}
@@ -223,13 +276,18 @@ class Loop:
     def _step(self, step: int) -> None:
         for listener in self.listeners:
             listener.stepping(step)
-        optimizer = self.job.optimizer
+        optimizer, made = self.job.optimizer, self.resumed.rollbacks.get(step)
+        if made is not None and made not in self.rollbacks.done:
+            self._roll_back(made)
         if step < len(self.resumed.steps) and optimizer.replays:
             optimizer.replay(self.resumed.steps[step])
         else:
             self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
+        if self.settings.guard:
+            self.rollbacks.stepped(record.loss)
+            self.losses.append(record.loss)
         progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
         self._log_step(progress)
         for listener in self.listeners:
@@ -251,11 +309,16 @@ class Loop:
 
     def _measured_step(self, step: int) -> None:
         indices = self.sampler.rows(step)
-        for group in self.job.optimizer.param_groups:
-            group["lr"] = self.lr * self.lr_factor(step)
         started = time.perf_counter()
         with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
-            self._take_step(step, indices)
+            try:
+                self._take_step(step, indices)
+            except NonFiniteLossError:
+                rollback = self._planned_after_failure(step)
+                if rollback is None:
+                    raise
+                self._roll_back(rollback)
+                self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % self.settings.compare_every == 0:
             self._check_ranks(step + 1)
@@ -264,8 +327,17 @@ class Loop:
         if self.ranks.size > 1:
             self.ranks.check_equal(digest(self.job.optimizer.resumable_state()), steps)
 
+    def _planned_after_failure(self, step: int) -> Rollback | None:
+        """The rollback after a loss that was not finite; None: the parameters are those of the best state already."""
+        since = max([0, *(rollback.step for rollback in self.rollbacks.done)])
+        if not self.settings.guard or self.best is None or step in (self.best.step, since):
+            return None
+        return self.rollbacks.planned(step, self.best, NOT_FINITE)
+
     def _take_step(self, step: int, indices: Sequence[int]) -> None:
         job, optimizer = self.job, self.job.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr * self.lr_factor(step) * self.rollbacks.lr_scale
         if is_feedback(step, self.settings):  # every rank takes it on all rows
             optimizer.take_step(job.objective.closure(job.model, job.batches(indices)), FEEDBACK)
         else:
@@ -279,7 +351,7 @@ class Loop:
         if name == LOSS:
             return job.objective.closure(job.model, job.batches(indices))
         rows = [job.train[i] for i in indices]
-        return lambda: -self._metrics(rows, written=True)[name]
+        return lambda: -self.evaluations.metrics(rows, written=True)[name]
 
     def _check_objective(self) -> None:
         """An error where the objective is not a metric of these rows, or has no gradient and needs one."""
@@ -293,41 +365,9 @@ class Loop:
                 f"method.directions is {PER_EXAMPLE}, and train.objective is {name}, which is measured on whole "
                 "batches; set method.directions=shared."
             )
-        known = self._metrics(self.job.train[:1], written=True)
+        known = self.evaluations.metrics(self.job.train[:1], written=True)
         if name not in known or name == LOSS:
             raise RequestError(f"train.objective: there is no metric {name!r} of these rows. " + nearest(name, known))
-
-    def _metrics(self, encoded: Sequence[Encoded], *, written: bool) -> Metrics:
-        # written answers take a pass a token: dev rows, which choose by the loss alone, go without
-        job, form = self.job, self.job.format
-        measures = form.measures if written else ()
-        new = form.max_new_tokens or 0
-        size = self.settings.eval_batch_size
-        return evaluate(job.model, job.objective, encoded, size, measures=measures, max_new_tokens=new)
-
-    def _evaluate(self, split: str, step: int) -> Metrics:
-        encoded = self.job.test if split == "test" else self.job.dev
-        size = self.settings.eval_batch_size
-        longest = sorted(encoded, key=lambda row: row.length)[-size:]
-        metrics = self.resumed.evaluations.get((split, step))
-        if metrics is None:
-            with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
-                metrics = self._metrics(encoded, written=split == "test")
-        self.folder.append_evaluation(split, step, metrics)
-        for listener in self.listeners:
-            listener.evaluated(split, step, metrics)
-        return metrics
-
-    def _evaluate_dev(self, step: int, known: Metrics | None) -> None:
-        same = known is not None and self.job.dev is self.job.test
-        loss = known["loss"] if same and known is not None else self._evaluate("dev", step)["loss"]
-        (loss,) = self.ranks.first([loss])
-        self.dev_loss = loss
-        if self.best is None or loss < self.best.loss:
-            state = self.job.optimizer.tuned_state() if self.settings.keep_best else None
-            self.best = Best(step, loss, state)
-        else:
-            self.best.since += 1
 
     def _asked_to_stop(self) -> bool:
         return any(listener.wants_stop for listener in self.listeners)
@@ -336,19 +376,26 @@ class Loop:
         patience = self.settings.patience
         return patience is not None and self.best is not None and self.best.since >= patience
 
+    @property
+    def _kept(self) -> GoodState | None:
+        """The state that the run keeps; None: the last one."""
+        return self.best if self.settings.keep_best and self.eval_every else None
+
     def _restore_best(self, steps: int) -> None:
-        if self.best is not None and self.best.state is not None and self.best.step != steps:
-            self.job.optimizer.load_tuned_state(self.best.state, self.best.step)
+        if self._kept is not None and self._kept.state is not None and self._kept.step != steps:
+            self.job.optimizer.load_tuned_state(self._kept.state, self._kept.step)
 
     def _finish(self, steps: int, before: Metrics, after: Metrics) -> dict[str, Any]:
-        best = self.best
+        kept = self._kept
         outcome = Outcome(
             steps,
-            best.step if best is not None and self.settings.keep_best else steps,
-            best.loss if best is not None and self.settings.keep_best else self.dev_loss,
+            kept.step if kept is not None else steps,
+            kept.loss if kept is not None else self.dev_loss,
             self.step_seconds,
             before,
             after,
+            self.rollbacks.done,
+            self.stopped,
         )
         # in this order: saving a whole model merges the change into it
         result = save_result(self.job.config.model, self.job.loaded, self.job.optimizer, self.folder.result)

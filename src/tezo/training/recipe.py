@@ -43,6 +43,8 @@ class TrainConfig:
     """Keep the parameters with the lowest dev loss instead of the last ones."""
     patience: int | None = None
     """Stop after this number of evaluations without a lower dev loss. Default: never."""
+    guard: bool = True
+    """Return to the best state and lower the rate when the loss has risen, or the dev loss no longer falls."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     sync_every: int = 10

@@ -4,10 +4,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from tezo.directions.bases.activation import KIND
 from tezo.errors import RequestError
 from tezo.files import check_free, new_folder
 from tezo.models.saving import save_result
+from tezo.optim.tuner import Tuner
 from tezo.runs.environment import versions
 from tezo.runs.factor_files import FactorFiles
 from tezo.runs.fingerprint import check_complete, check_model, check_place
@@ -57,10 +60,22 @@ def replay(
     own = {"device": loaded.device.type, "versions": versions(("tezo", "torch"))}
     notices = check_place(contents.header, own, optimizer.drawn_on_the_device)
     wanted = _wanted(run, contents, step)
-    for record in contents.steps[:wanted]:
-        optimizer.replay(record)
+    take_again(optimizer, contents, wanted)
     result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
     return {"steps": wanted, "result": result, "notices": notices}
+
+
+def take_again(optimizer: Tuner, log: LogContents, steps: int) -> None:
+    """Takes the first steps of a log again, with the returns to earlier parameters between them."""
+    returned_to = {rollback.to for rollback in log.rollbacks.values()}
+    kept: dict[int, dict[str, Tensor]] = {}
+    for step in range(steps):
+        if step in returned_to:
+            kept[step] = optimizer.tuned_state()
+        if step in log.rollbacks:
+            to = log.rollbacks[step].to
+            optimizer.roll_back(kept[to], to)
+        optimizer.replay(log.steps[step])
 
 
 def _no_data(run: Path, refresh_step: int) -> None:

@@ -4,10 +4,12 @@ Open is what a recipe may leave to the library because it depends on rows, model
 rows, whose the directions are, the number of feedback steps, a learning rate of "auto".
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.methods import AUTO
@@ -40,7 +42,7 @@ class Resources:
         loss: on some training rows.
         labelled: whether all rows have options to choose among.
         objective_is_loss: rather than a metric, which has no gradient.
-        parts: makes the losses on disjoint parts of the rows, and says how many rows a part has.
+        trials: what a learning rate is chosen by.
     """
 
     format: Format
@@ -48,7 +50,22 @@ class Resources:
     loss: Closure
     labelled: bool
     objective_is_loss: bool
-    parts: Callable[[], tuple[Sequence[Closure], int]]
+    trials: "RateTrials"
+
+
+@dataclass(frozen=True)
+class RateTrials:
+    """What a learning rate is chosen by; see `choose_lr`.
+
+    Attributes:
+        batch: step -> the objective on the rows of that step.
+        held_out: the losses of other rows; None: there are none.
+        num_held_out: number of these rows.
+    """
+
+    batch: Callable[[int], Closure]
+    held_out: Callable[[], Sequence[float]] | None
+    num_held_out: int
 
 
 def resolve(config: Config, resources: Resources) -> tuple[Config, list[str]]:
@@ -68,14 +85,30 @@ def resolve(config: Config, resources: Resources) -> tuple[Config, list[str]]:
         objective_is_loss=resources.objective_is_loss,
     )
     config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
-    if config.method.options.get("lr") != AUTO:
-        return config, notices
-    parts, rows = resources.parts()
-    found = choose_lr(resources.optimizer, parts, rows, train.batch_size)
-    for group in resources.optimizer.param_groups:
-        group["lr"] = found.lr
-    method = replace(config.method, options={**config.method.options, "lr": found.lr})
-    return replace(config, method=method), [*notices, found.notice]
+    lr, more = _resolved_lr(config, resources)
+    method = replace(config.method, options={**config.method.options, "lr": lr})
+    return replace(config, method=method), [*notices, *more]
+
+
+def _resolved_lr(config: Config, resources: Resources) -> tuple[float, list[str]]:
+    """(learning rate, notices for the user); the optimizer has the rate."""
+    optimizer, trials, wanted = resources.optimizer, resources.trials, config.method.options.get("lr")
+    default = float(optimizer.param_groups[0]["lr"])
+    if wanted not in (None, AUTO) or optimizer.num_directions == 0:
+        return default, []
+    reason = None
+    if not resources.objective_is_loss:
+        reason = f"a rate for train.objective {config.train.objective} cannot be told from a few steps"
+    elif trials.held_out is None:
+        reason = "there are no rows to compare rates on"
+    if reason is not None:
+        if wanted == AUTO:
+            raise RequestError(f"method.lr is auto, and {reason}; set a number.")
+        return default, [f"method.lr is {default:.1e}, the method's default: {reason}."]
+    assert trials.held_out is not None
+    passes = math.ceil(trials.num_held_out / config.train.batch_size)
+    found = choose_lr(optimizer, trials.batch, trials.held_out, passes, config.train.steps)
+    return found.lr, [found.notice]
 
 
 def _resolved_data(data: DataConfig, form: Format) -> DataConfig:

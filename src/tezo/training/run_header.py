@@ -30,10 +30,10 @@ MAY_CHANGE_ON_RESUME = frozenset(
 )
 """Settings that may change between the parts of a run: they don't change what it computes on one device."""
 
-LEGACY_DEFAULTS = {"train.feedback_first": 0, "train.feedback_last": 0}
+LEGACY_DEFAULTS = {"train.feedback_first": 0, "train.feedback_last": 0, "train.guard": False}
 """Settings -> what a run did before they existed, where that is not the default of now."""
 LEGACY_OPTIONS = {"directions": SHARED}
-"""The same of the method's options."""
+"""The same of the method's options. Their lr was the method's default in Python."""
 
 
 def log_header(job: Job) -> dict[str, Any]:
@@ -67,8 +67,9 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
     """
     check_complete(found)
     known = without_removed(found["config"])
-    options = method(known["method"]["name"]).options()
-    known["method"] = {key: value for key, value in LEGACY_OPTIONS.items() if key in options} | known["method"]
+    chosen = method(known["method"]["name"])
+    legacy = LEGACY_OPTIONS | {"lr": chosen.default_in_python("lr")}
+    known["method"] = {key: value for key, value in legacy.items() if key in chosen.options()} | known["method"]
     check_settings(_defaults() | _flat(known), _flat(own["config"]))
     check_rows(found, own)
     check_model(found, own["model"])

@@ -1,11 +1,13 @@
 """The summary of a finished run, summary.json."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tezo.distributed import Ranks
 from tezo.models.quantization import stored_bytes
 from tezo.runs.environment import hardware, peak_memory, versions
+from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
 from tezo.training.job import Job
 from tezo.training.plan import parameter_counts, plan
@@ -22,6 +24,9 @@ class Outcome:
         seconds: time spent on steps.
         before: metrics of the test rows before training.
         after: metrics of the test rows after training.
+        rollbacks: returns to earlier states.
+        stopped: reason why the run ended before its last step, see `REASONS` in `tezo.training.rollbacks`; None: it
+            did not, or was asked to.
     """
 
     steps: int
@@ -30,6 +35,8 @@ class Outcome:
     seconds: float
     before: Metrics
     after: Metrics
+    rollbacks: Sequence[Rollback]
+    stopped: str | None
 
 
 def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) -> dict[str, Any]:
@@ -52,6 +59,8 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
         "steps": outcome.steps,
         "kept_step": outcome.kept_step,
         "dev_loss": outcome.dev_loss,
+        "rollbacks": [asdict(rollback) for rollback in outcome.rollbacks],
+        "stopped": outcome.stopped,
         "num_forward_passes": optimizer.num_forward_passes,
         "basis_passes": calls,
         "seconds_stepping": round(outcome.seconds, 3),

@@ -41,7 +41,7 @@ from tezo.optim.tuner import Tuner as Tuner
 T = TypeVar("T", bound=Tuner, covariant=True)
 
 AUTO = "auto"
-"""The value of an option that a run chooses: of lr, a rate measured before the first step
+"""The value of an option that a run chooses: of lr, a rate found by trials before the first step
 (`tezo.optim.learning_rate`); of directions, those of each example where the rows allow it."""
 Rate = float | Literal["auto"]
 """Type of lr in a recipe; methods are built with a number."""
@@ -57,6 +57,7 @@ class Method(Generic[T]):
         in_paper: whether the method is in the paper.
         exports_adapter: whether a run on linear layers results in an exact LoRA adapter.
         example_directions: whether the examples of a run's batch have directions of their own unless told otherwise.
+        recipe_lr: default learning rate of a recipe; None: the one in Python.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Method(Generic[T]):
     in_paper: bool = True
     exports_adapter: bool = False
     example_directions: bool = False
+    recipe_lr: float | str | None = AUTO
 
     @property
     def summary(self) -> str:
@@ -83,10 +85,15 @@ class Method(Generic[T]):
 
     def defaults(self) -> dict[str, Any]:
         """Option -> default of a recipe, in the order of `options`."""
+        found = {name: self.default_in_python(name) for name in self.options()}
+        chosen = {"lr": self.recipe_lr} if self.recipe_lr is not None else {}
+        return found | chosen | ({"directions": AUTO} if self.example_directions else {})
+
+    def default_in_python(self, option: str) -> Any:
+        """Default of an option of `build`."""
         shared = inspect.signature(ZerothOrderOptimizer.__init__).parameters
         own = inspect.signature(self.build).parameters
-        found = {name: (own if name in own else shared)[name].default for name in self.options()}
-        return found | {"directions": AUTO} if self.example_directions else found
+        return (own if option in own else shared)[option].default
 
 
 METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
@@ -109,7 +116,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
 }
 
 
-BASELINES: dict[str, Method[FirstOrderOptimizer]] = {"adam": Method("adam", adam)}
+BASELINES: dict[str, Method[FirstOrderOptimizer]] = {"adam": Method("adam", adam, recipe_lr=None)}
 """First-order methods, which need gradients."""
 
 

@@ -1,0 +1,56 @@
+"""The evaluations of a run: made once, logged, and told to its listeners."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from tezo.runs.environment import memory_for
+from tezo.runs.folder import RunFolder
+from tezo.tasks.evaluation import Metrics, evaluate
+from tezo.tasks.objectives import Encoded
+from tezo.training.job import Job
+from tezo.training.listeners import Listener
+
+
+class Evaluations:
+    """Evaluates the rows of a job.
+
+    Args:
+        job: what is evaluated.
+        folder: gets the metrics.
+        listeners: told of them after the folder has them.
+
+    Attributes:
+        known: (split, step) -> metrics that are in the log already.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder, listeners: Sequence[Listener]) -> None:
+        self.job = job
+        self.folder = folder
+        self.listeners = listeners
+        self.known: Mapping[tuple[str, int], Metrics] = MappingProxyType({})
+
+    def of(self, split: str, step: int) -> Metrics:
+        """Metrics of the "dev" or "test" rows after `step` steps."""
+        encoded = self.job.test if split == "test" else self.job.dev
+        longest = sorted(encoded, key=lambda row: row.length)[-self.job.config.train.eval_batch_size :]
+        metrics = self.known.get((split, step))
+        if metrics is None:
+            with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
+                metrics = self.metrics(encoded, written=split == "test")
+        self.folder.append_evaluation(split, step, metrics)
+        for listener in self.listeners:
+            listener.evaluated(split, step, metrics)
+        return metrics
+
+    def metrics(self, encoded: Sequence[Encoded], *, written: bool) -> Metrics:
+        """Metrics of the model on some rows.
+
+        Args:
+            encoded: the rows.
+            written: whether answers are generated and measured, which takes a pass for each token.
+        """
+        job, form = self.job, self.job.format
+        measures = form.measures if written else ()
+        new = form.max_new_tokens or 0
+        size = job.config.train.eval_batch_size
+        return evaluate(job.model, job.objective, encoded, size, measures=measures, max_new_tokens=new)

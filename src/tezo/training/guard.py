@@ -1,0 +1,126 @@
+"""A sequential test of whether a run's loss has risen: it asks nothing but the losses that the steps measure anyway.
+
+Let x_1, x_2, ... be the losses of the steps. Under the hypothesis that the run is sound they are a mean that does not
+rise plus independent noise of variance sigma^2, because batches differ. sigma^2 is estimated from differences of
+successive losses, which a slow change of the mean hardly enlarges:
+
+    s^2 = mean of (x_{t+1} - x_t)^2 / 2.
+
+For windows of n = 8, 16, 32, ... steps, at every multiple of n, the mean of the last n losses is compared with the
+lowest mean of n losses of an earlier window,
+
+    z = (mean of the last n - lowest mean of n) / (s sqrt(2 / n)).
+
+Each comparison with one earlier window exceeds its quantile with probability at most `FALSE_ALARM_RATE` / C if the
+hypothesis is true and the noise normal, where C is the number of pairs of windows of a whole run. Hence a whole run
+raises a false alarm with probability at most `FALSE_ALARM_RATE`. The quantile is Student's, for s is estimated;
+successive differences are worth 2/3 of their number in degrees of freedom.
+"""
+
+import math
+from statistics import NormalDist
+
+FALSE_ALARM_RATE = 0.01
+"""Largest probability of an alarm in a whole run whose loss does not rise."""
+SHORTEST_WINDOW = 8
+"""Steps of the shortest window: means of fewer losses are too far from normal where a batch has few rows."""
+
+
+FEWEST_DIFFERENCES = 15
+"""Differences that the noise is estimated from, at least: those of the first two windows."""
+
+
+class Guard:
+    """The test of one run.
+
+    Args:
+        steps: number of steps of the run.
+        alpha: see `FALSE_ALARM_RATE`.
+    """
+
+    def __init__(self, steps: int, alpha: float = FALSE_ALARM_RATE) -> None:
+        self._windows = []
+        size = SHORTEST_WINDOW
+        while 2 * size <= steps:
+            self._windows.append(_Window(size))
+            size *= 2
+        pairs = sum(math.comb(steps // window.size, 2) for window in self._windows)
+        self._alpha = alpha / max(1, pairs)
+        self._last: float | None = None
+        self._count = 0
+        self._squares, self._differences = 0.0, 0
+        self._sound = 0.0, 0
+
+    def add(self, loss: float) -> bool:
+        """Takes in the loss of the next step; whether the losses have risen."""
+        if self._last is not None:
+            self._squares += (loss - self._last) ** 2 / 2
+            self._differences += 1
+        self._last = loss
+        rises = [rise for window in self._windows if (rise := window.add(loss)) is not None]
+        has_risen = any(self._is_large(rise) for rise in rises)
+        self._count += 1
+        if self._count % SHORTEST_WINDOW == 0 and not has_risen:
+            self._sound = self._squares, self._differences
+        return has_risen
+
+    def is_above(self, rise: float, ratio: float) -> bool:
+        """Whether a rise of the loss on other rows is larger than the noise allows.
+
+        Args:
+            rise: a loss on these rows minus an earlier one. On the same rows it varies less than the test assumes.
+            ratio: rows of a step over rows of either loss.
+        """
+        return self._is_large(rise / math.sqrt(2 * ratio))
+
+    def restart(self) -> None:
+        """Goes on after a return to an earlier state; the noise before the rise and the lowest means are kept."""
+        self._last, self._count = None, 0
+        self._squares, self._differences = self._sound
+        for window in self._windows:
+            window.restart()
+
+    def _is_large(self, rise: float) -> bool:
+        """Whether a difference of two means, scaled to the variance of one loss, is above its quantile."""
+        if self._differences < FEWEST_DIFFERENCES:
+            return False
+        noise = math.sqrt(self._squares / self._differences)
+        return rise > noise * student_quantile(1 - self._alpha, 2 / 3 * self._differences)
+
+
+class _Window:
+    """Means of windows of `size` losses, one after the other."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._sum, self._count = 0.0, 0
+        self._lowest = math.inf
+
+    def add(self, loss: float) -> float | None:
+        """At the end of a window, how far its mean is above the lowest, times sqrt(size / 2); otherwise None."""
+        self._sum += loss
+        self._count += 1
+        if self._count < self.size:
+            return None
+        mean = self._sum / self.size
+        rise = (mean - self._lowest) * math.sqrt(self.size / 2)
+        self._lowest = min(self._lowest, mean)
+        self.restart()
+        return rise
+
+    def restart(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+
+def student_quantile(p: float, freedom: float) -> float:
+    """Quantile of Student's distribution with `freedom` degrees of freedom, by its expansion about the normal one.
+
+    The next term of the expansion is below 1 % of the quantile for p <= 1 - 1e-7 and freedom >= 10.
+    """
+    z = NormalDist().inv_cdf(p)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom ** (k + 1) for k, term in enumerate(terms))
