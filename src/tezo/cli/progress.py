@@ -1,14 +1,25 @@
-"""Progress of a run on the screen: what is tuned, a progress bar, and the evaluations."""
+"""Progress of a run on the screen: what is tuned, a progress bar, the evaluations, and two samples of free text."""
+
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tezo.cli.common import readable
-from tezo.tasks.evaluation import Metrics
+from tezo.runs.step_log import Rollback
+from tezo.tasks.evaluation import Metrics, predict
+from tezo.tasks.objectives import Encoded
 from tezo.training.job import Job
 from tezo.training.listeners import Listener
 from tezo.training.listeners import Progress as StepProgress
 from tezo.training.plan import plan
+from tezo.training.rollbacks import REASONS
+
+SAMPLES, SAMPLE_TOKENS = 2, 40
+"""Rows of free text whose answers are printed before and after, and the longest answer in tokens."""
+MOST_SAMPLE = 300
+"""Characters of a sample that are printed; of a longer one the last."""
 
 
 class Screen(Listener):
@@ -20,32 +31,71 @@ class Screen(Listener):
             BarColumn(bar_width=24),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[figures]}"),
-            TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("to go"),
             console=self.console,
         )
+        self.dev_losses: list[float] = []
 
     def started(self, job: Job) -> None:
+        self.job = job
         for line in _start_lines(job):
-            self.console.print(line, markup=False)
-        self.task = self.bar.add_task("", total=job.config.train.steps, figures="")
+            self.console.print(line, markup=False, soft_wrap=True)
+        self.before = self._samples()
+        self.task = self.bar.add_task("", total=job.config.train.num_steps, figures="")
         self.bar.start()
 
     def stepped(self, progress: StepProgress) -> None:
         record = progress.record
         rate = (record.step + 1) / max(progress.seconds, 1e-9)
-        figures = [f"loss {record.loss:.4f}", f"{rate:.2f} steps/s", f"{progress.memory / 2**20:.0f} MiB"]
+        figures = [f"loss {record.loss:.4f}", f"{rate:.2f} steps/s", f"memory {progress.memory / 2**20:.0f} MiB"]
         if record.probes:
             kappa = sum(abs(k) for k in record.projected_grads) / len(record.probes)
             figures.insert(1, f"|kappa| {kappa:.3g}")
+        if self.dev_losses:
+            figures.insert(0, f"dev {self.dev_losses[-1]:.4f}, was {self.dev_losses[0]:.4f}; step:")
         self.bar.update(self.task, completed=record.step + 1, figures="  ".join(figures))
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
+        if self.job.test is self.job.dev:
+            split = "dev"
+        if split == "dev":
+            self.dev_losses.append(metrics["loss"])
         figures = "  ".join(f"{name} {readable(name, value)}" for name, value in metrics.items())
         self.bar.console.print(f"  step {step:>6}  {split:<5} {figures}", markup=False)
 
+    def rolled_back(self, rollback: Rollback) -> None:
+        self.bar.console.print(
+            f"  step {rollback.step:>6}  {REASONS[rollback.reason]}: back to step {rollback.to}, with "
+            f"{rollback.lr_scale:.3g} of the first learning rate",
+            markup=False,
+        )
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        del summary
+        self.bar.stop()
+        for row, before, after in zip(self._sample_rows(), self.before, self._samples(), strict=True):
+            self.console.print(f"sample of {row.example.where}", markup=False)
+            for name, text in (("prompt", row.example.prompt), ("before", before), ("after", after)):
+                self.console.print(f"  {name:<6} {_one_line(text)}", markup=False, soft_wrap=True)
+
+    def _sample_rows(self) -> Sequence[Encoded]:
+        """Rows of free text, of a model that one process can run."""
+        job = self.job
+        free = job.format.shape in ("completion", "messages") and job.config.model.placement != "shards"
+        return (job.dev or job.test)[:SAMPLES] if free else []
+
+    def _samples(self) -> list[str]:
+        rows = self._sample_rows()
+        return predict(self.job.model, self.job.objective, rows, len(rows), SAMPLE_TOKENS) if rows else []
+
     def closed(self) -> None:
         self.bar.stop()
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MOST_SAMPLE else "..." + line[-MOST_SAMPLE:]
 
 
 def _start_lines(job: Job) -> list[str]:

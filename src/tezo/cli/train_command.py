@@ -1,5 +1,6 @@
 """`tezo train`."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +60,10 @@ def train(
     from tezo.cli.progress import Screen
     from tezo.training.loop import train as run
 
-    summary = run(config, output, [] if json else [Screen()], resume=resume)
+    is_first = int(os.environ.get("RANK", "0")) == 0  # of the processes that torchrun starts, one prints
+    summary = run(config, output, [] if json or not is_first else [Screen()], resume=resume)
+    if not is_first:
+        return
     if json:
         print_json(summary)
         return
@@ -83,13 +87,16 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{summary['rows']['test']} test rows", title_justify="left")
+    of = "dev rows, which also chose the step" if summary.get("test_rows_chose") else "test rows"
+    table = Table(title=f"{summary['rows']['test']} {of}", title_justify="left")
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
     for metric, value in summary["before"].items():
         table.add_row(metric, readable(metric, value), readable(metric, summary["after"][metric]))
     console = Console()
     console.print(table)
+    if "verdict" in summary:
+        console.print(summary["verdict"], highlight=False, soft_wrap=True)
     result = output / summary["result"]["folder"]
     console.print(
         f"{summary['steps']} steps, {summary['num_forward_passes']} forward passes, "

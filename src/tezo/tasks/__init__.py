@@ -16,6 +16,7 @@ from tezo.tasks.formats import LabelFormat as LabelFormat
 from tezo.tasks.formats import choose_format as choose_format
 from tezo.tasks.row_files import read_rows as read_rows
 from tezo.tasks.sampling import hold_out as hold_out
+from tezo.tasks.sampling import hold_out_of_groups as hold_out_of_groups
 from tezo.tasks.sampling import parts as parts
 from tezo.tasks.sampling import per_class as per_class
 from tezo.tasks.wordings import Task as Task

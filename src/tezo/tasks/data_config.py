@@ -18,8 +18,9 @@ class DataConfig:
     """Dev rows, evaluated during the run to choose the checkpoint: a file, or a split of the hub data set."""
     test: str | None = None
     """Rows for the metrics before and after training: a file, or a split of the hub data set. Default: the dev rows."""
-    hold_out: float = 0.1
-    """Fraction of the training rows held out as dev rows if neither dev nor test is given; at most 500 rows."""
+    hold_out: float | None = None
+    """Fraction of the training rows held out as dev rows where none are given; 0: no dev rows. Default: a tenth, but at
+    least 32 rows (0.3 of few rows) and at most 500, in proportion to their labels."""
     subset: str | None = None
     """Configuration name of the hub data set."""
     train_split: str = "train"
@@ -43,7 +44,7 @@ class DataConfig:
     num_train: int | None = None
     """Training rows. Default: all; for a task 1000."""
     num_dev: int | None = None
-    """Dev rows. Default: all that are given; for a task 500 (cb and copa 100), taken from the training rows."""
+    """Dev rows. Default: all that are given or held out; for a task 500 (cb and copa 100), from the training rows."""
     num_test: int | None = None
     """Test rows, the same for every seed. Default: all; for a task at most 1000."""
     per_class: int | None = None

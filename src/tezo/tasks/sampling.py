@@ -9,6 +9,10 @@ from tezo.numerics.random import permutation
 
 T = TypeVar("T")
 
+LEAST_HELD_OUT, SHARE_OF_FEW, MOST_HELD_OUT = 32, 0.3, 500
+"""Rows held out by default: at least so many, or this share where there are few, and at most so many. The accuracy on
+32 rows has a standard error of at most 9 points."""
+
 
 def shares(available: int, wanted: Sequence[int]) -> list[int]:
     """The counts `wanted`; scaled down in proportion if their sum exceeds `available`."""
@@ -64,8 +68,45 @@ def per_class(
 
 def hold_out(rows: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
     """(kept rows, held-out rows): a random fraction `share` is held out, at least 1 and at most 500 rows."""
-    count = min(500, max(1, round(share * len(rows))))
+    count = min(MOST_HELD_OUT, max(1, round(share * len(rows))))
     if count >= len(rows):
-        raise RequestError(f"data.train has {len(rows)} row(s), too few to hold some out; give data.dev or data.test.")
+        raise _too_few(len(rows), count)
     held, kept = parts(rows, (count, len(rows) - count), seed, "hold_out")
     return kept, held
+
+
+def hold_out_of_groups(
+    rows: Sequence[T], groups: Sequence[str], count: int | None, seed: int
+) -> tuple[list[T], list[T]]:
+    """(kept rows, held-out rows), with the groups in proportion in both.
+
+    Args:
+        rows: the rows to draw from.
+        groups: the group of each row, such as its label.
+        count: number of rows to hold out; None: a tenth, at least `LEAST_HELD_OUT` or `SHARE_OF_FEW` of the rows, and
+            at most `MOST_HELD_OUT`.
+        seed: seed of the draw.
+
+    Raises:
+        RequestError: there are too few rows.
+    """
+    if count is None:
+        least = min(LEAST_HELD_OUT, round(SHARE_OF_FEW * len(rows)))
+        count = min(MOST_HELD_OUT, max(1, least, round(len(rows) / 10)))
+    if count >= len(rows):
+        raise _too_few(len(rows), count)
+    order = permutation(len(rows), seed=seed, step=0, name="hold_out")
+    by_group: dict[str, list[int]] = {}
+    for i in order:
+        by_group.setdefault(groups[i], []).append(i)
+    # every k-th of the rows sorted by group, in random order within a group
+    in_groups = [i for name in sorted(by_group) for i in by_group[name]]
+    held = {in_groups[(2 * place + 1) * len(rows) // (2 * count)] for place in range(count)}
+    return [row for i, row in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]
+
+
+def _too_few(available: int, count: int) -> RequestError:
+    return RequestError(
+        f"data.train has {available} row(s), too few to hold {count} out as dev rows; give data.dev, or set "
+        "data.hold_out=0 to go without."
+    )

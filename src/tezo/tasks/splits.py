@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from tezo.errors import RequestError
-from tezo.tasks import Fields, Format, Row, Task, hold_out, parts, per_class, read_rows, task
+from tezo.tasks import Fields, Format, Row, Task, hold_out, hold_out_of_groups, parts, per_class, read_rows, task
 from tezo.tasks.data_config import DataConfig
 
 NO_ROWS = "-"
@@ -113,8 +113,10 @@ def rows_to_report(data: DataConfig, seed: int, file: str | None) -> tuple[list[
         return _drawn_dev(read_part(data, "dev"), data, seed), data.dev
     if data.train == NO_ROWS:
         raise RequestError("data is not set; give --data FILE or --task NAME with the rows to evaluate on.")
-    _, held = hold_out(training_rows(data), data.hold_out, _seed_of_draws(data, seed))
-    return _drawn_dev(held, data, seed), f"{data.train}, held out of training"
+    _, held = _held_out(training_rows(data), data, _seed_of_draws(data, seed))
+    if not held:
+        raise RequestError("data is not set, and the run had neither dev nor test rows; give --data FILE.")
+    return held, f"{data.train}, held out of training"
 
 
 def _seed_of_draws(data: DataConfig, seed: int) -> int:
@@ -141,19 +143,31 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
         RequestError: there are too few rows, and data.allow_fewer is not set.
     """
     seed = _seed_of_draws(data, seed)
-    if data.task is None and not rows.dev and not rows.test:
-        kept, held = hold_out(rows.train, data.hold_out, seed)
+    if data.task is None and not rows.dev:
+        kept, held = _held_out(rows.train, data, seed)
+        if not held and not rows.test:
+            raise RequestError("data.hold_out is 0, and there are no other rows to evaluate on; give data.test.")
         notice = (
-            f"{len(held)} of {len(rows.train)} training rows are held out for evaluation; "
-            "set data.dev or data.test to use your own rows."
+            f"{len(held)} of {len(rows.train)} training rows are held out as dev rows, which choose the step to keep; "
+            "data.dev names others."
         )
-        rows = replace(rows, train=kept, dev=held, notices=(notice,))
+        rows = replace(rows, train=kept, dev=held, notices=(notice,) if held else ())
     takes_dev = data.task is not None and not rows.dev
     if takes_dev and data.per_class and data.num_dev is not None:
         rows, takes_dev = _with_dev(rows, form, data, seed), False
     chosen = _by_class(rows, form, data, seed, takes_dev) if data.per_class else _by_count(rows, data, seed, takes_dev)
     used = replace(chosen, dev=_drawn_dev(chosen.dev, data, seed))
     return replace(used, notices=used.notices + _repetition_notice(used))
+
+
+def _held_out(rows: list[Row], data: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+    """(training rows, dev rows) of rows without dev rows of their own."""
+    if data.hold_out == 0:
+        return rows, []
+    if data.hold_out is not None:
+        kept, held = hold_out(rows, data.hold_out, seed)
+        return kept, _drawn_dev(held, data, seed)
+    return hold_out_of_groups(rows, [str(row.fields.get(data.label)) for row in rows], data.num_dev, seed)
 
 
 def _repetition_notice(splits: Splits) -> tuple[str, ...]:

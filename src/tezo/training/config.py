@@ -241,8 +241,8 @@ def _check(config: Config) -> None:
         )
     if data.per_class is not None and data.num_train is not None:
         raise RequestError("data.per_class and data.num_train both set the training rows; leave one of them out.")
-    if not 0 < data.hold_out < 1:
-        raise RequestError(f"data.hold_out is {data.hold_out}; it must lie between 0 and 1.")
+    if data.hold_out is not None and not 0 <= data.hold_out < 1:
+        raise RequestError(f"data.hold_out is {data.hold_out}; it must be at least 0 and below 1.")
 
 
 def _check_lr(config: Config) -> None:

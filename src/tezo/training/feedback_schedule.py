@@ -41,8 +41,8 @@ def resolve_feedback(
         raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use lozo-adam.")
     if asked and not objective_is_loss:
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
-    fits = available and labelled and objective_is_loss and train.steps >= LEAST_STEPS
-    defaults = (min(FIRST, train.steps // 20), min(LAST, train.steps // 5)) if fits else (0, 0)
+    fits = available and labelled and objective_is_loss and train.num_steps >= LEAST_STEPS
+    defaults = (min(FIRST, train.num_steps // 20), min(LAST, train.num_steps // 5)) if fits else (0, 0)
     notices: list[str] = []
     if asked or any(default for key, default in zip(KEYS, defaults, strict=True) if getattr(train, key) is None):
         try:
@@ -52,12 +52,12 @@ def resolve_feedback(
                 raise
             defaults, notices = (0, 0), [f"there are no feedback steps: {reason}"]
     first, last = (n if (n := getattr(train, key)) is not None else m for key, m in zip(KEYS, defaults, strict=True))
-    if first + last > train.steps:
-        raise RequestError(f"{asked[0]}, and the run has {train.steps} steps; lower it, or raise train.steps.")
+    if first + last > train.num_steps:
+        raise RequestError(f"{asked[0]}, and the run has {train.num_steps} steps; lower it, or raise train.steps.")
     return replace(train, feedback_first=first, feedback_last=last), notices
 
 
 def is_feedback(step: int, settings: TrainConfig) -> bool:
     """Whether a step is a feedback step; `settings` has numbers for both keys, `step` counts from 0."""
     first, last = settings.feedback_first or 0, settings.feedback_last or 0
-    return step < first or step >= settings.steps - last
+    return step < first or step >= settings.num_steps - last

@@ -117,6 +117,7 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
         format=form,
         optimizer=optimizer,
         loss=objective.closure(loaded.model, objective.batches(train[: config.train.batch_size])),
+        num_rows=len(train),
         labelled=all(row.example.label is not None for row in train),
         objective_is_loss=config.train.objective == LOSS,
         trials=_rate_trials(config, loaded, objective, train, dev),

@@ -112,9 +112,10 @@ class Loop:
         self.eval_every = interval(self.settings.eval_every, self.settings) if job.dev else 0
         self.best: GoodState | None = None
         self.dev_loss: float | None = None
+        self.first_dev_loss: float | None = None
         self.losses: list[float] = []
         self.rollbacks = Rollbacks(
-            self.settings.steps, self.settings.batch_size / max(1, len(job.dev)), self.eval_every or 1
+            self.settings.num_steps, self.settings.batch_size / max(1, len(job.dev)), self.eval_every or 1
         )
         self.stopped: str | None = None
         self.step_seconds = 0.0
@@ -191,9 +192,9 @@ class Loop:
         keep_every = interval(settings.checkpoint_every, settings)
         if start == 0:
             self._note(0, before)
-        for steps in range(start + 1, settings.steps + 1):
+        for steps in range(start + 1, settings.num_steps + 1):
             self._step(steps - 1)
-            ends = steps == settings.steps or self._any(self._asked_to_stop())
+            ends = steps == settings.num_steps or self._any(self._asked_to_stop())
             self._note(steps, None, last=ends)
             if ends or self._any(self._asked_to_stop()) or self._patience_exhausted() or self._gives_up(steps):
                 return steps
@@ -218,6 +219,8 @@ class Loop:
             same = before is not None and self.job.dev is self.job.test
             loss = before["loss"] if same and before is not None else self.evaluations.of("dev", steps)["loss"]
             (self.dev_loss,) = self.ranks.first([loss])
+            if steps == 0:
+                self.first_dev_loss = self.dev_loss
             self._compare(steps, self.dev_loss)
         elif self.settings.guard and not self.eval_every and steps % interval(None, self.settings) == 0:
             self._compare(steps, sum(self.losses) / len(self.losses) if self.losses else math.inf)
@@ -394,6 +397,7 @@ class Loop:
             self.step_seconds,
             before,
             after,
+            self.first_dev_loss,
             self.rollbacks.done,
             self.stopped,
         )

@@ -19,8 +19,8 @@ class MethodConfig:
 class TrainConfig:
     """The section `train`: settings of the training loop."""
 
-    steps: int = 1000
-    """Number of steps. A step takes two forward passes per direction."""
+    steps: int | None = None
+    """Number of steps, with two forward passes per direction. Default: 20 epochs, at least 200 and at most 1000."""
     feedback_first: int | None = None
     """Feedback steps at the start. Default: 15 for lozo-adam on labelled rows, at most 5 % of the steps; else 0."""
     feedback_last: int | None = None
@@ -57,6 +57,12 @@ class TrainConfig:
     """What is divided among the processes that torchrun starts: the rows of a batch, or the directions of a step."""
     compare_every: int = 100
     """Steps between checks that all processes have the same parameters."""
+
+    @property
+    def num_steps(self) -> int:
+        """`steps` of a run whose settings are resolved."""
+        assert self.steps is not None
+        return self.steps
 
 
 @dataclass(frozen=True, kw_only=True)

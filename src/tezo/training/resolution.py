@@ -17,7 +17,7 @@ from tezo.optim.tuner import Tuner
 from tezo.tasks import Format, LabelFormat
 from tezo.tasks.data_config import DataConfig
 from tezo.training.feedback_schedule import resolve_feedback
-from tezo.training.recipe import Config
+from tezo.training.recipe import Config, TrainConfig
 
 RESOLVED_AT_START: dict[str, Any] = {
     "data.shape": "auto",
@@ -25,11 +25,16 @@ RESOLVED_AT_START: dict[str, Any] = {
     "data.label_words": None,
     "method.directions": AUTO,
     "method.lr": AUTO,
+    "train.steps": None,
     "train.feedback_first": None,
     "train.feedback_last": None,
 }
 """Settings that are filled in -> the value that leaves them open. `resolve` fills them in, but for the directions,
 which the optimizer is built with (`tezo.training.example_directions`)."""
+
+
+EPOCHS, LEAST_STEPS, MOST_STEPS = 20, 200, 1000
+"""Default number of steps: so many epochs, within these bounds."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Resources:
         format: of the rows.
         optimizer: on the model.
         loss: on some training rows.
+        num_rows: number of training rows.
         labelled: whether all rows have options to choose among.
         objective_is_loss: rather than a metric, which has no gradient.
         trials: what a learning rate is chosen by.
@@ -48,6 +54,7 @@ class Resources:
     format: Format
     optimizer: Tuner
     loss: Closure
+    num_rows: int
     labelled: bool
     objective_is_loss: bool
     trials: "RateTrials"
@@ -77,7 +84,7 @@ def resolve(config: Config, resources: Resources) -> tuple[Config, list[str]]:
         RequestError: feedback steps or a measured rate are asked for, and cannot be had.
     """
     train, notices = resolve_feedback(
-        config.train,
+        _with_steps(config.train, resources.num_rows),
         config.method.name,
         resources.optimizer,
         resources.loss,
@@ -107,8 +114,13 @@ def _resolved_lr(config: Config, resources: Resources) -> tuple[float, list[str]
         return default, [f"method.lr is {default:.1e}, the method's default: {reason}."]
     assert trials.held_out is not None
     passes = math.ceil(trials.num_held_out / config.train.batch_size)
-    found = choose_lr(optimizer, trials.batch, trials.held_out, passes, config.train.steps)
+    found = choose_lr(optimizer, trials.batch, trials.held_out, passes, config.train.num_steps)
     return found.lr, [found.notice]
+
+
+def _with_steps(train: TrainConfig, num_rows: int) -> TrainConfig:
+    epochs = math.ceil(EPOCHS * num_rows / train.batch_size)
+    return replace(train, steps=train.steps or min(MOST_STEPS, max(LEAST_STEPS, epochs)))
 
 
 def _resolved_data(data: DataConfig, form: Format) -> DataConfig:

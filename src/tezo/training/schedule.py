@@ -40,7 +40,7 @@ def lr_factor(settings: TrainConfig) -> Any:
     def factor(step: int) -> float:
         if step < settings.warmup_steps:
             return (step + 1) / settings.warmup_steps
-        left = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+        left = (step - settings.warmup_steps) / max(1, settings.num_steps - settings.warmup_steps)
         if settings.schedule == "linear":
             return 1.0 - left
         return (1 + math.cos(math.pi * left)) / 2 if settings.schedule == "cosine" else 1.0
@@ -50,4 +50,4 @@ def lr_factor(settings: TrainConfig) -> Any:
 
 def interval(every: int | None, settings: TrainConfig) -> int:
     """Steps between evaluations, or checkpoints: ten a run unless `every` says; 0 is never."""
-    return max(1, settings.steps // 10) if every is None else every
+    return max(1, settings.num_steps // 10) if every is None else every

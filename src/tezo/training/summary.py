@@ -11,6 +11,7 @@ from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
 from tezo.training.job import Job
 from tezo.training.plan import parameter_counts, plan
+from tezo.training.verdict import verdict
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Outcome:
         seconds: time spent on steps.
         before: metrics of the test rows before training.
         after: metrics of the test rows after training.
+        dev_loss_before: loss on the dev rows before training; None if there are no dev rows.
         rollbacks: returns to earlier states.
         stopped: reason why the run ended before its last step, see `REASONS` in `tezo.training.rollbacks`; None: it
             did not, or was asked to.
@@ -35,6 +37,7 @@ class Outcome:
     seconds: float
     before: Metrics
     after: Metrics
+    dev_loss_before: float | None
     rollbacks: Sequence[Rollback]
     stopped: str | None
 
@@ -50,15 +53,17 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
     """
     optimizer = job.optimizer
     calls, seconds = optimizer.cost_of_basis
-    return {
+    summary = {
         "method": job.config.method.name,
         "model": job.config.model.name,
         "before": outcome.before,
         "after": outcome.after,
         "rows": {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)},
         "steps": outcome.steps,
+        "test_rows_chose": job.test is job.dev,
         "kept_step": outcome.kept_step,
         "dev_loss": outcome.dev_loss,
+        "dev_loss_before": outcome.dev_loss_before,
         "rollbacks": [asdict(rollback) for rollback in outcome.rollbacks],
         "stopped": outcome.stopped,
         "num_forward_passes": optimizer.num_forward_passes,
@@ -79,3 +84,5 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
         "hardware": hardware(),
         "versions": versions(),
     }
+    train = job.config.train
+    return summary | {"verdict": verdict(summary, float(job.config.method.options["lr"]), train.num_steps)}

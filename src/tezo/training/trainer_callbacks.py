@@ -38,7 +38,7 @@ class TrainerCallbacks(Listener):
         try:
             self._args = TrainingArguments(
                 output_dir=self._output_dir,
-                max_steps=settings.steps,
+                max_steps=settings.num_steps,
                 learning_rate=job.optimizer.param_groups[0]["lr"],
                 per_device_train_batch_size=settings.batch_size,
                 logging_steps=settings.log_every,
@@ -54,7 +54,7 @@ class TrainerCallbacks(Listener):
             raise RequestError(f"callbacks need accelerate ({error}); pip install accelerate.") from None
         self._rows, self._settings = len(job.train), settings
         self._handler = CallbackHandler(self._callbacks, job.model, job.loaded.tokenizer, job.optimizer, None)
-        self.state.max_steps = settings.steps
+        self.state.max_steps = settings.num_steps
         self.control = self._handler.on_train_begin(self._args, self.state, self.control)
 
     def stepping(self, step: int) -> None:
