@@ -16,6 +16,8 @@ from tezo.training.listeners import Progress as StepProgress
 from tezo.training.plan import plan
 from tezo.training.rollbacks import REASONS
 
+WIDE = 110
+"""Columns of a terminal from which on there is a bar beside the figures."""
 SAMPLES, SAMPLE_TOKENS = 2, 40
 """Rows of free text whose answers are printed before and after, and the longest answer in tokens."""
 MOST_SAMPLE = 300
@@ -28,7 +30,7 @@ class Screen(Listener):
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
         self.bar = Progress(
-            BarColumn(bar_width=24),
+            *([BarColumn(bar_width=24)] if self.console.width >= WIDE else []),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
@@ -47,13 +49,12 @@ class Screen(Listener):
 
     def stepped(self, progress: StepProgress) -> None:
         record = progress.record
-        rate = (record.step + 1) / max(progress.seconds, 1e-9)
-        figures = [f"loss {record.loss:.4f}", f"{rate:.2f} steps/s", f"memory {progress.memory / 2**20:.0f} MiB"]
+        figures = [f"loss {record.loss:.4f}", f"{progress.memory / 2**20:.0f} MiB"]
         if record.probes:
             kappa = sum(abs(k) for k in record.projected_grads) / len(record.probes)
             figures.insert(1, f"|kappa| {kappa:.3g}")
         if self.dev_losses:
-            figures.insert(0, f"dev {self.dev_losses[-1]:.4f}, was {self.dev_losses[0]:.4f}; step:")
+            figures.insert(0, f"dev {self.dev_losses[0]:.4f} -> {self.dev_losses[-1]:.4f}")
         self.bar.update(self.task, completed=record.step + 1, figures="  ".join(figures))
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:

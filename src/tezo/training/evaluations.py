@@ -28,6 +28,12 @@ class Evaluations:
         self.folder = folder
         self.listeners = listeners
         self.known: Mapping[tuple[str, int], Metrics] = MappingProxyType({})
+        self._made: dict[tuple[str, int], Metrics] = {}
+
+    def loss(self, split: str, step: int) -> float | None:
+        """The loss of an evaluation that was made; None: there was none."""
+        metrics = {**self.known, **self._made}.get((split, step))
+        return None if metrics is None else metrics["loss"]
 
     def of(self, split: str, step: int) -> Metrics:
         """Metrics of the "dev" or "test" rows after `step` steps."""
@@ -37,6 +43,7 @@ class Evaluations:
         if metrics is None:
             with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
                 metrics = self.metrics(encoded, written=split == "test")
+        self._made[split, step] = metrics
         self.folder.append_evaluation(split, step, metrics)
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)

@@ -112,7 +112,6 @@ class Loop:
         self.eval_every = interval(self.settings.eval_every, self.settings) if job.dev else 0
         self.best: GoodState | None = None
         self.dev_loss: float | None = None
-        self.first_dev_loss: float | None = None
         self.losses: list[float] = []
         self.rollbacks = Rollbacks(
             self.settings.num_steps, self.settings.batch_size / max(1, len(job.dev)), self.eval_every or 1
@@ -219,8 +218,6 @@ class Loop:
             same = before is not None and self.job.dev is self.job.test
             loss = before["loss"] if same and before is not None else self.evaluations.of("dev", steps)["loss"]
             (self.dev_loss,) = self.ranks.first([loss])
-            if steps == 0:
-                self.first_dev_loss = self.dev_loss
             self._compare(steps, self.dev_loss)
         elif self.settings.guard and not self.eval_every and steps % interval(None, self.settings) == 0:
             self._compare(steps, sum(self.losses) / len(self.losses) if self.losses else math.inf)
@@ -397,7 +394,7 @@ class Loop:
             self.step_seconds,
             before,
             after,
-            self.first_dev_loss,
+            self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
             self.rollbacks.done,
             self.stopped,
         )
