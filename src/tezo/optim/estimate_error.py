@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tezo.estimators.estimate import Closure
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.tuner import Tuner
 
 RHOS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
 AROUND = (0.94, 0.98, 1.02, 1.06)
@@ -46,9 +46,7 @@ class EstimateError:
         return math.hypot(self.scatter, self.shift)
 
 
-def measure_estimate_error(
-    optimizer: ZerothOrderOptimizer, closure: Closure, rhos: Sequence[float] = RHOS
-) -> list[EstimateError]:
+def measure_estimate_error(optimizer: Tuner, closure: Closure, rhos: Sequence[float] = RHOS) -> list[EstimateError]:
     """The errors along the directions of the next step; no step is taken.
 
     Args:

@@ -1,7 +1,6 @@
 """Whether the examples of a batch get directions of their own, where the settings leave it open."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.estimators.estimate import Closure
@@ -31,12 +30,12 @@ def resolve_directions(
     if config.method.options.get("directions", chosen.defaults().get("directions")) != AUTO:
         return config, []
     if not objective_is_loss or rows_share_inputs or config.train.parallel == "directions":
-        return _with(config, directions=SHARED), []
-    found, reason = _with(config, directions=PER_EXAMPLE), None
+        return config.with_options(directions=SHARED), []
+    found, reason = config.with_options(directions=PER_EXAMPLE), None
     trial = None
     try:
         cheap = {"rank": 1, "basis": "gaussian", "lr": 0.0}
-        trial = build(_with(found, **{key: value for key, value in cheap.items() if key in chosen.options()}))
+        trial = build(found.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
         trial.take_step(loss, trial.kinds[0])
     except NonFiniteLossError:
         pass  # the first step of the run says so
@@ -47,8 +46,4 @@ def resolve_directions(
             trial.close()
     if reason is None:
         return found, []
-    return _with(config, directions=SHARED), [f"directions are shared by the rows of a batch: {reason}"]
-
-
-def _with(config: Config, **options: object) -> Config:
-    return replace(config, method=replace(config.method, options={**config.method.options, **options}))
+    return config.with_options(directions=SHARED), [f"directions are shared by the rows of a batch: {reason}"]

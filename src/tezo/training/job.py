@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.tasks.token_notices import token_notices
 from tezo.training.example_directions import resolve_directions
+from tezo.training.perturbation_scale import resolve_rho
 from tezo.training.recipe import Config
 from tezo.training.resolution import RateTrials, Resources, resolve
 from tezo.training.schedule import BatchSampler
@@ -104,22 +106,26 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
     objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     untrained = _untrained(loaded, objective, train)
+    build = partial(make_optimizer, loaded=loaded, untrained=untrained)
+    is_loss = config.train.objective == LOSS
     config, choices = resolve_directions(
         config,
-        lambda chosen: make_optimizer(chosen, loaded, untrained),
+        build,
         objective.closure(loaded.model, objective.batches(train[:2])),
-        objective_is_loss=config.train.objective == LOSS,
+        objective_is_loss=is_loss,
         rows_share_inputs=objective.shared_tokens > 0,
     )
+    batch = objective.closure(loaded.model, objective.batches(train[: config.train.batch_size]))
+    config, scale = resolve_rho(config, build, batch, loaded.model, objective_is_loss=is_loss)
     optimizer = make_optimizer(config, loaded, untrained)
     optimizer.set_calibration_passes(basis_passes(loaded, objective, train, config.train.seed))
     resources = Resources(
         format=form,
         optimizer=optimizer,
-        loss=objective.closure(loaded.model, objective.batches(train[: config.train.batch_size])),
+        loss=batch,
         num_rows=len(train),
         labelled=all(row.example.label is not None for row in train),
-        objective_is_loss=config.train.objective == LOSS,
+        objective_is_loss=is_loss,
         trials=_rate_trials(config, loaded, objective, train, dev),
     )
     resolved, more = resolve(config, resources)
@@ -139,6 +145,7 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
             *_left_out_notice(config, optimizer, untrained),
             *_rank_notice(config, optimizer),
             *choices,
+            *scale,
             *more,
         ),
     )

@@ -1,6 +1,6 @@
 """Sections of a recipe (model, data, method, train): every key with its default and meaning."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tezo.models.model_config import ModelConfig
@@ -73,3 +73,7 @@ class Config:
     data: DataConfig
     method: MethodConfig = field(default_factory=MethodConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def with_options(self, **options: object) -> "Config":
+        """The configuration with these options of the method."""
+        return replace(self, method=replace(self.method, options={**self.method.options, **options}))

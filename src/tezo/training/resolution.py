@@ -25,12 +25,13 @@ RESOLVED_AT_START: dict[str, Any] = {
     "data.label_words": None,
     "method.directions": AUTO,
     "method.lr": AUTO,
+    "method.rho": AUTO,
     "train.steps": None,
     "train.feedback_first": None,
     "train.feedback_last": None,
 }
-"""Settings that are filled in -> the value that leaves them open. `resolve` fills them in, but for the directions,
-which the optimizer is built with (`tezo.training.example_directions`)."""
+"""Settings that are filled in -> the value that leaves them open. `resolve` fills them in, but for two that the
+optimizer is built with (`tezo.training.example_directions`, `tezo.training.perturbation_scale`)."""
 
 
 EPOCHS, LEAST_STEPS, MOST_STEPS = 20, 200, 1000
@@ -93,8 +94,7 @@ def resolve(config: Config, resources: Resources) -> tuple[Config, list[str]]:
     )
     config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
     lr, more = _resolved_lr(config, resources)
-    method = replace(config.method, options={**config.method.options, "lr": lr})
-    return replace(config, method=method), [*notices, *more]
+    return config.with_options(lr=lr), [*notices, *more]
 
 
 def _resolved_lr(config: Config, resources: Resources) -> tuple[float, list[str]]:

@@ -33,7 +33,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
 LEGACY_DEFAULTS = {"train.feedback_first": 0, "train.feedback_last": 0, "train.guard": False}
 """Settings -> what a run did before they existed, where that is not the default of now."""
 LEGACY_OPTIONS = {"directions": SHARED}
-"""The same of the method's options. Their lr was the method's default in Python."""
+"""The same of the method's options. Those that a run chooses for itself were as in Python."""
 
 
 def log_header(job: Job) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
     check_complete(found)
     known = without_removed(found["config"])
     chosen = method(known["method"]["name"])
-    legacy = LEGACY_OPTIONS | {"lr": chosen.default_in_python("lr")}
+    legacy = LEGACY_OPTIONS | {name: chosen.default_in_python(name) for name in chosen.chosen}
     known["method"] = {key: value for key, value in legacy.items() if key in chosen.options()} | known["method"]
     check_settings(_defaults() | _flat(known), _flat(own["config"]))
     check_rows(found, own)

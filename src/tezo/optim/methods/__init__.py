@@ -42,9 +42,10 @@ T = TypeVar("T", bound=Tuner, covariant=True)
 
 AUTO = "auto"
 """The value of an option that a run chooses: of lr, a rate found by trials before the first step
-(`tezo.optim.learning_rate`); of directions, those of each example where the rows allow it."""
+(`tezo.optim.learning_rate`); of rho, a scale for the model's precision (`tezo.training.perturbation_scale`); of
+directions, those of each example where the rows allow it."""
 Rate = float | Literal["auto"]
-"""Type of lr in a recipe; methods are built with a number."""
+"""Type of lr and rho in a recipe; methods are built with numbers."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Method(Generic[T]):
         in_paper: whether the method is in the paper.
         exports_adapter: whether a run on linear layers results in an exact LoRA adapter.
         example_directions: whether the examples of a run's batch have directions of their own unless told otherwise.
-        recipe_lr: default learning rate of a recipe; None: the one in Python.
+        chosen: options that a run chooses for itself unless they are given, besides the directions.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Method(Generic[T]):
     in_paper: bool = True
     exports_adapter: bool = False
     example_directions: bool = False
-    recipe_lr: float | str | None = AUTO
+    chosen: tuple[str, ...] = ("lr", "rho")
 
     @property
     def summary(self) -> str:
@@ -78,7 +79,7 @@ class Method(Generic[T]):
         kinds = {p.name: p.annotation for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             kinds |= Common.__annotations__
-        kinds["lr"] = Rate
+        kinds |= dict.fromkeys(("lr", *self.chosen), Rate)
         if "directions" in kinds:
             kinds["directions"] = Literal["auto", "shared", "per-example"]
         return {name: kind for name, kind in kinds.items() if name != "seed"}
@@ -86,8 +87,8 @@ class Method(Generic[T]):
     def defaults(self) -> dict[str, Any]:
         """Option -> default of a recipe, in the order of `options`."""
         found = {name: self.default_in_python(name) for name in self.options()}
-        chosen = {"lr": self.recipe_lr} if self.recipe_lr is not None else {}
-        return found | chosen | ({"directions": AUTO} if self.example_directions else {})
+        chosen = (*self.chosen, "directions") if self.example_directions else self.chosen
+        return found | dict.fromkeys(chosen, AUTO)
 
     def default_in_python(self, option: str) -> Any:
         """Default of an option of `build`."""
@@ -116,7 +117,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
 }
 
 
-BASELINES: dict[str, Method[FirstOrderOptimizer]] = {"adam": Method("adam", adam, recipe_lr=None)}
+BASELINES: dict[str, Method[FirstOrderOptimizer]] = {"adam": Method("adam", adam, chosen=())}
 """First-order methods, which need gradients."""
 
 
