@@ -10,7 +10,7 @@ from tezo.training.recipe import Config
 
 
 def resolve_directions(
-    config: Config, build: Callable[[Config], Tuner], loss: Closure, *, objective_is_loss: bool, rows_share_inputs: bool
+    config: Config, build: Callable[[Config], Tuner], loss: Closure, *, rows_share_inputs: bool
 ) -> tuple[Config, list[str]]:
     """Replaces "auto" in method.directions; returns (configuration, notices for the user).
 
@@ -22,14 +22,13 @@ def resolve_directions(
         config: with method.directions, or without it where it is at its default.
         build: makes the optimizer of a configuration.
         loss: on a few training rows, two where there are as many.
-        objective_is_loss: rather than a metric, which is measured on whole batches.
         rows_share_inputs: whether a pass has inputs for all rows together, such as an encoder's descriptions of the
             labels; with directions of its own each row would need them again.
     """
     chosen = method(config.method.name)
     if config.method.options.get("directions", chosen.defaults().get("directions")) != AUTO:
         return config, []
-    if not objective_is_loss or rows_share_inputs or config.train.parallel == "directions":
+    if not config.train.minimises_loss or rows_share_inputs or config.train.parallel == "directions":
         return config.with_options(directions=SHARED), []
     found, reason = config.with_options(directions=PER_EXAMPLE), None
     trial = None

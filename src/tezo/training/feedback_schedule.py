@@ -16,7 +16,7 @@ KEYS = ("feedback_first", "feedback_last")
 
 
 def resolve_feedback(
-    train: TrainConfig, method: str, optimizer: Tuner, loss: Closure, *, labelled: bool, objective_is_loss: bool
+    train: TrainConfig, method: str, optimizer: Tuner, loss: Closure, *, labelled: bool
 ) -> tuple[TrainConfig, list[str]]:
     """Replaces None in train.feedback_first and train.feedback_last; returns (settings, notices for the user).
 
@@ -30,7 +30,6 @@ def resolve_feedback(
         optimizer: optimizer on the model.
         loss: the loss on some training rows.
         labelled: whether all rows have options to choose from.
-        objective_is_loss: whether the objective is the loss; a metric has no gradient.
 
     Raises:
         RequestError: feedback steps are set, but the method, the objective or the model does not support them.
@@ -39,9 +38,9 @@ def resolve_feedback(
     available = FEEDBACK in optimizer.kinds
     if asked and not available:
         raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use lozo-adam.")
-    if asked and not objective_is_loss:
+    if asked and not train.minimises_loss:
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
-    fits = available and labelled and objective_is_loss and train.num_steps >= LEAST_STEPS
+    fits = available and labelled and train.minimises_loss and train.num_steps >= LEAST_STEPS
     defaults = (min(FIRST, train.num_steps // 20), min(LAST, train.num_steps // 5)) if fits else (0, 0)
     notices: list[str] = []
     if asked or any(default for key, default in zip(KEYS, defaults, strict=True) if getattr(train, key) is None):

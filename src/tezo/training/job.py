@@ -10,7 +10,6 @@ import torch
 from tezo.directions.bases import Passes
 from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure
 from tezo.forward import DirectReads
 from tezo.models.kinds import is_unused
 from tezo.models.loading import LoadedModel, load_model
@@ -19,14 +18,13 @@ from tezo.numerics.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, Tuner, method
 from tezo.tasks import Format
-from tezo.tasks.objectives import Batch, Encoded, Objective
+from tezo.tasks.objectives import Batch, BatchClosure, Encoded, Objective
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.tasks.token_notices import token_notices
-from tezo.training.example_directions import resolve_directions
-from tezo.training.perturbation_scale import resolve_rho
+from tezo.training.recipe import LOSS as LOSS
 from tezo.training.recipe import Config
-from tezo.training.resolution import RateTrials, Resources, resolve
+from tezo.training.resolution import Resources, RowFacts, resolve, resolve_before_building
 from tezo.training.schedule import BatchSampler
 
 BASIS_ROWS = 64
@@ -34,9 +32,6 @@ BASIS_ROWS = 64
 
 HELD_OUT_ROWS = 64
 """Rows that trials of learning rates are compared on, at most."""
-
-LOSS = "loss"
-"""The objective that batches have of themselves; any other is a metric."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,48 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
     """
     found = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
+    used = _encode(config, loaded, found)
+    untrained = _untrained(loaded, used.objective, used.train)
+    build = partial(make_optimizer, loaded=loaded, untrained=untrained)
+    resources = _resources(config, loaded, used)
+    config, choices = resolve_before_building(config, resources, build)
+    optimizer = build(config)
+    optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
+    resolved, more = resolve(config, resources, optimizer)
+    return Job(
+        config=resolved,
+        loaded=loaded,
+        format=used.format,
+        objective=used.objective,
+        train=used.train,
+        dev=used.dev,
+        test=used.test or used.dev,
+        optimizer=optimizer,
+        untrained=tuple(untrained),
+        notices=(
+            *used.notices,
+            *_untrained_notice(untrained),
+            *_left_out_notice(config, optimizer, untrained),
+            *_rank_notice(config, optimizer),
+            *choices,
+            *more,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _EncodedRows:
+    """The rows of a run, encoded for the model."""
+
+    format: Format
+    objective: Objective
+    train: list[Encoded]
+    dev: list[Encoded]
+    test: list[Encoded]
+    notices: Sequence[str]
+
+
+def _encode(config: Config, loaded: LoadedModel, found: Splits) -> _EncodedRows:
     form = make_format(config.data, loaded, found.train)
     used = divide(found, form, config.data, config.train.seed)
     objective = make_objective(config.data, loaded, form)
@@ -105,49 +142,41 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
     _check_use(config, dev)
     objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
-    untrained = _untrained(loaded, objective, train)
-    build = partial(make_optimizer, loaded=loaded, untrained=untrained)
-    is_loss = config.train.objective == LOSS
-    config, choices = resolve_directions(
-        config,
-        build,
-        objective.closure(loaded.model, objective.batches(train[:2])),
-        objective_is_loss=is_loss,
-        rows_share_inputs=objective.shared_tokens > 0,
-    )
-    batch = objective.closure(loaded.model, objective.batches(train[: config.train.batch_size]))
-    config, scale = resolve_rho(config, build, batch, loaded.model, objective_is_loss=is_loss)
-    optimizer = make_optimizer(config, loaded, untrained)
-    optimizer.set_calibration_passes(basis_passes(loaded, objective, train, config.train.seed))
-    resources = Resources(
-        format=form,
-        optimizer=optimizer,
-        loss=batch,
-        num_rows=len(train),
-        labelled=all(row.example.label is not None for row in train),
-        objective_is_loss=is_loss,
-        trials=_rate_trials(config, loaded, objective, train, dev),
-    )
-    resolved, more = resolve(config, resources)
-    return Job(
-        config=resolved,
-        loaded=loaded,
-        format=form,
-        objective=objective,
-        train=train,
-        dev=dev,
-        test=test or dev,
-        optimizer=optimizer,
-        untrained=tuple(untrained),
-        notices=(
-            *notices,
-            *_untrained_notice(untrained),
-            *_left_out_notice(config, optimizer, untrained),
-            *_rank_notice(config, optimizer),
-            *choices,
-            *scale,
-            *more,
+    return _EncodedRows(form, objective, train, dev, test, notices)
+
+
+def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows) -> Resources:
+    """What open settings are filled in by.
+
+    Rates are compared on the run's own first steps, by dev rows or else training rows of later steps.
+    """
+    settings, train, objective = config.train, rows.train, rows.objective
+    sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
+    seen = {row for step in range(TRIAL_STEPS) for row in sampler.rows(step)}
+    others = rows.dev or [row for i, row in enumerate(train) if i not in seen]
+    order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
+    held_out = [others[i] for i in order]
+
+    def loss(encoded: Sequence[Encoded]) -> BatchClosure:
+        return objective.closure(loaded.model, objective.batches(encoded))
+
+    def losses() -> list[float]:
+        size = settings.batch_size  # no pass takes more memory than a step's
+        parts = [held_out[start : start + size] for start in range(0, len(held_out), size)]
+        return [value for part in parts for value in loss(part).example_losses(1)[0].tolist()]
+
+    return Resources(
+        format=rows.format,
+        model=loaded.model,
+        rows=RowFacts(
+            count=len(train),
+            labelled=all(row.example.label is not None for row in train),
+            shared_tokens=objective.shared_tokens,
+            held_out=len(held_out),
         ),
+        loss=lambda count: loss(train[:count]),
+        batch=lambda step: loss([train[i] for i in sampler.rows(step)]),
+        held_out=losses,
     )
 
 
@@ -156,28 +185,6 @@ def _check_use(config: Config, dev: Sequence[Encoded]) -> None:
     settings = config.train
     if settings.patience is not None and not dev:
         raise RequestError(f"train.patience is {settings.patience}, and there are no dev rows; give data.dev.")
-
-
-def _rate_trials(
-    config: Config, loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], dev: Sequence[Encoded]
-) -> RateTrials:
-    """What a rate is chosen by: the run's own first steps, and dev rows or else training rows of later steps."""
-    settings = config.train
-    sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
-    seen = {row for step in range(TRIAL_STEPS) for row in sampler.rows(step)}
-    others = dev or [row for i, row in enumerate(train) if i not in seen]
-    order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
-    size = settings.batch_size  # no pass takes more memory than a step's
-
-    def held_out() -> list[float]:
-        parts = [[others[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
-        closures = [objective.closure(loaded.model, objective.batches(part)) for part in parts]
-        return [loss for closure in closures for loss in closure.example_losses(1)[0].tolist()]
-
-    def batch(step: int) -> Closure:
-        return objective.closure(loaded.model, objective.batches([train[i] for i in sampler.rows(step)]))
-
-    return RateTrials(batch, held_out if order else None, len(order))
 
 
 def load(config: Config) -> LoadedModel:

@@ -20,7 +20,7 @@ from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, LOG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
-from tezo.runs.step_log import Rollback
+from tezo.runs.step_log import Rollback, read_header
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.splits import Splits
 from tezo.training.config import dump_config, read_config
@@ -33,7 +33,7 @@ from tezo.training.listeners import Listener, Progress
 from tezo.training.plan import plan
 from tezo.training.recipe import Config
 from tezo.training.rollbacks import NOT_FINITE, GoodState, Rollbacks
-from tezo.training.run_header import check_same, check_unchanged, log_header, request_of
+from tezo.training.run_header import check_same, check_unchanged, log_header, request_of, with_choices_of
 from tezo.training.schedule import interval, lr_factor
 from tezo.training.summary import Outcome, summarize
 
@@ -75,6 +75,8 @@ def train(
             check_unchanged(read_config(output / CONFIG, []), config)
             return summary
         with ranks.together("prepare the run"):
+            if resume and folder.has_begun:
+                config = with_choices_of(read_header(output / LOG), config)
             job = prepare(config, loaded=loaded, rows=rows)
             check_shareable(job, ranks)
         ranks.check_same(log_header(job))

@@ -6,6 +6,9 @@ from typing import Any, Literal
 from tezo.models.model_config import ModelConfig
 from tezo.tasks.data_config import DataConfig
 
+LOSS = "loss"
+"""The objective that batches have of themselves; any other is a metric."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
@@ -27,7 +30,7 @@ class TrainConfig:
     """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
     batch_size: int = 16
     """Rows per step. The paper uses 16 for LLMs and 64 for RoBERTa."""
-    objective: str = "loss"
+    objective: str = LOSS
     """What is minimised: the loss, or the negative of a metric such as accuracy, f1 or exact_match."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
@@ -57,6 +60,11 @@ class TrainConfig:
     """What is divided among the processes that torchrun starts: the rows of a batch, or the directions of a step."""
     compare_every: int = 100
     """Steps between checks that all processes have the same parameters."""
+
+    @property
+    def minimises_loss(self) -> bool:
+        """Whether the objective is the loss rather than a metric, which has no gradient."""
+        return self.objective == LOSS
 
     @property
     def num_steps(self) -> int:

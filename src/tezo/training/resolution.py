@@ -16,7 +16,9 @@ from tezo.optim.methods import AUTO
 from tezo.optim.tuner import Tuner
 from tezo.tasks import Format, LabelFormat
 from tezo.tasks.data_config import DataConfig
+from tezo.training.example_directions import resolve_directions
 from tezo.training.feedback_schedule import resolve_feedback
+from tezo.training.perturbation_scale import resolve_rho
 from tezo.training.recipe import Config, TrainConfig
 
 RESOLVED_AT_START: dict[str, Any] = {
@@ -30,12 +32,28 @@ RESOLVED_AT_START: dict[str, Any] = {
     "train.feedback_first": None,
     "train.feedback_last": None,
 }
-"""Settings that are filled in -> the value that leaves them open. `resolve` fills them in, but for two that the
-optimizer is built with (`tezo.training.example_directions`, `tezo.training.perturbation_scale`)."""
+"""Settings that are filled in -> the value that leaves them open."""
 
 
 EPOCHS, LEAST_STEPS, MOST_STEPS = 20, 200, 1000
 """Default number of steps: so many epochs, within these bounds."""
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What open settings depend on of the rows.
+
+    Attributes:
+        count: number of training rows.
+        labelled: whether all of them have options to choose among.
+        shared_tokens: tokens of inputs that a pass has for all its rows together; see `Objective`.
+        held_out: number of rows that learning rates are compared on.
+    """
+
+    count: int
+    labelled: bool
+    shared_tokens: int
+    held_out: int
 
 
 @dataclass(frozen=True)
@@ -44,77 +62,64 @@ class Resources:
 
     Attributes:
         format: of the rows.
-        optimizer: on the model.
-        loss: on some training rows.
-        num_rows: number of training rows.
-        labelled: whether all rows have options to choose among.
-        objective_is_loss: rather than a metric, which has no gradient.
-        trials: what a learning rate is chosen by.
+        model: the model.
+        rows: facts about the rows.
+        loss: number of rows -> the objective on the first training rows.
+        batch: step -> the objective on the rows of that step.
+        held_out: the losses of rows that the first steps do not see.
     """
 
     format: Format
-    optimizer: Tuner
-    loss: Closure
-    num_rows: int
-    labelled: bool
-    objective_is_loss: bool
-    trials: "RateTrials"
-
-
-@dataclass(frozen=True)
-class RateTrials:
-    """What a learning rate is chosen by; see `choose_lr`.
-
-    Attributes:
-        batch: step -> the objective on the rows of that step.
-        held_out: the losses of other rows; None: there are none.
-        num_held_out: number of these rows.
-    """
-
+    model: Any
+    rows: RowFacts
+    loss: Callable[[int], Closure]
     batch: Callable[[int], Closure]
-    held_out: Callable[[], Sequence[float]] | None
-    num_held_out: int
+    held_out: Callable[[], Sequence[float]]
 
 
-def resolve(config: Config, resources: Resources) -> tuple[Config, list[str]]:
+def resolve_before_building(
+    config: Config, resources: Resources, build: Callable[[Config], Tuner]
+) -> tuple[Config, list[str]]:
+    """Fills in what the optimizer is built with; (configuration, what the user should know of the choices)."""
+    config, notices = resolve_directions(
+        config, build, resources.loss(2), rows_share_inputs=resources.rows.shared_tokens > 0
+    )
+    config, more = resolve_rho(config, build, resources.loss(config.train.batch_size), resources.model)
+    return config, [*notices, *more]
+
+
+def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Config, list[str]]:
     """(the configuration with no open setting, what the user should know of the choices).
 
     The optimizer has the learning rate of the result.
 
     Raises:
-        RequestError: feedback steps or a measured rate are asked for, and cannot be had.
+        RequestError: feedback steps or a chosen rate are asked for, and cannot be had.
     """
-    train, notices = resolve_feedback(
-        _with_steps(config.train, resources.num_rows),
-        config.method.name,
-        resources.optimizer,
-        resources.loss,
-        labelled=resources.labelled,
-        objective_is_loss=resources.objective_is_loss,
-    )
+    train = _with_steps(config.train, resources.rows.count)
+    loss = resources.loss(train.batch_size)
+    train, notices = resolve_feedback(train, config.method.name, optimizer, loss, labelled=resources.rows.labelled)
     config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
-    lr, more = _resolved_lr(config, resources)
+    lr, more = _resolved_lr(config, resources, optimizer)
     return config.with_options(lr=lr), [*notices, *more]
 
 
-def _resolved_lr(config: Config, resources: Resources) -> tuple[float, list[str]]:
+def _resolved_lr(config: Config, resources: Resources, optimizer: Tuner) -> tuple[float, list[str]]:
     """(learning rate, notices for the user); the optimizer has the rate."""
-    optimizer, trials, wanted = resources.optimizer, resources.trials, config.method.options.get("lr")
-    default = float(optimizer.param_groups[0]["lr"])
-    if wanted not in (None, AUTO) or optimizer.num_directions == 0:
+    wanted, default = config.method.options.get("lr", AUTO), float(optimizer.param_groups[0]["lr"])
+    if wanted != AUTO or optimizer.num_directions == 0:
         return default, []
     reason = None
-    if not resources.objective_is_loss:
+    if not config.train.minimises_loss:
         reason = f"a rate for train.objective {config.train.objective} cannot be told from a few steps"
-    elif trials.held_out is None:
+    elif resources.rows.held_out == 0:
         reason = "there are no rows to compare rates on"
     if reason is not None:
-        if wanted == AUTO:
+        if "lr" in config.method.options:
             raise RequestError(f"method.lr is auto, and {reason}; set a number.")
         return default, [f"method.lr is {default:.1e}, the method's default: {reason}."]
-    assert trials.held_out is not None
-    passes = math.ceil(trials.num_held_out / config.train.batch_size)
-    found = choose_lr(optimizer, trials.batch, trials.held_out, passes, config.train.num_steps)
+    passes = math.ceil(resources.rows.held_out / config.train.batch_size)
+    found = choose_lr(optimizer, resources.batch, resources.held_out, passes, config.train.num_steps)
     return found.lr, [found.notice]
 
 

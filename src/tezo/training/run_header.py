@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tezo.models.model_config import ModelConfig
-from tezo.optim.methods import method
+from tezo.optim.methods import AUTO, method
 from tezo.optim.optimizer import SHARED
 from tezo.optim.tuner import Tuner
 from tezo.runs.environment import versions
@@ -74,6 +74,21 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
     check_rows(found, own)
     check_model(found, own["model"])
     return check_place(found, own, optimizer.drawn_on_the_device)
+
+
+def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
+    """The configuration with what a run that has begun measured for itself, so that it need not be measured again.
+
+    Args:
+        begun: header of the run's log.
+        asked: configuration of the run that is to go on.
+    """
+    before = begun.get("config", {}).get("method", {})
+    chosen = method(asked.method.name)
+    if before.get("name") != asked.method.name:
+        return asked  # another run, which `check_same` will refuse
+    open_ = [name for name in chosen.chosen if asked.method.options.get(name, AUTO) == AUTO]
+    return asked.with_options(**{name: before[name] for name in open_ if isinstance(before.get(name), float)})
 
 
 def check_unchanged(ended: Config, asked: Config) -> None:
