@@ -169,9 +169,9 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         del record
         raise RequestError("method.name is adam, whose gradients are not in the step log; use a zeroth-order method.")
 
-    def measure(self, closure: Closure, rho: float | None = None, *, others: int = 0) -> tuple[Probe, ...]:
+    def measure(self, closure: Closure, rho: float | None = None) -> tuple[Probe, ...]:
         """Not supported: no directions are drawn."""
-        del closure, rho, others
+        del closure, rho
         raise RequestError(
             "method.name is adam, which draws no directions to measure along; use a zeroth-order method."
         )

@@ -201,16 +201,15 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def measure(self, closure: Closure, rho: float | None = None, *, others: int = 0) -> tuple[Probe, ...]:
+    def measure(self, closure: Closure, rho: float | None = None) -> tuple[Probe, ...]:
         """Two-point measurements along the directions of the next step; no step is taken.
 
         Args:
             closure: as in `step`.
             rho: perturbation scale; None: that of the steps.
-            others: if positive, number of directions to use instead, which no step draws.
         """
         with uninterrupted():
-            draw = self.draw(others=others)
+            draw = self.draw()
             try:
                 return self._two_point.probes(closure, draw.directions, self.rho if rho is None else rho)
             except FloatingPointError as error:
@@ -288,21 +287,19 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         for rule in self.rules.values():
             rule.estimator.share_directions(ranks)
 
-    def draw(self, kind: str | None = None, *, others: int = 0) -> StepDraw:
+    def draw(self, kind: str | None = None) -> StepDraw:
         """The directions of the next step. At a refresh, the change trained with the old factors is folded first.
 
         Args:
             kind: kind of the step; None: the first of `kinds`.
-            others: if positive, number of directions to draw instead, which no step draws.
         """
         if self.parameters.closed:
             raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
         self.check_bound()
-        indices = range(self.num_directions, self.num_directions + others) if others else range(self.num_directions)
         drawn: dict[str, tuple[Direction, ...]] = {}
         try:
             for name, moving in self.moving.items():  # one at a time: old factors are dropped before the next draw
-                keys = [DrawKey(self.seed, self.num_steps, index) for index in indices]
+                keys = [DrawKey(self.seed, self.num_steps, index) for index in range(self.num_directions)]
                 own = self._moments.get(name, {})
                 drawn[name] = tuple(self.perturbation.direction(moving.target, key, own) for key in keys)
                 moving.begin(drawn[name][0], keys[0])

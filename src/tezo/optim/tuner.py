@@ -83,7 +83,7 @@ class Tuner(Protocol):
     def replays(self) -> bool:
         """Whether `replay` is supported, that is, whether a record determines the step."""
 
-    def measure(self, closure: Closure, rho: float | None = None, *, others: int = 0) -> tuple[Probe, ...]:
+    def measure(self, closure: Closure, rho: float | None = None) -> tuple[Probe, ...]:
         """Two-point measurements at W_t without taking a step; see `ZerothOrderOptimizer.measure`."""
 
     def step_divisor(self, kappa_sq: float) -> float:

@@ -21,7 +21,8 @@ LOWERED = 1 / 3
 """Factor of the learning rate at a rollback. The best of a grid of rates is about a third of the lowest that diverges
 (docs/experiments.md)."""
 PATIENCE = 3
-"""Evaluations in a row without a lower dev loss."""
+"""Evaluations in a row without a lower dev loss, over `PATIENT_SHARE` of the steps and `PATIENT_STEPS` at least."""
+PATIENT_SHARE, PATIENT_STEPS = 0.3, 24
 MOST_ROLLBACKS = 8
 """Rollbacks of a run. After as many the rate is below a thousandth of the first, and the run ends."""
 
@@ -29,7 +30,7 @@ STEPS_ROSE, DEV_ROSE, STAGNATED, NOT_FINITE = "steps rose", "dev rose", "stagnat
 REASONS = {
     STEPS_ROSE: "the losses of the steps have risen",
     DEV_ROSE: "the dev loss has risen",
-    STAGNATED: f"{PATIENCE} evaluations had no lower dev loss",
+    STAGNATED: "the dev loss was no lower for long",
     NOT_FINITE: "the loss was not finite",
 }
 """Reason for a rollback, as in the step log -> in words."""
@@ -63,6 +64,7 @@ class Rollbacks:
 
     def __init__(self, steps: int, rows_ratio: float, every: int) -> None:
         self.done: list[Rollback] = []
+        self._steps = steps
         self._guard = Guard(steps)
         self._rows_ratio = rows_ratio
         self._every = every
@@ -95,8 +97,12 @@ class Rollbacks:
             return NOT_FINITE
         if self._guard.is_above(dev_loss - best.loss, self._rows_ratio):
             return DEV_ROSE
+        return STAGNATED if self._stagnates(steps, best) else None
+
+    def _stagnates(self, steps: int, best: GoodState) -> bool:
         start = max([best.step, *(rollback.step for rollback in self.done)])
-        return STAGNATED if steps // self._every - start // self._every >= PATIENCE else None
+        evaluations = steps // self._every - start // self._every
+        return evaluations >= PATIENCE and steps - start >= max(PATIENT_SHARE * self._steps, PATIENT_STEPS)
 
     def planned(self, steps: int, best: GoodState, reason: str) -> Rollback | None:
         """The rollback to the best state for a reason; None: the run should end instead."""
