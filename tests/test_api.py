@@ -135,7 +135,7 @@ def test_settings_by_name_and_by_key_are_those_of_the_command_line(home, tmp_pat
     assert done.code == 0, done.err
     assert (tmp_path / "one/config.yaml").read_text() == (tmp_path / "other/config.yaml").read_text()
     assert (
-        run.config.method.options == {"lr": 2e-3, "betas": (0.8, 0.9), "directions": "per-example"}
+        run.config.method.options == {"lr": 2e-3, "betas": (0.8, 0.9), "directions": "per-example", "rho": 1e-3}
         and run.config.data.seed == 5
     )
 

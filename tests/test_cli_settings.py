@@ -37,7 +37,7 @@ def test_running_means_are_checked_for_every_method(home, tmp_path, method):
 
 def test_settings_of_rows_that_there_are_not(home, tmp_path):
     model, out = home / "opt", tmp_path / "out"
-    done = train(model, home / "rows.jsonl", out, "--test", home / "rows.jsonl", train__patience=1)
+    done = train(model, home / "rows.jsonl", out, "--test", home / "rows.jsonl", train__patience=1, data__hold_out=0)
     refused(done, "train.patience", "no dev rows", "data.dev")
     assert not out.exists()
     for more in (("--data", home / "nowhere.jsonl"), ("--shots", 2), ("--calibrate",)):

@@ -104,7 +104,7 @@ def test_results_go_to_standard_output_and_progress_to_standard_error(home, tmp_
     assert str(run / "adapter") in done.out
     assert "3 steps, 8 forward passes" in done.out
     assert f"tezo predict {run}" in done.out
-    assert done.says("lozo-adam on", home / "opt", "rank 4", "12 training rows, 0 dev, 6 test", "step 0 test")
+    assert done.says("lozo-adam on", home / "opt", "rank 4", "8 training rows, 4 dev, 6 test", "step 0 test")
 
 
 def test_json_is_all_there_is_on_standard_output(home, tmp_path):
@@ -117,9 +117,14 @@ def test_json_is_all_there_is_on_standard_output(home, tmp_path):
 
 def test_held_out_rows_are_said(home, tmp_path):
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", data__hold_out=0.25)
-    assert done.says("3 of 12 training rows are held out", "data.dev or data.test", "9 training rows, 3 dev, 3 test")
+    assert done.says("3 of 12 training rows are held out", "data.dev names others", "9 training rows, 3 dev, 3 test")
+    assert "dev rows, which also chose the step" in " ".join(done.out.split())
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "other", "--test", home / "test.jsonl")
-    assert not done.says("held out")
+    assert done.says("4 of 12 training rows are held out", "8 training rows, 4 dev, 6 test")
+    assert "6 test rows" in " ".join(done.out.split())
+    named = {"data__hold_out": 0, "data__test": home / "test.jsonl"}
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "none", **named)
+    assert done.says("12 training rows, 0 dev, 6 test") and not done.says("held out")
 
 
 def test_flags_are_laid_over_a_recipe_and_settings_over_flags(home, tmp_path):
@@ -214,7 +219,9 @@ def test_a_loss_that_is_no_number_ends_the_run_in_words(home, tmp_path, value, r
 
 
 def test_a_loss_that_overflows_later_tells_the_step_and_the_last_good_loss(home, tmp_path):
-    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", train__log_every=1, method__lr=1e30)
+    done = train(
+        home / "opt", home / "rows.jsonl", tmp_path / "run", train__log_every=1, method__lr=1e30, train__guard=False
+    )
     lines = [line for line in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "split" not in line]
     assert lines, "it failed at the first step"
     refused(done, f"step {lines[-1]['step']}", f"last good loss was {lines[-1]['loss']:.6g}", "restored")
@@ -225,7 +232,7 @@ def test_methods_and_doctor_answer_people_and_programs(home):
     assert {m["name"] for m in listed if not m["in_paper"]} == {"mezo-norm", "tezo-cadam", "lozo-adam"}
     shown = tezo("methods").out
     assert all(m["name"] in shown for m in listed)
-    assert "lr=0.0003" in tezo("methods", "tezo-cadam").out
+    assert "lr=auto" in tezo("methods", "tezo-cadam").out
     report = json.loads(tezo("doctor", "--model", home / "opt", "--json").out)
     assert report["versions"]["torch"] == torch.__version__
     assert report["model"]["kind"] == "causal"
@@ -266,7 +273,7 @@ def test_predict_does_not_look_at_the_answers_that_rows_may_have(home, tmp_path,
 
 
 def test_the_bar_is_taken_down_when_a_run_fails(home, tmp_path):
-    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", method__lr=1e30)
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", method__lr=1e30, train__guard=False)
     assert done.code == 2
     drawing = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("rich.")]
     for thread in drawing:

@@ -134,7 +134,7 @@ def home(tmp_path_factory):
 @pytest.mark.parametrize("family", mostly_slow(["opt", "roberta", "bert"], "opt"))
 def test_it_learns_rows_by_heart_in_the_loop_of_the_other_methods(home, tmp_path, family):
     flags = ("--model", home / family, "--data", home / "rows.jsonl", "--test", home / "rows.jsonl")
-    named = settings(method__lr=1e-2, train__batch_size=8, train__keep_best=False)
+    named = settings(method__lr=1e-2, train__batch_size=8, train__keep_best=False, data__hold_out=0)
     done = tezo("train", *flags, "--method", "adam", "--steps", 150, "--output", tmp_path / "run", "--json", *named)
     assert done.code == 0, done.err
     summary = json.loads(done.out)

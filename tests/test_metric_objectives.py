@@ -28,7 +28,7 @@ def test_the_accuracy_of_a_separable_task_grows_by_its_own_objective(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", label_rows(16))
     flags = ("--model", model, "--data", rows, "--test", rows, "--method", "mezo-norm", "--json")
     named = {"method__lr": 0.03, "method__rho": 0.1, "train__batch_size": 16, "train__objective": "accuracy",
-             "train__keep_best": False}  # fmt: skip
+             "train__keep_best": False, "data__hold_out": 0}  # fmt: skip
     done = tezo("train", *flags, "--steps", 100, "--output", tmp_path / "run", *settings(**named))
     assert done.code == 0, done.err
     summary = json.loads(done.out)

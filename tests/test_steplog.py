@@ -227,7 +227,7 @@ def test_an_earlier_version_is_read_and_goes_on_in_this_one(tmp_path, version, d
     log.append(more)
     log.close()
     again = read_log(path)
-    assert (again.version, again.header["kinds"], again.steps) == (3, names, [*logged, more])
+    assert (again.version, again.header["kinds"], again.steps) == (4, names, [*logged, more])
     assert again.evaluations == {("test", 0): {"loss": 1.5}, ("dev", 2): {"loss": 0.5}}
     assert again.files == {"basis-0.safetensors": "ab"}
 

@@ -57,7 +57,7 @@ def test_the_random_state_of_the_user_is_neither_read_nor_set(home, tmp_path, me
 
 
 def test_the_schedule_reaches_the_steps(home, tmp_path):
-    train(config(home, schedule="linear", warmup_steps=2, log_every=1), tmp_path / "run")
+    train(config(home, schedule="linear", warmup_steps=2, log_every=1, guard=False), tmp_path / "run")
     rates = [line["lr"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "lr" in line]
     assert rates == pytest.approx([0.05 * f for f in (1 / 2, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
 
@@ -133,7 +133,7 @@ class Poisoner(Watcher):
 def test_after_a_loss_that_is_no_number_the_weights_are_as_before_that_step(home, tmp_path, method):
     poisoner = Poisoner()
     with pytest.raises(NonFiniteLossError) as failed:
-        train(config(home, method), tmp_path / "run", [poisoner])
+        train(config(home, method, guard=False), tmp_path / "run", [poisoner])
     assert failed.value.step == 4
     assert math.isfinite(failed.value.last_loss)
     assert not list((tmp_path / "run").glob("model/*.safetensors")), "there is no result"

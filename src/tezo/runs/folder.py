@@ -29,7 +29,7 @@ from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_c
 from tezo.runs.factor_files import FactorFiles
 from tezo.runs.manifest import MANIFEST, check_manifest, entry_of, write_manifest
 from tezo.runs.metrics_log import MetricsLog
-from tezo.runs.step_log import LogContents, Rollback, StepLog, read_log
+from tezo.runs.step_log import LogContents, Rollback, StepLog, read_header, read_log
 from tezo.tasks.evaluation import Metrics
 
 CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
@@ -104,6 +104,13 @@ class RunFolder(ABC):
     def has_begun(self) -> bool:
         """Whether there is a run to go on with."""
         return (self.path / LOG).is_file()
+
+    def header(self) -> dict[str, Any] | None:
+        """Header of the step log; None if there is none, or its process died while it wrote it."""
+        try:
+            return read_header(self.path / LOG) if self.has_begun else None
+        except RequestError:
+            return None  # what it is is said when the log is opened
 
     def summary(self) -> dict[str, Any] | None:
         """Of the run, if it has ended."""

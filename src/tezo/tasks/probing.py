@@ -1,6 +1,7 @@
 """Linear probing: logistic regression on the features of a frozen model, a baseline for fine-tuning."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
     form = make_format(data, loaded, splits.train)
     if not form.options:
         raise RequestError("probe is set, but these rows do not share their labels; use it with labelled rows.")
-    rows = divide(splits, form, data, seed)
+    kept = replace(data, hold_out=0.0) if splits.test else data  # nothing is chosen by dev rows here
+    rows = divide(splits, form, kept, seed)
     objective = make_objective(data, loaded, form)
     parts = [[objective.encode(form.example(row)) for row in part] for part in (rows.train, rows.test or rows.dev)]
     train_BD, test_BD = (features(loaded.model, objective, part, batch_size) for part in parts)

@@ -116,8 +116,15 @@ def without_removed(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
 def to_tree(config: Config) -> dict[str, Any]:
     """The configuration as nested mappings, the inverse of `parse_config`."""
     tree = {section.name: dataclasses.asdict(getattr(config, section.name)) for section in dataclasses.fields(config)}
-    tree["method"] = {"name": config.method.name, **config.method.options}
+    given = config.method.options
+    tree["method"] = {"name": config.method.name, **{name: given[name] for name in _ordered(config.method.name, given)}}
     return tree
+
+
+def _ordered(name: str, options: Mapping[str, Any]) -> list[str]:
+    """The options in the order of the method's: what a run chose may have been given or read from its log."""
+    places = {option: place for place, option in enumerate(method(name).options())}
+    return sorted(options, key=lambda option: places.get(option, len(places)))
 
 
 def dump_config(config: Config) -> str:

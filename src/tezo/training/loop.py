@@ -20,7 +20,7 @@ from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, LOG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
-from tezo.runs.step_log import Rollback, read_header
+from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.splits import Splits
 from tezo.training.config import dump_config, read_config
@@ -75,8 +75,8 @@ def train(
             check_unchanged(read_config(output / CONFIG, []), config)
             return summary
         with ranks.together("prepare the run"):
-            if resume and folder.has_begun:
-                config = with_choices_of(read_header(output / LOG), config)
+            if resume and (begun := folder.header()) is not None:
+                config = with_choices_of(begun, config)
             job = prepare(config, loaded=loaded, rows=rows)
             check_shareable(job, ranks)
         ranks.check_same(log_header(job))

@@ -95,9 +95,9 @@ class PublishedCase(Case):
         name, settings = label.removeprefix(PREFIX), work.settings
         self._model = work.twin()
         targets = select_targets(self._model, (settings.targets,))
-        defaults = method(name).defaults()
-        shared = {key: defaults[key] for key in ("lr", "rho")}
-        shared |= {"interval": defaults["lazy_update_interval"]} if PUBLISHED[name].lazy else {}
+        default = method(name).default_in_python
+        shared = {key: default(key) for key in ("lr", "rho")}
+        shared |= {"interval": default("lazy_update_interval")} if PUBLISHED[name].lazy else {}
         named = [(target.name, target.parameter) for target in targets]
         self._algorithm = PUBLISHED[name](named, rank=settings.rank, **shared)
         interval = self._algorithm.interval if self._algorithm.lazy else None

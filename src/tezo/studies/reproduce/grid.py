@@ -9,6 +9,9 @@ from tezo.errors import RequestError, nearest
 from tezo.studies.reproduce.table import Column, Line, Table, key_of
 from tezo.training.config import overlay
 
+RHO = 1e-3
+"""Perturbation scale of all runs: the paper's."""
+
 SMALL = {"steps": 3, "batch": 4, "train": 16, "dev": 8, "test": 12, "rank": 4}
 """Sizes with `--scale small`, which also uses one seed and one learning rate; see `Grid.title`."""
 SMALL_SHOTS = {16: 2, 512: 4}
@@ -97,8 +100,15 @@ class Grid:
         tree: dict[str, Any] = {"model": {"name": self.model}, "data": column.data(self.data_dir, seed)}
         if line.how == "train":
             steps, batch = self._length(line, column)
-            tree["method"] = {"name": line.method, "targets": list(self.table.targets), "lr": rate, **line.options}
-            tree["train"] = {"steps": steps, "batch_size": batch}
+            fixed = {"rho": RHO} if line.is_zeroth_order else {}
+            tree["method"] = {
+                "name": line.method,
+                "targets": list(self.table.targets),
+                "lr": rate,
+                **fixed,
+                **line.options,
+            }
+            tree["train"] = {"steps": steps, "batch_size": batch, "guard": False}
         tree["train"] = {**tree.get("train", {}), "seed": seed}
         cuts = list(self._cuts(line, column)) if self.small else []
         return overlay(tree, [*self.table.settings, *line.settings, *cuts])
