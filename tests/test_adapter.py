@@ -174,7 +174,7 @@ def test_a_run_that_writes_weights_saves_the_model_and_reads_it_back(method, fam
     data = write_rows(tmp_path / "rows.jsonl", label_rows(8))
     rank = 4 if method in ("lozo-m", "tezo-adam") else None
     flags = ("--test", data, "--json", "--method", method)
-    done = train(base, data, tmp_path / "run", *flags, method__rank=rank, method__lr=1e-2)
+    done = train(base, data, tmp_path / "run", *flags, method__rank=rank, method__lr=1e-2, train__keep_best=False)
     assert done.code == 0, done.err
     summary = json.loads(done.out)
     assert summary["result"]["kind"] == "model"

@@ -237,11 +237,11 @@ def test_an_unknown_label_in_test_rows_is_refused_with_its_line(home, tmp_path):
         ("roberta", {"data__template": "{text} It was"}, ["data.template", "'{text} It was'", "{mask}"]),
         ("roberta", {"data__template": "{mask} {text} {mask}"}, ["data.template", "2 masks", "one"]),
         ("opt", {"data__template": "{text} {mask}"}, ["data.template", "'{text} {mask}'", "causal"]),
-        ("opt", {"data__template": "{txet}"}, ["rows.jsonl, line 1", "'txet'", "'text'"]),
+        ("opt", {"data__template": "{txet}"}, ["rows.jsonl, line", "'txet'", "'text'"]),
         ("opt", {"data__per_class": 40}, ["data.per_class", "40", "'bad'", "4", "lower"]),
         ("opt", {"data__label_words": "{good: fine, bad: fine}"}, ["data.label_words", "fine"]),
         ("bert", {"data__shape": "completion"}, ["data.shape", "completion", "encoder"]),
-        ("opt", {"data__shape": "messages"}, ["rows.jsonl, line 1", "'messages'"]),
+        ("opt", {"data__shape": "messages"}, ["rows.jsonl, line", "'messages'"]),
     ],
 )
 def test_data_and_model_that_do_not_go_together(home, tmp_path, model, values, parts):

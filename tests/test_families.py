@@ -48,7 +48,7 @@ def runs(tmp_path_factory):
             data = write_rows(root / f"{shape}.jsonl", SHAPES[shape](12))
             test = write_rows(root / f"{shape}-test.jsonl", SHAPES[shape](9, seed=1))
             folder = root / "runs" / "-".join(pair)
-            done = train(base, data, folder, "--test", test, "--json", steps=5)
+            done = train(base, data, folder, "--test", test, "--json", steps=5, train__keep_best=False)
             assert done.code == 0, done.err
             made[pair] = Run(folder, base, test, json.loads(done.out))
         return made[pair]
