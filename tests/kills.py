@@ -37,12 +37,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--methods", nargs="+", default=["lozo-m"])
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = []
     for name in arguments.methods:
         with tempfile.TemporaryDirectory() as folder:
-            found.append(kill(Path(folder), arguments.kills, arguments.seed, name))
+            found.append(kill(Path(folder), arguments.kills, arguments.seed, name, arguments.lr))
     text = json.dumps(found, indent=2)
     print(text)
     if arguments.json is not None:
@@ -50,14 +51,14 @@ def main() -> int:
     return 0
 
 
-def kill(folder: Path, wanted: int, seed: int, name: str) -> dict[str, Any]:
+def kill(folder: Path, wanted: int, seed: int, name: str, lr: float) -> dict[str, Any]:
     if os.fork() == 0:  # whose torch may compute
         model_folder(folder, "opt")
         for number, part in enumerate(("train", "dev", "test")):
             write_rows(folder / f"{part}.jsonl", label_rows(8, seed=number))
         os._exit(0)
     os.wait()
-    draw, config = random.Random(seed), configuration(folder, name)
+    draw, config = random.Random(seed), configuration(folder, name, lr)
     started = time.perf_counter()
     if attempt(config, folder / "undisturbed", None, None)[0] != 0:
         raise SystemExit("the undisturbed run failed: " + (folder / "stderr.txt").read_text())
@@ -79,17 +80,18 @@ def kill(folder: Path, wanted: int, seed: int, name: str) -> dict[str, Any]:
             raise SystemExit(f"{run} is not as the undisturbed run: {differ}")
     return {
         "method": name, "kills": kills, "in_save": in_save, "runs": runs, "steps_of_a_run": config.train.steps,
+        "rollbacks": len(json.loads((folder / "undisturbed/summary.json").read_text())["rollbacks"]),
         "hardware": hardware(), "versions": versions(),
     }  # fmt: skip
 
 
-def configuration(folder: Path, name: str) -> Config:
+def configuration(folder: Path, name: str, lr: float) -> Config:
     known = method(name).options()
     return parse_config(
         {
             "model": {"name": str(folder / "opt"), "device": "cpu"},
             "data": {name: str(folder / f"{name}.jsonl") for name in ("train", "dev", "test")},
-            "method": {"name": name, "lr": 1e-3} | ({"rank": 4} if "rank" in known else {}),
+            "method": {"name": name, "lr": lr} | ({"rank": 4} if "rank" in known else {}),
             "train": {"steps": 40, "batch_size": 4, "eval_every": 10, "checkpoint_every": 4, "log_every": 4},
         }
     )

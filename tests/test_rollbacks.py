@@ -1,21 +1,23 @@
-"""Runs that return to their best state: when they do, to the bit, through ends of all kinds, and with a log that tells."""
+"""Runs that return to their best state: when they do, and to the bit through replays, ends, kills and ranks."""
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import effective_weights, every_method, every_method_fast_for_kinds, run
-from folders import folder_contents, model_and_rows, read_jsonl, settings, tezo
-from short_runs import config, result, same, stopped
+from cases import effective_weights, every_method, every_method_fast_for_kinds, mostly_slow, run
+from folders import completion_rows, model_and_rows, settings, tezo, write_rows
+from forks import forked
+from kills import contents
+from short_runs import result, same, stopped
 from tiny import lm_loss, tiny_opt, tokens
 
 from tezo.errors import NonFiniteLossError, RequestError
+from tezo.estimators.estimate import StepRecord
 from tezo.runs.step_log import Rollback, StepLog, read_log
-from tezo.training.config import parse_config, to_tree
+from tezo.training.config import dump_config, parse_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.recipe import Config
@@ -24,10 +26,374 @@ from tezo.training.rollbacks import (
     LOWERED,
     MOST_ROLLBACKS,
     NOT_FINITE,
+    PATIENT_STEPS,
+    REASONS,
     STAGNATED,
     STEPS_ROSE,
     GoodState,
     Rollbacks,
 )
+from tezo.training.verdict import verdict
 
-STEPS = 40
+STEPS = 48
+FIRST, THEN = 7, 13  # of a run that returns after THEN steps to where it was after FIRST
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = model_and_rows(tmp_path_factory.mktemp("home"), 12)
+    for number, part in enumerate(("train", "dev", "test")):  # free text: its loss can rise without bound
+        write_rows(root / f"{part}.jsonl", completion_rows(12, seed=number))
+    return root
+
+
+def config(home: Path, method: str = "tezo-cadam", lr: float = 0.03, **train_settings: Any) -> Config:
+    """A run whose rate is so high that it returns to earlier states."""
+    options = {"rank": 4} if method != "mezo" else {}
+    options |= {"lazy_update_interval": 7} if method == "lozo" else {}
+    return parse_config(
+        {
+            "model": {"name": str(home / "opt"), "device": "cpu"},
+            "data": {name: str(home / f"{name}.jsonl") for name in ("train", "dev", "test")},
+            "method": {"name": method, "lr": lr, **options},
+            "train": {"steps": STEPS, "batch_size": 4, "eval_every": 4, "log_every": 4, "checkpoint_every": 5,
+                      "feedback_first": 0, "feedback_last": 0} | train_settings,
+        }
+    )  # fmt: skip
+
+
+RATES = {"tezo-cadam": 0.03, "lozo": 0.03, "mezo": 0.01, "adam": 0.03}
+"""Method -> a rate at which its run of tiny models returns, with steps after it."""
+
+
+# The optimizer
+
+
+@every_method_fast_for_kinds
+def test_a_return_is_the_earlier_state_with_the_directions_of_the_later_step(case):
+    # Another optimizer has the earlier parameters, no moments, and the number of the later step: nothing else of the
+    # steps between may be left.
+    went, jumped = (case.build(tiny_opt(), targets=("all",)) for _ in range(2))
+    run(went, 0, FIRST)
+    tuned = went.tuned_state()
+    run(went, FIRST, THEN)
+    went.roll_back(tuned, FIRST)
+    run(jumped, 0, FIRST)
+    jumped.progress.drop_moments()
+    jumped.progress.num_steps = THEN
+    for name, weight in effective_weights(jumped).items():
+        assert torch.equal(effective_weights(went)[name], weight), name
+    assert run(went, THEN, THEN + 6) == run(jumped, THEN, THEN + 6)
+    for name, weight in effective_weights(jumped).items():
+        assert torch.equal(effective_weights(went)[name], weight), name
+
+
+@every_method
+def test_the_state_after_a_return_is_saved_and_restored(case):
+    went, again = (case.build(tiny_opt()) for _ in range(2))
+    records: list[StepRecord] = []
+
+    def steps(start: int, stop: int) -> None:
+        for step in range(start, stop):
+            went.step(lm_loss(went.model, tokens(seed=step)))
+            records.append(went.last_step)
+
+    steps(0, FIRST)
+    tuned = went.tuned_state()
+    steps(FIRST, THEN)
+    went.roll_back(tuned, FIRST)
+    steps(THEN, THEN + 3)
+    saved = {name: tensor.detach().clone() for name, tensor in went.resumable_state().items()}
+    again.load_resumable_state(saved, records, moments_since=THEN)
+    assert run(went, THEN + 3, THEN + 8) == run(again, THEN + 3, THEN + 8)
+
+
+# The decision
+
+
+def control(steps: int = 100, every: int = 10, rows_ratio: float = 0.25) -> Rollbacks:
+    return Rollbacks(steps, rows_ratio, every)
+
+
+def fed(made: Rollbacks, losses: list[float]) -> Rollbacks:
+    for loss in losses:
+        made.stepped(loss)
+    return made
+
+
+NOISE = [3 + 0.1 * math.sin(k * k) for k in range(400)]
+BEST = GoodState(10, 2.9, {})
+
+
+def test_each_reason_and_none():
+    assert fed(control(), NOISE[:40]).reason(40, BEST, 2.95) == STAGNATED
+    assert fed(control(), NOISE[:30]).reason(30, BEST, 2.95) is None, "not for long enough"
+    assert fed(control(), NOISE[:35]).reason(35, BEST, None) is None, "between evaluations"
+    assert fed(control(), NOISE[:40] + [9.0] * 8).reason(48, BEST, None) == STEPS_ROSE
+    assert fed(control(), NOISE[:20]).reason(20, BEST, 4.0) == DEV_ROSE
+    assert fed(control(), NOISE[:20]).reason(20, BEST, math.nan) == NOT_FINITE
+    assert fed(control(), NOISE[:40] + [9.0] * 8).reason(48, GoodState(48, 2.8, {}), 2.8) is None, "the best state"
+    assert REASONS.keys() == {STAGNATED, STEPS_ROSE, DEV_ROSE, NOT_FINITE}
+
+
+def test_patience_is_of_steps_as_well_as_of_evaluations():
+    often = fed(control(every=1), NOISE[:60])
+    assert often.reason(BEST.step + PATIENT_STEPS, BEST, 2.95) is None
+    assert often.reason(BEST.step + 30, BEST, 2.95) == STAGNATED, "0.3 of 100 steps"
+    seldom = fed(control(every=25), NOISE[:60])
+    assert seldom.reason(75, BEST, 2.95) == STAGNATED and seldom.reason(50, BEST, 2.95) is None
+
+
+def test_the_rate_falls_by_a_third_each_time_and_a_run_ends_where_that_did_not_help():
+    made = control()
+    for count in range(1, MOST_ROLLBACKS + 1):
+        planned = made.planned(10 * count, BEST, STEPS_ROSE)
+        assert planned == Rollback(10 * count, BEST.step, pytest.approx(LOWERED**count), STEPS_ROSE)
+        made.add(planned)
+    assert made.lr_scale == pytest.approx(LOWERED**MOST_ROLLBACKS)
+    assert made.planned(99, BEST, STEPS_ROSE) is None, "as many as there may be"
+    once = control()
+    once.add(once.planned(40, BEST, STAGNATED))
+    assert once.planned(70, BEST, STAGNATED) is None, "a lower rate did not help"
+    assert once.planned(70, GoodState(50, 2.8, {}), STAGNATED) is not None, "it helped"
+    assert once.planned(70, BEST, DEV_ROSE) is not None
+
+
+def test_the_decisions_after_a_restart_are_those_without_one():
+    losses = NOISE[:40] + [9.0] * 8 + NOISE[40:90] + [9.0] * 16
+    records = [StepRecord(step, loss, 1e-3) for step, loss in enumerate(losses)]
+    for cut in range(len(losses)):
+        whole, restored, done = control(200), control(200), dict[int, Rollback]()
+        for step, loss in enumerate(losses):
+            if step == cut:
+                restored.load(records[:cut], done, len(done))
+            for made in (whole, restored) if step >= cut else (whole,):
+                made.stepped(loss)
+            reason = whole.reason(step + 1, BEST, None)
+            assert step < cut or restored.reason(step + 1, BEST, None) == reason
+            if reason is not None:
+                done[step + 1] = Rollback(step + 1, BEST.step, 0.5, reason)
+                for made in (whole, restored) if step >= cut else (whole,):
+                    made.add(done[step + 1])
+        assert len(done) >= 2
+
+
+# Runs
+
+
+class Told(Listener):
+    def __init__(self) -> None:
+        self.rollbacks: list[Rollback] = []
+
+    def rolled_back(self, rollback: Rollback) -> None:
+        self.rollbacks.append(rollback)
+
+
+@pytest.mark.parametrize("method", mostly_slow(RATES, "tezo-cadam", "lozo"))
+def test_a_run_at_a_far_too_high_rate_returns_and_says_so(home, tmp_path, method):
+    told = Told()
+    made = config(home, method, RATES[method]) if method != "adam" else adam(home)
+    summary = train(made, tmp_path / "run", [told])
+    log = read_log(tmp_path / "run/steps.log")
+    assert told.rollbacks == list(log.rollbacks.values()) and told.rollbacks
+    assert [rollback["reason"] for rollback in summary["rollbacks"]] == [r.reason for r in told.rollbacks]
+    dev = {step: metrics["loss"] for (split, step), metrics in log.evaluations.items() if split == "dev"}
+    first = float(made.method.options["lr"])
+    for step, record in enumerate(log.steps):
+        scale = [r.lr_scale for r in told.rollbacks if r.step <= step]
+        assert record.lr == pytest.approx(first * (scale[-1] if scale else 1))
+    for rollback in told.rollbacks:
+        earlier = {step: loss for step, loss in dev.items() if step <= rollback.step}
+        assert rollback.to == min(earlier, key=earlier.get) and rollback.to != rollback.step
+    assert summary["dev_loss"] <= summary["dev_loss_before"]
+
+
+def adam(home: Path) -> Config:
+    return parse_config(
+        {
+            "model": {"name": str(home / "opt"), "device": "cpu"},
+            "data": {name: str(home / f"{name}.jsonl") for name in ("train", "dev", "test")},
+            "method": {"name": "adam", "lr": RATES["adam"]},
+            "train": {"steps": STEPS, "batch_size": 4, "eval_every": 4, "checkpoint_every": 5, "log_every": 4},
+        }
+    )
+
+
+def rolled_back(home: Path, folder: Path, method: str, **train_settings: Any) -> tuple[Config, list[int]]:
+    """A run with returns, and the steps after which it returned."""
+    made = config(home, method, RATES[method], **train_settings) if method != "adam" else adam(home)
+    train(made, folder)
+    steps = sorted(read_log(folder / "steps.log").rollbacks)
+    assert steps and steps[0] < STEPS - 4, "the tests below would test nothing"
+    return made, steps
+
+
+@pytest.mark.parametrize("method", mostly_slow(RATES, "tezo-cadam", "lozo"))
+def test_a_run_that_stops_around_a_return_goes_on_to_the_bit(home, tmp_path, method):
+    made, steps = rolled_back(home, tmp_path / "whole", method)
+    for step in sorted({step + offset for step in steps[:2] for offset in (-1, 0, 4)}):
+        stopped(made, tmp_path / "run", step)
+    train(made, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("method", mostly_slow(["tezo-cadam", "lozo", "mezo"], "tezo-cadam", "lozo"))
+def test_it_goes_on_from_the_log_alone_and_is_replayed_from_it(home, tmp_path, method):
+    made, steps = rolled_back(home, tmp_path / "whole", method, checkpoint_every=0)
+    stopped(made, tmp_path / "run", steps[0] + 2)
+    train(made, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    done = tezo("replay", tmp_path / "whole", "--output", tmp_path / "again")
+    assert done.code == 0, done.err
+    assert same(result(tmp_path / "again"), result(tmp_path / "whole"))
+    last = len(read_log(tmp_path / "whole/steps.log").steps)
+    later = tezo("replay", tmp_path / "whole", "--step", last, "--output", tmp_path / "last")
+    assert later.code == 0, later.err
+    at_end = config(home, method, RATES[method], checkpoint_every=0, keep_best=False)
+    train(at_end, tmp_path / "end")
+    assert same(result(tmp_path / "last"), result(tmp_path / "end")), "the state after the returns"
+
+
+def test_a_return_that_was_decided_and_not_yet_written_is_decided_again(home, tmp_path):
+    # A process that dies after it has logged the step, and before it has logged what follows from it.
+    made, steps = rolled_back(home, tmp_path / "whole", "tezo-cadam", checkpoint_every=0)
+    log = tmp_path / "run/steps.log"
+    stopped(made, tmp_path / "run", steps[0] + 1)
+    whole = log.read_bytes()
+    at = whole.rindex(b"back", 0, whole.rindex(b"step"))
+    log.write_bytes(whole[:at])
+    assert not read_log(log).rollbacks and len(read_log(log).steps) == steps[0]
+    train(made, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
+@pytest.mark.timeout(600)
+def test_kills_leave_the_run_as_it_was(tmp_path):
+    done = forked("kills", "--kills", 8, "--seed", 5, "--methods", "tezo-cadam", "--lr", RATES["tezo-cadam"])
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)
+    assert found["kills"] >= 8 and found["rollbacks"] > 0
+
+
+@pytest.mark.parametrize("share", ["rows", "directions"])
+def test_ranks_return_together(home, tmp_path, share):
+    directions = {"num_directions": 2, "directions": "shared"}
+    made = config(home, "tezo-cadam", 0.1, parallel=share, compare_every=1)
+    made = made.with_options(**directions)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_config(made))
+    done = forked("ranked", path, tmp_path / "run", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert read_log(tmp_path / "run/steps.log").rollbacks, "and all ranks had the same parameters after every step"
+
+
+def test_a_loss_that_is_not_finite_is_a_reason_to_return(home, tmp_path):
+    class Once(Listener):
+        """Makes the parameters of one step infinite, as an overflow does."""
+
+        def started(self, job: Any) -> None:
+            self.job = job
+
+        def stepped(self, progress: Any) -> None:
+            if progress.record.step == 18:
+                moving = next(iter(self.job.optimizer.moving.values()))
+                moving.change.coefficient.fill_(math.inf)
+
+    summary = train(config(home, lr=1e-3), tmp_path / "run", [Once()])
+    assert [rollback["reason"] for rollback in summary["rollbacks"]] == [NOT_FINITE]
+    assert summary["steps"] == STEPS and math.isfinite(summary["after"]["loss"])
+
+
+def test_a_loss_that_is_never_finite_is_an_error_after_all(home, tmp_path):
+    with pytest.raises(NonFiniteLossError, match=r"Lower method\.lr"):
+        train(config(home, lr=1e30), tmp_path / "run")
+    assert len(read_log(tmp_path / "run/steps.log").rollbacks) == MOST_ROLLBACKS
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "Better: the dev loss fell from 3.0000 to 2.0000. It was falling to the end: try train.steps=80."),
+        ({"kept_step": 20}, "It was lowest after step 20: more rows"),
+        ({"stopped": STAGNATED}, "It ended after 40 of 50 steps: the dev loss was no lower for long"),
+        ({"after": {"loss": 4.0}}, "On the test rows it rose"),
+        ({"dev_loss": 3.0}, "No better: the dev loss was 3.0000 and is 3.0000. Try another rate, such as --lr auto"),
+        ({"dev_loss": 3.0, "rows": {"train": 9}}, "9 training rows may be too few"),
+        ({"dev_loss": 3.0, "rollbacks": [{"lr_scale": 0.1}]}, "from 1.0e-03 to 1.0e-04, still too high: try --lr 3.3e-05."),
+        ({"dev_loss": None}, "Better: the test loss fell from 3.5000 to 2.5000."),
+    ],
+)  # fmt: skip
+def test_a_verdict_says_what_to_try(changes, said):
+    summary = {"dev_loss": 2.0, "dev_loss_before": 3.0, "before": {"loss": 3.5}, "after": {"loss": 2.5}, "steps": 40,
+               "kept_step": 40, "stopped": None, "rollbacks": [], "rows": {"train": 1000}}  # fmt: skip
+    assert said in verdict(summary | changes, 1e-3, 50)
+
+
+def test_without_a_guard_nothing_returns(home, tmp_path):
+    summary = train(config(home, lr=RATES["tezo-cadam"], guard=False), tmp_path / "run")
+    assert summary["rollbacks"] == [] and summary["stopped"] is None and summary["steps"] == STEPS
+    assert not read_log(tmp_path / "run/steps.log").rollbacks
+
+
+def test_without_dev_rows_it_returns_to_the_lowest_mean_of_a_tenth_of_the_steps(home, tmp_path):
+    data = {"train": str(home / "train.jsonl"), "test": str(home / "test.jsonl"), "hold_out": 0}
+    made = parse_config({"model": {"name": str(home / "opt")}, "data": data, "method": {"name": "lozo", "lr": 0.1},
+                         "train": {"steps": 96, "batch_size": 4, "checkpoint_every": 5}})  # fmt: skip
+    summary = train(made, tmp_path / "whole")
+    log, every = read_log(tmp_path / "whole/steps.log"), 9
+    assert summary["rollbacks"] and summary["kept_step"] == summary["steps"], "there is no best by dev rows to keep"
+    first = summary["rollbacks"][0]
+    losses = [record.loss for record in log.steps[: first["step"]]]
+    means = {end: sum(losses[end - every : end]) / every for end in range(every, first["step"] + 1, every)}
+    assert first["to"] == min(means, key=means.get)
+    stopped(made, tmp_path / "run", first["step"] + 1)
+    train(made, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
+def test_a_run_whose_dev_loss_falls_no_further_ends_early(home, tmp_path):
+    flags = ("--model", home / "opt", "--data", home / "train.jsonl", "--steps", 200, "--method", "mezo", "--json")
+    named = {"data__dev": home / "dev.jsonl", "method__lr": 1e-30, "train__batch_size": 1}  # nothing changes
+    done = tezo("train", *flags, "--output", tmp_path / "run", *settings(**named))
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert summary["steps"] == 120 and summary["stopped"] == STAGNATED
+    assert [(r["step"], r["reason"]) for r in summary["rollbacks"]] == [(60, STAGNATED)]
+    assert summary["verdict"].startswith("No better")
+
+
+# The log
+
+
+def test_rollbacks_are_entries_in_their_place(tmp_path):
+    path, header = tmp_path / "steps.log", {"directions": 0, "kinds": ["gradient"]}
+    log = StepLog(path, header, 0)
+    for step in range(3):
+        log.append(StepRecord(step, 1.0, 1e-3, kind="gradient"))
+    made = Rollback(3, 1, 0.25, STEPS_ROSE)
+    log.append_rollback(made)
+    log.append_rollback(made)
+    log.append(StepRecord(3, 1.0, 1e-3, kind="gradient"))
+    log.close()
+    assert read_log(path).rollbacks == {3: made} and len(read_log(path).steps) == 4
+    data = path.read_bytes()
+    assert data.count(b"back") == 1
+    for torn in range(data.index(b"back"), data.index(b"back") + 8):
+        path.write_bytes(data[:torn])
+        assert read_log(path).rollbacks == {} and len(read_log(path).steps) == 3
+
+
+@pytest.mark.parametrize(
+    "forged", [Rollback(2, 1, 0.5, "x"), Rollback(3, 4, 0.5, "x"), Rollback(3, -1, 0.5, "x"), Rollback(3, 1, 0.0, "x"),
+               Rollback(3, 1, 2.0, "x")]
+)  # fmt: skip
+def test_a_forged_rollback_is_no_entry(tmp_path, forged):
+    path = tmp_path / "steps.log"
+    log = StepLog(path, {"directions": 0, "kinds": ["gradient"]}, 0)
+    for step in range(3):
+        log.append(StepRecord(step, 1.0, 1e-3, kind="gradient"))
+    log.append_rollback(forged)
+    log.append(StepRecord(3, 1.0, 1e-3, kind="gradient"))
+    log.close()
+    with pytest.raises(RequestError, match="damaged after step 3"):
+        read_log(path)

@@ -7,11 +7,13 @@ First the rate grows by `GROWTH` from step to step on one batch, from a rate tha
 until a step raises the loss of that batch by 5 %. On the same rows a step along their own estimate lowers the loss
 until curvature prevails; this bounds the rate from above. From there trials of the run's own first steps go down by
 factors of 2: each starts at the same parameters, takes the same batches and directions, and is judged by the loss on
-held-out rows. A trial ends as soon as that loss is above the start's by twice the standard error of the rows'
+held-out rows. A trial fails as soon as that loss is above the start's by twice the standard error of the rows'
 differences. The search ends when a trial is worse than the one before.
 
 A few steps favour higher rates than a run, whose signal decreases while its noise does not: the result is `CAUTION`
 times the best rate of the trials. Half the best rate costs a run little; twice the best rate can cost it everything.
+If `ENOUGH` trials neither failed nor lowered the loss, they are too short to tell rates apart: the result is then
+`CAUTION`^2 times the highest of their rates.
 """
 
 import math
@@ -39,8 +41,9 @@ TRIAL_STEPS = 16
 (docs/experiments.md)."""
 MOST_TRIALS = 12
 MOST_PASSES = 200
-"""Forward passes after which no further trial is begun."""
+"""Forward passes, for each direction of a step, after which no further trial is begun."""
 CAUTION = 0.5
+ENOUGH = 3
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,13 @@ class Trial:
         lr: the rate.
         steps: number of steps until it ended.
         change: of the loss on the held-out rows.
+        failed: whether the loss had risen.
     """
 
     lr: float
     steps: int
     change: float
+    failed: bool
 
 
 @dataclass(frozen=True)
@@ -96,22 +101,38 @@ def choose_lr(
     """
     search = _Search(optimizer, batch, held_out, held_out_passes, max(2, min(TRIAL_STEPS, steps // 5)))
     trials = search.run()
-    best = min(trials, key=lambda trial: trial.change, default=Trial(search.default, 0, 0.0))
-    found = best.change < 0
-    lr = float(f"{(best if found else trials[-1]).lr * CAUTION:.1e}") if trials else search.default
+    lr, how = _choice(trials, search.default)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    return ChosenRate(lr, trials, search.passes, _notice(lr, trials, search.passes, found=found))
+    return ChosenRate(lr, trials, search.passes, _notice(lr, how, trials, search.passes))
 
 
-def _notice(lr: float, trials: tuple[Trial, ...], passes: int, *, found: bool) -> str:
+def _choice(trials: tuple[Trial, ...], default: float) -> tuple[float, str]:
+    """(learning rate, how it was chosen in words; "" by the best trial)."""
     if not trials:
-        return f"method.lr: {lr:.1e}, the method's default, because the loss does not change along its directions."
+        return default, "the method's default, because the loss does not change along its directions"
+    best = min(trials, key=lambda trial: trial.change)
+    sound = [trial.lr for trial in trials if not trial.failed]
+    if best.change < 0:
+        lr, how = CAUTION * best.lr, ""
+    elif sound:
+        lr, how = (
+            CAUTION**2 * max(sound),
+            "no trial lowered the loss, so it is below the highest that did not fail",
+        )
+    else:
+        lr, how = CAUTION * trials[-1].lr, "all trials failed, so it is below the lowest"
+    return float(f"{lr:.1e}"), how
+
+
+def _notice(lr: float, how: str, trials: tuple[Trial, ...], passes: int) -> str:
+    if not trials:
+        return f"method.lr: {lr:.1e}, {how}."
     tried = ", ".join(f"{trial.lr:.1e}: {trial.change:+.3f}" for trial in trials)
-    none = "" if found else "; no rate lowered it, so the lowest was taken"
     return (
         f"method.lr: {lr:.1e} was chosen by {len(trials)} trials ({passes} forward passes) of at most "
-        f"{max(trial.steps for trial in trials)} steps; change of the held-out loss by rate: {tried}{none}."
+        f"{max(trial.steps for trial in trials)} steps; change of the held-out loss by rate: {tried}"
+        + (f"; {how}." if how else ".")
     )
 
 
@@ -147,12 +168,17 @@ class _Search:
         if not all(map(math.isfinite, start)):
             raise NonFiniteResultError(0, statistics.fmean(start))
         trials: list[Trial] = []
-        while len(trials) < MOST_TRIALS and (self.passes < MOST_PASSES or all(t.change > 0 for t in trials)):
+        while len(trials) < MOST_TRIALS and not self._is_found(trials):
             trials.append(self._trial(lr, start))
-            if len(trials) > 1 and trials[-2].change < min(0.0, trials[-1].change):
-                break
             lr /= 2
         return tuple(trials)
+
+    def _is_found(self, trials: Sequence[Trial]) -> bool:
+        sound = [trial for trial in trials if not trial.failed]
+        if any(trial.change < 0 for trial in sound):
+            spent = self.passes >= MOST_PASSES * self.optimizer.num_directions
+            return spent or (len(trials) > 1 and trials[-2].change < min(0.0, trials[-1].change))
+        return len(sound) == ENOUGH
 
     def _bound(self, lr: float) -> float:
         """The first of the growing rates at which a step raises the loss of its own batch."""
@@ -168,18 +194,19 @@ class _Search:
         return lr
 
     def _trial(self, lr: float, start: Sequence[float]) -> Trial:
-        change, taken = 0.0, 0
+        change, taken, failed = 0.0, 0, False
         for stop in sorted({max(1, self.trial_steps // 4), max(1, self.trial_steps // 2), self.trial_steps}):
             if not all(self._step(self.batch(step), lr) for step in range(taken, stop)):
-                change = math.inf
+                change, failed = math.inf, True
                 break
             taken = stop
             changes = [after - before for after, before in zip(self._held_out(), start, strict=True)]
             change = statistics.fmean(changes) if all(map(math.isfinite, changes)) else math.inf
-            if change > 2 * standard_error(changes):
+            failed = change > 2 * standard_error(changes)
+            if failed:
                 break
         self._restart()
-        return Trial(lr, taken, change)
+        return Trial(lr, taken, change, failed)
 
     def _step(self, closure: Closure, lr: float) -> bool:
         """Takes a step; whether its losses were finite."""

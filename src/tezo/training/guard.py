@@ -47,9 +47,7 @@ class Guard:
         pairs = sum(math.comb(steps // window.size, 2) for window in self._windows)
         self._alpha = alpha / max(1, pairs)
         self._last: float | None = None
-        self._count = 0
         self._squares, self._differences = 0.0, 0
-        self._sound = 0.0, 0
 
     def add(self, loss: float) -> bool:
         """Takes in the loss of the next step; whether the losses have risen."""
@@ -58,11 +56,7 @@ class Guard:
             self._differences += 1
         self._last = loss
         rises = [rise for window in self._windows if (rise := window.add(loss)) is not None]
-        has_risen = any(self._is_large(rise) for rise in rises)
-        self._count += 1
-        if self._count % SHORTEST_WINDOW == 0 and not has_risen:
-            self._sound = self._squares, self._differences
-        return has_risen
+        return any(self._is_large(rise) for rise in rises)
 
     def is_above(self, rise: float, ratio: float) -> bool:
         """Whether a rise of the loss on other rows is larger than the noise allows.
@@ -74,9 +68,12 @@ class Guard:
         return self._is_large(rise / math.sqrt(2 * ratio))
 
     def restart(self) -> None:
-        """Goes on after a return to an earlier state; the noise before the rise and the lowest means are kept."""
-        self._last, self._count = None, 0
-        self._squares, self._differences = self._sound
+        """Goes on after a return to an earlier state; the lowest means are kept.
+
+        The noise is estimated anew: a rise may have begun in the first steps, and would have been taken for noise.
+        """
+        self._last = None
+        self._squares, self._differences = 0.0, 0
         for window in self._windows:
             window.restart()
 

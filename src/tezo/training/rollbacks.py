@@ -1,8 +1,8 @@
 """When a run returns to an earlier state and goes on at a lower rate, and when it ends because that no longer helps.
 
 A run keeps the parameters with the lowest dev loss. It returns to them, drops the moments, and multiplies its learning
-rate by `LOWERED`, for one of the `REASONS`. It ends if `PATIENCE` evaluations after a return had no lower dev loss
-either. Without dev rows the state to return to is that with the lowest mean loss of a tenth of the steps.
+rate by `LOWERED`, for one of the `REASONS`. It ends if it stagnates after a return for
+that reason too. Without dev rows the state to return to is that with the lowest mean loss of a tenth of the steps.
 
 Decisions depend on nothing but losses that are in the step log, and are written there themselves.
 """
@@ -106,8 +106,9 @@ class Rollbacks:
 
     def planned(self, steps: int, best: GoodState, reason: str) -> Rollback | None:
         """The rollback to the best state for a reason; None: the run should end instead."""
-        helped = not self.done or self.done[-1].to < best.step
-        if len(self.done) == MOST_ROLLBACKS or (reason == STAGNATED and not helped):
+        last = self.done[-1] if self.done else None
+        again = last is not None and (last.reason, last.to) == (STAGNATED, best.step)
+        if len(self.done) == MOST_ROLLBACKS or (reason == STAGNATED and again):
             return None
         return Rollback(steps, best.step, self.lr_scale * LOWERED, reason)
 

@@ -146,7 +146,7 @@ class ActivationBasis(Basis):
                 self._calls = max(self._calls, int(factor))  # going back to a better step takes no pass back
                 continue
             refresh_step, _, name = key.partition("/")
-            loaded.setdefault(int(refresh_step), {})[name] = factor.double().cpu()
+            loaded.setdefault(int(refresh_step), {})[name] = factor.to("cpu", torch.float64, copy=True)
         for factors in loaded.values():
             self._check(factors)
         self._collected = {refresh_step: CollectedFactors(factors, 0) for refresh_step, factors in loaded.items()}
