@@ -1,0 +1,64 @@
+"""A hundred first runs with default settings: does each end better than it began? Beside them the paper's TeZO.
+
+    python benchmarks/first_runs.py --shared FOLDER [--out benchmarks/results] [--workers 2]
+
+Four models, three data sets each, four methods, two seeds, and four more of the default method; every other setting is
+left at its default. Beside them TeZO at each of three rates, without the guard, of which the best by dev loss counts.
+About half an hour on two cores. Writes first_runs.json after every run, and goes on with what is missing.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from small_runs import Job, model_name, pretrain, rows, run_all
+
+from tezo.runs.environment import hardware, versions
+from tezo.studies.bench.result_files import commit
+
+MODELS = {
+    "decoder": ("completions", "sst2", "trec"),
+    "encoder": ("sst2", "trec", "rte"),
+    "opt": ("completions", "sst2", "trec"),
+    "roberta": ("sst2", "trec", "rte"),
+}
+"""Model -> its data sets; completions need a causal model."""
+METHODS = ("lozo-adam", "tezo", "tezo-cadam", "mezo")
+SEEDS = (0, 1)
+PAPER, PAPER_RATES = "tezo, no guard", (3e-5, 1e-4, 3e-4)
+
+
+def jobs(shared: Path, made: Path) -> Iterator[Job]:
+    """All runs."""
+    for model, sets in MODELS.items():
+        for data in sets:
+            common = {"model.name": model_name(model, shared, made), **rows(data, shared)}
+            for method in METHODS:
+                for seed in (*SEEDS, 2) if (method, data) == (METHODS[0], "sst2") else SEEDS:
+                    entry = {"model": model, "data": data, "method": method, "seed": seed, "asked_lr": None}
+                    yield entry, {**common, "method.name": method, "train.seed": seed}
+            for lr in PAPER_RATES:
+                entry = {"model": model, "data": data, "method": PAPER, "seed": 0, "asked_lr": lr}
+                yield entry, {**common, "method.name": "tezo", "method.lr": lr, "train.guard": False}
+
+
+def main() -> None:
+    """Runs what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, required=True, help="folder with models/ and data/")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    head = {
+        "command": "python benchmarks/first_runs.py --shared FOLDER", "paper": PAPER,
+        "commit": commit(), "hardware": hardware(), "versions": versions(("tezo", "torch", "transformers")),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as made:
+        for kind in ("opt", "roberta"):
+            pretrain(kind, Path(made) / kind, given.shared)
+        run_all(jobs(given.shared, Path(made)), given.out / "first_runs.json", head, given.workers)
+
+
+if __name__ == "__main__":
+    main()
