@@ -1,10 +1,12 @@
 """What a rank of tests/test_ranks.py does: `train`, with a fault on one rank where one is asked for.
 
 torchrun ... tests/ranked.py RECIPE RUN [--set KEY=VALUE] [--resume] [--die | --drift | --term | --flat RANK STEP]
-                             [--set-on RANK KEY=VALUE] [--folder-of RANK FOLDER] [--late RANK] [--patience SECONDS]
+                             [--set-on RANK KEY=VALUE] [--folder-of RANK FOLDER] [--rate-of RANK RATE] [--late RANK]
+                             [--patience SECONDS]
 """
 
 import argparse
+import dataclasses
 import os
 import signal
 import sys
@@ -16,6 +18,7 @@ import torch
 
 from tezo import distributed
 from tezo.errors import TezoError
+from tezo.training import resolution
 from tezo.training.config import parse_setting, read_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
@@ -64,6 +67,7 @@ def main() -> int:
         parser.add_argument(f"--{kind}", type=int, nargs=2)
     for name in ("--set-on", "--folder-of"):
         parser.add_argument(name, nargs=2, action="append", default=[])
+    parser.add_argument("--rate-of", nargs=2)
     parser.add_argument("--late", type=int)
     parser.add_argument("--patience", type=float)
     asked = parser.parse_args()
@@ -76,6 +80,9 @@ def main() -> int:
     for own, folder in asked.folder_of:
         if own == rank:
             os.chdir(folder)
+    if asked.rate_of and asked.rate_of[0] == rank:
+        choose = resolution.choose_lr
+        resolution.choose_lr = lambda *given: dataclasses.replace(choose(*given), lr=float(asked.rate_of[1]))
     asked.set += [text for own, text in asked.set_on if own == rank]
     found = {kind: getattr(asked, kind) for kind in KINDS if getattr(asked, kind)}
     listeners = [Fault(kind, rank, step) for kind, (rank, step) in found.items()]

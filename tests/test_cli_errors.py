@@ -142,7 +142,7 @@ def test_an_unknown_device(attempt):
         ("method.lr=fast", ["method.lr", "'fast'", "a number"]),
         ("method.lr=-1", ["method.lr", "-1", "between 0 and"]),
         ("method.lr=nan", ["method.lr", "nan"]),
-        ("method.lr=1e300", ["method.lr", "1e+300", "at least 0 and below 1e+30"]),
+        ("method.lr=1e300", ["method.lr", "1e+300", "between 0 and 1e+30"]),
         ("method.rho=inf", ["method.rho", "inf", "at most 1e+30"]),
         ("method.betas=[0.9, 1.0]", ["method.betas", "1.0", "below 1"]),
         ("method.betas=[-1, 0.9]", ["method.betas", "-1", "at least 0"]),

@@ -1,7 +1,7 @@
 """From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,12 @@ class Job:
     def model(self) -> Any:
         """The model being tuned."""
         return self.loaded.model
+
+    def with_lr(self, lr: float) -> "Job":
+        """The job with another learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return replace(self, config=self.config.with_options(lr=lr))
 
     def sampler(self) -> BatchSampler:
         """Which training rows a step takes."""

@@ -79,6 +79,9 @@ def train(
                 config = with_choices_of(begun, config)
             job = prepare(config, loaded=loaded, rows=rows)
             check_shareable(job, ranks)
+        job = job.with_lr(
+            *ranks.first([float(job.config.method.options["lr"])])
+        )  # trials may be rounded otherwise here
         ranks.check_same(log_header(job))
         with Interruption() as interruption:
             return Loop(job, folder, listeners, interruption, ranks).run()
