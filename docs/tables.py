@@ -195,6 +195,61 @@ def figure(name: str) -> str:
     return f"![{name}](figures/{name}.png)\n\n*{numbers['caption']}* {made}\n"
 
 
+def first_runs() -> str:
+    """How many first runs ended better than they began, by method."""
+    results = read("first_runs")
+    groups = {name: runs for name, runs in _by(results["runs"], "method").items() if name != results["paper"]}
+    rows = [[f"`{name}`", *_outcome(runs)] for name, runs in groups.items()]
+    every = [run for runs in groups.values() for run in runs]
+    rows.append(["all", *_outcome(every)])
+    rows.append(["TeZO, no guard, best of three rates", *_outcome(_best_rates(results))])
+    table = grid(
+        ["default settings, by method", "runs", "dev loss fell", "rose by more than 1 %", "median change"], rows
+    )
+    return table + f"\nFour small models, three data sets each. `{results['command']}`; {machine(results)}.\n"
+
+
+def first_runs_models() -> str:
+    """The median change of the dev loss, by model, data and method."""
+    results = read("first_runs")
+    methods = [name for name in _by(results["runs"], "method") if name != results["paper"]]
+    rows = []
+    for model, of_model in _by(results["runs"], "model").items():
+        for data, runs in _by(of_model, "data").items():
+            by_method = _by(runs, "method")
+            start = runs[0]["dev_loss_before"]
+            ends = [f"{statistics.median(r['dev_loss'] for r in by_method.get(name, [])):.3f}" for name in methods]
+            best = min(run["dev_loss"] for run in by_method[results["paper"]])
+            rows.append([model, data, f"{start:.3f}", *ends, f"{best:.3f}"])
+    heads = ["model", "data", "start", *(f"`{name}`" for name in methods), "TeZO, no guard, best of three rates"]
+    return grid(heads, rows) + f"\nDev loss, medians of seeds. `{results['command']}`; {machine(results)}.\n"
+
+
+def _settings_of(results: dict[str, Any]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for run in results["runs"]:
+        found.setdefault((run["model"], run["data"], run["method"]), []).append(run)
+    return found
+
+
+def _by(runs: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        found.setdefault(run[key], []).append(run)
+    return found
+
+
+def _best_rates(results: dict[str, Any]) -> list[dict[str, Any]]:
+    paper = [runs for (_, _, method), runs in _settings_of(results).items() if method == results["paper"]]
+    return [min(runs, key=lambda run: run["dev_loss"]) for runs in paper]
+
+
+def _outcome(runs: Sequence[dict[str, Any]]) -> list[str]:
+    changes = [run["dev_loss"] / run["dev_loss_before"] - 1 for run in runs]
+    fell, rose = sum(change < 0 for change in changes), sum(change > 0.01 for change in changes)
+    return [f"{len(runs)}", f"{fell}", f"{rose}", f"{100 * statistics.median(changes):+.1f} %"]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "step": partial(step, "all-linear"),
@@ -206,6 +261,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "evaluation": evaluation,
     "products": products,
     "kills": kills,
+    "first-runs": first_runs,
+    "first-runs-models": first_runs_models,
     "packed": packed,
     "exchange": exchange,
     "encoder": encoder,

@@ -26,6 +26,8 @@ from folders import (
 from safetensors.torch import load_file, save_file
 
 from tezo.tasks.examples import MOST_TEXT
+from tezo.training.recipe import TrainConfig
+from tezo.training.resolution import with_steps
 
 PROGRAM = Path(sys.executable).parent / "tezo"
 COMMANDS = ("train", "eval", "predict", "export", "methods", "doctor", "report")
@@ -125,6 +127,35 @@ def test_held_out_rows_are_said(home, tmp_path):
     named = {"data__hold_out": 0, "data__test": home / "test.jsonl"}
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "none", **named)
     assert done.says("12 training rows, 0 dev, 6 test") and not done.says("held out")
+
+
+def test_free_text_is_sampled_before_and_after(home, tmp_path):
+    rows = write_rows(tmp_path / "text.jsonl", completion_rows(12))
+    done = train(home / "opt", rows, tmp_path / "run")
+    dev = [line for line in done.err.splitlines() if line.startswith("sample of text.jsonl, line ")]
+    assert done.code == 0 and len(dev) == 2
+    samples = [line.split() for line in done.err.splitlines() if line.startswith(("  prompt", "  before", "  after"))]
+    assert [words[0] for words in samples] == ["prompt", "before", "after"] * 2
+    labelled = train(home / "opt", home / "rows.jsonl", tmp_path / "other")
+    assert "sample of" not in labelled.err
+
+
+def test_a_run_ends_with_a_verdict(home, tmp_path):
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run")
+    said = json.loads((tmp_path / "run/summary.json").read_text())["verdict"]
+    assert said in done.out and said.split(":")[0] in ("Better", "No better")
+
+
+def test_of_several_processes_the_first_prints(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run")
+    assert (done.code, done.out, done.err) == (0, "", "")
+
+
+@pytest.mark.parametrize(("count", "batch", "steps"), [(10, 16, 200), (160, 16, 200), (480, 16, 600), (480, 4, 1000)])
+def test_the_number_of_steps_follows_from_the_rows(count, batch, steps):
+    resolved = with_steps(TrainConfig(batch_size=batch), count)
+    assert resolved.num_steps == steps and with_steps(TrainConfig(steps=7), count).num_steps == 7
 
 
 def test_flags_are_laid_over_a_recipe_and_settings_over_flags(home, tmp_path):

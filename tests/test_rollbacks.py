@@ -32,6 +32,7 @@ from tezo.training.rollbacks import (
     STEPS_ROSE,
     GoodState,
     Rollbacks,
+    in_words,
 )
 from tezo.training.verdict import verdict
 
@@ -370,6 +371,16 @@ def test_a_run_whose_dev_loss_falls_no_further_ends_early(home, tmp_path):
     assert summary["steps"] == 120 and summary["stopped"] == STAGNATED
     assert [(r["step"], r["reason"]) for r in summary["rollbacks"]] == [(60, STAGNATED)]
     assert summary["verdict"].startswith("No better")
+
+
+def test_a_report_tells_of_returns(home, tmp_path):
+    rolled_back(home, tmp_path / "run", "tezo-cadam")
+    done = tezo("report", tmp_path / "run", "--output", tmp_path / "page.html")
+    assert done.code == 0, done.err
+    text = (tmp_path / "page.html").read_text()
+    for rollback in read_log(tmp_path / "run/steps.log").rollbacks.values():
+        assert f"After step {rollback.step} {in_words(rollback)}." in text
+    assert json.loads((tmp_path / "run/summary.json").read_text())["verdict"] in text
 
 
 # The log

@@ -6,7 +6,7 @@ import pytest
 from folders import label_rows, model_folder, train, write_rows
 
 from tezo.errors import RequestError
-from tezo.tasks import Example, hold_out, per_class
+from tezo.tasks import Example, hold_out, hold_out_of_groups, per_class
 
 
 def examples(count: int) -> list[Example]:
@@ -36,6 +36,21 @@ def test_where_a_label_has_too_few_rows_they_are_shared_out_if_asked():
     assert [sum(labels[i] == k for i in train) for k in range(2)] == [4, 10]
     assert [sum(labels[i] == k for i in dev) for k in range(2)] == [4, 10]
     assert not {*train} & {*dev}
+
+
+@pytest.mark.parametrize(("count", "expected"), [(2, 1), (20, 6), (60, 18), (107, 32), (400, 40), (9000, 500)])
+def test_rows_held_out_by_default_have_the_labels_in_proportion(count, expected):
+    pool = examples(count)
+    groups = ["rare" if i % 5 == 0 else "often" for i in range(count)]
+    kept, held = hold_out_of_groups(pool, groups, None, seed=0)
+    assert len(held) == expected and sorted(kept + held, key=lambda e: int(e.where.removeprefix("line "))) == pool
+    assert held != hold_out_of_groups(pool, groups, None, seed=1)[1] or count == 2
+    names = dict(zip((e.where for e in pool), groups, strict=True))
+    share = sum(names[e.where] == "rare" for e in held)
+    assert abs(share - expected * groups.count("rare") / count) <= 1
+    assert len(hold_out_of_groups(pool, groups, 1, seed=0)[1]) == 1
+    with pytest.raises(RequestError, match=f"too few to hold {count} out"):
+        hold_out_of_groups(pool, groups, count, seed=0)
 
 
 @pytest.mark.parametrize(("count", "share", "expected"), [(60, 0.1, 6), (60, 0.5, 30), (40, 0.01, 1), (9000, 0.2, 500)])

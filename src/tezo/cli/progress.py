@@ -14,7 +14,7 @@ from tezo.training.job import Job
 from tezo.training.listeners import Listener
 from tezo.training.listeners import Progress as StepProgress
 from tezo.training.plan import plan
-from tezo.training.rollbacks import REASONS
+from tezo.training.rollbacks import in_words
 
 WIDE = 110
 """Columns of a terminal from which on there is a bar beside the figures."""
@@ -66,11 +66,7 @@ class Screen(Listener):
         self.bar.console.print(f"  step {step:>6}  {split:<5} {figures}", markup=False)
 
     def rolled_back(self, rollback: Rollback) -> None:
-        self.bar.console.print(
-            f"  step {rollback.step:>6}  {REASONS[rollback.reason]}: back to step {rollback.to}, with "
-            f"{rollback.lr_scale:.3g} of the first learning rate",
-            markup=False,
-        )
+        self.bar.console.print(f"  step {rollback.step:>6}  {in_words(rollback)}", markup=False, soft_wrap=True)
 
     def finished(self, summary: dict[str, Any]) -> None:
         del summary

@@ -13,7 +13,7 @@ from tezo.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes, read_j
 from tezo.runs.folder import CONFIG, LOG, METRICS, PLAN, SUMMARY
 from tezo.runs.manifest import check_manifest
 from tezo.runs.metrics_log import read_lines
-from tezo.runs.step_log import read_log
+from tezo.runs.step_log import Rollback, read_log
 
 MAX_LOG_BYTES = 1 << 28
 MAX_NUMBER, MAX_DIMENSIONS = 1e15, 8
@@ -57,6 +57,7 @@ class Run:
         header: of steps.log.
         records: finished steps, from 0 on.
         evaluations: in the order of their steps.
+        rollbacks: returns to earlier steps, likewise.
         times: (finished steps, seconds spent on them) in metrics.jsonl; both rise.
         memory: last peak in metrics.jsonl, in bytes; None: there is none yet.
         plan: plan.json.
@@ -69,6 +70,7 @@ class Run:
     header: dict[str, Any]
     records: Sequence[StepRecord]
     evaluations: Sequence[Evaluation]
+    rollbacks: Sequence[Rollback]
     times: Sequence[tuple[int, float]]
     memory: int | None
     plan: Sequence[PlanRow]
@@ -127,6 +129,7 @@ def _read_files(folder: Path) -> Run:
             for (split, step), metrics in sorted(evaluations.items(), key=lambda item: item[0][1])
             if step <= len(log.steps)
         ],
+        rollbacks=[log.rollbacks[step] for step in sorted(log.rollbacks)],
         times=[(step, seconds) for step, seconds in times if step <= len(log.steps)],
         memory=memory,
         plan=_read_plan(folder / PLAN),

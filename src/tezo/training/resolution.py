@@ -96,7 +96,7 @@ def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Con
     Raises:
         RequestError: feedback steps or a chosen rate are asked for, and cannot be had.
     """
-    train = _with_steps(config.train, resources.rows.count)
+    train = with_steps(config.train, resources.rows.count)
     loss = resources.loss(train.batch_size)
     train, notices = resolve_feedback(train, config.method.name, optimizer, loss, labelled=resources.rows.labelled)
     config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
@@ -123,7 +123,8 @@ def _resolved_lr(config: Config, resources: Resources, optimizer: Tuner) -> tupl
     return found.lr, [found.notice]
 
 
-def _with_steps(train: TrainConfig, num_rows: int) -> TrainConfig:
+def with_steps(train: TrainConfig, num_rows: int) -> TrainConfig:
+    """The settings with a number of steps: that given, or `EPOCHS` within bounds."""
     epochs = math.ceil(EPOCHS * num_rows / train.batch_size)
     return replace(train, steps=train.steps or min(MOST_STEPS, max(LEAST_STEPS, epochs)))
 

@@ -36,6 +36,12 @@ REASONS = {
 """Reason for a rollback, as in the step log -> in words."""
 
 
+def in_words(rollback: Rollback) -> str:
+    """A sentence on a rollback, without its end."""
+    reason = REASONS.get(rollback.reason, rollback.reason)
+    return f"{reason}: back to step {rollback.to}, with {rollback.lr_scale:.3g} of the first learning rate"
+
+
 @dataclass
 class GoodState:
     """The state with the lowest loss so far.

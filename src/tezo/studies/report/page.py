@@ -13,6 +13,7 @@ from tezo.studies.report import charts
 from tezo.studies.report import report_tables as tables
 from tezo.studies.report.chart_svg import chart_svg
 from tezo.studies.run_config import run_config
+from tezo.training.rollbacks import in_words
 
 MAX_RUNS = 8
 """As many as there are colours."""
@@ -90,6 +91,8 @@ def section(index: int, run: Run) -> dict[str, Any]:
         "model": config.model.name,
         "trained": tables.trained_share(run),
         "costs": tables.costs(run),
+        "verdict": str((run.summary or {}).get("verdict", "")),
+        "rollbacks": [f"After step {rollback.step} {in_words(rollback)}." for rollback in run.rollbacks],
         "notices": [str(notice) for notice in (run.summary or {}).get("notices", [])],
         "metrics": tables.metrics_table(run),
         "kappa": charts.kappa_chart(index, run),

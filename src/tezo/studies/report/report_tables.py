@@ -107,7 +107,8 @@ def metrics_table(run: Run) -> Table:
             rows.append((prefix + name, [metric_cell(name, start), metric_cell(name, end), change]))
     if run.summary is not None:
         tested = run.summary.get("rows", {}).get("test")
-        of = f" on {tested} test rows" if isinstance(tested, int) else ""
+        name = "dev rows, which also chose the step" if run.summary.get("test_rows_chose") is True else "test rows"
+        of = f" on {tested} {name}" if isinstance(tested, int) else ""
         return Table(f"Before and after{of}", ("metric", "before", "after", "change"), rows)
     return Table("First and last evaluation so far", ("metric", "first", "last", "change"), rows)
 
