@@ -137,8 +137,9 @@ def run_all(jobs: Iterable[Job], path: Path, head: Mapping[str, Any], workers: i
     found: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.is_file() else []
     have = [_own(entry) for entry in found]
     for entry in _results([job for job in jobs if _own(job[0]) not in have], workers):
-        found.append(entry)
-        path.write_text(json.dumps({**head, "runs": found}, indent=1) + "\n")
+        if "error" not in entry:
+            found.append(entry)
+            path.write_text(json.dumps({**head, "runs": found}, indent=1) + "\n")
         said = {key: entry.get(key) for key in ("lr", "dev_loss_before", "dev_loss", "error")}
         print(len(found), *_own(entry).values(), said, flush=True)
 

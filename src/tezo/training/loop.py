@@ -254,7 +254,8 @@ class Loop:
         assert self.best is not None and self.best.state is not None
         if self.best.step != rollback.to:
             raise RunError(
-                f"{self.folder.path}: {LOG} returns to step {rollback.to}, and the best is {self.best.step}."
+                f"{self.folder.path}: {LOG} returns to step {rollback.to}, and the lowest dev loss is that of step "
+                f"{self.best.step}; put an intact copy in its place, or start the run again."
             )
         self.job.optimizer.roll_back(self.best.state, self.best.step)
         self.rollbacks.add(rollback)
