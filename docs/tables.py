@@ -198,7 +198,8 @@ def figure(name: str) -> str:
 def first_runs() -> str:
     """How many first runs ended better than they began, by method."""
     results = read("first_runs")
-    groups = {name: runs for name, runs in _by(results["runs"], "method").items() if name != results["paper"]}
+    finished = _finished(results)
+    groups = {name: runs for name, runs in _by(finished, "method").items() if name != results["paper"]}
     rows = [[f"`{name}`", *_outcome(runs)] for name, runs in groups.items()]
     every = [run for runs in groups.values() for run in runs]
     rows.append(["all", *_outcome(every)])
@@ -206,19 +207,21 @@ def first_runs() -> str:
     table = grid(
         ["default settings, by method", "runs", "dev loss fell", "rose by more than 1 %", "median change"], rows
     )
-    return table + f"\nFour small models, three data sets each. `{results['command']}`; {machine(results)}.\n"
+    models = ", ".join(_by(finished, "model"))
+    return table + f"\nModels: {models}. `{results['command']}`; {machine(results)}.\n"
 
 
 def first_runs_models() -> str:
     """The median change of the dev loss, by model, data and method."""
     results = read("first_runs")
-    methods = [name for name in _by(results["runs"], "method") if name != results["paper"]]
+    finished = _finished(results)
+    methods = [name for name in _by(finished, "method") if name != results["paper"]]
     rows = []
-    for model, of_model in _by(results["runs"], "model").items():
+    for model, of_model in _by(finished, "model").items():
         for data, runs in _by(of_model, "data").items():
             by_method = _by(runs, "method")
             start = runs[0]["dev_loss_before"]
-            ends = [f"{statistics.median(r['dev_loss'] for r in by_method.get(name, [])):.3f}" for name in methods]
+            ends = [f"{statistics.median(run['dev_loss'] for run in by_method[name]):.3f}" for name in methods]
             best = min(run["dev_loss"] for run in by_method[results["paper"]])
             rows.append([model, data, f"{start:.3f}", *ends, f"{best:.3f}"])
     heads = ["model", "data", "start", *(f"`{name}`" for name in methods), "TeZO, no guard, best of three rates"]
@@ -237,6 +240,15 @@ def _by(runs: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[str, An
     for run in runs:
         found.setdefault(run[key], []).append(run)
     return found
+
+
+def _finished(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of models and data sets that have all methods."""
+    of_set: dict[tuple[str, str], set[str]] = {}
+    for run in results["runs"]:
+        of_set.setdefault((run["model"], run["data"]), set()).add(run["method"])
+    most = max(map(len, of_set.values()))
+    return [run for run in results["runs"] if len(of_set[run["model"], run["data"]]) == most]
 
 
 def _best_rates(results: dict[str, Any]) -> list[dict[str, Any]]:
