@@ -19,10 +19,10 @@ from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
-from tezo.runs.folder import CONFIG, LOG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
-from tezo.runs.step_log import Rollback
+from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.splits import Splits
+from tezo.training.best_state import BestState
 from tezo.training.config import dump_config, read_config
 from tezo.training.data_parallel import check_shareable, shared_rows
 from tezo.training.evaluations import Evaluations
@@ -32,7 +32,6 @@ from tezo.training.job import LOSS, Job, prepare
 from tezo.training.listeners import Listener, Progress
 from tezo.training.plan import plan
 from tezo.training.recipe import Config
-from tezo.training.rollbacks import NOT_FINITE, GoodState, Rollbacks
 from tezo.training.run_header import check_same, check_unchanged, log_header, request_of, with_choices_of
 from tezo.training.schedule import interval, lr_factor
 from tezo.training.summary import Outcome, summarize
@@ -114,14 +113,7 @@ class Loop:
         self.lr_factor = lr_factor(self.settings)
         self.resumed = ResumeState()
         self.evaluations = Evaluations(job, folder, listeners)
-        self.eval_every = interval(self.settings.eval_every, self.settings) if job.dev else 0
-        self.best: GoodState | None = None
-        self.dev_loss: float | None = None
-        self.losses: list[float] = []
-        self.rollbacks = Rollbacks(
-            self.settings.num_steps, self.settings.batch_size / max(1, len(job.dev)), self.eval_every or 1
-        )
-        self.stopped: str | None = None
+        self.best = BestState(job, folder, self.evaluations, listeners, ranks)
         self.step_seconds = 0.0
 
     def run(self) -> dict[str, Any]:
@@ -137,6 +129,7 @@ class Loop:
         self._check_objective()
         self.resumed = self._open()
         self.evaluations.known = self.resumed.evaluations
+        self.best.begin(self.resumed)
         with reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint"):
             start = self._restore_checkpoint(self.resumed)
         if start > 0 and ("test", 0) not in self.resumed.evaluations:  # of a log that did not have them
@@ -148,7 +141,7 @@ class Loop:
         before = self.evaluations.of("test", 0)
         steps = self._steps(start, before)
         self._check_ranks(steps)
-        self._restore_best(steps)
+        self.best.restore(steps)
         after = self.evaluations.of("test", steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
@@ -175,19 +168,13 @@ class Loop:
         self.step_seconds = state.seconds
         if state.checkpoint is None:
             return 0
-        step, tensors, best = state.checkpoint.step, state.checkpoint.tensors, state.checkpoint.state["best"]
+        step = state.checkpoint.step
         parts: dict[str, dict[str, Tensor]] = {"run": {}, "best": {}}
-        for key, value in tensors.items():
+        for key, value in state.checkpoint.tensors.items():
             part, _, name = key.partition("/")
             parts[part][name] = value
-        self.rollbacks.load(state.steps[:step], state.rollbacks, int(state.checkpoint.state.get("rollbacks", 0)))
-        self.losses = [float(loss) for loss in state.checkpoint.state.get("losses", [])]
-        since = self.rollbacks.done[-1].step if self.rollbacks.done else 0
+        since = self.best.load(parts["best"], state.checkpoint.state, step)
         self.job.optimizer.load_resumable_state(parts["run"], state.steps[:step], since)
-        if best is not None:
-            # the state of the base has no tensors, which must be told from no state
-            kept = parts["best"] if best["kept"] else None
-            self.best = GoodState(int(best["step"]), float(best["loss"]), kept, int(best["since"]))
         return step
 
     def _steps(self, start: int, before: Metrics) -> int:
@@ -195,12 +182,12 @@ class Loop:
         settings = self.settings
         keep_every = interval(settings.checkpoint_every, settings)
         if start == 0:
-            self._note(0, before)
+            self.best.note(0, before)
         for steps in range(start + 1, settings.num_steps + 1):
             self._step(steps - 1)
             ends = steps == settings.num_steps or self._any(self._asked_to_stop())
-            self._note(steps, None, last=ends)
-            if ends or self._any(self._asked_to_stop()) or self._patience_exhausted() or self._gives_up(steps):
+            self.best.note(steps, last=ends)
+            if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
                 return steps
             interrupted = self._any(self.interruption.signal is not None)
             if interrupted or (keep_every and steps % keep_every == 0):
@@ -210,60 +197,6 @@ class Loop:
                 raise RunError(f"stopped by {by} after step {steps}; go on with --resume.")
         return start
 
-    def _note(self, steps: int, before: Metrics | None, *, last: bool = False) -> None:
-        """Evaluates the dev rows, where it is time, and notes the best state so far.
-
-        Args:
-            steps: number of steps taken.
-            before: metrics of the test rows before the first step.
-            last: whether no step follows.
-        """
-        self.dev_loss = None
-        if self.eval_every and (steps % self.eval_every == 0 or last):
-            same = before is not None and self.job.dev is self.job.test
-            loss = before["loss"] if same and before is not None else self.evaluations.of("dev", steps)["loss"]
-            (self.dev_loss,) = self.ranks.first([loss])
-            self._compare(steps, self.dev_loss)
-        elif self.settings.guard and not self.eval_every and steps % interval(None, self.settings) == 0:
-            self._compare(steps, sum(self.losses) / len(self.losses) if self.losses else math.inf)
-            self.losses = []
-
-    def _compare(self, steps: int, loss: float) -> None:
-        if self.best is None or loss < self.best.loss:
-            kept = self.settings.guard or self.settings.keep_best
-            self.best = GoodState(steps, loss, self.job.optimizer.tuned_state() if kept else None)
-        else:
-            self.best.since += 1
-
-    def _gives_up(self, steps: int) -> bool:
-        """Returns to the best state, if there is a reason; whether the run should end, since that no longer helps."""
-        if not self.settings.guard or steps < len(self.resumed.steps) or steps in self.resumed.rollbacks:
-            return False  # a decision that was made before is in the log
-        assert self.best is not None
-        reason = self.rollbacks.reason(steps, self.best, self.dev_loss if self.settings.objective == LOSS else None)
-        if reason is None:
-            return False
-        planned = self.rollbacks.planned(steps, self.best, reason)
-        if planned is None:
-            self.stopped = reason
-            return True
-        self._roll_back(planned)
-        return False
-
-    def _roll_back(self, rollback: Rollback) -> None:
-        assert self.best is not None and self.best.state is not None
-        if self.best.step != rollback.to:
-            raise RunError(
-                f"{self.folder.path}: {LOG} returns to step {rollback.to}, and the lowest dev loss is that of step "
-                f"{self.best.step}; put an intact copy in its place, or start the run again."
-            )
-        self.job.optimizer.roll_back(self.best.state, self.best.step)
-        self.rollbacks.add(rollback)
-        self.losses = []
-        self.folder.append_rollback(rollback)
-        for listener in self.listeners:
-            listener.rolled_back(rollback)
-
     def _any(self, flag: bool) -> bool:
         """Whether it is so on any rank."""
         return self.ranks.max([float(flag)])[0] > 0
@@ -272,28 +205,22 @@ class Loop:
         if steps <= len(self.resumed.steps):
             return  # a step that is taken again
         tensors = {f"run/{key}": value for key, value in self.job.optimizer.resumable_state().items()}
-        state: dict[str, Any] = {"best": None, "rollbacks": len(self.rollbacks.done), "losses": self.losses}
-        if self.best is not None:
-            tensors |= {f"best/{key}": value for key, value in (self.best.state or {}).items()}
-            figures = {"step": self.best.step, "loss": self.best.loss, "since": self.best.since}
-            state["best"] = {**figures, "kept": self.best.state is not None}
+        best, state = self.best.saved()
+        tensors |= {f"best/{key}": value for key, value in best.items()}
         self.folder.save_checkpoint(Checkpoint(steps, tensors, state), self.settings.keep_checkpoints)
 
     def _step(self, step: int) -> None:
         for listener in self.listeners:
             listener.stepping(step)
-        optimizer, made = self.job.optimizer, self.resumed.rollbacks.get(step)
-        if made is not None and made not in self.rollbacks.done:
-            self._roll_back(made)
+        optimizer = self.job.optimizer
+        self.best.repeat_rollback(step)
         if step < len(self.resumed.steps) and optimizer.replays:
             optimizer.replay(self.resumed.steps[step])
         else:
             self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
-        if self.settings.guard:
-            self.rollbacks.stepped(record.loss)
-            self.losses.append(record.loss)
+        self.best.stepped(record.loss)
         progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
         self._log_step(progress)
         for listener in self.listeners:
@@ -320,10 +247,8 @@ class Loop:
             try:
                 self._take_step(step, indices)
             except NonFiniteLossError:
-                rollback = self._planned_after_failure(step)
-                if rollback is None:
+                if not self.best.roll_back_after_failure(step):
                     raise
-                self._roll_back(rollback)
                 self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % self.settings.compare_every == 0:
@@ -333,17 +258,10 @@ class Loop:
         if self.ranks.size > 1:
             self.ranks.check_equal(digest(self.job.optimizer.resumable_state()), steps)
 
-    def _planned_after_failure(self, step: int) -> Rollback | None:
-        """The rollback after a loss that was not finite; None: the parameters are those of the best state already."""
-        since = max([0, *(rollback.step for rollback in self.rollbacks.done)])
-        if not self.settings.guard or self.best is None or step in (self.best.step, since):
-            return None
-        return self.rollbacks.planned(step, self.best, NOT_FINITE)
-
     def _take_step(self, step: int, indices: Sequence[int]) -> None:
         job, optimizer = self.job, self.job.optimizer
         for group in optimizer.param_groups:
-            group["lr"] = self.lr * self.lr_factor(step) * self.rollbacks.lr_scale
+            group["lr"] = self.lr * self.lr_factor(step) * self.best.lr_scale
         if is_feedback(step, self.settings):  # every rank takes it on all rows
             optimizer.take_step(job.objective.closure(job.model, job.batches(indices)), FEEDBACK)
         else:
@@ -378,31 +296,18 @@ class Loop:
     def _asked_to_stop(self) -> bool:
         return any(listener.wants_stop for listener in self.listeners)
 
-    def _patience_exhausted(self) -> bool:
-        patience = self.settings.patience
-        return patience is not None and self.best is not None and self.best.since >= patience
-
-    @property
-    def _kept(self) -> GoodState | None:
-        """The state that the run keeps; None: the last one."""
-        return self.best if self.settings.keep_best and self.eval_every else None
-
-    def _restore_best(self, steps: int) -> None:
-        if self._kept is not None and self._kept.state is not None and self._kept.step != steps:
-            self.job.optimizer.load_tuned_state(self._kept.state, self._kept.step)
-
     def _finish(self, steps: int, before: Metrics, after: Metrics) -> dict[str, Any]:
-        kept = self._kept
+        kept = self.best.kept
         outcome = Outcome(
             steps,
             kept.step if kept is not None else steps,
-            kept.loss if kept is not None else self.dev_loss,
+            kept.loss if kept is not None else self.best.dev_loss,
             self.step_seconds,
             before,
             after,
             self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
-            self.rollbacks.done,
-            self.stopped,
+            self.best.rollbacks,
+            self.best.stopped,
         )
         # in this order: saving a whole model merges the change into it
         result = save_result(self.job.config.model, self.job.loaded, self.job.optimizer, self.folder.result)
