@@ -184,7 +184,10 @@ def test_a_recipe_that_was_changed_is_used_or_refused(home, tmp_path, seed):
 
 def changed_yaml(text: bytes, draw: random.Random) -> bytes:
     root = changed_json(json.dumps(yaml.safe_load(text)).encode(), draw)
-    return yaml.safe_dump(json.loads(root)).encode()
+    try:
+        return yaml.safe_dump(json.loads(root)).encode()
+    except RecursionError:
+        return root  # too deep for the writer here; JSON is YAML too, and the reader is what is tested
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 20_000, "a: !!timestamp x", "? [a]\n: b", "&a [*a]"], ids=len)
