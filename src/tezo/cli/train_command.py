@@ -31,7 +31,9 @@ def train(
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
     test: Annotated[str | None, typer.Option(help="Rows for the metrics before and after training.")] = None,
     method: Annotated[str | None, typer.Option(help="Method; see `tezo methods`.")] = None,
-    lr: Annotated[str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; auto: measured first.")] = None,
+    lr: Annotated[
+        str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; default auto: by short trials.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
     quantization: Annotated[str | None, typer.Option(help="Quantization of linear layers: nf4, int8, int8wo.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of directions, data order and sampling.")] = None,

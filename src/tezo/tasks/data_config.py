@@ -19,8 +19,7 @@ class DataConfig:
     test: str | None = None
     """Rows for the metrics before and after training: a file, or a split of the hub data set. Default: the dev rows."""
     hold_out: float | None = None
-    """Fraction of the training rows held out as dev rows where none are given; 0: no dev rows. Default: a tenth, but at
-    least 32 rows (0.3 of few rows) and at most 500, in proportion to their labels."""
+    """Share of rows held out as dev rows if none are given; 0: none. Default: 0.1, at least 32 rows (0.3 of few)."""
     subset: str | None = None
     """Configuration name of the hub data set."""
     train_split: str = "train"

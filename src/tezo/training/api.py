@@ -50,7 +50,8 @@ def train(
         tokenizer: of a model in memory.
         output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process.
         dev: rows that choose the parameters to keep; as `data`. A name may be a split of the hub data set.
-        test: rows for the figures before and after; likewise. Without dev and test a tenth of `data` is held out.
+        test: rows for the figures before and after; likewise. Without dev rows some of `data` are held
+            out; without test rows the dev rows count.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Objects must be given again, a model with the weights that the run began with.
         listeners: told of every step and evaluation; `tezo.training.trainer_callbacks` takes callbacks of transformers.

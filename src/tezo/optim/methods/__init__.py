@@ -3,7 +3,8 @@
 Symbols: W (M x N) is a weight, Z a direction of its shape, kappa = (f(W + rho Z) - f(W - rho Z)) / (2 rho) the
 projected gradient, lr the learning rate, r the rank. 1-D parameters, if they are tuned, always have dense directions.
 Options of all methods are in `Common`. The defaults rho = 1e-3, lr = 1e-6 (plain and momentum steps) and lr = 1e-5
-(Adam) are the paper's (appendix, table of hyper-parameters; it uses 1e-7 for plain steps on OPT-13B).
+(Adam) are the paper's (appendix, table of hyper-parameters; it uses 1e-7 for plain steps on OPT-13B). In a recipe both
+default to "auto": a run chooses them.
 
 Deviations from the published methods that all methods share, with reasons in docs/theory.md and docs/how-to-choose.md:
 - low-rank directions have unit variance (`scale="unit"`); `scale="raw"` gives the published scale;
