@@ -4,18 +4,13 @@
 
 Four models, three data sets each, four methods, two seeds, and four more of the default method; every other setting is
 left at its default. Beside them TeZO at each of three rates, without the guard, of which the best by dev loss counts.
-About half an hour on two cores. Writes first_runs.json after every run, and goes on with what is missing.
+More than an hour on two cores. Writes first_runs.json after every run, and goes on with what is missing.
 """
 
-import argparse
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from small_runs import Job, model_name, pretrain, rows, run_all
-
-from tezo.runs.environment import hardware, versions
-from tezo.studies.bench.result_files import commit
+from small_runs import Job, command, model_name, rows
 
 MODELS = {
     "decoder": ("completions", "sst2", "rte"),
@@ -43,22 +38,5 @@ def jobs(shared: Path, made: Path) -> Iterator[Job]:
                 yield entry, {**common, "method.name": "tezo", "method.lr": lr, "train.guard": False}
 
 
-def main() -> None:
-    """Runs what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shared", type=Path, required=True, help="folder with models/ and data/")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--workers", type=int, default=2)
-    given = parser.parse_args()
-    head = {
-        "command": "python benchmarks/first_runs.py --shared FOLDER", "paper": PAPER,
-        "commit": commit(), "hardware": hardware(), "versions": versions(("tezo", "torch", "transformers")),
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as made:
-        for kind in ("opt", "roberta"):
-            pretrain(kind, Path(made) / kind, given.shared)
-        run_all(jobs(given.shared, Path(made)), given.out / "first_runs.json", head, given.workers)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, "first_runs", jobs, ("opt", "roberta"), paper=PAPER)

@@ -3,19 +3,14 @@
     python benchmarks/learning_rates.py --shared FOLDER [--out benchmarks/results] [--workers 2]
 
 Each setting is run for 200 steps with the default rate (auto) and with each of seven rates, a factor of about 3 apart,
-without the guard. Compared is the dev loss of the kept step. About half an hour on two cores. Writes
+without the guard. Compared is the dev loss of the kept step. Not timed yet. Writes
 learning_rates.json after every run, and goes on with what is missing.
 """
 
-import argparse
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from small_runs import Job, model_name, pretrain, rows, run_all
-
-from tezo.runs.environment import hardware, versions
-from tezo.studies.bench.result_files import commit
+from small_runs import Job, command, model_name, rows
 
 STEPS = 200
 GRID = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
@@ -41,21 +36,5 @@ def jobs(shared: Path, made: Path) -> Iterator[Job]:
             }  # fmt: skip
 
 
-def main() -> None:
-    """Runs what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shared", type=Path, required=True, help="folder with models/ and data/")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--workers", type=int, default=2)
-    given = parser.parse_args()
-    head = {
-        "command": "python benchmarks/learning_rates.py --shared FOLDER", "steps": STEPS, "grid": GRID,
-        "commit": commit(), "hardware": hardware(), "versions": versions(("tezo", "torch", "transformers")),
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as made:
-        pretrain("roberta", Path(made) / "roberta", given.shared)
-        run_all(jobs(given.shared, Path(made)), given.out / "learning_rates.json", head, given.workers)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, "learning_rates", jobs, ("roberta",), steps=STEPS, grid=GRID)

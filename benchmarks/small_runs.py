@@ -1,16 +1,20 @@
 """Runs on small models and real rows, many side by side: what `first_runs.py` and `learning_rates.py` are made of.
 
 Models: a pretrained LLaMA decoder of 260K parameters, the embedded sentence encoder (22M), and a tiny OPT and a tiny
-RoBERTa that are pretrained here, each in less than a minute, on the texts of the same data sets.
+RoBERTa that are pretrained here, for a few hundred steps, on the texts of the same data sets.
 """
 
+import argparse
 import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from tezo.runs.environment import hardware, versions
+from tezo.studies.bench.result_files import commit
 
 LABELLED = {"data.num_train": 160, "data.num_dev": 64, "data.num_test": 64}
 """Rows of a task: few, as a first run has them."""
@@ -123,6 +127,33 @@ def run(job: Job) -> dict[str, Any]:
     keys = ("dev_loss_before", "dev_loss", "before", "after", "steps", "kept_step", "num_forward_passes", "rollbacks",
             "stopped", "verdict", "seconds_stepping")  # fmt: skip
     return entry | {"lr": lr, **{key: summary[key] for key in keys}}
+
+
+def command(
+    description: str | None, name: str, jobs: Callable[[Path, Path], Iterable[Job]], made: Iterable[str], **head: Any
+) -> None:
+    """The command line of a benchmark: pretrains, and runs what its result file does not have.
+
+    Args:
+        description: of the benchmark.
+        name: of its script and its result file.
+        jobs: (folder with models/ and data/, folder of the models made here) -> all runs.
+        made: the models that are pretrained here.
+        head: what the file has beside "runs" and the circumstances.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, required=True, help="folder with models/ and data/")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    head |= {
+        "command": f"python benchmarks/{name}.py --shared FOLDER", "commit": commit(), "hardware": hardware(),
+        "versions": versions(("tezo", "torch", "transformers")),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in made:
+            pretrain(kind, Path(folder) / kind, given.shared)
+        run_all(jobs(given.shared, Path(folder)), given.out / f"{name}.json", head, given.workers)
 
 
 def run_all(jobs: Iterable[Job], path: Path, head: Mapping[str, Any], workers: int) -> None:

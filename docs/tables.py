@@ -212,7 +212,7 @@ def first_runs() -> str:
 
 
 def first_runs_models() -> str:
-    """The median change of the dev loss, by model, data and method."""
+    """The dev loss at the start and at the end, by model, data and method."""
     results = read("first_runs")
     finished = _finished(results)
     methods = [name for name in _by(finished, "method") if name != results["paper"]]

@@ -11,7 +11,7 @@ held-out rows. A trial fails as soon as that loss is above the start's by twice 
 differences. The search ends when a trial is worse than the one before.
 
 A few steps favour higher rates than a run, whose signal decreases while its noise does not: the result is `CAUTION`
-times the best rate of the trials. Half the best rate costs a run little; twice the best rate can cost it everything.
+times the best rate of the trials.
 If `ENOUGH` trials neither failed nor lowered the loss, they are too short to tell rates apart: the result is then
 `CAUTION`^2 times the highest of their rates.
 """
@@ -19,7 +19,8 @@ If `ENOUGH` trials neither failed nor lowered the loss, they are too short to te
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.products import float32_on_emulating_cpu
 from tezo.optim.tuner import Tuner
 
+T = TypeVar("T")
+
 FIRST_DECREASE = 1e-5
 """Relative decrease of the loss by the first step of the growing rate."""
 GROWTH, MOST_GROWTH = 4.0, 20
@@ -37,8 +40,7 @@ GROWTH, MOST_GROWTH = 4.0, 20
 RISE = 0.05
 """Relative rise of the loss that ends the growth."""
 TRIAL_STEPS = 16
-"""Steps of a trial. On a decoder and an encoder trials of 4 and 8 steps favoured rates at which runs diverge
-(docs/experiments.md)."""
+"""Steps of a trial: fewer favour higher rates."""
 MOST_TRIALS = 12
 MOST_PASSES = 200
 """Forward passes, for each direction of a step, after which no further trial is begun."""
@@ -99,9 +101,10 @@ def choose_lr(
     Raises:
         NonFiniteResultError: the loss is NaN or infinite before the first step.
     """
+    default = float(optimizer.param_groups[0]["lr"])
     search = _Search(optimizer, batch, held_out, held_out_passes, max(2, min(TRIAL_STEPS, steps // 5)))
     trials = search.run()
-    lr, how = _choice(trials, search.default)
+    lr, how = _choice(trials, default)
     for group in optimizer.param_groups:
         group["lr"] = lr
     return ChosenRate(lr, trials, search.passes, _notice(lr, how, trials, search.passes))
@@ -136,23 +139,17 @@ def _notice(lr: float, how: str, trials: tuple[Trial, ...], passes: int) -> str:
     )
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        optimizer: Tuner,
-        batch: Callable[[int], Closure],
-        held_out: Callable[[], Sequence[float]],
-        held_out_passes: int,
-        trial_steps: int,
-    ) -> None:
-        self.optimizer = optimizer
-        self.batch = batch
-        self.held_out = held_out
-        self.held_out_passes = held_out_passes
-        self.trial_steps = trial_steps
-        self.default = float(optimizer.param_groups[0]["lr"])
-        self.passes = 0
-        self.start: dict[str, Tensor] = {}
+    """The trials of one call of `choose_lr`, whose arguments it has."""
+
+    optimizer: Tuner
+    batch: Callable[[int], Closure]
+    held_out: Callable[[], Sequence[float]]
+    held_out_passes: int
+    trial_steps: int
+    passes: int = 0
+    start: dict[str, Tensor] = field(default_factory=dict)
 
     def run(self) -> tuple[Trial, ...]:
         probes = self.optimizer.measure(self.batch(0))
@@ -221,16 +218,17 @@ class _Search:
         return True
 
     def _loss(self, closure: Closure) -> float:
-        self.passes += 1
-        model = self.optimizer.model
-        with torch.no_grad(), evaluation_mode(model), float32_on_emulating_cpu(model):
-            return float(closure())
+        return float(self._evaluated(closure, 1))
 
     def _held_out(self) -> Sequence[float]:
-        self.passes += self.held_out_passes
+        return self._evaluated(self.held_out, self.held_out_passes)
+
+    def _evaluated(self, losses: Callable[[], T], passes: int) -> T:
+        """Losses at the parameters between two steps."""
+        self.passes += passes
         model = self.optimizer.model
         with torch.no_grad(), evaluation_mode(model), float32_on_emulating_cpu(model):
-            return self.held_out()
+            return losses()
 
     def _restart(self) -> None:
         self.optimizer.load_resumable_state(self.start, [])

@@ -1,7 +1,6 @@
 """The evaluations of a run: made once, logged, and told to its listeners."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import RunFolder
@@ -20,19 +19,18 @@ class Evaluations:
         listeners: told of them after the folder has them.
 
     Attributes:
-        known: (split, step) -> metrics that are in the log already.
+        known: (split, step) -> metrics of the evaluations so far, those in the log of a run that goes on among them.
     """
 
     def __init__(self, job: Job, folder: RunFolder, listeners: Sequence[Listener]) -> None:
         self.job = job
         self.folder = folder
         self.listeners = listeners
-        self.known: Mapping[tuple[str, int], Metrics] = MappingProxyType({})
-        self._made: dict[tuple[str, int], Metrics] = {}
+        self.known: dict[tuple[str, int], Metrics] = {}
 
     def loss(self, split: str, step: int) -> float | None:
         """The loss of an evaluation that was made; None: there was none."""
-        metrics = {**self.known, **self._made}.get((split, step))
+        metrics = self.known.get((split, step))
         return None if metrics is None else metrics["loss"]
 
     def of(self, split: str, step: int) -> Metrics:
@@ -43,7 +41,7 @@ class Evaluations:
         if metrics is None:
             with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
                 metrics = self.metrics(encoded, written=split == "test")
-        self._made[split, step] = metrics
+        self.known[split, step] = metrics
         self.folder.append_evaluation(split, step, metrics)
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)

@@ -21,11 +21,9 @@ import math
 from statistics import NormalDist
 
 FALSE_ALARM_RATE = 0.01
-"""Largest probability of an alarm in a whole run whose loss does not rise."""
+"""Largest probability of an alarm in a whole run whose loss does not rise and has normal noise."""
 SHORTEST_WINDOW = 8
 """Steps of the shortest window: means of fewer losses are too far from normal where a batch has few rows."""
-
-
 FEWEST_DIFFERENCES = 15
 """Differences that the noise is estimated from, at least: those of the first two windows."""
 
@@ -35,17 +33,16 @@ class Guard:
 
     Args:
         steps: number of steps of the run.
-        alpha: see `FALSE_ALARM_RATE`.
     """
 
-    def __init__(self, steps: int, alpha: float = FALSE_ALARM_RATE) -> None:
+    def __init__(self, steps: int) -> None:
         self._windows = []
         size = SHORTEST_WINDOW
         while 2 * size <= steps:
             self._windows.append(_Window(size))
             size *= 2
         pairs = sum(math.comb(steps // window.size, 2) for window in self._windows)
-        self._alpha = alpha / max(1, pairs)
+        self._alpha = FALSE_ALARM_RATE / max(1, pairs)
         self._last: float | None = None
         self._squares, self._differences = 0.0, 0
 

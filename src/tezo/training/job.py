@@ -142,7 +142,7 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits) -> _EncodedRows:
     form = make_format(config.data, loaded, found.train)
     used = divide(found, form, config.data, config.train.seed)
     objective = make_objective(config.data, loaded, form)
-    example_of = form.training_example if config.train.objective == LOSS else form.example
+    example_of = form.training_example if config.train.minimises_loss else form.example
     train = [objective.encode(example_of(row)) for row in used.train]
     dev, test = ([objective.encode(form.example(row)) for row in part] for part in (used.dev, used.test))
     _check_use(config, dev)

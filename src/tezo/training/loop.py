@@ -128,7 +128,7 @@ class Loop:
     def _run(self) -> dict[str, Any]:
         self._check_objective()
         self.resumed = self._open()
-        self.evaluations.known = self.resumed.evaluations
+        self.evaluations.known = dict(self.resumed.evaluations)
         self.best.begin(self.resumed)
         with reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint"):
             start = self._restore_checkpoint(self.resumed)

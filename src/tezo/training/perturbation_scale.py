@@ -7,7 +7,7 @@ import torch
 
 from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
-from tezo.optim.estimate_error import measure_estimate_error, recommended
+from tezo.optim.estimate_error import AROUND, measure_estimate_error, recommended
 from tezo.optim.methods import AUTO, Tuner, method
 from tezo.training.recipe import Config
 
@@ -52,7 +52,7 @@ def resolve_rho(
     finally:
         optimizer.close()
     found = recommended(errors)
-    passes = 2 * optimizer.num_directions * len(SCALES) * 4
+    passes = 2 * optimizer.num_directions * len(SCALES) * len(AROUND)
     return config.with_options(rho=found.rho), [
         f"method.rho: {found.rho:g} was chosen by the error of the projected gradient in this precision, "
         f"{found.error:.1%} there and {errors[-1].error:.1%} at {errors[-1].rho:g} ({passes} forward passes)."

@@ -34,7 +34,6 @@ RESOLVED_AT_START: dict[str, Any] = {
 }
 """Settings that are filled in -> the value that leaves them open."""
 
-
 EPOCHS, LEAST_STEPS, MOST_STEPS = 20, 200, 1000
 """Default number of steps: so many epochs, within these bounds."""
 

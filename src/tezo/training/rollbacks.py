@@ -1,8 +1,8 @@
 """When a run returns to an earlier state and goes on at a lower rate, and when it ends because that no longer helps.
 
 A run keeps the parameters with the lowest dev loss. It returns to them, drops the moments, and multiplies its learning
-rate by `LOWERED`, for one of the `REASONS`. It ends if it stagnates after a return for
-that reason too. Without dev rows the state to return to is that with the lowest mean loss of a tenth of the steps.
+rate by `LOWERED`, for one of the `REASONS`. It ends if it stagnates again after a return for stagnation. Without dev
+rows the state to return to is that with the lowest mean loss of a tenth of the steps.
 
 Decisions depend on nothing but losses that are in the step log, and are written there themselves.
 """
@@ -18,8 +18,7 @@ from tezo.runs.step_log import Rollback
 from tezo.training.guard import Guard
 
 LOWERED = 1 / 3
-"""Factor of the learning rate at a rollback. The best of a grid of rates is about a third of the lowest that diverges
-(docs/experiments.md)."""
+"""Factor of the learning rate at a rollback. Not searched."""
 PATIENCE = 3
 """Evaluations in a row without a lower dev loss, over `PATIENT_SHARE` of the steps and `PATIENT_STEPS` at least."""
 PATIENT_SHARE, PATIENT_STEPS = 0.3, 24
