@@ -147,7 +147,7 @@ def command(
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()
     head |= {
-        "command": f"python benchmarks/{name}.py --shared FOLDER", "commit": commit(), "hardware": hardware(),
+        "command": f"python benchmarks/{name}.py --shared FOLDER", "hardware": hardware(),
         "versions": versions(("tezo", "torch", "transformers")),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +157,7 @@ def command(
 
 
 def run_all(jobs: Iterable[Job], path: Path, head: Mapping[str, Any], workers: int) -> None:
-    """Runs what the file does not have, and writes it after each.
+    """Runs what the file does not have, and writes the file after each. A run names its commit: a file may have several.
 
     Args:
         jobs: all runs.
@@ -166,10 +166,10 @@ def run_all(jobs: Iterable[Job], path: Path, head: Mapping[str, Any], workers: i
         workers: processes at a time.
     """
     found: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.is_file() else []
-    have = [_own(entry) for entry in found]
+    have, at = [_own(entry) for entry in found], commit()
     for entry in _results([job for job in jobs if _own(job[0]) not in have], workers):
         if "error" not in entry:
-            found.append(entry)
+            found.append(entry | {"commit": at})
             path.write_text(json.dumps({**head, "runs": found}, indent=1) + "\n")
         said = {key: entry.get(key) for key in ("lr", "dev_loss_before", "dev_loss", "error")}
         print(len(found), *_own(entry).values(), said, flush=True)
