@@ -157,7 +157,7 @@ def command(
 
 
 def run_all(jobs: Iterable[Job], path: Path, head: Mapping[str, Any], workers: int) -> None:
-    """Runs what the file does not have, and writes the file after each. A run names its commit: a file may have several.
+    """Runs what the file does not have, and writes the file after each. Each run names its commit.
 
     Args:
         jobs: all runs.
