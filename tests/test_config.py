@@ -163,6 +163,19 @@ FULL = Config(
 ONE_OF_EACH = {"lr": 1e-7, "betas": (0.5, 0.25), "targets": ["all", "!lm_head"], "in_forward": False, "rank": None}
 
 
+@pytest.mark.parametrize("text", ["[all,!x]", "[all, !x]", "['all', x"])
+def test_a_list_that_yaml_cannot_read_is_no_pattern(text, tmp_path):
+    given = [("model.name", "m"), ("data.train", "d"), ("method.targets", text)]
+    with pytest.raises(RequestError, match=r"method\.targets is .*\[all, '!lm_head'\]"):
+        read_config(None, given)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: m\ndata: d\nmethod: {{name: tezo, targets: {text}}}\n", encoding="utf-8")
+    with pytest.raises(RequestError, match=r"recipe\.yaml .*needs quotes: \[all, '!lm_head'\]"):
+        read_config(recipe, [])
+    quoted = read_config(None, [*given[:2], ("method.targets", "[all,'!x']")])
+    assert quoted.method.options["targets"] == ["all", "!x"]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_written_reads_back_the_same(name, tmp_path):
     types = METHODS[name].options()

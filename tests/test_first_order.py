@@ -55,7 +55,27 @@ def test_in_half_precision_its_steps_are_torchs_on_float32_copies_of_the_weights
 
 
 @HALF
-def test_a_state_in_half_precision_goes_on_to_the_bit(dtype):
+def test_without_a_float32_copy_a_step_is_rounded_to_a_neighbour_without_bias(dtype):
+    """The first step of Adam is lr sign(g) in each entry, here far below the spacing of the weights."""
+    lr, model = 1e-6, torch.nn.Linear(400, 400, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(400, 400, generator=torch.Generator().manual_seed(0)))
+    before, x = model.to(dtype).weight.detach().clone(), torch.linspace(-1, 1, 400).to(dtype)
+    optimizer = adam(model, lr=lr, eps=1e-12, master_weights=False)
+    optimizer.step(lambda: model(x).float().sum())
+    moved = (model.weight.detach().float() - before.float()) * -x.float().sign()
+    spacing = (torch.nextafter(before, torch.full_like(before, torch.inf)).float() - before.float()).abs()
+    assert (moved >= 0).all() and (moved <= lr + 2 * spacing).all()
+    error = float(moved.mean()) - lr
+    assert abs(error) < 5 * float((lr * spacing).sum()) ** 0.5 / moved.numel(), "one false alarm in a million"
+    state = optimizer.resumable_state()
+    assert all(value.dtype == torch.float32 for key, value in state.items() if "exp_avg" in key)
+    assert not any(key.endswith("copy") for key in state)
+
+
+@HALF
+@pytest.mark.parametrize("master", [True, False])
+def test_a_state_in_half_precision_goes_on_to_the_bit(dtype, master):
     def steps(optimizer, model, numbers):
         for number in numbers:
             optimizer.step(lm_loss(model, tokens(seed=number)))
@@ -64,10 +84,10 @@ def test_a_state_in_half_precision_goes_on_to_the_bit(dtype):
     records = []
     model = tiny_opt().to(dtype)
     again = copy.deepcopy(model)
-    optimizer = adam(model, lr=1e-5)
+    optimizer = adam(model, lr=1e-5, master_weights=master)
     steps(optimizer, model, range(3))
     state = {key: value.clone() for key, value in optimizer.resumable_state().items()}
-    resumed = adam(again, lr=1e-5)
+    resumed = adam(again, lr=1e-5, master_weights=master)
     resumed.load_resumable_state(state, records[:3])
     steps(optimizer, model, range(3, 6))
     steps(resumed, again, range(3, 6))

@@ -21,8 +21,9 @@ from tezo.directions.rank_selection import (
     FixedRank,
     LayerwiseRank,
     block_of,
+    chosen_rank,
     default_cache,
-    rank_rule,
+    energy_rank,
     significant_rank,
 )
 from tezo.directions.targets import Target, select_targets
@@ -73,6 +74,52 @@ def test_it_is_one_at_the_least_and_does_not_depend_on_the_scale():
     assert significant_rank(torch.zeros(3, 5), 0.25) == 1
     weight = torch.randn(12, 9, generator=torch.Generator().manual_seed(0))
     assert {significant_rank(weight * scale, 0.25) for scale in (1e-6, 1.0, 1e6)} == {counted_by_svd(weight, 0.25)}
+
+
+@given(
+    spectrum=st.lists(st.integers(1, 1000), min_size=1, max_size=8),
+    shape=st.sampled_from([(8, 8), (8, 13), (13, 8), (9, 40)]),
+    threshold=st.sampled_from([0.2003, 0.3003, 0.7503, 0.9903]),
+)
+def test_the_energy_rule_takes_the_fewest_singular_values_with_this_share_of_the_squares(spectrum, shape, threshold):
+    squares = [value**2 for value in sorted(spectrum, reverse=True)]
+    least = next(k for k in range(1, 9) if sum(squares[:k]) >= threshold * sum(squares))
+    assert energy_rank(matrix_with(sorted(spectrum, reverse=True), *shape), threshold) == least
+
+
+def test_the_rules_differ_and_their_counts_do_not_meet_in_the_cache(tmp_path):
+    weight = target_of(matrix_with([10, 1, 1, 1, 1, 1], 10, 12))
+    for _ in range(2):
+        rules = [LayerwiseRank(criterion=rule, threshold=0.97, cache=tmp_path) for rule in ("ratio", "energy")]
+        assert [rule.ranks([weight])["layer.weight"] for rule in rules] == [1, 3]
+    with pytest.raises(RequestError, match=r"method\.rank_rule: there is no rule 'energie'.*energy"):
+        LayerwiseRank(criterion="energie")
+
+
+def test_matrices_of_zeros_are_left_out_of_the_minimum():
+    weights = {
+        "layers.0.a": matrix_with([5, 4, 4, 3, 0.1], 8, 12),
+        "layers.0.zero": torch.zeros(8, 12),
+        "layers.0.narrow": torch.zeros(2, 12),
+        "layers.1.zero": torch.zeros(8, 12),
+    }
+    ranks = LayerwiseRank(threshold=0.25, max_rank=6).ranks([target_of(w, name) for name, w in weights.items()])
+    assert ranks == {"layers.0.a": 4, "layers.0.zero": 4, "layers.0.narrow": 2, "layers.1.zero": 6}
+
+
+@pytest.mark.parametrize("rule", ["ratio", "energy"])
+def test_a_run_on_a_new_lora_adapter_says_its_ranks_and_which_matrices_are_zero(tmp_path, rule):
+    saved(tiny_model("opt", len(words_tokenizer())), words_tokenizer(), tmp_path / "base")
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(8))
+    settings = {"model__peft": "lora", "model__lora_rank": 3, "method__name": "tezo", "method__rank": None}
+    done = train(tmp_path / "base", rows, tmp_path / "run", **settings | {"method__rank_rule": rule})
+    assert done.code == 0, done.err
+    plan = [row for row in json.loads((tmp_path / "run/plan.json").read_text()) if row["trained"]]
+    ranks = sorted({row["rank"] for row in plan})
+    if rule == "ratio":
+        assert ranks == [3], "B, which is zero, has no rank"
+    said = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    assert done.says(f"method.rank: {said} in {len(plan)} matrices, by method.rank_rule={rule}, without", "lora_B")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -191,9 +238,10 @@ def test_settings_out_of_range_are_refused(threshold, max_rank):
 
 
 def test_the_rule_follows_the_request(monkeypatch, tmp_path):
-    assert rank_rule(5) == FixedRank(rank=5)
+    assert chosen_rank(5, "energy", 0.3, 16) == FixedRank(rank=5)
     monkeypatch.setenv("TEZO_CACHE", str(tmp_path / "own"))
-    assert rank_rule(None, 0.3, 16) == LayerwiseRank(threshold=0.3, max_rank=16, cache=tmp_path / "own")
+    rule = LayerwiseRank(criterion="energy", threshold=0.3, max_rank=16, cache=tmp_path / "own")
+    assert chosen_rank(None, "energy", 0.3, 16) == rule
     monkeypatch.delenv("TEZO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache() == tmp_path / "tezo"

@@ -1,26 +1,27 @@
 """The rank of each layer: a fixed number, or chosen by the paper's rule (Eq. 6 and 7).
 
     r_l = min({Rank(W) : W in the block of l}, max_rank),
-    Rank(W) = number of singular values of W above threshold * (largest singular value).
 
-The paper does not say whether "threshold" is a fraction of the largest singular value or of the energy; here it is a
-fraction of the largest singular value, as in its figures. A block is one element of a numbered list of modules
-("model.layers.3"); a parameter outside such a list is a block of its own.
+where Rank(W) counts the leading singular values of W by one of the paper's two criteria (`CRITERIA`); it does not say
+which its experiments use. A block is one element of a numbered list of modules ("model.layers.3"); a parameter outside
+such a list is a block of its own. Matrices of zeros, such as B of a new LoRA adapter, have no singular values to
+count, and are left out of the minimum.
 """
 
 import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tezo.directions.targets import Target, matrix_of
-from tezo.errors import RequestError
+from tezo.errors import RequestError, nearest
 from tezo.numerics.hashing import content_hash
 
 
@@ -39,21 +40,30 @@ class FixedRank:
         return {target.name: min(self.rank, *target.matrix_shape) for target in targets}
 
 
+RankCriterion = Literal["ratio", "energy"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerwiseRank:
     """The rank of each block by Eq. 6 and 7.
 
     Attributes:
-        threshold: fraction of the largest singular value; the paper uses 0.25 or 0.30 and searches 0.20 to 0.35.
+        criterion: key of `CRITERIA`.
+        threshold: of the criterion; the paper uses 0.25 or 0.30 and searches 0.20 to 0.35.
         max_rank: upper bound of the rank; the paper searches 32 to 256, "depends on tasks".
         cache: folder for the counts of singular values, keyed by a hash of the weights; None: no cache.
     """
 
+    criterion: RankCriterion = "ratio"
     threshold: float = 0.25
     max_rank: int = 64
     cache: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.criterion not in CRITERIA:
+            raise RequestError(
+                f"method.rank_rule: there is no rule {self.criterion!r}. " + nearest(str(self.criterion), CRITERIA)
+            )
         if not 0 < self.threshold < 1:
             raise RequestError(f"method.rank_threshold is {self.threshold}; it must lie between 0 and 1.")
         if self.max_rank < 1:
@@ -62,13 +72,17 @@ class LayerwiseRank:
     def ranks(self, targets: Sequence[Target]) -> dict[str, int]:
         """Name -> rank."""
         store = CountStore(self.cache) if self.cache is not None else None
-        counts = {target.name: self._count(target, store) for target in targets}
+        blocks: dict[str, int] = {}
+        for target in targets:
+            if not is_zero(target):
+                block, count = block_of(target.name), self._count(target, store)
+                blocks[block] = min(count, blocks.get(block, self.max_rank))
         if store is not None:
             store.save()
-        blocks: dict[str, int] = {}
-        for name, count in counts.items():
-            blocks[block_of(name)] = min(count, blocks.get(block_of(name), self.max_rank))
-        return {name: blocks[block_of(name)] for name in counts}
+        return {
+            target.name: min(blocks.get(block_of(target.name), self.max_rank), *target.matrix_shape)
+            for target in targets
+        }
 
     def _count(self, target: Target, store: "CountStore | None") -> int:
         if not target.is_writable and not (target.sites and target.is_linear):
@@ -79,24 +93,32 @@ class LayerwiseRank:
         matrix = matrix_of(target)
         if not torch.isfinite(matrix).all():
             raise RequestError(f"model.name: {target.name} holds NaN or infinite values; download the model again.")
+        count = CRITERIA[self.criterion]
         if store is None:
-            return significant_rank(matrix, self.threshold)
-        key = f"{content_hash(matrix)}:{self.threshold!r}"
+            return count(matrix, self.threshold)
+        key = f"{content_hash(matrix)}:{self.criterion}:{self.threshold!r}"
         if key not in store.counts:
-            store.counts[key] = significant_rank(matrix, self.threshold)
+            store.counts[key] = count(matrix, self.threshold)
         return store.counts[key]
 
 
 RankRule = FixedRank | LayerwiseRank
 
 
-def rank_rule(
-    rank: int | None, rank_threshold: float = 0.25, max_rank: int = 64, cache: Path | None = None
+def chosen_rank(
+    rank: int | None, criterion: RankCriterion, rank_threshold: float, max_rank: int, cache: Path | None = None
 ) -> RankRule:
     """`FixedRank(rank)`, or the layer-wise rule where `rank` is None."""
     if rank is not None:
         return FixedRank(rank=rank)
-    return LayerwiseRank(threshold=rank_threshold, max_rank=max_rank, cache=cache or default_cache())
+    return LayerwiseRank(
+        criterion=criterion, threshold=rank_threshold, max_rank=max_rank, cache=cache or default_cache()
+    )
+
+
+def is_zero(target: Target) -> bool:
+    """Whether the matrix is zero everywhere; a packed one is not."""
+    return target.is_writable and not target.parameter.count_nonzero()
 
 
 def significant_rank(weight_MN: Tensor, threshold: float) -> int:
@@ -107,6 +129,17 @@ def significant_rank(weight_MN: Tensor, threshold: float) -> int:
     """
     squares = squared_singular_values(weight_MN)
     return max(1, int((squares > threshold**2 * squares[-1]).sum()))
+
+
+def energy_rank(weight_MN: Tensor, threshold: float) -> int:
+    """Least k for which the k largest singular values have at least `threshold` of the energy, the sum of squares."""
+    energy = squared_singular_values(weight_MN).clamp(min=0).flip(0).cumsum(0)
+    return int((energy < threshold * energy[-1]).sum()) + 1
+
+
+CRITERIA: Mapping[str, Callable[[Tensor, float], int]] = {"ratio": significant_rank, "energy": energy_rank}
+"""Rank(W) of a matrix (M, N), at a threshold: by the ratio of a singular value to the largest one, as in the paper's
+figures, or by the share of the leading ones in the energy."""
 
 
 def squared_singular_values(weight_MN: Tensor) -> Tensor:

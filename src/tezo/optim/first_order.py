@@ -16,6 +16,7 @@ from tezo.estimators.estimate import GRADIENT, Closure, Probe, StepRecord
 from tezo.numerics.random import seed_of
 from tezo.optim.bound_to_model import BoundToModel
 from tezo.optim.limits import check_rate
+from tezo.optim.stepped_weights import stepped_weight
 from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates.update import check_average
 
@@ -23,8 +24,9 @@ from tezo.optim.updates.update import check_average
 class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
     """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (with dropout).
 
-    Moments are float32. Weights in half precision have a float32 copy that the steps change, and are rounded from it:
-    in float16, eps = 1e-8 is 0 and the square of a small gradient too, so that a step would divide by 0.
+    Moments are float32, and steps are computed in float32: in float16, eps = 1e-8 is 0 and the square of a small
+    gradient too, so that a step would divide by 0. Weights in half precision have a float32 copy that the steps change
+    and that they are rounded from, or are rounded stochastically.
 
     Args:
         model: model to be tuned; parameters that are not selected are frozen and need no memory for gradients.
@@ -32,8 +34,10 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         betas: decay rates (beta1, beta2) of the moments.
         eps: smoothing term.
         weight_decay: decoupled weight decay.
+        master_weights: whether weights in half precision have a float32 copy, 4 bytes for each. False: there is none,
+            and each step rounds them stochastically.
         targets: patterns that select the parameters, see `tezo.directions.targets.select_targets`.
-        seed: seed of dropout, together with the step.
+        seed: seed of dropout and of stochastic rounding, together with the step.
 
     Raises:
         RequestError: a setting is out of range, or a selected parameter has no gradient (quantised weights).
@@ -52,6 +56,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        master_weights: bool = True,
         targets: Sequence[str] = (ALL,),
         seed: int = 0,
     ) -> None:
@@ -72,8 +77,10 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         chosen = {id(target.parameter) for target in self.targets}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
-        self._stepped = [_in_float32(target.parameter) for target in self.targets]
-        super().__init__(self._stepped, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._weights = [stepped_weight(target, master=master_weights) for target in self.targets]
+        super().__init__(
+            [weight.stepped for weight in self._weights], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+        )
 
     def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
         """Takes one step and returns the loss before it.
@@ -93,21 +100,27 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         check_rate("lr", float(self.param_groups[0]["lr"]))
         try:
             value = self._measure_gradients(closure)
-            super().step()
+            self._step_in_float32()
         finally:
-            for parameter in {*self._stepped, *(target.parameter for target in self.targets)}:
-                parameter.grad = None
-        with torch.no_grad():
-            for target, stepped in zip(self.targets, self._stepped, strict=True):
-                if stepped is not target.parameter:
-                    target.parameter.copy_(stepped)
+            for weight in self._weights:
+                weight.drop_gradient()
         lr = float(self.param_groups[0]["lr"])
         self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=1)
         self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + 1
         return value
 
+    def _step_in_float32(self) -> None:
+        # weights without a tensor in float32 get one for their own step alone
+        together = [weight for weight in self._weights if weight.takes_memory]
+        for weights in (together, *([weight] for weight in self._weights if not weight.takes_memory)):
+            for weight in weights:
+                weight.begin_step()
+            super().step()
+            for weight in weights:
+                weight.end_step(self.seed, self.num_steps)
+
     def _measure_gradients(self, closure: Closure) -> float:
-        """The loss; its gradients are left where the step reads them.
+        """The loss; its gradients are left at the weights.
 
         Raises:
             NonFiniteLossError: the loss is not finite.
@@ -122,15 +135,13 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         if not math.isfinite(value):
             last = self.last_step.loss if self.last_step is not None else None
             raise NonFiniteLossError(self.num_steps, value, last)
-        for target, stepped in zip(self.targets, self._stepped, strict=True):
+        for target in self.targets:
             gradient = target.parameter.grad
             if gradient is not None and not gradient.isfinite().all():
                 raise RunError(
                     f"step {self.num_steps}: the gradient of {target.name} is not finite in {gradient.dtype}, and the "
                     "parameters are as before; set model.dtype=bfloat16 or float32."
                 )
-            if gradient is not None and stepped is not target.parameter:
-                stepped.grad = gradient.to(stepped.dtype)
         return value
 
     def _check_kind(self, kind: str) -> None:
@@ -235,18 +246,18 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
 
     def tuned_state(self) -> dict[str, Tensor]:
         """CPU copies of all tensors that training changes."""
-        return {key: weight.detach().cpu().clone() for key, weight in self._weights().items()}
+        return {key: weight.detach().cpu().clone() for key, weight in self._stored().items()}
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _stored(self) -> dict[str, Tensor]:
         return {f"weight/{target.name}": target.parameter.data for target in self.targets}
 
     @torch.no_grad()
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
         """Restores a `tuned_state`."""
         del num_steps
-        for target, stepped in zip(self.targets, self._stepped, strict=True):
-            target.parameter.copy_(tuned[f"weight/{target.name}"])
-            stepped.copy_(target.parameter)
+        for weight in self._weights:
+            weight.target.parameter.copy_(tuned[f"weight/{weight.target.name}"])
+            weight.load()
 
     def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
         """Restores a `tuned_state` and drops Adam's moments; no step is taken back."""
@@ -255,11 +266,11 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
 
     def resumable_state(self) -> dict[str, Tensor]:
         """The weights as "weight/NAME", Adam's state as "update/NAME/KEY", float32 copies under "copy"; not copies."""
-        tensors = self._weights()
-        for target, stepped in zip(self.targets, self._stepped, strict=True):
-            tensors |= {f"update/{target.name}/{key}": value for key, value in self.state[stepped].items()}
-            if stepped is not target.parameter:
-                tensors[f"update/{target.name}/{_COPY}"] = stepped.data
+        tensors = self._stored()
+        for weight in self._weights:
+            name, copy = weight.target.name, weight.copy()
+            tensors |= {f"update/{name}/{key}": value for key, value in self.state[weight.stepped].items()}
+            tensors |= {} if copy is None else {f"update/{name}/{_COPY}": copy}
         return tensors
 
     @torch.no_grad()
@@ -269,11 +280,12 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         """Restores a `resumable_state` saved after the steps of `records`, which start at step 0."""
         del moments_since  # Adam's state has its own count of steps
         self.load_tuned_state(state, len(records))
-        for target, stepped in zip(self.targets, self._stepped, strict=True):
-            start = f"update/{target.name}/"
+        for weight in self._weights:
+            start, copy, stepped = f"update/{weight.target.name}/", weight.copy(), weight.stepped
             own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
-            if _COPY in own:
-                stepped.copy_(own.pop(_COPY))
+            saved = own.pop(_COPY, None)
+            if saved is not None and copy is not None:
+                copy.copy_(saved)
             self.state[stepped] = {
                 k: v.clone() if k == "step" else v.to(stepped.device, stepped.dtype).clone() for k, v in own.items()
             }
@@ -283,11 +295,6 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
 
 _COPY = "copy"
 """Key of a weight's float32 copy beside the keys of Adam's state."""
-
-
-def _in_float32(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter, or a copy of it if it is narrower than float32."""
-    return parameter if parameter.element_size() >= 4 else nn.Parameter(parameter.detach().float())
 
 
 @contextmanager

@@ -37,6 +37,7 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     if origin is tuple and isinstance(value, list | tuple) and len(value) == len(arguments):
         return tuple(coerce(key, v, a) for v, a in zip(value, arguments, strict=True))
     if origin is Sequence:
+        _check_is_no_list(key, value)
         items = [value] if isinstance(value, str) else value
         if isinstance(items, list | tuple):
             return [coerce(key, v, arguments[0]) for v in items]
@@ -66,6 +67,15 @@ def _scalar(text: str) -> Any:
         return parse_yaml(text)
     except UntrustedError:
         return text
+
+
+def _check_is_no_list(key: str, value: Any) -> None:
+    """Raises a `RequestError` for a string that was meant as a list: YAML takes !x, without quotes, for a tag."""
+    if isinstance(value, str) and value.startswith("["):
+        raise RequestError(
+            f"{key} is {value!r}, which YAML cannot read as a list; quote what begins with ! or has other signs of "
+            "YAML, as in [all, '!lm_head']."
+        )
 
 
 _LISTS = {int: "a list of whole numbers, such as [8, 16]", float: "a list of numbers, such as [0.5, 1]"}

@@ -149,7 +149,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise RequestError(f"there is no recipe {path}; check the path.") from None
     except UntrustedError as error:
-        raise RequestError(f"{path} {error}; correct that file, or give another.") from None
+        raise RequestError(
+            f"{path} {error}; correct that file (what begins with ! needs quotes: [all, '!lm_head'])."
+        ) from None
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror}); give another file.") from None
     if not isinstance(tree, dict):

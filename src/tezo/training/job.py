@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tezo.directions.bases import Passes
+from tezo.directions.rank_selection import is_zero
 from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.errors import RequestError
 from tezo.forward import DirectReads
@@ -243,10 +244,25 @@ def _left_out_notice(config: Config, optimizer: Tuner, untrained: Collection[str
 
 
 def _rank_notice(config: Config, optimizer: Tuner) -> list[str]:
-    wanted = config.method.options.get("rank", method(config.method.name).defaults().get("rank"))
+    defaults = method(config.method.name).defaults()
+    wanted = config.method.options.get("rank", defaults.get("rank"))
+    if "rank_rule" in defaults and wanted is None:
+        return _chosen_ranks_notice(config.method.options.get("rank_rule", defaults["rank_rule"]), optimizer)
     names = [target.name for target in optimizer.targets]
     lower = [name for name in names if wanted and (optimizer.application(name)[0] or wanted) < wanted]
     return [f"method.rank is {wanted}, lowered to the smaller side of: {_some(lower)}."] if lower else []
+
+
+def _chosen_ranks_notice(rule: str, optimizer: Tuner) -> list[str]:
+    """On the ranks that Eq. 7 chose, before the first step."""
+    matrices = [target for target in optimizer.targets if target.is_matrix]
+    ranks = sorted({optimizer.application(target.name)[0] or 0 for target in matrices})
+    if not ranks:
+        return []
+    zero = [target.name for target in matrices if is_zero(target)]
+    of = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    without = f", without {_some(zero)}, which are zero" if zero else ""
+    return [f"method.rank: {of} in {len(matrices)} matrices, by method.rank_rule={rule}{without}."]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from torch import nn
 
 from tezo.directions.bases import Basis
 from tezo.directions.perturbations import Scale, Temporal
-from tezo.directions.rank_selection import rank_rule
+from tezo.directions.rank_selection import RankCriterion, chosen_rank
 from tezo.optim.methods.common_options import Common
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.updates import SGD, Adam, FactoredAdam, Momentum
@@ -17,6 +17,7 @@ def tezo(
     *,
     lr: float = 1e-6,
     rank: int | None = None,
+    rank_rule: RankCriterion = "ratio",
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
@@ -32,7 +33,8 @@ def tezo(
 
     Algorithm 1 of the paper. W_t = W_0 + U diag(c_t) V^T in every step, so the base W_0 is not written and only c (r
     numbers) changes. With `rank=None` ranks are chosen by Eq. 6 and 7 (`rank_threshold` and `max_rank`: the paper's
-    table); a number is used for all matrices. With `share_factors` all matrices of the same shape and rank share u and
+    table; `rank_rule`: either of its criteria, see `tezo.directions.rank_selection`); a number is used for all
+    matrices. With `share_factors` all matrices of the same shape and rank share u and
     v, which saves memory; tau is drawn for each matrix.
 
     `basis` is the source of u and v (`tezo.directions.bases`); "gaussian" is the paper's. With `lazy_update_interval`
@@ -45,7 +47,7 @@ def tezo(
     does not have this factor.
     """
     perturbation = Temporal(
-        rank_rule(rank, rank_threshold, max_rank),
+        chosen_rank(rank, rank_rule, rank_threshold, max_rank),
         scale,
         basis=basis,
         interval=lazy_update_interval,
@@ -60,6 +62,7 @@ def tezo_m(
     lr: float = 1e-6,
     beta: float = 0.9,
     rank: int | None = None,
+    rank_rule: RankCriterion = "ratio",
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
@@ -76,7 +79,7 @@ def tezo_m(
     tau_M is carried over by projection. Ranks, basis, interval and deviations: as in `tezo`.
     """
     perturbation = Temporal(
-        rank_rule(rank, rank_threshold, max_rank),
+        chosen_rank(rank, rank_rule, rank_threshold, max_rank),
         scale,
         basis=basis,
         interval=lazy_update_interval,
@@ -92,6 +95,7 @@ def tezo_adam(
     betas: tuple[float, float] = (0.9, 0.99),
     eps: float = 1e-5,
     rank: int | None = None,
+    rank_rule: RankCriterion = "ratio",
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
@@ -111,7 +115,7 @@ def tezo_adam(
     """
     update = FactoredAdam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Temporal(
-        rank_rule(rank, rank_threshold, max_rank),
+        chosen_rank(rank, rank_rule, rank_threshold, max_rank),
         scale,
         basis=basis,
         share_factors=share_factors,
@@ -126,6 +130,7 @@ def tezo_cadam(
     betas: tuple[float, float] = (0.9, 0.99),
     eps: float = 1e-5,
     rank: int | None = 32,
+    rank_rule: RankCriterion = "ratio",
     rank_threshold: float = 0.25,
     max_rank: int = 64,
     scale: Scale = "unit",
@@ -148,7 +153,7 @@ def tezo_cadam(
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Temporal(
-        rank_rule(rank, rank_threshold, max_rank),
+        chosen_rank(rank, rank_rule, rank_threshold, max_rank),
         scale,
         basis=basis,
         interval=lazy_update_interval,
