@@ -156,6 +156,44 @@ class MeZONorm(Published):
         parameter.data = parameter.data - self.lr * kappa * self.direction(name, parameter) / (rms + self.eps)
 
 
+class MeZOSign(Published):
+    """W <- W - lr sign(kappa Z)."""
+
+    def update(self, name: str, parameter: nn.Parameter, kappa: float) -> None:
+        parameter.data = parameter.data - self.lr * torch.sign(kappa * self.direction(name, parameter))
+
+
+class MeZOConservative(Published):
+    """The weights after a step, after its opposite, and before it, are all made; those with the least loss are kept."""
+
+    def measure(self, loss: Callable[[], Tensor]) -> float:
+        kappa, start = super().measure(loss), [w.data for _, w in self.parameters]
+        self.draws.reset(self.num_steps)
+        z = [self.direction(name, w) for name, w in self.parameters]
+        found = []
+        for sign in (0, 1, -1):
+            for (_, w), before, along in zip(self.parameters, start, z, strict=True):
+                w.data = before - sign * self.lr * kappa * along
+            found.append((float(loss()), sign))
+        for (_, w), before in zip(self.parameters, start, strict=True):
+            w.data = before
+        return min(found, key=lambda pair: pair[0])[1] * kappa
+
+
+class SparseMeZO(Published):
+    """Z is zero where |W| is above the median of the start."""
+
+    def init(self, name: str, parameter: nn.Parameter) -> None:
+        self.state[name]["h"] = parameter.data.flatten().abs().quantile(0.5, interpolation="midpoint")
+
+    def begin(self) -> None:
+        super().begin()
+        self.masks = {name: (w.data.abs() <= self.state[name]["h"]).to(w.dtype) for name, w in self.parameters}
+
+    def noise(self, name: str, parameter: nn.Parameter) -> Tensor:
+        return super().noise(name, parameter) * self.masks[name]
+
+
 class LOZOAdam(LOZO):
     """Adam's quotient on kappa U, its eps in the root; V is drawn once."""
 
@@ -185,7 +223,14 @@ def adam_ratio(state: dict[str, Tensor], grad: Tensor, betas: tuple[float, float
 
 
 DEVIATING = {"lozo-m": LOZOmFromZero, "zo-adamu": AnnealedZOAdaMU}
-OWN = {"mezo-norm": MeZONorm, "lozo-adam": LOZOAdam, "tezo-cadam": TeZOcAdam}
+OWN = {
+    "mezo-norm": MeZONorm,
+    "mezo-sign": MeZOSign,
+    "mezo-conservative": MeZOConservative,
+    "sparse-mezo": SparseMeZO,
+    "lozo-adam": LOZOAdam,
+    "tezo-cadam": TeZOcAdam,
+}
 ALGORITHMS: dict[str, type[AsOurs]] = {
     name: type(form.__name__, (AsOurs, form), {}) for name, form in (PUBLISHED | DEVIATING | OWN).items()
 }

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
     from tezo.optim.methods import METHODS as METHODS
     from tezo.optim.methods import adam as adam
+    from tezo.optim.methods import forward_gradient as forward_gradient
     from tezo.optim.methods import lozo as lozo
     from tezo.optim.methods import lozo_adam as lozo_adam
     from tezo.optim.methods import lozo_m as lozo_m
     from tezo.optim.methods import mezo as mezo
     from tezo.optim.methods import mezo_adam as mezo_adam
+    from tezo.optim.methods import mezo_conservative as mezo_conservative
     from tezo.optim.methods import mezo_m as mezo_m
     from tezo.optim.methods import mezo_norm as mezo_norm
+    from tezo.optim.methods import mezo_sign as mezo_sign
+    from tezo.optim.methods import sparse_mezo as sparse_mezo
     from tezo.optim.methods import subzo as subzo
     from tezo.optim.methods import tezo as tezo
     from tezo.optim.methods import tezo_adam as tezo_adam
@@ -41,8 +45,8 @@ if TYPE_CHECKING:
 __version__ = version("tezo")
 
 _METHODS = (
-    "adam", "lozo", "lozo_adam", "lozo_m", "mezo", "mezo_adam", "mezo_m", "mezo_norm", "subzo", "tezo", "tezo_adam",
-    "tezo_cadam", "tezo_m", "zo_adamu",
+    "adam", "forward_gradient", "lozo", "lozo_adam", "lozo_m", "mezo", "mezo_adam", "mezo_conservative", "mezo_m",
+    "mezo_norm", "mezo_sign", "sparse_mezo", "subzo", "tezo", "tezo_adam", "tezo_cadam", "tezo_m", "zo_adamu",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(("Run", "load_adapter", "open_run", "train"), "tezo.training.api"),

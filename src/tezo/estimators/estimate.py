@@ -138,11 +138,13 @@ class StepDraw:
     Attributes:
         step: number of the step, from 0.
         count: number of earlier estimates of the same kind in the update rule's moments.
+        lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
     """
 
     step: int
     count: int
+    lr: float
     directions: Mapping[str, Sequence[Direction]]
 
 

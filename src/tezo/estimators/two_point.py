@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -43,6 +44,8 @@ class TwoPoint(Estimator):
     """
 
     kind = TWO_POINT
+    single_direction = False
+    """Whether it is defined for one direction per step only."""
 
     def __init__(self, rho: float) -> None:
         self.rho = rho
@@ -81,11 +84,7 @@ class TwoPoint(Estimator):
             RequestError: the closure calls none of the tuned modules.
             FloatingPointError: a loss is NaN or infinite.
         """
-
-        def set_perturbations(points: Sequence[tuple[int, float]]) -> None:
-            for name, parameter in self._moving.items():
-                parameter.set_perturbations([Shift(drawn[name][index], scale) for index, scale in points])
-
+        set_perturbations = partial(self._set_perturbations, drawn)
         own = range(self._ranks.rank, len(next(iter(drawn.values()))), self._ranks.size)
         with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
             try:
@@ -97,15 +96,23 @@ class TwoPoint(Estimator):
         self._check(probes)
         return probes
 
+    def _set_perturbations(self, drawn: Mapping[str, Sequence[Direction]], points: Sequence[tuple[int, float]]) -> None:
+        """Perturbs the j-th block of the rows by scale * Z_i, for the j-th of the points (i, scale)."""
+        for name, parameter in self._moving.items():
+            parameter.set_perturbations([Shift(drawn[name][index], scale) for index, scale in points])
+
     def _copies(self, closure: Closure, directions: int) -> int:
         dense = any(parameter.draws_for_all_blocks for parameter in self._moving.values())
         return copies_of_a_pass(closure, directions, dense=dense) if self._in_blocks else 1
 
-    def _check(self, probes: Sequence[Probe]) -> None:
+    def _check_finite(self, probes: Sequence[Probe]) -> None:
         for probe in probes:
             for value in (probe.loss_plus, probe.loss_minus, probe.projected_grad):
                 if not math.isfinite(value):
                     raise FloatingPointError(value)
+
+    def _check(self, probes: Sequence[Probe]) -> None:
+        self._check_finite(probes)
         if not any(parameter.was_called for parameter in self._moving.values()):
             raise RequestError(
                 f"the closure runs none of the modules that are tuned, such as {next(iter(self._moving))}; it must "

@@ -1,6 +1,5 @@
 """Range checks for the settings of an optimizer."""
 
-from tezo.directions.perturbations import Perturbation
 from tezo.errors import RequestError
 from tezo.estimators.estimate import MOST_DIRECTIONS
 
@@ -18,8 +17,16 @@ def check_rate(name: str, value: float) -> None:
         raise RequestError(f"method.{name} is {value}; it must lie between 0 and {MOST_RATE:g}.")
 
 
-def check_settings(lr: float, rho: float, decay: float, count: int, frozen: int | None, drawn: Perturbation) -> None:
+def check_settings(lr: float, rho: float, decay: float, count: int, frozen: int | None, *, single: bool) -> None:
     """Checks the settings of `ZerothOrderOptimizer`.
+
+    Args:
+        lr: learning rate.
+        rho: perturbation scale.
+        decay: weight decay.
+        count: directions per step.
+        frozen: `frozen_rank`.
+        single: whether the method is defined for one direction per step only.
 
     Raises:
         RequestError: a setting is out of range; the message has its name.
@@ -31,5 +38,5 @@ def check_settings(lr: float, rho: float, decay: float, count: int, frozen: int 
     for name, number, most in (("num_directions", count, MOST_DIRECTIONS), ("frozen_rank", frozen, MOST_RANK)):
         if number is not None and not 1 <= number <= most:
             raise RequestError(f"method.{name} is {number}; it must lie between 1 and {most}.")
-    if count > 1 and drawn.single_direction:
+    if count > 1 and single:
         raise RequestError(f"method.num_directions is {count}; this method is defined for 1 only.")

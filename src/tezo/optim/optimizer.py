@@ -78,6 +78,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         directions: "shared": all examples of a batch meet the same directions, and the closure returns a scalar.
             "per-example": each has its own at the price of the shared ones, see `tezo.estimators.per_example`; the
             closure returns the loss of each row, (rows,), whose mean is the objective. Low-rank directions only.
+        estimator: how the projected gradients of shared directions are measured.
         frozen_rank: at a refresh of the factors, the change trained so far is stored beside the base, compressed to
             factors of at most this rank. None: the change is folded into the weights; if these cannot be written, it is
             stored beside them with rank 64.
@@ -104,10 +105,12 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         seed: int = 0,
         in_forward: bool = True,
         directions: Directions = SHARED,
+        estimator: type[TwoPoint] = TwoPoint,
         frozen_rank: int | None = None,
         more_rules: Sequence[StepRule] = (),
     ) -> None:
-        check_settings(lr, rho, weight_decay, num_directions, frozen_rank, perturbation)
+        single = perturbation.single_direction or estimator.single_direction
+        check_settings(lr, rho, weight_decay, num_directions, frozen_rank, single=single)
         self.model = model
         self.perturbation = perturbation
         self.update = update
@@ -120,7 +123,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.parameters = TunedParameters(
             model, self.targets, perturbation, update, in_forward=in_forward, frozen_rank=frozen_rank
         )
-        self._two_point = self._simultaneous(directions, rho)
+        self._two_point = self._simultaneous(directions, estimator, rho)
         self.rules = {rule.estimator.kind: rule for rule in (StepRule(self._two_point, update), *more_rules)}
         for rule in self.rules.values():
             rule.estimator.prepare(model, self.moving, seed)
@@ -128,14 +131,15 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.progress = OptimizerState(counts=dict.fromkeys(self.rules, 0), moments={kind: {} for kind in self.rules})
         super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
 
-    def _simultaneous(self, directions: Directions, rho: float) -> TwoPoint:
+    def _simultaneous(self, directions: Directions, estimator: type[TwoPoint], rho: float) -> TwoPoint:
         if directions == SHARED:
-            return TwoPoint(rho)
+            return estimator(rho)
         if directions != PER_EXAMPLE:
             raise RequestError(f"method.directions is {directions!r}; it must be shared or per-example.")
         for name, moving in self.moving.items():
             low_rank = issubclass(self.perturbation.direction_type(moving.target), FixedFactors)
-            if (moving.target.is_matrix and not low_rank) or not moving.in_blocks:
+            dense = moving.target.is_matrix and not low_rank
+            if dense or not moving.in_blocks or estimator is not TwoPoint:
                 raise RequestError(
                     f"method.directions is per-example, which {name} cannot have at bounded memory with this method; "
                     "use tezo, lozo or a variant of them, or method.directions=shared."
@@ -172,7 +176,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     def take_step(self, closure: Closure, kind: str) -> float:
         """Takes one step of this kind and returns the mean of its losses."""
         rule = self._rule(kind)
-        lr = float(self.param_groups[0]["lr"]) * rule.lr_scale
+        lr = self._rate(rule)
         check_rate("lr", lr)
         if not self._calibrated:
             self._calibrate_with(lambda _: closure())
@@ -305,7 +309,12 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
                 moving.begin(drawn[name][0], keys[0])
         except FloatingPointError as error:  # raised for the rows that a basis is computed from
             raise self._not_finite(error) from None
-        return StepDraw(self.num_steps, self.progress.counts[kind or self.kinds[0]], drawn)
+        kind = kind or self.kinds[0]
+        return StepDraw(self.num_steps, self.progress.counts[kind], self._rate(self.rules[kind]), drawn)
+
+    def _rate(self, rule: StepRule) -> float:
+        """Learning rate of the next step by this rule."""
+        return float(self.param_groups[0]["lr"]) * rule.lr_scale
 
     @property
     def _moments(self) -> Moments:

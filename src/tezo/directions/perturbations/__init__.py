@@ -9,4 +9,5 @@ from tezo.directions.perturbations.perturbation import DrawKey as DrawKey
 from tezo.directions.perturbations.perturbation import LowRankPerturbation as LowRankPerturbation
 from tezo.directions.perturbations.perturbation import Perturbation as Perturbation
 from tezo.directions.perturbations.perturbation import Scale as Scale
+from tezo.directions.perturbations.sparse_noise import SmallEntries as SmallEntries
 from tezo.directions.perturbations.temporal_factor import Temporal as Temporal

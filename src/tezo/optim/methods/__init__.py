@@ -23,13 +23,17 @@ from tezo.errors import RequestError, nearest
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
 from tezo.optim.methods.common_options import Common
 from tezo.optim.methods.fine_tuning import adam as adam
+from tezo.optim.methods.forward_gradient import forward_gradient as forward_gradient
 from tezo.optim.methods.lozo import lozo as lozo
 from tezo.optim.methods.lozo import lozo_adam as lozo_adam
 from tezo.optim.methods.lozo import lozo_m as lozo_m
 from tezo.optim.methods.mezo import mezo as mezo
 from tezo.optim.methods.mezo import mezo_adam as mezo_adam
+from tezo.optim.methods.mezo import mezo_conservative as mezo_conservative
 from tezo.optim.methods.mezo import mezo_m as mezo_m
 from tezo.optim.methods.mezo import mezo_norm as mezo_norm
+from tezo.optim.methods.mezo import mezo_sign as mezo_sign
+from tezo.optim.methods.sparse_mezo import sparse_mezo as sparse_mezo
 from tezo.optim.methods.subzo import subzo as subzo
 from tezo.optim.methods.tezo import tezo as tezo
 from tezo.optim.methods.tezo import tezo_adam as tezo_adam
@@ -105,6 +109,9 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method("mezo-m", mezo_m),
         Method("mezo-adam", mezo_adam),
         Method("mezo-norm", mezo_norm, in_paper=False),
+        Method("mezo-sign", mezo_sign, in_paper=False),
+        Method("mezo-conservative", mezo_conservative, in_paper=False),
+        Method("sparse-mezo", sparse_mezo, in_paper=False),
         Method("lozo", lozo),
         Method("lozo-m", lozo_m),
         Method("lozo-adam", lozo_adam, in_paper=False, exports_adapter=True, example_directions=True),
@@ -118,8 +125,11 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
 }
 
 
-BASELINES: dict[str, Method[FirstOrderOptimizer]] = {"adam": Method("adam", adam, chosen=())}
-"""First-order methods, which need gradients."""
+BASELINES: dict[str, Method[Tuner]] = {
+    "adam": Method("adam", adam, chosen=()),
+    "forward-gradient": Method("forward-gradient", forward_gradient, in_paper=False, chosen=()),
+}
+"""Methods that need derivatives: by backpropagation, or forward-mode."""
 
 
 def method(name: str) -> Method[Tuner]:

@@ -5,9 +5,10 @@ from typing import Unpack
 from torch import nn
 
 from tezo.directions.perturbations import DenseGaussian
+from tezo.estimators.conservative import Conservative
 from tezo.optim.methods.common_options import Common
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.optim.updates import SGD, Adam, Momentum, NormalizedSGD
+from tezo.optim.updates import SGD, Adam, Momentum, NormalizedSGD, SignSGD
 
 
 def mezo(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> ZerothOrderOptimizer:
@@ -36,6 +37,32 @@ def mezo_norm(
     Deviations: as in `mezo`.
     """
     return ZerothOrderOptimizer(model, DenseGaussian(), NormalizedSGD(beta, eps), lr=lr, **common)
+
+
+def mezo_sign(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> ZerothOrderOptimizer:
+    """MeZO-sign: steps along the sign of MeZO's estimate, which are of size lr in every entry.
+
+        W <- W - lr sign(kappa z).
+
+    A baseline of Zhang et al. 2024 (ZO-SignSGD, Liu et al. 2019); not in the paper. State: none. `lr`: MeZO's; a rate
+    that is right for another method is not for this one, since steps do not depend on the size of the gradient.
+
+    Deviations: as in `mezo`.
+    """
+    return ZerothOrderOptimizer(model, DenseGaussian(), SignSGD(), lr=lr, **common)
+
+
+def mezo_conservative(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> ZerothOrderOptimizer:
+    """MeZO-conservative: MeZO's step, or its opposite, or none, by the loss of the batch at each of the three points.
+
+        W <- W - s lr kappa z,   s = argmin over s in {0, 1, -1} of f(W - s lr kappa z).
+
+    A baseline of Zhang et al. 2024 (ZO-SGD-Cons); not in the paper. Five forward passes a step instead of two. State:
+    none. Only one direction per step is possible. `lr`: MeZO's.
+
+    Deviations: as in `mezo`. The losses are compared without weight decay, which every step has.
+    """
+    return ZerothOrderOptimizer(model, DenseGaussian(), SGD(), lr=lr, estimator=Conservative, **common)
 
 
 def mezo_m(model: nn.Module, *, lr: float = 1e-6, beta: float = 0.9, **common: Unpack[Common]) -> ZerothOrderOptimizer:
