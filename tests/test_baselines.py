@@ -93,7 +93,7 @@ def test_a_forward_gradient_is_the_derivative_that_backpropagation_finds(make):
     gradients = {name: weight.grad for name, weight in copied.named_parameters()}
     optimizer = forward_gradient(model, lr=1.0, num_directions=1, targets=("all",))
     value = optimizer.step(lm_loss(model, tokens(seed=1)))
-    assert value == pytest.approx(float(loss), rel=1e-12)
+    assert value == pytest.approx(float(loss.detach()), rel=1e-12)
     (kappa,) = optimizer.last_step.projected_grads
     moved = {name: weight.detach() - before[name] for name, weight in model.named_parameters()}  # -kappa z
     along = sum(float((moved[name] * gradients[name]).sum()) for name in moved)

@@ -22,11 +22,7 @@ from tezo.studies.bench.workload import Work
 
 LONG, SHORT = 50, 15
 RHO, SEED, DECAY = 1e-3, 11, 0.5
-LRS = {
-    "mezo-adam": 1e-3, "lozo-adam": 1e-3, "mezo-norm": 1e-3, "tezo-adam": 1e-3, "tezo-cadam": 1e-3, "zo-adamu": 1e-5,
-    "mezo-conservative": 5e-2,
-}  # fmt: skip
-"""Of mezo-conservative large enough for steps that are left out and reversed."""
+LRS = {"mezo-adam": 1e-3, "lozo-adam": 1e-3, "mezo-norm": 1e-3, "tezo-adam": 1e-3, "tezo-cadam": 1e-3, "zo-adamu": 1e-5}
 
 
 def kept_beside(case: Case, names: list[str]) -> set[str]:
