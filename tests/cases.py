@@ -26,6 +26,9 @@ class Case:
         lr: that minimises `tiny.Regression` within a few hundred steps.
         base_untouched: whether matrices of known modules are only read, however long the run.
         first_step_parallel: whether the first step is along the measured direction.
+        spans: whether its directions span all weights.
+        has_state: whether its state has tensors.
+        passes: forward passes of a step.
     """
 
     name: str
@@ -33,6 +36,9 @@ class Case:
     lr: float = 2e-2
     base_untouched: bool = False
     first_step_parallel: bool = True
+    spans: bool = True
+    has_state: bool = True
+    passes: int = 2
 
     def build(self, model: nn.Module, **overrides: Any) -> ZerothOrderOptimizer:
         return METHODS[self.name].build(model, **({"lr": self.lr} | self.options | overrides))
@@ -54,22 +60,22 @@ _ADAMU = {"anneal_start": 3, "anneal_stop": 12}
 CASES = {
     case.name: case
     for case in (
-        Case("mezo"),
+        Case("mezo", has_state=False),
         Case("mezo-m"),
         Case("mezo-adam", first_step_parallel=False),
         Case("mezo-norm"),
-        Case("mezo-sign", first_step_parallel=False),
-        Case("mezo-conservative"),
-        Case("sparse-mezo", {"sparsity": 0.5}),
+        Case("mezo-sign", first_step_parallel=False, has_state=False),
+        Case("mezo-conservative", has_state=False, passes=5),
+        Case("sparse-mezo", {"sparsity": 0.5}, spans=False, has_state=False),
         Case("lozo", _LAZY),
         Case("lozo-m", _LAZY),
-        Case("lozo-adam", _FIXED | {"basis": "gaussian"}, base_untouched=True, first_step_parallel=False),
+        Case("lozo-adam", _FIXED | {"basis": "gaussian"}, base_untouched=True, first_step_parallel=False, spans=False),
         Case("subzo", _LAZY),
         Case("zo-adamu", _ADAMU, first_step_parallel=False),
-        Case("tezo", _FIXED, base_untouched=True),
-        Case("tezo-m", _FIXED, base_untouched=True),
-        Case("tezo-adam", _FIXED, first_step_parallel=False),
-        Case("tezo-cadam", _FIXED, base_untouched=True, first_step_parallel=False),
+        Case("tezo", _FIXED, base_untouched=True, spans=False),
+        Case("tezo-m", _FIXED, base_untouched=True, spans=False),
+        Case("tezo-adam", _FIXED, first_step_parallel=False, spans=False),
+        Case("tezo-cadam", _FIXED, base_untouched=True, first_step_parallel=False, spans=False),
     )
 }
 

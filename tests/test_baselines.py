@@ -78,6 +78,19 @@ def test_only_small_entries_move_and_the_mask_follows_the_weights():
     assert frozen_once, "no mask changed: this shows nothing of masks that follow"
 
 
+def test_on_the_sum_of_squares_the_small_entries_vanish_and_the_large_ones_stay():
+    model = nn.Linear(8, 8, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+    start, eye = model.weight.detach().clone(), torch.eye(8, dtype=torch.float64)
+    optimizer = sparse_mezo(model, lr=1e-2, sparsity=0.75)
+    for _ in range(1500):
+        optimizer.step(lambda: model(eye).square().sum())
+    small = start.abs() <= small_bound(start, 0.75)
+    assert int(small.sum()) == 16
+    assert torch.equal(model.weight[~small], start[~small]) and model.weight[small].abs().max() < 1e-3
+
+
 def test_a_sparsity_out_of_range_is_refused():
     with pytest.raises(RequestError, match=r"method\.sparsity is 1\.0; it must be at least 0 and below 1"):
         sparse_mezo(tiny_opt(), sparsity=1.0)

@@ -33,14 +33,13 @@ def test_the_table_enrols_every_method():
     }
 
 
-@every_method
+@choose(*(name for name in CASES if name != "sparse-mezo"))  # it stops where an entry has grown: test_baselines.py
 def test_it_minimises_a_quadratic(case):
     # Over all weights, for the methods whose directions span them.
     model = Regression()
     optimizer = case.build(model)
     losses = [optimizer.step(model.loss) for _ in range(400)]
-    spanned = not case.name.startswith("tezo") and case.name != "lozo-adam"
-    assert sum(losses[-10:]) / 10 < (0.1 if spanned else 0.8) * losses[0]
+    assert sum(losses[-10:]) / 10 < (0.1 if case.spans else 0.8) * losses[0]
 
 
 @choose("tezo", "tezo-m", "tezo-cadam")
@@ -203,7 +202,7 @@ def test_state_is_float32_beside_a_bfloat16_model_and_after_a_round_trip_too(cas
     optimizer.load_state_dict(state)
     state = optimizer.state_dict()
     tensors = [*state["moments"].values(), *(x for entry in state["change"].values() for x in entry.values())]
-    assert bool(tensors) == (case.name != "mezo")
+    assert bool(tensors) == case.has_state
     assert {x.dtype for x in tensors if x.is_floating_point()} <= {torch.float32}
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
@@ -237,6 +236,6 @@ def test_no_gradient_is_allocated_and_no_graph_is_built(case):
 
     for _ in range(MIDDLE):
         assert isinstance(optimizer.step(closure), float)
-    assert len(outputs) == 2 * MIDDLE and not any(loss.requires_grad for loss in outputs)
+    assert len(outputs) == case.passes * MIDDLE and not any(loss.requires_grad for loss in outputs)
     assert all(parameter.grad is None and parameter.grad_fn is None for parameter in model.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -6,7 +6,7 @@ from torch import nn
 
 from tezo.directions.perturbations import DenseGaussian
 from tezo.directions.targets import ALL_LINEAR
-from tezo.estimators.forward_gradient import ForwardGradient
+from tezo.estimators.forward_mode import ForwardGradient
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.updates import SGD
 
