@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tezo.cli.common import SetOption
 from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -27,20 +28,30 @@ def reproduce(
     only: Annotated[str, typer.Option(help="Methods and tasks to run, separated by commas; default: all.")] = "",
     model: Annotated[str | None, typer.Option(help="Model instead of the table's.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the tasks' rows; default: the hub.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Data type of the weights; default: as stored.")] = None,
+    directions: Annotated[
+        Literal["raw", "unit"] | None,
+        typer.Option(help="Scale of low-rank directions. Default: raw, as published, where the rates are the paper's."),
+    ] = None,
     scale: Annotated[Literal["full", "small"], typer.Option(help="small: short runs of a tiny model.")] = "full",
     devices: Annotated[str, typer.Option(help="Devices, separated by commas; one run at a time on each.")] = "auto",
     plan: Annotated[bool, typer.Option("--plan", help="List the runs without running them.")] = False,
+    settings: list[str] = SetOption,
 ) -> None:
     """Run a table of accuracies cell by cell, and write it next to the published numbers."""
     from tezo.errors import RunError
     from tezo.studies.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo.studies.reproduce.small_models import small_model
+    from tezo.training.config import parse_setting
 
     quiet_libraries()
     chosen, small = find_table(table), scale == "small"
     names = [name.strip() for name in only.split(",") if name.strip()]
     own = str(output / "model") if small and model is None else model
-    grid = make_grid(chosen, model=own, small=small, data_dir=data_dir, only=names)
+    given = [*([("model.dtype", dtype)] if dtype is not None else []), *map(parse_setting, settings)]
+    grid = make_grid(
+        chosen, model=own, small=small, data_dir=data_dir, only=names, directions=directions, settings=given
+    )
     if plan:
         _print_plan(grid)
         return

@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tezo.directions.perturbations import Scale
 from tezo.errors import RequestError, nearest
+from tezo.optim.methods import method
+from tezo.studies.reproduce.overrides import Setting, check_settings, settings_of
 from tezo.studies.reproduce.table import Column, Line, Table, key_of
-from tezo.training.config import overlay
+from tezo.training.config import overlay, parse_config
 
 RHO = 1e-3
 """Perturbation scale of all runs: the paper's."""
@@ -57,12 +60,14 @@ class Grid:
         model: folder or hub name.
         small: whether sizes are reduced to `SMALL`.
         data_dir: folder with the tasks' rows; None: the hub.
+        settings: given for all runs, after everything else.
     """
 
     table: Table
     model: str
     small: bool
     data_dir: str | None
+    settings: tuple[Setting, ...] = ()
 
     @property
     def title(self) -> str:
@@ -101,17 +106,14 @@ class Grid:
         if line.how == "train":
             steps, batch = self._length(line, column)
             fixed = {"rho": RHO} if line.is_zeroth_order else {}
-            tree["method"] = {
-                "name": line.method,
-                "targets": list(self.table.targets),
-                "lr": rate,
-                **fixed,
-                **line.options,
-            }
+            has_scale = self.table.directions != "unit" and "scale" in method(line.method).options()
+            scale = {"scale": self.table.directions} if has_scale else {}
+            own = {"name": line.method, "targets": list(self.table.targets), "lr": rate}
+            tree["method"] = own | fixed | scale | dict(line.options)
             tree["train"] = {"steps": steps, "batch_size": batch, "guard": False}
         tree["train"] = {**tree.get("train", {}), "seed": seed}
         cuts = list(self._cuts(line, column)) if self.small else []
-        return overlay(tree, [*self.table.settings, *line.settings, *cuts])
+        return overlay(tree, [*self.table.settings, *line.settings, *cuts, *settings_of(line, self.settings)])
 
     def _length(self, line: Line, column: Column) -> tuple[int, int]:
         if line.is_zeroth_order:
@@ -133,7 +135,16 @@ class Grid:
                 yield "method.rank", SMALL["rank"]
 
 
-def make_grid(table: Table, *, model: str | None, small: bool, data_dir: str | None, only: Sequence[str] = ()) -> Grid:
+def make_grid(
+    table: Table,
+    *,
+    model: str | None,
+    small: bool,
+    data_dir: str | None,
+    only: Sequence[str] = (),
+    directions: Scale | None = None,
+    settings: Sequence[Setting] = (),
+) -> Grid:
     """The runs of a table.
 
     Args:
@@ -142,10 +153,22 @@ def make_grid(table: Table, *, model: str | None, small: bool, data_dir: str | N
         small: whether to reduce all sizes to `SMALL`, as a test.
         data_dir: folder with the tasks' rows; None: the hub.
         only: methods (labels of the table, in any case), tasks and columns (such as sst2-16) to keep; empty: all.
+        directions: scale of low-rank directions; None: the table's.
+        settings: given for all runs; an option of a method is for the lines that have it.
 
     Raises:
-        RequestError: a name in `only` is not a method, task or column of the table.
+        RequestError: a name in `only` is not a method, task or column of the table, or a setting is not for its runs.
     """
+    kept = replace(_chosen(table, only), directions=directions or table.directions)
+    check_settings(settings, kept.lines)
+    grid = Grid(_small(kept) if small else kept, model or table.model, small, data_dir, tuple(settings))
+    for cell in {cell.line.key: cell for cell in grid.search()}.values():
+        parse_config(cell.tree)
+    return grid
+
+
+def _chosen(table: Table, only: Sequence[str]) -> Table:
+    """The table with the lines and columns of `only`."""
     lines = {line.key for line in table.lines}
     tasks = {name for column in table.columns for name in (column.task, column.key)}
     wanted = {key_of(name) for name in only}
@@ -158,16 +181,23 @@ def make_grid(table: Table, *, model: str | None, small: bool, data_dir: str | N
         for place, column in enumerate(table.columns)
         if not wanted & tasks or {column.task, column.key} & wanted
     ]  # fmt: skip
-    kept = replace(
+    return replace(
         table,
         columns=tuple(table.columns[place] for place in places),
         lines=tuple(
-            replace(line, published=tuple(line.published[place] for place in places) if line.published else ())
-            for line in table.lines
-            if not wanted & lines or line.key in wanted
+            _narrowed(line, table.columns, places) for line in table.lines if not wanted & lines or line.key in wanted
         ),
     )
-    return Grid(_small(kept) if small else kept, model or table.model, small, data_dir)
+
+
+def _narrowed(line: Line, columns: Sequence[Column], places: Sequence[int]) -> Line:
+    """The line with the published numbers of the columns at `places`, and the averages of whole groups."""
+    partial = {column.group for place, column in enumerate(columns) if place not in places}
+    return replace(
+        line,
+        published=tuple(line.published[place] for place in places) if line.published else (),
+        published_averages={group: of for group, of in line.published_averages.items() if group not in partial},
+    )
 
 
 def _small(table: Table) -> Table:

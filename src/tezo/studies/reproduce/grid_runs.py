@@ -89,13 +89,17 @@ def _follow_parent() -> None:
 
 
 def prepare_output(grid: Grid, output: Path) -> None:
-    """Creates the folder, and writes grid.json with the table, model and scale of its runs.
+    """Creates the folder, and writes grid.json with the table, model, scales and settings of its runs.
 
     Raises:
         RequestError: the folder has the runs of another grid, or other files.
     """
     note = output / "grid.json"
-    own = {"table": grid.table.name, "model": grid.model, "small": grid.small}
+    own: dict[str, Any] = {"table": grid.table.name, "model": grid.model, "small": grid.small}
+    if grid.table.directions != "unit":
+        own["directions"] = grid.table.directions
+    if grid.settings:
+        own["settings"] = {key: str(value) for key, value in grid.settings}
     if note.is_file():
         existing = own_object(note, "give another --output")
         if existing != own:

@@ -3,25 +3,32 @@
 import csv
 import io
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tezo.directions.perturbations import Scale
 from tezo.studies.reproduce.grid import Grid
 from tezo.studies.reproduce.results import Entry, all_cells, entries, figure_of, summary_of
 from tezo.studies.reproduce.table import Column
 
+DIRECTIONS: dict[Scale, str] = {
+    "raw": "Low-rank directions have the published scale (method.scale=raw), which the paper's rates are for.",
+    "unit": "Low-rank directions have unit variance (method.scale=unit), unlike those of the published algorithms.",
+}
 TIED = "†"
 """Of a mean within the spread of the best one."""
 
 
 def write_tables(grid: Grid, output: Path) -> list[Path]:
-    """Writes table.md, table.csv and runs.csv into `output`; returns their paths."""
+    """Writes table.md, table.csv, averages.csv and runs.csv into `output`; returns their paths."""
     rows = entries(grid, output)
     runs = list(_runs(grid, output))
     texts = {
         "table.md": markdown(grid, rows, runs),
-        "table.csv": _as_csv(ENTRY, map(_entry_line, (entry for row in rows for entry in row))),
+        "table.csv": _as_csv(ENTRY, (line for row in rows for line in map(_entry_line, row))),
+        "averages.csv": _as_csv(AVERAGE, _average_lines(rows, grid.table.groups)),
         "runs.csv": _as_csv(RUN, runs),
     }
     for name, text in texts.items():
@@ -32,6 +39,9 @@ def write_tables(grid: Grid, output: Path) -> list[Path]:
 RUN = ("method", "column", "lr", "seed", "dev_loss", "percent", "test_loss", "steps", "kept_step",
        "num_forward_passes", "seconds_stepping", "hardware", "torch")  # fmt: skip
 ENTRY = ("method", "task", "per_class", "published", "mean", "stdev", "seeds", "lr", "failed", "missing")
+
+
+AVERAGE = ("method", "columns", "published", "average")
 
 
 def _runs(grid: Grid, output: Path) -> Iterator[tuple[Any, ...]]:
@@ -49,6 +59,13 @@ def _entry_line(entry: Entry) -> tuple[Any, ...]:
     return *own, len(entry.values), entry.rate, entry.failed, entry.missing
 
 
+def _average_lines(rows: list[list[Entry]], groups: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    for row, own in zip(rows, averages(rows, groups), strict=True):
+        for average in own:
+            ours = None if average.ours is None else round(average.ours, 3)
+            yield row[0].line.label, average.group or "all", average.published, ours
+
+
 def _as_csv(head: Iterable[str], lines: Iterable[Iterable[Any]]) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -64,11 +81,32 @@ def gap(row: list[Entry], reference: list[Entry]) -> float | None:
     return statistics.mean(differences) if differences else None
 
 
-def _gaps(rows: list[list[Entry]]) -> Iterator[str]:
+@dataclass(frozen=True)
+class Average:
+    """AVG. of a row over a group of columns: `gap`, and the published one; None if there is none."""
+
+    group: str
+    ours: float | None
+    published: float | None
+
+    @property
+    def shown(self) -> str:
+        """Text for the table."""
+        ours = "-" if self.ours is None else f"{self.ours:+.1f}"
+        return ours if self.published is None else f"{ours} ({self.published:+.1f})"
+
+
+def averages(rows: list[list[Entry]], groups: Sequence[str]) -> list[list[Average]]:
+    """For each row its averages, one per group of columns."""
     reference = next((row for row in rows if row[0].line.label == "FT"), None)
-    for row in rows:
-        found = gap(row, reference) if reference is not None else None
-        yield "-" if found is None else f"{found:+.1f}"
+
+    def average(row: list[Entry], group: str) -> Average:
+        places = [place for place, entry in enumerate(row) if entry.column.group == group]
+        own, base = ([of[place] for place in places] if of is not None else None for of in (row, reference))
+        ours = gap(own, base) if own is not None and base is not None else None
+        return Average(group, ours, row[0].line.published_averages.get(group))
+
+    return [[average(row, group) for group in groups] for row in rows]
 
 
 def tied_with_the_best(entry: Entry, column: Iterable[Entry]) -> bool:
@@ -98,20 +136,32 @@ def _head(column: Column) -> str:
 
 
 def markdown(grid: Grid, rows: list[list[Entry]], runs: list[tuple[Any, ...]]) -> str:
-    """Ours, and the published number in brackets where there is one."""
-    heads = ["", *(_head(column) for column in grid.table.columns), "AVG."]
-    lines = [f"# {grid.title}", "", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row, marked, average in zip(rows, _marked(rows), _gaps(rows), strict=True):
+    """Ours, and the published number in brackets where there is one; the average of a group after its last column."""
+    columns, groups = grid.table.columns, grid.table.groups
+    last = {column.group: place for place, column in enumerate(columns)}
+
+    def line(label: str, cells: Sequence[str], of_groups: Sequence[str]) -> str:
+        after = {last[group]: text for group, text in zip(groups, of_groups, strict=True)}
+        shown = [text for place, cell in enumerate(cells) for text in (cell, after.get(place)) if text is not None]
+        return "| " + " | ".join([label, *shown]) + " |"
+
+    heads = ["AVG." + (f", {group}" if group else "") for group in groups]
+    lines = [f"# {grid.title}", "", line("", [_head(column) for column in columns], heads)]
+    lines.append("|" + "---|" * (1 + len(columns) + len(groups)))
+    for row, marked, own in zip(rows, _marked(rows), averages(rows, groups), strict=True):
         shown = [
             text if entry.published is None else f"{text} ({entry.published:.1f})"
             for entry, text in zip(row, marked, strict=True)
         ]
-        lines.append("| " + " | ".join([row[0].line.label, *shown, average]) + " |")
+        lines.append(line(row[0].line.label, shown, [average.shown for average in own]))
     return "\n".join([*lines, "", *(f"- {note}" for note in _footnotes(grid, rows, runs))]) + "\n"
 
 
 def _footnotes(grid: Grid, rows: list[list[Entry]], runs: list[tuple[Any, ...]]) -> Iterator[str]:
     table, found = grid.table, [entry for row in rows for entry in row]
+    yield DIRECTIONS[table.directions]
+    if grid.settings:
+        yield f"Set for all runs: {', '.join(f'{key}={value}' for key, value in grid.settings)}."
     if any(entry.published is not None for entry in found):
         yield "In brackets: the paper's number."
     yield (

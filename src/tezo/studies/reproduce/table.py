@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tezo.directions.perturbations import Scale
 from tezo.errors import RequestError
 from tezo.models.kinds import Kind
 from tezo.tasks import task
@@ -24,11 +25,13 @@ class Column:
         task: name of the task.
         per_class: training rows per class.
         batch_size: rows per step of zeroth-order methods; None: the table's.
+        group: columns of the same group are averaged together; "": all columns of the table.
     """
 
     task: str
     per_class: int | None = None
     batch_size: int | None = None
+    group: str = ""
 
     @property
     def key(self) -> str:
@@ -80,6 +83,7 @@ class Line:
         recommended: learning rate that the paper's appendix recommends; for FT the first of MeZO's.
         options: options of the method.
         published: published numbers in percent, one per column; empty if there are none.
+        published_averages: group of columns -> its published average; without groups that lack a column.
         settings: (dotted key, value) pairs set in the configuration of its cells, after those of the table.
     """
 
@@ -90,6 +94,7 @@ class Line:
     recommended: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     published: tuple[float, ...] = ()
+    published_averages: Mapping[str, float] = field(default_factory=dict)
     settings: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -120,6 +125,7 @@ class Table:
         steps: steps of zeroth-order methods.
         batch_size: rows per step of zeroth-order methods.
         targets: patterns of the tuned parameters.
+        directions: scale of low-rank directions that the rates are for, see `tezo.directions.perturbations.Scale`.
         ft_epochs: epochs of first-order fine-tuning.
         ft_batch: rows per step of first-order fine-tuning.
         ft_most_steps: maximum number of steps of first-order fine-tuning; None: no maximum.
@@ -138,11 +144,17 @@ class Table:
     steps: int
     batch_size: int
     targets: tuple[str, ...] = ("all",)
+    directions: Scale = "unit"
     ft_epochs: int = 5
     ft_batch: int = 8
     ft_most_steps: int | None = None
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of its columns, in order."""
+        return tuple(dict.fromkeys(column.group for column in self.columns))
 
     @property
     def keeps_best(self) -> bool:
