@@ -17,6 +17,7 @@ from tezo.studies.analysis.gradient_spectrum import LINE, Spectrum, SpectrumOpti
 from tezo.studies.analysis.gradient_subspace import (
     Directions,
     SubspaceOptions,
+    growth,
     mapped_layers,
     measure_subspace,
     needed,
@@ -85,9 +86,12 @@ def test_the_cosines_of_a_run_are_those_of_its_gradients(home):
     assert np.allclose(layer["singular_values"], roots, atol=5e-3)
     assert layer["mean_cosine"] == pytest.approx((gram.sum() - 4) / 12, abs=1e-3)
     assert exact["prefixes"] == [1, 2, 3, 4]
-    for t, growth in zip(exact["prefixes"], layer["growth"], strict=True):
-        energy = np.linalg.eigvalsh(gram[:t, :t])[::-1].cumsum()
-        assert growth * t == pytest.approx((energy < 0.9 * energy[-1]).sum() + 1, abs=0.01)
+    assert layer["growth"] == pytest.approx(growth(torch.tensor(gram), [1, 2, 3, 4]), abs=1e-3)
+
+
+def test_growth_counts_the_directions_of_the_first_gradients():
+    columns = torch.eye(3, dtype=torch.float64)[[0, 0, 0, 1, 2]]  # energies 1; 2; 3; 3 + 1; 3 + 1 + 1
+    assert growth(columns @ columns.T, [1, 2, 3, 4, 5]) == [1, 1 / 2, 1 / 3, 2 / 4, 3 / 5]
 
 
 def test_all_layers_are_in_the_heat_map_and_two_have_cosines(home):

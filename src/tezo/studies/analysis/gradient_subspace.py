@@ -68,7 +68,7 @@ def measure_subspace(options: SubspaceOptions, given: Given) -> Numbers:
             "shape": list(job.model.get_parameter(name).shape),
             "singular_values": rounded(values[: options.top]),
             "for_90_percent": needed(values, 0.9),
-            "growth": rounded([needed(column_values(gram_TT[:t, :t]), 0.9) / t for t in prefixes], 3),
+            "growth": rounded(growth(gram_TT, prefixes), 3),
             "mean_cosine": float(off.mean()),
             "standard_error": watcher.sketch.standard_error,
         }
@@ -87,6 +87,11 @@ def prefixes_of(steps: int) -> list[int]:
     """At most `PREFIXES` numbers of first steps, ascending, evenly spread, the last of them all steps."""
     count = min(PREFIXES, steps)
     return [round(steps * (i + 1) / count) for i in range(count)]
+
+
+def growth(gram_TT: Tensor, prefixes: Sequence[int]) -> list[float]:
+    """For each t of `prefixes` the number of directions with 90 % of the energy of the first t columns, over t."""
+    return [needed(column_values(gram_TT[:t, :t]), 0.9) / t for t in prefixes]
 
 
 def column_values(gram_TT: Tensor) -> Tensor:
