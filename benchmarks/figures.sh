@@ -1,6 +1,6 @@
 #!/bin/sh
 # The figures of docs/figures.md: `DATA=folder benchmarks/figures.sh [NAME...]`, with the rows of SST-2 in DATA/sst2.
-# Some ten minutes on two cores.
+# Some fifteen minutes on two cores.
 cd "$(dirname "$0")/.." || exit 1
 TEZO="${TEZO:-.venv/bin/tezo}"
 OUT=docs/figures

@@ -65,8 +65,14 @@ def test_the_figure_of_the_estimator_shows_its_numbers(numbers):
 def test_the_figure_of_convergence_shows_its_numbers(numbers):
     found = numbers["convergence"]
     figure = drawn(analysis("convergence"), found)
-    whole, part = figure.axes
+    whole, part, bounded = figure.axes
     assert whole.get_xlabel() and whole.get_ylabel() and part.get_xlabel()
+    assert bounded.get_xlabel()
+    drawn_lines = [list(line.get_ydata()) for line in bounded.get_lines()]
+    for key in ("printed", "bound", "fresh", "fixed"):
+        assert [row[key] / found["bound"]["first"] for row in found["bound"]["rows"]] in drawn_lines
+    words = [text.get_text() for text in bounded.get_legend().get_texts()]
+    assert len(words) == 4 and sum("bound" in text for text in words) == 2
     for axes, key, slope in ((whole, "full", "slope"), (part, "span", "span_slope")):
         shown = lines(axes)
         rows = [row for row in found["methods"] if key in row]
@@ -80,11 +86,24 @@ def test_the_figure_of_convergence_shows_its_numbers(numbers):
     assert [row["method"] for row in found["methods"] if "span" in row] == ["tezo", "tezo-m", "tezo-adam", "tezo-cadam"]
 
 
+def test_the_command_prints_the_bound_beside_what_was_measured(numbers, tmp_path):
+    done = tezo("analyze", "convergence", "--output", tmp_path, *settings(**SMALL["convergence"]))
+    bound = numbers["convergence"]["bound"]
+    printed = [line.split() for line in done.out.splitlines()]
+    assert ["delta_rho", f"{bound['delta_rho']:g}", f"{bound['printed_delta_rho']:g}"] in printed
+    for name, key in (("lambda", "lipschitz"), ("sigma^2", "variance"), ("D_0", "gap"), ("delta", "delta")):
+        assert [name, *[f"{bound[key]:g}"] * 2] in printed
+    for row in bound["rows"]:
+        found = next(line for line in printed if line[:1] == [str(row["steps"])])
+        assert found[2:4] == [f"{row['bound']:.2f}", f"{row['printed']:.2f}"]
+        assert found[4:] == [f"{x:.2f}" for key in ("fresh", "fixed") for x in (row[key], 2 * row[f"{key}_se"])]
+
+
 def test_captions_name_what_was_computed(numbers):
     for name, words in {
         "second-moment": ("M = N = 8, 12", "rank 3", "30 steps", "0.99"),
         "estimator": ("M = N = 5, 8", "rank 1, 3", "8 x 8"),
-        "convergence": ("4 x 4", "rank 2", "T = 10, 20", "lambda = 3", "12.5%"),
+        "convergence": ("4 x 4", "rank 2", "T = 10, 20", "lambda = 3", "12.5%", "delta_rho = 6.36e+05"),
     }.items():
         assert all(word in numbers[name]["caption"] for word in words), numbers[name]["caption"]
 
@@ -131,6 +150,8 @@ def test_the_command_writes_figure_and_numbers(name, tmp_path):
         ("convergence", {"horizons": [20, 10]}, ("horizons is [20, 10]", "ascending")),
         ("convergence", {"rates": [-1.0]}, ("rates is [-1.0]", "above 0")),
         ("convergence", {"noise": -1.0}, ("noise is -1.0", "negative")),
+        ("convergence", {"rho": 0.0}, ("rho is 0.0", "above 0")),
+        ("convergence", {"seeds": 1}, ("seeds is 1", "at least 2")),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(name, setting, words, tmp_path):

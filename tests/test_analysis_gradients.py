@@ -14,7 +14,15 @@ from tezo.directions.targets import find_targets, select_targets
 from tezo.studies.analysis import ANALYSES, Given, drawn
 from tezo.studies.analysis.costs import GIGABYTES, MILLISECONDS, MODELS, CostOptions, measure_memory, measure_time
 from tezo.studies.analysis.gradient_spectrum import LINE, Spectrum, SpectrumOptions, measure_spectrum
-from tezo.studies.analysis.gradient_subspace import Directions, SubspaceOptions, measure_subspace, needed
+from tezo.studies.analysis.gradient_subspace import (
+    Directions,
+    SubspaceOptions,
+    growth,
+    mapped_layers,
+    measure_subspace,
+    needed,
+    prefixes_of,
+)
 from tezo.studies.analysis.gradients import Sketch, singular_values
 from tezo.studies.analysis.weight_rank import WeightRankOptions, measure_weight_rank, rank_correlation
 from tezo.training.config import parse_config
@@ -70,13 +78,33 @@ def test_singular_values_are_numpys(shape):
 
 def test_the_cosines_of_a_run_are_those_of_its_gradients(home):
     exact = measure_subspace(SubspaceOptions(layers=("fc1.weight",), steps=4, batch_size=4), given(home))
-    (layer, _) = exact["layers"].values()
-    gram = np.array(layer["cosines"])
+    (layer, _), (cosines, _) = exact["layers"].values(), exact["cosines"].values()
+    gram = np.array(cosines)
     assert np.allclose(np.diag(gram), 1, atol=1e-3) and np.allclose(gram, gram.T)
     assert layer["standard_error"] == 0
     roots = np.sqrt(np.linalg.eigvalsh(gram)[::-1].clip(0))
     assert np.allclose(layer["singular_values"], roots, atol=5e-3)
     assert layer["mean_cosine"] == pytest.approx((gram.sum() - 4) / 12, abs=1e-3)
+    assert exact["prefixes"] == [1, 2, 3, 4]
+    assert layer["growth"] == pytest.approx(growth(torch.tensor(gram), [1, 2, 3, 4]), abs=1e-3)
+
+
+def test_growth_counts_the_directions_of_the_first_gradients():
+    columns = torch.eye(3, dtype=torch.float64)[[0, 0, 0, 1, 2]]  # energies 1; 2; 3; 3 + 1; 3 + 1 + 1
+    assert growth(columns @ columns.T, [1, 2, 3, 4, 5]) == [1, 1 / 2, 1 / 3, 2 / 4, 3 / 5]
+
+
+def test_all_layers_are_in_the_heat_map_and_two_have_cosines(home):
+    numbers = measure_subspace(SubspaceOptions(steps=3, batch_size=4, top=2), given(home))
+    assert set(numbers["layers"]) == set(gradients(home, 4)) and len(numbers["cosines"]) == 2
+    assert all(len(layer["singular_values"]) == 2 for layer in numbers["layers"].values())
+
+
+def test_cosines_are_those_of_the_papers_depths_or_of_both_layers_chosen():
+    assert mapped_layers([f"layers.{i}" for i in range(32)]) == ["layers.15", "layers.28"]
+    assert mapped_layers(["one", "other"]) == ["one", "other"] and mapped_layers(["one"]) == ["one"]
+    assert prefixes_of(500)[:2] == [10, 20] and len(prefixes_of(500)) == 50 and prefixes_of(500)[-1] == 500
+    assert prefixes_of(7) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_gradients_in_one_direction_have_one_singular_value():
@@ -116,10 +144,10 @@ def test_a_sketched_run_has_the_cosines_of_the_exact_one(home):
         measure_subspace(SubspaceOptions(layers=layers, steps=4, batch_size=4, sketch=size), given(home))
         for size in (65521, 307)
     )
-    for one, other in zip(exact["layers"].values(), sketched["layers"].values(), strict=True):
-        assert other["standard_error"] > 0
-        gap = np.abs(np.array(one["cosines"]) - np.array(other["cosines"])).max()
-        assert 0 < gap < 4 * other["standard_error"]
+    for name, layer in sketched["layers"].items():
+        assert layer["standard_error"] > 0
+        gap = np.abs(np.array(exact["cosines"][name]) - np.array(sketched["cosines"][name])).max()
+        assert 0 < gap < 4 * layer["standard_error"]
 
 
 def test_rank_correlation_is_spearmans():
@@ -166,10 +194,16 @@ def test_figures_show_the_numbers(home):
     assert [line.get_label() for line in left.get_lines()] == ["weight", "gradient"]
     assert list(left.get_lines()[0].get_ydata()) == [layer["weight"][1] for layer in weight["layers"].values()]
     assert len(right.get_lines()) == 4
-    subspace = measure_subspace(SubspaceOptions(steps=3, batch_size=4), given(home))
-    spectrum, cosines, _ = drawn(ANALYSES["gradient-subspace"], subspace).axes
-    assert len(spectrum.get_lines()) == len(subspace["layers"]) + 1
-    assert np.allclose(cosines.get_images()[0].get_array(), next(iter(subspace["layers"].values()))["cosines"])
+    subspace = measure_subspace(SubspaceOptions(steps=4, batch_size=4), given(home))
+    spectra, growths, one, other, *bars = drawn(ANALYSES["gradient-subspace"], subspace).axes
+    assert all(place.get_xlabel() and place.get_ylabel() for place in (spectra, growths, one, other))
+    assert len(bars) == 3 and all(bar.get_ylabel() for bar in bars)
+    values = np.array([layer["singular_values"] for layer in subspace["layers"].values()])
+    assert np.allclose(spectra.get_images()[0].get_array(), (values / values[:, :1]).T)
+    assert np.allclose(growths.get_images()[0].get_array().T, [of["growth"] for of in subspace["layers"].values()])
+    for place, (name, cosines) in zip((one, other), subspace["cosines"].items(), strict=True):
+        assert np.allclose(place.get_images()[0].get_array(), cosines)
+        assert place.get_title() == name.removesuffix(".weight")
 
 
 def test_costs_are_the_benchmarks_beside_the_papers():
@@ -187,6 +221,10 @@ def test_costs_are_the_benchmarks_beside_the_papers():
     assert widths == pytest.approx(list(time["paper"].values()))
     bars = [bar.get_width() for bar in left.patches]
     assert time["ours"][0]["figures"]["mezo"] in bars
+    words = [text.get_text() for text in left.get_yticklabels()]
+    assert "F2: two forward passes" in words and "mezo" in words and not {"F2", "N2", "J2"} & set(words)
+    words = [text.get_text() for text in drawn(ANALYSES["memory"], memory).axes[0].get_yticklabels()]
+    assert words[:2] == ["F: a forward pass", "N: a pass, needed logits only"]
     assert all(len(row) == len(MODELS) for row in (*GIGABYTES.values(), *MILLISECONDS.values()))
 
 

@@ -1,6 +1,7 @@
 """Loss curves of real runs, and what half precision does to weights: against the logs, and against hand cases."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.studies.analysis import ANALYSES, Given, drawn
 from tezo.studies.analysis.half_precision import HalfOptions, arrived, drift_in_place, drift_ours, measure_half
-from tezo.studies.analysis.loss_curves import LossOptions, measure_loss
+from tezo.studies.analysis.loss_curves import LossOptions, gaussian_smooth, measure_loss
 from tezo.studies.report.curves import smooth
 
 
@@ -35,9 +36,12 @@ def test_curves_are_the_logs(runs):
         seconds = list(run["seconds"].values())
         assert seconds == sorted(seconds) and seconds[-1] > 0
     figure = drawn(ANALYSES["loss"], numbers)
-    steps, by_passes, timed = figure.axes
-    assert [place.get_xlabel() for place in figure.axes] == ["steps", "forward passes", "seconds of steps"]
+    steps, papers, by_passes, timed = figure.axes
+    assert [place.get_xlabel() for place in figure.axes] == ["steps", "steps", "forward passes", "seconds of steps"]
     assert list(steps.get_lines()[1].get_ydata()) == numbers["runs"][0]["smoothed"]
+    assert list(papers.get_lines()[1].get_ydata()) == numbers["runs"][0]["gaussian"]
+    assert numbers["runs"][0]["gaussian"] == pytest.approx(gaussian_smooth(numbers["runs"][0]["losses"], 30), rel=1e-4)
+    assert "sigma 30" in papers.get_title() and "half-life 2" in steps.get_title()
     assert list(by_passes.get_lines()[1].get_xdata()) == numbers["runs"][1]["forward_passes"]
     assert len(timed.get_lines()) == 2
 
@@ -52,7 +56,35 @@ def test_the_command_draws_runs(runs, tmp_path):
     refused(
         tezo("analyze", "loss", runs / "one", "--output", tmp_path / "none", *settings(half_life=0)), "half_life is 0"
     )
+    refused(tezo("analyze", "loss", runs / "one", "--output", tmp_path / "none", *settings(sigma=0)), "sigma is 0")
     assert not (tmp_path / "none").exists()
+
+
+def mirrored(values: list[float], place: int) -> float:
+    """The value at `place` of ... c b a | a b c | c b a ..., the "reflect" of scipy."""
+    place %= 2 * len(values)
+    return values[min(place, 2 * len(values) - 1 - place)]
+
+
+@pytest.mark.parametrize(("count", "sigma"), [(40, 3.0), (7, 30.0), (1, 2.0), (300, 30.0)])
+def test_the_papers_smoothing_is_the_sum_it_is_defined_by(count, sigma):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64).tolist()
+    reach = range(-int(4 * sigma + 0.5), int(4 * sigma + 0.5) + 1)
+    weights = [math.exp(-(k**2) / (2 * sigma**2)) for k in reach]
+    found = gaussian_smooth(values, sigma)
+    assert len(found) == count
+    for i in range(0, count, 13):
+        expected = sum(w * mirrored(values, i + k) for w, k in zip(weights, reach, strict=True)) / sum(weights)
+        assert found[i] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "documented"),
+    [(1, [1.42704095, 2.06782203, 3.0, 3.93217797, 4.57295905]), (4, [2.91948343, 2.95023502, 3.0, 3.04976498])],
+)
+def test_the_papers_smoothing_gives_the_examples_of_scipys_documentation(sigma, documented):
+    found = gaussian_smooth([1.0, 2.0, 3.0, 4.0, 5.0], sigma)
+    assert found[: len(documented)] == pytest.approx(documented, abs=1e-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

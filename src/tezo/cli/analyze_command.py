@@ -47,5 +47,15 @@ def analyze(
     numbers = entry.run(options, Given(config, tuple(paths or ())))
     written = save(entry, numbers, output)
     print(numbers["caption"])
+    for table in entry.tables(numbers) if entry.tables is not None else []:
+        _print_table(table)
     for path in written:
         print(f"  {path}")
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for first, *others in rows:
+        padded = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        print("  ".join([f"{first:<{widths[0]}}", *padded]))

@@ -1,7 +1,7 @@
 """Analyses that redraw the paper's figures from the user's own model; each is an entry of `ANALYSES`."""
 
 from tezo.errors import RequestError, nearest
-from tezo.studies.analysis.convergence import CONVERGENCE
+from tezo.studies.analysis.convergence_figure import CONVERGENCE
 from tezo.studies.analysis.costs import MEMORY, STEP_TIME
 from tezo.studies.analysis.estimator_variance import ESTIMATOR
 from tezo.studies.analysis.figure import Analysis as Analysis

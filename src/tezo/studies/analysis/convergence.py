@@ -1,4 +1,4 @@
-"""The rate of Theorem 2, on a function whose gradient and Lipschitz constant are known.
+"""The rate and the bound of Theorem 2, on a function whose gradient and Lipschitz constant are known.
 
 With D = W - A the objective of a step is
 
@@ -6,11 +6,12 @@ With D = W - A the objective of a step is
 
 The first part is smooth and nonconvex: its gradient is d + sin 2d, and its second derivative 1 + 2 cos 2d lies in
 [-1, 3], so lambda = 3. Its only stationary point is A, where it is 0. W_0 = 0 and A is Gaussian. The second part gives
-the gradient of a step the variance sigma^2 = noise^2 M N.
+the gradient of a step the variance sigma^2 = noise^2 M N. So all constants of the theorem's bound are known.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,9 @@ from tezo.errors import NonFiniteLossError, RequestError
 from tezo.numerics.random import normal
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.studies.analysis.estimator_variance import SECOND_MOMENTS
-from tezo.studies.analysis.figure import COLOURS, Analysis, Given, Numbers
+from tezo.studies.analysis.figure import Given, Numbers
 from tezo.studies.analysis.matrices import linear, require_at_least, require_sizes
+from tezo.studies.analysis.theorem2 import Constants
 
 LIPSCHITZ = 3.0
 """Lipschitz constant lambda of the objective's gradient."""
@@ -39,7 +40,7 @@ class ConvergenceOptions:
     """Number of rows and columns of W; one number."""
     rank: int = 3
     """Rank of the low-rank methods' directions."""
-    horizons: Sequence[int] = (125, 250, 500, 1000)
+    horizons: Sequence[int] = (250, 1000, 4000)
     """Values of T in the theorem, ascending; one run each."""
     rates: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0)
     """Learning rates tried at the first horizon T_0, in units of `UNITS`; the best is scaled by sqrt(T_0 / T) at T."""
@@ -47,6 +48,10 @@ class ConvergenceOptions:
     """Steps between new factors of lozo and subzo."""
     noise: float = 1.0
     """Standard deviation of each entry of a step's gradient."""
+    rho: float = 1e-5
+    """Perturbation scale at unit scale; the theorem's rho times the root of the rank."""
+    seeds: int = 3
+    """Runs whose squared gradients are averaged and compared with the theorem's bound."""
     seed: int = 0
     """Seed of all draws."""
 
@@ -99,7 +104,7 @@ UNITS = {
 
 
 def measure_convergence(options: ConvergenceOptions, given: Given) -> Numbers:
-    """Mean squared gradient norm of each method against T, next to the 1/sqrt(T) of Theorem 2.
+    """Mean squared gradient norm against T: of each method beside 1/sqrt(T), and of tezo beside Theorem 2's bound.
 
     For each horizon T there is a run of T steps at the rate eta_0 sqrt(T_0 / T), as in the theorem. eta_0, recorded as
     `rate`, is the one of `rates` with the lowest loss at the first horizon T_0. `full` is
@@ -109,20 +114,24 @@ def measure_convergence(options: ConvergenceOptions, given: Given) -> Numbers:
     W_0 + that span, so only this part of their gradient can vanish. `slope` and `span_slope` are least-squares slopes
     of the logarithms.
 
+    `bound` has the theorem's constants and, for each T, the bound at the theorem's own rate as the paper prints it
+    (`printed`) and as its proof gives it (`bound`, see `tezo.studies.analysis.theorem2`). Beside it is the mean of
+    (1/T) sum_t |grad f(W_t)|^2 over `seeds` runs, with a standard error (`_se`): with factors that are drawn afresh in
+    every step (`fresh`), which the theorem is about, and with one draw for the run (`fixed`), which is Algorithm 1.
+
     Raises:
         RequestError: an option is out of range, or every rate of a method diverges.
     """
     del given
     _check(options)
     (size,) = options.sizes
-    delta = SECOND_MOMENTS["tezo"](size, size, options.rank) - 1
     return {
         "size": size,
         "rank": options.rank,
         "horizons": list(options.horizons),
         "span_share": min(1.0, options.rank / size**2),
         "lipschitz": LIPSCHITZ,
-        "theorem_rate": 1 / (LIPSCHITZ * (delta + 1)),
+        "bound": _measure_bound(options),
         "methods": [_measure_method(name, options) for name in UNITS],
     }
 
@@ -132,13 +141,52 @@ def _check(options: ConvergenceOptions) -> None:
         raise RequestError(f"sizes is {list(options.sizes)}; convergence takes one, such as [6].")
     require_sizes(options.sizes, [options.rank], "rank")
     require_at_least(1, interval=options.interval)
+    require_at_least(2, seeds=options.seeds)
     if len(options.horizons) < 2 or list(options.horizons) != sorted(set(options.horizons)):
         raise RequestError(f"horizons is {list(options.horizons)}; give at least two numbers of steps, ascending.")
     require_at_least(1, horizons=options.horizons[0])
     if not options.rates or not all(rate > 0 for rate in options.rates):
         raise RequestError(f"rates is {list(options.rates)}; give at least one number, each above 0.")
-    if not options.noise >= 0:
-        raise RequestError(f"noise is {options.noise}; it must not be negative.")
+    if not 0 <= options.noise <= 1e100:
+        raise RequestError(f"noise is {options.noise}; it must not be negative, nor above 1e100.")
+    if not 0 < options.rho <= 1:
+        raise RequestError(f"rho is {options.rho}; it must be above 0 and at most 1.")
+
+
+FACTORS: dict[str, dict[str, Any]] = {"fresh": {"lazy_update_interval": 1}, "fixed": {}}
+"""How tezo's factors are drawn -> the options of the method."""
+
+
+@torch.no_grad()
+def constants(options: ConvergenceOptions) -> Constants:
+    """The constants of Theorem 2 for the objective and the perturbations of these options."""
+    (size,) = options.sizes
+    loss, _ = Bowl(size, options.seed).loss_and_gradient()
+    return Constants(
+        rows=size,
+        columns=size,
+        rank=options.rank,
+        lipschitz=LIPSCHITZ,
+        variance=options.noise**2 * size**2,
+        gap=float(loss),
+        rho=options.rho / math.sqrt(options.rank),
+    )
+
+
+@torch.no_grad()
+def _measure_bound(options: ConvergenceOptions) -> Numbers:
+    known, first = constants(options), float(Bowl(options.sizes[0], options.seed).loss_and_gradient()[1].square().sum())
+    rows = []
+    for steps in options.horizons:
+        lr = known.rate(steps)
+        row = {"steps": steps, "rate": lr, "bound": known.bound(steps, lr), "printed": known.printed_bound(steps, lr)}
+        for key, factors in FACTORS.items():
+            seeds = range(options.seed, options.seed + options.seeds)
+            means = [first * run("tezo", steps, lr, options, seed=seed, **factors)["full"] for seed in seeds]
+            row |= {key: statistics.mean(means), f"{key}_se": statistics.stdev(means) / options.seeds**0.5}
+        rows.append(row)
+    kept = ("lipschitz", "variance", "gap", "rho", "delta", "delta_rho", "printed_delta_rho")
+    return {key: getattr(known, key) for key in kept} | {"first": first, "seeds": options.seeds, "rows": rows}
 
 
 def _measure_method(name: str, options: ConvergenceOptions) -> Numbers:
@@ -170,11 +218,19 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 @torch.no_grad()
-def run(name: str, steps: int, lr: float, options: ConvergenceOptions) -> dict[str, float]:
-    """The values of one run that `measure_convergence` records; only an infinite `loss` if the run diverges."""
+def run(name: str, steps: int, lr: float, options: ConvergenceOptions, **own: Any) -> dict[str, float]:
+    """The values of one run that `measure_convergence` records; only an infinite `loss` if the run diverges.
+
+    Args:
+        name: method.
+        steps: T.
+        lr: learning rate.
+        options: objective, rank, and the rest.
+        own: options of the method, over those that `options` gives; `seed` is also that of the noise.
+    """
     (size,) = options.sizes
     model = Bowl(size, options.seed)
-    optimizer = build(name, model, lr, options)
+    optimizer = build(name, model, lr, options, **own)
     basis = span_basis(optimizer)
     seen = []
     try:
@@ -182,7 +238,7 @@ def run(name: str, steps: int, lr: float, options: ConvergenceOptions) -> dict[s
             loss, grad_MN = model.loss_and_gradient()
             in_span = basis.T @ grad_MN.flatten()
             seen.append((loss, grad_MN.square().sum(), in_span.square().sum()))
-            noise = options.noise * normal((size, size), seed=options.seed, step=step, name="bowl", role="noise")
+            noise = options.noise * normal((size, size), seed=optimizer.seed, step=step, name="bowl", role="noise")
             optimizer.step(lambda noise=noise: model(noise))  # type: ignore[misc]
     except NonFiniteLossError:
         return {"loss": math.inf}
@@ -199,14 +255,13 @@ def _means(seen_T3: Tensor, *, has_span: bool) -> dict[str, float]:
     return means | ({"span": span, "span_last": span_last} if has_span else {})
 
 
-def build(name: str, model: Bowl, lr: float, options: ConvergenceOptions) -> ZerothOrderOptimizer:
-    """The optimizer of method `name`, with the options that it supports."""
+def build(name: str, model: Bowl, lr: float, options: ConvergenceOptions, **own: Any) -> ZerothOrderOptimizer:
+    """The optimizer of method `name`, with the options that it supports, and `own` over them."""
     method = METHODS[name]
-    wanted: Mapping[str, Any] = {"rank": options.rank, "lazy_update_interval": options.interval}
+    wanted = {"rank": options.rank, "lazy_update_interval": options.interval}
     defaults = method.defaults()  # no default interval: the factors are fixed
-    known = [key for key in wanted if key in defaults and (key == "rank" or defaults[key] is not None)]
-    own = {key: wanted[key] for key in known}
-    return method.build(model, lr=lr, seed=options.seed, **own)
+    known = {key: wanted[key] for key in wanted if key in defaults and (key == "rank" or defaults[key] is not None)}
+    return method.build(model, **({"lr": lr, "seed": options.seed, "rho": options.rho} | known | own))
 
 
 def span_basis(optimizer: ZerothOrderOptimizer) -> Tensor:
@@ -219,55 +274,3 @@ def span_basis(optimizer: ZerothOrderOptimizer) -> Tensor:
     terms = torch.einsum("ms,ns->mns", direction.u_MR, direction.v_NR).reshape(cells, -1)
     basis: Tensor = torch.linalg.qr(terms)[0]
     return basis
-
-
-def draw_convergence(numbers: Numbers, figure: Any) -> None:
-    """Draws the whole gradient against T (left), and its part in the span of TeZO's factors (right)."""
-    figure.set_size_inches(9.0, 4.2)
-    whole, part = figure.subplots(1, 2, sharey=True)
-    horizons = numbers["horizons"]
-    for i, row in enumerate(numbers["methods"]):
-        look = {"color": COLOURS[i % len(COLOURS)], "marker": "os^Dv<>"[i % 7], "markersize": 4, "linewidth": 1.2}
-        whole.plot(horizons, row["full"], label=f"{row['method']} ({_short(row['slope'])})", **look)
-        if "span" in row:
-            part.plot(horizons, row["span"], label=f"{row['method']} ({_short(row['span_slope'])})", **look)
-    for axes, key in ((whole, "full"), (part, "span")):
-        top = max(row[key][0] for row in numbers["methods"] if key in row)
-        guide = [top * (horizons[0] / t) ** 0.5 for t in horizons]
-        axes.plot(horizons, guide, "--", color="grey", linewidth=1, label="$1/\\sqrt{T}$ (-0.50)")
-        axes.set(xscale="log", yscale="log", xlabel="steps T")
-        axes.set_xticks(horizons, [str(t) for t in horizons])
-        axes.minorticks_off()
-        axes.legend(fontsize=7, title="method (slope)", title_fontsize=7)
-    whole.set_ylabel("mean |grad f($W_t$)|$^2$, over that at $W_0$")
-    whole.set_title("whole gradient")
-    part.set_title(f"in the span of the factors ({numbers['rank']} of {numbers['size'] ** 2} dimensions)")
-
-
-def _short(value: float) -> str:
-    return f"{round(value, 2) + 0.0:.2f}"  # no minus before a zero
-
-
-def caption_convergence(numbers: Numbers) -> str:
-    """The caption of the figure."""
-    size, rows = numbers["size"], {row["method"]: row for row in numbers["methods"]}
-    steps = ", ".join(map(str, numbers["horizons"]))
-    return (
-        f"Mean squared gradient norm of a smooth nonconvex f of a {size} x {size} matrix (sum of "
-        f"(d^2 + 1 - cos 2d) / 2, lambda = {numbers['lipschitz']:g}, noisy gradients), rank {numbers['rank']}, a run "
-        f"of T = {steps} steps each at a rate that falls as 1/sqrt(T). With fixed factors tezo can be stationary in "
-        f"their span alone, {numbers['span_share']:.1%} of the space: over the last tenth of the longest run its "
-        f"squared gradient is {rows['tezo']['last'][-1]:.2f} of the first in full and "
-        f"{rows['tezo']['span_last'][-1]:.2g} within the span."
-    )
-
-
-CONVERGENCE = Analysis(
-    name="convergence",
-    paper="Theorem 2",
-    needs="nothing",
-    options=ConvergenceOptions,
-    measure=measure_convergence,
-    draw=draw_convergence,
-    caption=caption_convergence,
-)

@@ -50,6 +50,14 @@ MILLISECONDS: dict[str, tuple[float | None, ...]] = {
 
 MEMORY_UNITS = {"unit": "peak memory over a forward pass's", "paper_unit": "memory over zero-shot"}
 TIME_UNITS = {"unit": "a step over two forward passes", "paper_unit": "an iteration over MeZO's"}
+PASSES = {
+    "F": "F: a forward pass",
+    "N": "N: a pass, needed logits only",
+    "F2": "F2: two forward passes",
+    "N2": "N2: two, needed logits only",
+    "J2": "J2: one, over the batch twice",
+}
+"""Label of plain forward passes in a benchmark -> what the axis says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +141,7 @@ def draw_costs(numbers: Numbers, figure: Any) -> None:
         bars = [(j + i * height, row["figures"].get(name)) for j, name in enumerate(names)]
         known = [(place, value) for place, value in bars if value is not None]
         left.barh(*zip(*known, strict=True), height, color=colour, label=row["setting"])
-    left.set_yticks([j + 0.4 - height / 2 for j in range(len(names))], names)
+    left.set_yticks([j + 0.4 - height / 2 for j in range(len(names))], [PASSES.get(name, name) for name in names])
     left.axvline(1, color="black", linewidth=0.8)
     left.set(xlabel=numbers["unit"], title="ours")
     left.invert_yaxis()

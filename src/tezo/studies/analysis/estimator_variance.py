@@ -245,7 +245,9 @@ def draw_estimator(numbers: Numbers, figure: Any) -> None:
         variances.plot([], [], color=COLOURS[i], label=name)
     for j, size in enumerate(sizes):
         variances.plot([], [], _MARKERS[j % len(_MARKERS)], color="grey", markersize=4, label=f"{size} x {size}")
-    variances.set(xscale="log", xlabel="rank", ylabel="E|$\\kappa Z$ - G|$^2$ / (M N |G|$^2$)", ylim=(0, None))
+    variances.set(
+        xscale="log", xlabel="rank", ylabel="E|$\\kappa Z$ - G|$^2$ / (M N |G|$^2$), G is M x N", ylim=(0, None)
+    )
     variances.set_xticks([*ranks, ranks[-1] * 2], [*map(str, ranks), "dense"])
     variances.minorticks_off()
     cosines.axline((1, 1), slope=1, color="grey", linewidth=0.8, label="equal")

@@ -20,6 +20,8 @@ from tezo.training.recipe import Config
 
 Numbers = dict[str, Any]
 """What was computed: JSON."""
+Table = list[list[str]]
+"""Rows of cells, the headings first."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Analysis:
         measure: (options, given) -> numbers; raises `RequestError` for what does not fit.
         draw: (numbers, matplotlib figure) draws.
         caption: numbers -> what was computed on what, in one or two sentences.
+        tables: numbers -> tables that the command prints below the caption; None: it prints none.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Analysis:
     measure: Callable[[Any, Given], Numbers]
     draw: Callable[[Numbers, Any], None]
     caption: Callable[[Numbers], str]
+    tables: Callable[[Numbers], list[Table]] | None = None
 
     @property
     def summary(self) -> str:

@@ -199,7 +199,7 @@ def draw_second_moment(numbers: Numbers, figure: Any) -> None:
     errors.plot([], [], "--", color="grey", label="of the root")
     taus.axhline(1, color="grey", linewidth=0.8)
     errors.set(xscale="log", yscale="log", ylabel="rms relative error of an entry", title="separable V against V")
-    papers.set(xscale="log", yscale="log", ylabel="|V - separable V| / (M N)", title="as App. A.2 plots it")
+    papers.set(xscale="log", yscale="log", ylabel="|V - separable V| / (M N), V is M x N", title="as App. A.2 plots it")
     correlations.set(xscale="log", ylim=(0, 1.02), ylabel="correlation over entries", title="separable V with V")
     taus.set(ylim=(0, 2), ylabel="E[$\\kappa^2\\tau_s^2$] over its mean", title="$\\tau_V$ is nearly one number")
     for axes in panels:
