@@ -72,6 +72,8 @@ class LoadedModel:
     """Digest of the weights as loaded."""
     notices: tuple[str, ...] = ()
     """Notices for the user."""
+    virtual_tokens: int = 0
+    """Positions that an adapter takes in front of every text."""
 
     @property
     def device(self) -> torch.device:
@@ -85,13 +87,18 @@ class LoadedModel:
         return tuple(str(names[index]) for index in sorted(names))
 
     @property
+    def positions(self) -> int:
+        """Positions that the model has for tokens; `UNBOUNDED` if it sets no maximum."""
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        own = positions - _first_position(self.model) if isinstance(positions, int) else UNBOUNDED
+        return own if own > 0 else UNBOUNDED
+
+    @property
     def max_length(self) -> int:
         """Maximum input length in tokens, by tokenizer and positions; `UNBOUNDED` if neither sets one."""
-        bounds = [UNBOUNDED, int(self.tokenizer.model_max_length)]
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        if isinstance(positions, int):
-            bounds.append(positions - _first_position(self.model))
-        return min(bound for bound in bounds if bound > 0)
+        longest = int(self.tokenizer.model_max_length)
+        own = self.positions - self.virtual_tokens
+        return min(own, longest) if longest > 0 else own
 
 
 def load_model(

@@ -1,0 +1,178 @@
+"""Prefix and prompt tuning start as the base model with real tokens in front, and are scored at the text's positions."""
+
+import json
+
+import pytest
+import torch
+from cases import mostly_slow
+from folders import completion_rows, label_rows, model_folder, read_jsonl, refused, tezo, tokenizer_for, train, write_rows
+from folders import tiny_model as model_of_words
+from peft import PeftModel
+from tiny import tiny_bert, tiny_deberta, tiny_falcon, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
+from torch import Tensor, nn
+from typing import get_args, get_type_hints
+
+from tezo.errors import RequestError
+from tezo.models.adapters import ADAPTERS
+from tezo.models.adapters.adapter_kind import random_tokens
+from tezo.models.kinds import kind_of
+from tezo.models.loading import LoadedModel, load_model
+from tezo.models.model_config import ModelConfig
+from tezo.models.peft_adapters import add_adapter
+from tezo.optim.methods import METHODS
+from tezo.tasks.objectives.copies import whole_rows
+from tezo.tasks.objectives.encoder import mean_over_tokens, mean_pooled
+from tezo.tasks.objectives.logits import hidden_at, logits_at
+
+COUNT, SEED = 3, 7
+MAKERS = {
+    "opt": tiny_opt, "llama": tiny_llama, "gpt2": tiny_gpt2, "moe": tiny_moe, "falcon": tiny_falcon,
+    "roberta": tiny_roberta, "bert": tiny_bert,
+}  # fmt: skip
+"""llama, moe and falcon share keys and values among heads; moe has heads wider than hidden size / heads."""
+VIRTUAL = ("prefix", "prompt")
+EACH = [(family, adapter) for family in MAKERS for adapter in VIRTUAL]
+FAST = [(family, adapter) for family in ("opt", "llama", "roberta", "bert") for adapter in VIRTUAL]
+
+
+def loaded_of(family: str, dtype=torch.float32) -> LoadedModel:
+    model = MAKERS[family](dtype)
+    kind = kind_of([type(model).__name__])
+    assert kind is not None
+    return LoadedModel(model, tokenizer_for(family), kind)
+
+
+def config_of(adapter: str, count: int = COUNT) -> ModelConfig:
+    return ModelConfig(name="tiny", peft=adapter, prefix_length=count)
+
+
+def outputs(model: nn.Module, **inputs: Tensor) -> Tensor:
+    output = model(**inputs)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+@torch.no_grad()
+def behind(loaded: LoadedModel, front_1V: Tensor, ids_BL: Tensor, mask_BL: Tensor, adapter: str) -> Tensor:
+    """Outputs of a base model at the positions of a text that has these tokens in front of it."""
+    rows, count = len(ids_BL), front_1V.shape[1]
+    ids = torch.cat([front_1V.expand(rows, -1), ids_BL], 1)
+    mask = torch.cat([torch.ones(rows, count, dtype=torch.long), mask_BL], 1)
+    if adapter == "prefix" and loaded.kind != "causal":  # keys and values of a prefix depend on no text
+        seen = mask[:, None, None, :].bool().repeat(1, 1, ids.shape[1], 1)
+        seen[:, :, :count, count:] = False
+        mask = seen
+    return outputs(loaded.model, input_ids=ids, attention_mask=mask)[:, count:]
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    """(token ids, mask) of a long and a short text."""
+    ids, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    return ids, mask
+
+
+def text_outputs(loaded: LoadedModel, ids: Tensor, mask: Tensor) -> Tensor:
+    """The outputs at the text's positions, as the objectives read them."""
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if loaded.kind == "encoder":
+        return loaded.model(**inputs).last_hidden_state[:, -ids.shape[1] :]
+    return logits_at(loaded.model, inputs, torch.arange(ids.shape[1]).repeat(len(ids), 1))
+
+
+def test_the_setting_names_every_kind_of_adapter():
+    assert {"none", *ADAPTERS} == set(get_args(get_type_hints(ModelConfig)["peft"]))
+
+
+@pytest.mark.parametrize("case", mostly_slow(EACH, *FAST), ids="-".join)
+def test_a_new_adapter_is_real_tokens_in_front_of_every_text(case):
+    family, adapter = case
+    loaded, (ids, mask) = loaded_of(family), texts()
+    front = random_tokens(loaded, COUNT, SEED)
+    expected = behind(loaded, front, ids, mask, adapter)
+    other = behind(loaded, (front + 1) % 96, ids, mask, adapter)
+    tuned = add_adapter(loaded, config_of(adapter), SEED)
+    with torch.no_grad():
+        found = text_outputs(tuned, ids, mask)
+    valid = mask.bool()
+    torch.testing.assert_close(found[valid], expected[valid], rtol=0, atol=1e-5)
+    assert (found - other)[valid].abs().max() > 1e-3, "the tokens in front count"
+    trained = {name for name, parameter in tuned.model.named_parameters() if parameter.requires_grad}
+    assert trained == {"prompt_encoder.default.embedding.weight"}
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_half_precision_the_start_is_float32_and_differs_by_rounding(dtype, adapter):
+    loaded, (ids, mask) = loaded_of("llama", dtype), texts()
+    expected = behind(loaded, random_tokens(loaded, COUNT, SEED), ids, mask, adapter).float()
+    tuned = add_adapter(loaded, config_of(adapter), SEED)
+    (start,) = (p for p in tuned.model.parameters() if p.requires_grad)
+    assert start.dtype == torch.float32 and torch.equal(start, start.to(dtype).float())
+    with torch.no_grad():
+        found = text_outputs(tuned, ids, mask)
+    assert (found - expected)[mask.bool()].abs().max() < 32 * torch.finfo(dtype).eps * expected.abs().max()
+
+
+def test_the_tokens_are_those_of_the_seed_and_cover_the_vocabulary():
+    loaded = loaded_of("opt")
+    draws = [random_tokens(loaded, 20, seed) for seed in range(100)]
+    assert torch.equal(draws[0], random_tokens(loaded, 20, 0)) and not torch.equal(draws[0], draws[1])
+    counts = torch.cat(draws, 1).flatten().bincount(minlength=96)
+    assert len(counts) == 96 and counts.min() > 0, "2000 draws leave out one of 96 rows once in ten million"
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+@torch.no_grad()
+def test_what_is_read_of_a_model_is_at_the_positions_of_the_text(adapter):
+    loaded, (ids, mask) = loaded_of("roberta"), texts()
+    front = random_tokens(loaded, COUNT, SEED)
+    expected = behind(loaded, front, ids, mask, adapter)
+    tuned, inputs = add_adapter(loaded, config_of(adapter), SEED), {"input_ids": ids, "attention_mask": mask}
+    reads = torch.tensor([[1, 6], [4, 2]])
+    rows = torch.arange(2)[:, None]
+    torch.testing.assert_close(logits_at(tuned.model, inputs, reads), expected[rows, reads], rtol=0, atol=1e-5)
+    hidden = hidden_at(tuned.model, inputs, reads)
+    head = tuned.model.get_output_embeddings()
+    torch.testing.assert_close(head(hidden), expected[rows, reads], rtol=0, atol=1e-5)
+    encoder = loaded_of("bert")
+    states = behind(encoder, front, ids, mask, adapter)
+    tuned = add_adapter(encoder, config_of(adapter), SEED)
+    torch.testing.assert_close(
+        mean_pooled(tuned.model, **inputs), mean_over_tokens(states, mask), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+@pytest.mark.parametrize("family", ["opt", "llama", "roberta", "bert"])
+def test_rows_of_several_copies_have_virtual_tokens_of_their_own(family, adapter):
+    """Steps evaluate several perturbations in one pass, by hooks on the rows of modules."""
+    loaded, (ids, mask) = loaded_of(family), texts()
+    tuned = add_adapter(loaded, config_of(adapter), SEED)
+    (encoder,) = tuned.model.prompt_encoder.values()
+    with torch.no_grad():
+        plain = text_outputs(tuned, ids, mask)
+        encoder.embedding.weight.mul_(1.5)
+        changed = text_outputs(tuned, ids, mask)
+        encoder.embedding.weight.div_(1.5)
+        factors = torch.tensor([1.0, 1.5]).repeat_interleave(2).view(4, 1, 1)
+        hook = encoder.embedding.register_forward_hook(lambda _module, _args, rows: rows * factors)
+        with whole_rows(tuned.model):
+            both = text_outputs(tuned, ids.repeat(2, 1), mask.repeat(2, 1))
+        hook.remove()
+    torch.testing.assert_close(both, torch.cat([plain, changed]), rtol=0, atol=1e-5)
+    assert (plain - changed).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+def test_positions_are_left_for_the_virtual_tokens(adapter):
+    loaded = loaded_of("roberta")
+    assert add_adapter(loaded_of("roberta"), config_of(adapter), SEED).max_length == loaded.max_length - COUNT
+    whole = loaded.positions
+    with pytest.raises(RequestError, match=rf"model\.prefix_length is {whole}, .*{whole} positions.*lower it"):
+        add_adapter(loaded, config_of(adapter, whole), SEED)
+
+
+def test_models_that_take_no_prefix_are_refused():
+    loaded = LoadedModel(tiny_deberta(torch.float32), tokenizer_for("roberta"), "masked")
+    with pytest.raises(RequestError, match=r"model\.peft is prefix, .*keys and values of one shape.*lora or prompt"):
+        add_adapter(loaded, config_of("prefix"), SEED)
