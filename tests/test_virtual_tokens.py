@@ -1,13 +1,16 @@
 """Prefix and prompt tuning start as the base model with real tokens in front, and are scored at the text's positions."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from cases import mostly_slow
 from folders import completion_rows, label_rows, model_folder, read_jsonl, refused, tezo, tokenizer_for, train, write_rows
 from folders import tiny_model as model_of_words
+from kills import contents
 from peft import PeftModel
+from short_runs import STEPS, stopped
 from tiny import tiny_bert, tiny_deberta, tiny_falcon, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
 from torch import Tensor, nn
 from typing import get_args, get_type_hints
@@ -18,7 +21,12 @@ from tezo.models.adapters.adapter_kind import random_tokens
 from tezo.models.kinds import kind_of
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
+from tezo.models.peft_adapters import add_adapter, open_adapter
+from tezo.tasks import Example
+from tezo.tasks.evaluation import predict
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.training.config import parse_config
+from tezo.training.loop import train as training
 from tezo.optim.methods import METHODS
 from tezo.tasks.objectives.copies import whole_rows
 from tezo.tasks.objectives.encoder import mean_over_tokens, mean_pooled
@@ -176,3 +184,84 @@ def test_models_that_take_no_prefix_are_refused():
     loaded = LoadedModel(tiny_deberta(torch.float32), tokenizer_for("roberta"), "masked")
     with pytest.raises(RequestError, match=r"model\.peft is prefix, .*keys and values of one shape.*lora or prompt"):
         add_adapter(loaded, config_of("prefix"), SEED)
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+def test_a_classifier_is_refused(adapter):
+    with pytest.raises(RequestError, match=rf"model\.peft is {adapter}, .*causal, masked or encoder, .*use lora"):
+        add_adapter(replace(loaded_of("roberta"), kind="classifier"), config_of(adapter), SEED)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("home")
+    for family in ("llama", "roberta"):
+        model_folder(root, family)
+    for number, name in enumerate(("train", "dev", "test")):
+        write_rows(root / f"{name}.jsonl", label_rows(10, seed=number))
+    return root
+
+
+def tree_of(home, family, adapter, method):
+    options = {"rank": 2} if method == "tezo" else {}
+    return parse_config(
+        {
+            "model": {"name": str(home / family), "device": "cpu", "peft": adapter, "prefix_length": COUNT},
+            "data": {name: str(home / f"{name}.jsonl") for name in ("train", "dev", "test")},
+            "method": {"name": method, "lr": 0.05, **options},
+            "train": {"steps": STEPS, "batch_size": 4, "eval_every": 3, "checkpoint_every": 3},
+        }
+    )
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+@pytest.mark.parametrize(("family", "method"), [("llama", "tezo"), ("roberta", "mezo"), ("llama", "adam")])
+def test_a_run_goes_on_to_the_bit_and_opens_with_its_scores_and_predictions(home, tmp_path, family, method, adapter):
+    made, run = tree_of(home, family, adapter, method), tmp_path / "run"
+    training(made, tmp_path / "whole")
+    stopped(made, run, 4)
+    training(made, run, resume=True)
+    assert contents(run) == contents(tmp_path / "whole")
+    after = json.loads((run / "summary.json").read_text())["after"]
+    assert json.loads(tezo("eval", run, "--json").out)["loss"] == pytest.approx(after["loss"], abs=1e-6)
+    rows = home / "test.jsonl"
+    assert tezo("predict", run, "--input", rows, "--output", tmp_path / "answers.jsonl").code == 0
+    answers = [row["prediction"] for row in read_jsonl(tmp_path / "answers.jsonl")]
+    right = [answer == row["label"] for answer, row in zip(answers, read_jsonl(rows), strict=True)]
+    assert sum(right) / len(right) == pytest.approx(after["accuracy"])
+    assert tezo("export", run, "--output", tmp_path / "export").code == 0
+    base, words = load_model(str(home / family)), torch.arange(5, 14).view(1, 9)
+    opened = open_adapter(load_model(str(home / family)), made.model, run / "adapter").model
+    by_peft = PeftModel.from_pretrained(base.model, tmp_path / "export").eval()
+    inputs = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    torch.testing.assert_close(outputs(by_peft, **inputs), outputs(opened, **inputs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapter", ["none", *VIRTUAL])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_text_is_continued_alike_alone_and_beside_longer_ones(family, adapter):
+    tokenizer = tokenizer_for(family)
+    base = LoadedModel(model_of_words(family, len(tokenizer)), tokenizer, "causal")
+    front = random_tokens(base, COUNT, SEED)
+    loaded = add_adapter(base, config_of(adapter), SEED)
+    objective = CausalObjective(tokenizer, torch.device("cpu"), 120, ())
+    encoded = [
+        objective.encode(Example("the song was very " * (1 + 3 * i), " good", (), None, f"row {i}")) for i in range(3)
+    ]
+    alone = [predict(loaded.model, objective, [one], 1, 8)[0] for one in encoded]
+    assert predict(loaded.model, objective, encoded, 3, 8) == alone
+    if adapter == "none":
+        return
+    for one, said in zip(encoded, alone, strict=True):
+        prompt = list(one.sequences[0][: len(one.sequences[0]) - one.answers[0]])
+        assert said == greedy(base.model, [*front[0].tolist(), *prompt], tokenizer, 8)
+
+
+@torch.no_grad()
+def greedy(model, ids, tokenizer, count) -> str:
+    start = len(ids)
+    for _ in range(count):
+        ids = [*ids, int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(ids[start:], skip_special_tokens=True).strip()

@@ -32,8 +32,13 @@ def _make(loaded: LoadedModel, config: ModelConfig, seed: int) -> NewAdapter:
 
 
 def _settle(model: Any) -> None:
-    """Looks the prompt up for each row; PEFT does it once for all rows, which then cannot be perturbed differently."""
+    """Replaces two methods of PEFT's model that do not treat each row on its own.
+
+    PEFT looks the prompt up once for all rows, which then cannot be perturbed differently. And it continues texts with
+    their padding between prompt and text, without positions, so that an answer depends on the other texts of a batch.
+    """
     model.get_prompt = MethodType(_prompt_of_rows, model)
+    model.generate = MethodType(_continue, model)
 
 
 def _prompt_of_rows(model: Any, batch_size: int, **others: Any) -> Tensor:
@@ -42,6 +47,22 @@ def _prompt_of_rows(model: Any, batch_size: int, **others: Any) -> Tensor:
     encoder, tokens_V = model.prompt_encoder[model.active_adapter], model.prompt_tokens[model.active_adapter]
     prompt_BVD: Tensor = encoder(tokens_V.expand(batch_size, -1).to(encoder.embedding.weight.device))
     return prompt_BVD
+
+
+@torch.no_grad()
+def _continue(model: Any, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
+    """Texts padded on the left, with what the model continues them by; the prompt stands right before each text."""
+    text_BLD = model.word_embeddings(input_ids)
+    prompt_BVD = model.get_prompt(batch_size=len(input_ids)).to(text_BLD.dtype)
+    whole_BTD = torch.cat([prompt_BVD, text_BLD], 1)
+    place_BT = torch.cat([attention_mask.new_ones(prompt_BVD.shape[:2]), 2 * attention_mask], 1)
+    order_BT = place_BT.argsort(dim=1, stable=True)  # padding is 0, the prompt 1, the text 2
+    rows_B1 = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
+    mask_BT = (place_BT > 0).long()[rows_B1, order_BT]
+    added = model.get_base_model().generate(
+        inputs_embeds=whole_BTD[rows_B1, order_BT], attention_mask=mask_BT, **options
+    )
+    return torch.cat([input_ids, added], 1)
 
 
 PROMPT_TUNING = AdapterKind(("causal", "masked", "encoder"), _make, merges=False, settle=_settle)
