@@ -28,6 +28,7 @@ from tezo.models.kinds import Kind, choose_kind, is_unused
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
+from tezo.models.untied_head import untie_head as untie
 from tezo.numerics.hashing import digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -109,6 +110,7 @@ def load_model(
     device: str = "auto",
     quantization: str = "none",
     placement: str = "device",
+    untie_head: bool = False,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads a model and its tokenizer.
@@ -120,11 +122,13 @@ def load_model(
         device: name of a torch device; "auto": the first GPU, otherwise the CPU.
         quantization: "none", or a key of `tezo.models.quantization.QUANTIZERS`.
         placement: a key of `tezo.models.placement.PLACEMENTS`.
+        untie_head: whether an output head that is tied to the input embeddings gets weights of its own.
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
         RequestError: there is no such model, it is of no known kind, it lacks weights or has an adapter in it, it has
-            no safetensors, its index points outside its folder, or it does not support this quantization or placement.
+            no safetensors, its index points outside its folder, or it does not support this quantization, placement or
+            untying.
     """
     source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
     trust = {"trust_remote_code": trust_remote_code}
@@ -142,6 +146,8 @@ def load_model(
             quantizer(quantization).settle(model)
         set_padding(name, model, tokenizer, model_kind)
         model = (model if "device_map" in options else model.to(where)).eval()
+        if untie_head:
+            notices += untie(model)
         digest_of_weights, notices = fingerprint(model, model_kind), [*notices, *place.settle(model, where)]
         loaded = LoadedModel(model, tokenizer, model_kind, digest_of_weights, tuple(notices))
         _try(loaded)

@@ -25,6 +25,8 @@ class ModelConfig:
     """Where weights are kept: device; spread over all devices; cpu or disk (offloaded); shards (FSDP2, by torchrun)."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
+    untie_head: bool = False
+    """Whether an output head tied to the input embeddings gets weights of its own, to be tuned (MeZO's RoBERTa)."""
     peft: Literal["none", "lora", "prefix", "prompt"] = "none"
     """Train a PEFT adapter instead of the model: lora (in PEFT's default layers), prefix or prompt."""
     lora_rank: int = 8

@@ -42,8 +42,8 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
     if loaded.kind not in kind.models:
         *others, last = kind.models
         raise RequestError(
-            f"model.peft is {config.peft}, which needs a model that is {', '.join(others)} or {last}, but this model is "
-            f"{loaded.kind}; use lora."
+            f"model.peft is {config.peft}, which needs a model that is {', '.join(others)} or {last}, but this one "
+            f"is {loaded.kind}; use lora."
         )
     peft = import_peft()
     try:
