@@ -22,6 +22,7 @@ from peft import PeftModel
 from short_runs import STEPS, stopped
 from tiny import tiny_bert, tiny_deberta, tiny_falcon, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
 from torch import Tensor, nn
+from zoo import zoo_model
 
 from tezo.errors import RequestError
 from tezo.models.adapters import ADAPTERS
@@ -189,6 +190,29 @@ def test_models_that_take_no_prefix_are_refused():
     loaded = LoadedModel(tiny_deberta(torch.float32), tokenizer_for("roberta"), "masked")
     with pytest.raises(RequestError, match=r"model\.peft is prefix, .*keys and values of one shape.*lora or prompt"):
         add_adapter(loaded, config_of("prefix"), SEED)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "reason"),
+    [
+        ("causal-deepseek_v3", "prefix", "PEFT cannot add"),  # PEFT makes it of another size
+        ("causal-mamba", "prefix", "needs a model that keeps keys and values"),
+        ("causal-qwen3_next", "prefix", "PEFT cannot add"),
+        ("causal-deepseek_v4", "prompt", "PEFT cannot add"),  # it reads the token ids in its layers
+    ],
+)
+def test_a_family_that_does_not_take_an_adapter_is_refused_before_a_run(name, adapter, reason):
+    with pytest.raises(RequestError, match=rf"model\.peft is {adapter}, which {reason}.*; use lora"):
+        add_adapter(LoadedModel(zoo_model(name), tokenizer_for("llama"), "causal"), config_of(adapter), SEED)
+
+
+@torch.no_grad()
+def test_a_model_without_attention_takes_a_prompt():
+    loaded, ids = LoadedModel(zoo_model("causal-mamba"), tokenizer_for("llama"), "causal"), tokens(2, 6) % 90
+    mask = torch.ones_like(ids)
+    expected = behind(loaded, random_tokens(loaded, COUNT, SEED), ids, mask, "prompt")
+    found = text_outputs(add_adapter(loaded, config_of("prompt"), SEED), ids, mask)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("adapter", VIRTUAL)

@@ -50,15 +50,18 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
         new = kind.make(loaded, config, seed)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = peft.get_peft_model(loaded.model, new.settings)
-    except RequestError:
+            model = peft.get_peft_model(loaded.model, new.settings).eval()
+        kind.settle(model)
+        virtual = 0 if new.start_VD is None else _start(model, new.start_VD, loaded.device)
+    except (RequestError, torch.OutOfMemoryError):
         raise
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, NotImplementedError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise RequestError(f"model.peft is {config.peft}, which PEFT cannot add to this model ({reason}).") from None
-    kind.settle(model)
-    virtual = 0 if new.start_VD is None else _start(model, new.start_VD)
-    return replace(loaded, model=model.eval(), virtual_tokens=virtual)
+        instead = "another kind of adapter, or none" if config.peft == "lora" else "lora"
+        raise RequestError(
+            f"model.peft is {config.peft}, which PEFT cannot add to this model ({reason}); use {instead}."
+        ) from None
+    return replace(loaded, model=model, virtual_tokens=virtual)
 
 
 def adapter_kind(name: str) -> AdapterKind:
@@ -69,10 +72,12 @@ def adapter_kind(name: str) -> AdapterKind:
 
 
 @torch.no_grad()
-def _start(model: Any, start_VD: Tensor) -> int:
-    """Gives the virtual tokens their initial values; returns their number."""
+def _start(model: Any, start_VD: Tensor, device: torch.device) -> int:
+    """Gives the virtual tokens their initial values, and tries the model on a token; returns their number."""
     (encoder,) = model.prompt_encoder.values()
     encoder.embedding.weight.copy_(start_VD)
+    token_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
+    model(input_ids=token_11, attention_mask=torch.ones_like(token_11))
     return len(start_VD)
 
 

@@ -26,17 +26,21 @@ def _make(loaded: LoadedModel, config: ModelConfig, seed: int) -> NewAdapter:
     embed = loaded.model.get_input_embeddings()
     start_VD = embed(random_tokens(loaded, config.prefix_length, seed))[0].to("cpu", torch.float32)
     settings = import_peft().PromptTuningConfig(
-        task_type=virtual_task_type(loaded.kind), num_virtual_tokens=len(start_VD), token_dim=start_VD.shape[1]
+        task_type=virtual_task_type(loaded.kind),
+        num_virtual_tokens=len(start_VD),
+        token_dim=start_VD.shape[1],
+        num_attention_heads=1,  # a prompt has none, but PEFT asks for their number where a model has none either
     )
     return NewAdapter(settings, start_VD)
 
 
 def _settle(model: Any) -> None:
-    """Replaces two methods of PEFT's model that do not treat each row on its own.
+    """Gives PEFT the input embeddings, which it guesses by their size, and replaces two methods of its model.
 
     PEFT looks the prompt up once for all rows, which then cannot be perturbed differently. And it continues texts with
     their padding between prompt and text, without positions, so that an answer depends on the other texts of a batch.
     """
+    model.word_embeddings = model.get_base_model().get_input_embeddings()
     model.get_prompt = MethodType(_prompt_of_rows, model)
     model.generate = MethodType(_continue, model)
 
@@ -55,12 +59,11 @@ def _continue(model: Any, input_ids: Tensor, attention_mask: Tensor, **options: 
     text_BLD = model.word_embeddings(input_ids)
     prompt_BVD = model.get_prompt(batch_size=len(input_ids)).to(text_BLD.dtype)
     whole_BTD = torch.cat([prompt_BVD, text_BLD], 1)
-    place_BT = torch.cat([attention_mask.new_ones(prompt_BVD.shape[:2]), 2 * attention_mask], 1)
-    order_BT = place_BT.argsort(dim=1, stable=True)  # padding is 0, the prompt 1, the text 2
+    mask_BT = torch.cat([attention_mask.new_ones(prompt_BVD.shape[:2]), attention_mask], 1)
+    order_BT = mask_BT.argsort(dim=1, stable=True)  # padding first, then the prompt, then the text
     rows_B1 = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
-    mask_BT = (place_BT > 0).long()[rows_B1, order_BT]
     added = model.get_base_model().generate(
-        inputs_embeds=whole_BTD[rows_B1, order_BT], attention_mask=mask_BT, **options
+        inputs_embeds=whole_BTD[rows_B1, order_BT], attention_mask=mask_BT[rows_B1, order_BT], **options
     )
     return torch.cat([input_ids, added], 1)
 
