@@ -266,12 +266,16 @@ def test_a_run_goes_on_to_the_bit_and_opens_with_its_scores_and_predictions(home
     torch.testing.assert_close(outputs(by_peft, **inputs), outputs(opened, **inputs), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("adapter", ["none", *VIRTUAL])
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [(family, adapter) for family in ("opt", "llama") for adapter in ("none", *VIRTUAL)]
+    + [("gemma2", "none"), ("gemma2", "prompt")],  # a prefix stands before the padding, which its window counts
+)
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_text_is_continued_alike_alone_and_beside_longer_ones(family, adapter, ends):
     tokenizer = bpe_tokenizer()
-    base = LoadedModel(model_of_words(family, len(tokenizer)), tokenizer, "causal")
+    window = {"sliding_window": 12} if family == "gemma2" else {}
+    base = LoadedModel(model_of_words(family, len(tokenizer), **window), tokenizer, "causal")
     front = random_tokens(base, COUNT, SEED)
     loaded = add_adapter(base, config_of(adapter), SEED)
     objective = CausalObjective(tokenizer, torch.device("cpu"), 120, ())
