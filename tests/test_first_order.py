@@ -170,7 +170,8 @@ def test_it_learns_rows_by_heart_in_the_loop_of_the_other_methods(home, tmp_path
 ADAPTERS = [
     (family, adapter, method)
     for family, adapter in (("opt", "lora"), ("llama", "lora"), ("roberta", "lora"), ("bert", "lora"),
-                            ("opt", "prefix"), ("llama", "prefix"))
+                            ("opt", "prefix"), ("llama", "prefix"), ("roberta", "prefix"), ("bert", "prefix"),
+                            ("opt", "prompt"), ("llama", "prompt"), ("roberta", "prompt"), ("bert", "prompt"))
     for method in ("adam", "mezo", "tezo")
 ]  # fmt: skip
 
@@ -186,7 +187,7 @@ def test_any_method_tunes_an_adapter_that_peft_loads(home, tmp_path, family, ada
     assert done.code == 0, done.err
     summary = json.loads(done.out)
     assert summary["before"] != summary["after"]
-    part = {"lora": "lora_", "prefix": "prompt_encoder"}[adapter]
+    part = "lora_" if adapter == "lora" else "prompt_encoder"
     plan = json.loads((tmp_path / "run/plan.json").read_text())
     assert all(part in row["name"] for row in plan if row["trained"])
     assert {row["moved"] for row in plan if row["trained"]} == {"by its gradient" if method == "adam" else "in forward"}
@@ -197,8 +198,8 @@ def test_any_method_tunes_an_adapter_that_peft_loads(home, tmp_path, family, ada
     assert PeftModel.from_pretrained(base, str(tmp_path / "run/adapter"))
 
 
-def test_a_lora_run_is_exported_and_a_prefix_only_as_it_is(home, tmp_path):
-    for adapter in ("lora", "prefix"):
+def test_a_lora_run_is_exported_and_virtual_tokens_only_as_they_are(home, tmp_path):
+    for adapter in ("lora", "prefix", "prompt"):
         more = ("--method", "mezo", "--json", "--test", home / "rows.jsonl")
         named = {"model__peft": adapter, "method__rank": None, "method__lr": 0.01}
         assert train(home / "opt", home / "rows.jsonl", tmp_path / adapter, *more, **named).code == 0
@@ -209,12 +210,12 @@ def test_a_lora_run_is_exported_and_a_prefix_only_as_it_is(home, tmp_path):
         for name in (tmp_path / "lora", tmp_path / "merged")
     ]
     assert loss[0] == pytest.approx(loss[1], rel=1e-4)
-    refused(tezo("export", tmp_path / "prefix", "--format", "merged", "--output", tmp_path / "x"), "merged", "prefix")
+    for adapter in ("prefix", "prompt"):
+        refused(tezo("export", tmp_path / adapter, "--format", "merged", "--output", tmp_path / "x"), "merged", adapter)
 
 
 def test_adapters_that_cannot_be_had(home, tmp_path):
     for family, values, parts in (
-        ("bert", {"model__peft": "prefix"}, ["model.peft", "prefix", "encoder"]),
         ("opt", {"model__peft": "lora", "model__lora_rank": 0}, ["model.lora_rank", "0"]),
         ("opt", {"model__peft": "ia9"}, ["model.peft", "'ia9'"]),
     ):

@@ -16,7 +16,7 @@ def home(tmp_path_factory):
     """A run over each adapter of PEFT, without the manifest that finds every change."""
     root = tmp_path_factory.mktemp("home")
     base, data = model_folder(root, "llama"), write_rows(root / "rows.jsonl", label_rows(8))
-    for adapter in ("lora", "prefix"):
+    for adapter in ("lora", "prefix", "prompt"):
         flags = ("--test", data, "--method", "mezo", "--steps", 2, *settings(model__peft=adapter, method__lr=0.05))
         done = train(base, data, root / adapter, *flags, method__rank=None)
         assert done.code == 0, done.err
@@ -39,7 +39,7 @@ def loss_of(run):
     return json.loads(done.out)["loss"]
 
 
-@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@pytest.mark.parametrize("kind", ["lora", "prefix", "prompt"])
 def test_the_adapter_that_was_saved_is_read(home, kind, tmp_path):
     after = json.loads((home / kind / "summary.json").read_text())["after"]["loss"]
     assert loss_of(home / kind) == pytest.approx(after, abs=1e-6)
@@ -68,6 +68,10 @@ def test_the_adapter_that_was_saved_is_read(home, kind, tmp_path):
         ("prefix", "prefix_projection", True),
         ("prefix", "token_dim", 4),
         ("prefix", "peft_type", "PROMPT_TUNING"),
+        ("prompt", "num_virtual_tokens", 4),
+        ("prompt", "prompt_tuning_init", "TEXT"),
+        ("prompt", "token_dim", 4),
+        ("prompt", "peft_type", "PREFIX_TUNING"),
     ],
 )
 def test_a_setting_that_the_run_does_not_have_is_refused(home, kind, key, value, tmp_path):
@@ -77,7 +81,7 @@ def test_a_setting_that_the_run_does_not_have_is_refused(home, kind, key, value,
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@pytest.mark.parametrize("kind", ["lora", "prefix", "prompt"])
 @pytest.mark.parametrize("change", ["removed", "added", "cut", "another dtype", "NaN name"])
 def test_other_tensors_than_those_of_the_adapter_are_refused(home, kind, change, tmp_path):
     run = described(home, kind, tmp_path)

@@ -15,7 +15,8 @@ from tezo.optim.methods import BASELINES, method
 from tezo.optim.tuner import Tuner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-EACH = [(name, dtype, peft) for name in (*CASES, *BASELINES) for dtype in DTYPES for peft in ("none", "lora", "prefix")]
+PEFT = ("none", "lora", "prefix", "prompt")
+EACH = [(name, dtype, peft) for name in (*CASES, *BASELINES) for dtype in DTYPES for peft in PEFT]
 FAST = [("adam", "float16", "none"), ("tezo-adam", "bfloat16", "lora"), ("mezo-adam", "float16", "prefix")]
 
 

@@ -23,7 +23,10 @@ from tezo.directions.rank_selection import significant_rank
 from tezo.directions.targets import is_packed, matrix_of, select_targets
 from tezo.errors import RequestError
 from tezo.forward import Shift
+from tezo.models.adapters.adapter_kind import random_tokens
 from tezo.models.loading import load_model
+from tezo.models.model_config import ModelConfig
+from tezo.models.peft_adapters import add_adapter
 from tezo.models.quantization import QUANTIZERS, stored_bytes
 from tezo.numerics.hashing import digest
 from tezo.optim.methods import METHODS, mezo, tezo_cadam
@@ -176,6 +179,21 @@ def test_lora_over_a_packed_base_trains_the_adapter_alone(home):
     optimizer = make_optimizer(config, loaded, ())
     assert isinstance(optimizer, ZerothOrderOptimizer)
     assert optimizer.targets and all("lora_" in target.name for target in optimizer.targets)
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8wo"])
+@pytest.mark.parametrize("adapter", ["prefix", "prompt"])
+def test_virtual_tokens_over_a_packed_base_are_real_tokens_in_front(home, form, adapter):
+    base = load_model(str(home / "opt"), quantization=form)
+    front, ids = random_tokens(base, 4, 3), torch.arange(5, 15).view(2, 5)
+    with torch.no_grad():
+        expected = base.model(input_ids=torch.cat([front.expand(2, -1), ids], 1)).logits[:, 4:]
+        plain = base.model(input_ids=ids).logits
+    tuned = add_adapter(base, ModelConfig(name="opt", peft=adapter, prefix_length=4), 3).model
+    with torch.no_grad():
+        found = tuned(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -5:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - plain).abs().max() > 1e-3
 
 
 def test_norms_and_biases_of_a_packed_model_can_be_trained_with_it(home):

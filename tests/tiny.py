@@ -150,6 +150,7 @@ def lm_loss(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
 
     def loss() -> Tensor:
         logits = model(input_ids=ids).logits
+        logits = logits[:, logits.shape[1] - ids.shape[1] :]  # an adapter may have put virtual tokens in front
         logits = logits[:, : logits.shape[1] - shift]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits.flatten(0, 1), ids[:, shift:].flatten())

@@ -63,5 +63,5 @@ def _check_plain(model: nn.Module) -> None:
         )
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise RequestError(
-            "model has layers of PEFT; give the base model, and peft='lora' or 'prefix' for a new adapter."
+            "model has layers of PEFT; give the base model, and peft='lora', 'prefix' or 'prompt' for a new adapter."
         )

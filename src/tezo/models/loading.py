@@ -28,6 +28,7 @@ from tezo.models.kinds import Kind, choose_kind, is_unused
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
+from tezo.models.untied_head import untie_head as untie
 from tezo.numerics.hashing import digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -72,6 +73,8 @@ class LoadedModel:
     """Digest of the weights as loaded."""
     notices: tuple[str, ...] = ()
     """Notices for the user."""
+    virtual_tokens: int = 0
+    """Positions that an adapter takes in front of every text."""
 
     @property
     def device(self) -> torch.device:
@@ -85,13 +88,18 @@ class LoadedModel:
         return tuple(str(names[index]) for index in sorted(names))
 
     @property
+    def positions(self) -> int:
+        """Positions that the model has for tokens; `UNBOUNDED` if it sets no maximum."""
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        own = positions - _first_position(self.model) if isinstance(positions, int) else UNBOUNDED
+        return own if own > 0 else UNBOUNDED
+
+    @property
     def max_length(self) -> int:
         """Maximum input length in tokens, by tokenizer and positions; `UNBOUNDED` if neither sets one."""
-        bounds = [UNBOUNDED, int(self.tokenizer.model_max_length)]
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        if isinstance(positions, int):
-            bounds.append(positions - _first_position(self.model))
-        return min(bound for bound in bounds if bound > 0)
+        longest = int(self.tokenizer.model_max_length)
+        own = self.positions - self.virtual_tokens
+        return min(own, longest) if longest > 0 else own
 
 
 def load_model(
@@ -102,6 +110,7 @@ def load_model(
     device: str = "auto",
     quantization: str = "none",
     placement: str = "device",
+    untie_head: bool = False,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads a model and its tokenizer.
@@ -113,11 +122,13 @@ def load_model(
         device: name of a torch device; "auto": the first GPU, otherwise the CPU.
         quantization: "none", or a key of `tezo.models.quantization.QUANTIZERS`.
         placement: a key of `tezo.models.placement.PLACEMENTS`.
+        untie_head: whether an output head that is tied to the input embeddings gets weights of its own.
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
         RequestError: there is no such model, it is of no known kind, it lacks weights or has an adapter in it, it has
-            no safetensors, its index points outside its folder, or it does not support this quantization or placement.
+            no safetensors, its index points outside its folder, or it does not support this quantization, placement or
+            untying.
     """
     source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
     trust = {"trust_remote_code": trust_remote_code}
@@ -135,6 +146,8 @@ def load_model(
             quantizer(quantization).settle(model)
         set_padding(name, model, tokenizer, model_kind)
         model = (model if "device_map" in options else model.to(where)).eval()
+        if untie_head:
+            notices += untie(model)
         digest_of_weights, notices = fingerprint(model, model_kind), [*notices, *place.settle(model, where)]
         loaded = LoadedModel(model, tokenizer, model_kind, digest_of_weights, tuple(notices))
         _try(loaded)

@@ -25,11 +25,13 @@ class ModelConfig:
     """Where weights are kept: device; spread over all devices; cpu or disk (offloaded); shards (FSDP2, by torchrun)."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
-    peft: Literal["none", "lora", "prefix"] = "none"
-    """Train a PEFT adapter instead of the model: lora (in PEFT's default layers) or prefix."""
+    untie_head: bool = False
+    """Whether an output head tied to the input embeddings gets weights of its own, to be tuned (MeZO's RoBERTa)."""
+    peft: Literal["none", "lora", "prefix", "prompt"] = "none"
+    """Train a PEFT adapter instead of the model: lora (in PEFT's default layers), prefix or prompt."""
     lora_rank: int = 8
     """Rank of the LoRA adapter. MeZO uses 8."""
     lora_alpha: int = 16
     """LoRA alpha; the adapter is scaled by alpha / rank. MeZO uses 16."""
     prefix_length: int = 5
-    """Virtual tokens of the prefix. MeZO uses 5."""
+    """Virtual tokens of the prefix or the prompt. MeZO uses 5."""

@@ -14,16 +14,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tezo.errors import RequestError
+from tezo.errors import RequestError, nearest
 from tezo.files import plain_file, read_object
+from tezo.models.adapters import ADAPTERS
+from tezo.models.adapters.adapter_kind import AdapterKind, import_peft
 from tezo.models.loading import LoadedModel
-from tezo.models.lora import TASK_TYPES
 from tezo.models.model_config import ModelConfig
 
 _NO_FIGURES = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
 """Keys of adapter_config.json that no output depends on."""
-
-_TASK_TYPES = TASK_TYPES | {"classifier": "SEQ_CLS"}
 
 
 def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedModel:
@@ -31,34 +30,55 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
 
     Args:
         loaded: the base model; it is changed in place.
-        config: type and size of the adapter.
-        seed: seed of PEFT's initial values. LoRA starts as the base model, a prefix does not.
+        config: kind and size of the adapter.
+        seed: seed of the initial values. LoRA starts as the base model, virtual tokens as random tokens in front.
 
     Raises:
         RequestError: PEFT is not installed, or does not support this adapter for this model.
     """
     if config.peft == "none":
         return loaded
-    if config.peft == "prefix" and loaded.kind != "causal":
+    kind = adapter_kind(config.peft)
+    if loaded.kind not in kind.models:
+        *others, last = kind.models
         raise RequestError(
-            f"model.peft is prefix, which needs a causal model, but this model is {loaded.kind}; use lora."
+            f"model.peft is {config.peft}, which needs a model that is {', '.join(others)} or {last}, but this one "
+            f"is {loaded.kind}; use lora."
         )
-    peft = _peft()
+    peft = import_peft()
     try:
+        new = kind.make(loaded, config, seed)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = peft.get_peft_model(loaded.model, _settings(loaded, config))
-    except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
+            model = peft.get_peft_model(loaded.model, new.settings).eval()
+        kind.settle(model)
+        virtual = 0 if new.start_VD is None else _start(model, new.start_VD, loaded.device)
+    except (RequestError, torch.OutOfMemoryError):
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise RequestError(f"model.peft is {config.peft}, which PEFT cannot add to this model ({reason}).") from None
-    return replace(loaded, model=model.eval())
+        instead = "another kind of adapter, or none" if config.peft == "lora" else "lora"
+        raise RequestError(
+            f"model.peft is {config.peft}, which PEFT cannot add to this model ({reason}); use {instead}."
+        ) from None
+    return replace(loaded, model=model, virtual_tokens=virtual)
 
 
-def _settings(loaded: LoadedModel, config: ModelConfig) -> Any:
-    peft, task_type = _peft(), _TASK_TYPES.get(loaded.kind)
-    if config.peft == "lora":
-        return peft.LoraConfig(task_type=task_type, r=config.lora_rank, lora_alpha=config.lora_alpha)
-    return peft.PrefixTuningConfig(task_type=task_type, num_virtual_tokens=config.prefix_length)
+def adapter_kind(name: str) -> AdapterKind:
+    """The kind of adapter `name`, a key of `ADAPTERS`; `RequestError` if there is none."""
+    if name not in ADAPTERS:
+        raise RequestError(f"model.peft: there is no {name!r}. " + nearest(name, ("none", *ADAPTERS)))
+    return ADAPTERS[name]
+
+
+@torch.no_grad()
+def _start(model: Any, start_VD: Tensor, device: torch.device) -> int:
+    """Gives the virtual tokens their initial values, and tries the model on a token; returns their number."""
+    (encoder,) = model.prompt_encoder.values()
+    encoder.embedding.weight.copy_(start_VD)
+    token_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
+    model(input_ids=token_11, attention_mask=torch.ones_like(token_11))
+    return len(start_VD)
 
 
 def open_adapter(loaded: LoadedModel, config: ModelConfig, folder: Path) -> LoadedModel:
@@ -98,18 +118,10 @@ def _check_settings(described: dict[str, Any], own: dict[str, Any]) -> None:
 
 def _load(model: Any, tensors: dict[str, Tensor]) -> None:
     """Loads the tensors of an adapter; a `ValueError` where the model then has others."""
-    peft = _peft()
+    peft = import_peft()
     peft.set_peft_model_state_dict(model, tensors)
     found = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     for name in sorted(tensors.keys() | found.keys()):
         same = name in tensors and name in found and torch.equal(found[name].cpu(), tensors[name].to(found[name].dtype))
         if not same:
             raise ValueError(f"its {name} is not one of the adapter of this run")
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise RequestError(f"model.peft needs PEFT ({error}); pip install peft.") from None
-    return peft

@@ -153,7 +153,7 @@ def _configured(
     return config, None
 
 
-_OF_LOADING = ("dtype", "device", "quantization", "placement", "trust_remote_code")
+_OF_LOADING = ("dtype", "device", "quantization", "placement", "untie_head", "trust_remote_code")
 
 
 def _with_object(config: Config, model: Any, tokenizer: Any) -> tuple[Config, LoadedModel]:

@@ -15,7 +15,7 @@ from tezo.errors import RequestError
 from tezo.files import check_free, new_folder
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.lora import Adapter, load_adapter, merge_adapter, save_adapter, save_model
-from tezo.models.peft_adapters import open_adapter
+from tezo.models.peft_adapters import adapter_kind, open_adapter
 from tezo.models.peft_check import check_in_peft
 from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
 from tezo.runs.manifest import check_manifest
@@ -117,7 +117,7 @@ def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | Non
         return _model_writer(loaded), None
     loaded = open_base(run, config)
     if config.model.peft != "none":
-        return _peft_writer(open_adapter(loaded, config.model, saved), form), None
+        return _peft_writer(open_adapter(loaded, config.model, saved), config.model.peft, form), None
     adapter = load_adapter(saved)
     if form == MERGED:
         merge_adapter(loaded.model, adapter)
@@ -128,7 +128,8 @@ def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | Non
 def _from_memory(saved: Path, config: Config, form: str, tuned: LoadedModel) -> Write:
     """What writes the export of a model that stays in use."""
     if config.model.peft != "none":
-        return _peft_writer(tuned if form == LORA else replace(tuned, model=copy.deepcopy(tuned.model)), form)
+        own = tuned if form == LORA else replace(tuned, model=copy.deepcopy(tuned.model))
+        return _peft_writer(own, config.model.peft, form)
     if form == MERGED:
         return _model_writer(tuned)
     return _adapter_writer(load_adapter(saved), tuned, config)
@@ -143,9 +144,9 @@ def _model_writer(loaded: LoadedModel) -> Write:
     return partial(save_model, loaded.model, loaded.tokenizer)
 
 
-def _peft_writer(opened: LoadedModel, form: str) -> Write:
+def _peft_writer(opened: LoadedModel, adapter: str, form: str) -> Write:
     if form == LORA:
         return opened.model.save_pretrained  # type: ignore[no-any-return]
-    if not hasattr(opened.model, "merge_and_unload"):
-        raise RequestError("format is merged, but a prefix has no weights to merge into; use --format lora.")
+    if not adapter_kind(adapter).merges:
+        raise RequestError(f"format is merged, but a {adapter} has no weights to merge into; use --format lora.")
     return _model_writer(replace(opened, model=opened.model.merge_and_unload()))

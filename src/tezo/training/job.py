@@ -15,6 +15,7 @@ from tezo.forward import DirectReads
 from tezo.models.kinds import is_unused
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.peft_adapters import add_adapter
+from tezo.models.untied_head import check_head_not_tied
 from tezo.numerics.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, Tuner, method
@@ -204,6 +205,7 @@ def load(config: Config) -> LoadedModel:
         device=m.device,
         quantization=m.quantization,
         placement=m.placement,
+        untie_head=m.untie_head,
         trust_remote_code=m.trust_remote_code,
     )
 
@@ -286,5 +288,6 @@ def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[st
         options.setdefault("targets", (ALL,))
     wanted = method(config.method.name)
     targets = options.pop("targets", wanted.defaults()["targets"])
+    check_head_not_tied(loaded.model, targets)
     targets = (*targets, *(f"!{name}" for name in untrained))
     return wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)

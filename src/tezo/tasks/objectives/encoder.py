@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from tezo.errors import RequestError
 from tezo.tasks.objectives.batch import Batch
+from tezo.tasks.objectives.logits import of_text
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.objectives.whole_text import WholeTextObjective
 
@@ -74,7 +75,8 @@ class EncoderObjective(WholeTextObjective):
 
 def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Mean of the last hidden states over the tokens of each row, (B, D), float32 or wider."""
-    return mean_over_tokens(model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state, attention_mask)
+    hidden_BLD = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return mean_over_tokens(of_text(hidden_BLD, input_ids), attention_mask)
 
 
 def mean_over_tokens(hidden_BLD: Tensor, attention_mask: Tensor) -> Tensor:

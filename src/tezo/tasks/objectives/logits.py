@@ -27,7 +27,7 @@ def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
         del module
         nonlocal picked
         picked = True
-        return (_pick(args[0], positions_SK), *args[1:])
+        return (_pick(of_text(args[0], inputs["input_ids"]), positions_SK), *args[1:])
 
     head = model.get_output_embeddings()
     handle = head.register_forward_pre_hook(keep) if head is not None else None
@@ -37,7 +37,7 @@ def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
         if handle is not None:
             handle.remove()
     if not picked:
-        logits = _pick(logits, positions_SK)
+        logits = _pick(of_text(logits, inputs["input_ids"]), positions_SK)
     wide: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide
 
@@ -58,7 +58,12 @@ def hidden_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
             handle.remove()
     if not seen:
         raise RequestError("probe is set, but the input of this model's output head cannot be read; leave it out.")
-    return _pick(seen[-1], positions_SK)
+    return _pick(of_text(seen[-1], inputs["input_ids"]), positions_SK)
+
+
+def of_text(values_SLD: Tensor, input_ids_SL: Tensor) -> Tensor:
+    """The outputs at the positions of the input: those of virtual tokens, which come before it, are left out."""
+    return values_SLD[:, values_SLD.shape[1] - input_ids_SL.shape[1] :]
 
 
 def _pick(values_SLD: Tensor, positions_SK: Tensor) -> Tensor:
