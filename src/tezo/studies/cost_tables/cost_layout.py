@@ -45,12 +45,12 @@ Row = list[str]
 def memory_texts(table: CostTable, cells: Cells, by: str) -> dict[str, str]:
     """table.md and table.csv of memory."""
     body = [[line.label, *(_shown(cells, line, model, 2**30, 2) for model in table.models)] for line in table.lines]
-    return _memory(table, cells, by, ["", *table.models], body, [])
+    return _memory(table, cells, by, [by, *table.models], body, [])
 
 
 def ratio_texts(table: CostTable, cells: Cells, by: str) -> dict[str, str]:
     """As `memory_texts`, with the ratio to zero-shot beside each number."""
-    heads = ["", *(head for model in table.models for head in (model, "over zero-shot"))]
+    heads = [by, *(head for model in table.models for head in (model, "over zero-shot"))]
     body = [[line.label, *_with_ratios(table, cells, line)] for line in table.lines]
     return _memory(table, cells, by, heads, body, [FIRST_ORDER])
 
@@ -68,7 +68,7 @@ def time_texts(table: CostTable, cells: Cells, by: str) -> dict[str, str]:
     body = [[line.label, *(_shown(cells, line, model, 1e-3, 1) for model in table.models)] for line in table.lines]
     what = TIME_FORECAST if by == FORECAST else f"Median of a step on {by}."
     title = f"Time of a step, ms: {'forecast, a lower bound' if by == FORECAST else by}"
-    text = _document(title, ["", *table.models], body, [what, SETTING])
+    text = _document(title, [by, *table.models], body, [what, SETTING])
     return {"table.md": text, "table.csv": _csv(table, cells, by, "seconds", 1e-3)}
 
 

@@ -111,9 +111,10 @@ def least_seconds(line: CostLine, model: str) -> float:
 
         2 max(F / 989 TFLOP/s, w / 3.35 TB/s) + 2 (k + x) / 3.35 TB/s,
 
-    where F are the operations of a pass, w the bytes of the weights, each read once a pass, k the bytes of moments,
-    coefficients and factors, and x those of the weights that the step writes, each read and written once. Left out: the
-    drawing of noise, the products with low-rank factors, launches of kernels, and that no kernel reaches both peaks.
+    where F are the operations of a pass; w the bytes of the weights, read once a pass; k those of moments, read and
+    written once, and of factors and coefficients, read once a pass; and x those of the weights that the step writes,
+    read and written once. Left out: the drawing of noise, the products with low-rank factors, launches of kernels, and
+    that no kernel reaches a peak.
     """
     cost = step_cost(line, model)
     return 2 * max(cost.flops / FLOPS, cost.weights / BANDWIDTH) + 2 * (cost.kept + cost.written) / BANDWIDTH
