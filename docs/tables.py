@@ -14,6 +14,7 @@ from tezo.numerics.products import LEAST_ROWS
 FIGURES = sorted(path.stem for path in (RESULTS.parents[1] / "docs/figures").glob("*.json"))
 STUDIES = ("study", "study-long")
 SMALL = "opt-125m"
+COSTS = ("costs-memory", "costs-time", "costs-peft-memory", "costs-elements")
 
 
 def demo() -> str:
@@ -169,9 +170,9 @@ def exchange() -> str:
     )
 
 
-def encoder() -> str:
-    """The accuracies of all methods on the embedded encoder, as `tezo reproduce` wrote them."""
-    text = (RESULTS / "encoder/table.md").read_text(encoding="utf-8")
+def reproduced(name: str) -> str:
+    """A table in a folder of the results, as `tezo reproduce` wrote it, without its title."""
+    text = (RESULTS / name / "table.md").read_text(encoding="utf-8")
     return text.partition("\n\n")[2]
 
 
@@ -277,7 +278,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "first-runs-models": first_runs_models,
     "packed": packed,
     "exchange": exchange,
-    "encoder": encoder,
+    "encoder": partial(reproduced, "encoder"),
+    **{name: partial(reproduced, name) for name in COSTS},
     "agreement": agreement,
     **{name: partial(study, name) for name in STUDIES},
     "study-decoder": study_decoder,

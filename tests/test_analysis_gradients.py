@@ -12,7 +12,7 @@ from folders import label_rows, refused, saved, settings, tezo, tiny_model, toke
 from tezo.directions.rank_selection import LayerwiseRank, significant_rank
 from tezo.directions.targets import find_targets, select_targets
 from tezo.studies.analysis import ANALYSES, Given, drawn
-from tezo.studies.analysis.costs import GIGABYTES, MILLISECONDS, MODELS, CostOptions, measure_memory, measure_time
+from tezo.studies.analysis.costs import CostOptions, measure_memory, measure_time
 from tezo.studies.analysis.gradient_spectrum import LINE, Spectrum, SpectrumOptions, measure_spectrum
 from tezo.studies.analysis.gradient_subspace import (
     Directions,
@@ -25,6 +25,7 @@ from tezo.studies.analysis.gradient_subspace import (
 )
 from tezo.studies.analysis.gradients import Sketch, singular_values
 from tezo.studies.analysis.weight_rank import WeightRankOptions, measure_weight_rank, rank_correlation
+from tezo.studies.paper_costs import GIGABYTES, MILLISECONDS, MODELS
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
 from tezo.training.schedule import BatchSampler

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tezo.cli.common import SetOption
+from tezo.cli.reproduce_costs import NAMES as COST_TABLES
+from tezo.cli.reproduce_costs import reproduce_costs
 from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ def reproduce(
     table: Annotated[
         str,
         typer.Argument(
-            help="The paper's roberta-large, opt-13b, llama-7b; or ours: encoder, study, study-long, study-decoder."
+            help="The paper's roberta-large, opt-13b, llama-7b, or costs: memory, time, peft-memory, elements; or "
+            "ours: encoder, study, study-long, study-decoder."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder of all runs; run again with it to go on.")],
@@ -38,13 +41,18 @@ def reproduce(
     plan: Annotated[bool, typer.Option("--plan", help="List the runs without running them.")] = False,
     settings: list[str] = SetOption,
 ) -> None:
-    """Run a table of accuracies cell by cell, and write it next to the published numbers."""
+    """Run a table of accuracies or costs cell by cell, and write it next to the published numbers."""
     from tezo.errors import RunError
     from tezo.studies.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo.studies.reproduce.small_models import small_model
     from tezo.training.config import parse_setting
 
     quiet_libraries()
+    if table in COST_TABLES:
+        others = {"data-dir": data_dir, "dtype": dtype, "directions": directions, "scale": scale != "full",
+                  "plan": plan, "set": settings}  # fmt: skip
+        reproduce_costs(table, output, only=only, model=model, devices=devices, others=others)
+        return
     chosen, small = find_table(table), scale == "small"
     names = [name.strip() for name in only.split(",") if name.strip()]
     own = str(output / "model") if small and model is None else model

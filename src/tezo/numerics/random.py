@@ -8,6 +8,7 @@ drawn on the CPU: `fill_normal_` draws it on the parameter's device.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,13 +26,19 @@ Key = tuple[int, int, str, str]
 
 @dataclass
 class Drawn:
-    """Number of normal numbers drawn for each (seed, step, name, role); repeated draws with one key count once."""
+    """Number of normal numbers drawn for each (seed, step, name, role).
+
+    Attributes:
+        sizes: key -> numbers drawn with it; a draw that is repeated counts once.
+        with_repeats: key -> the same, where every draw counts.
+    """
 
     sizes: dict[Key, int] = field(default_factory=dict)
+    with_repeats: Counter[Key] = field(default_factory=Counter)
 
     @property
     def total(self) -> int:
-        """Number of normal numbers drawn in total."""
+        """Number of normal numbers in total; a draw that is repeated counts once."""
         return sum(self.sizes.values())
 
 
@@ -52,6 +59,7 @@ def _count(key: Key, size: int) -> None:
     counter = _counter.get()
     if counter is not None:
         counter.sizes[key] = max(size, counter.sizes.get(key, 0))
+        counter.with_repeats[key] += size
 
 
 def _digest(seed: int, step: int, name: str, role: str, size: int) -> int:

@@ -10,6 +10,7 @@ from tezo.directions.perturbations import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.errors import RequestError
 from tezo.estimators.estimate import ParameterEstimate
+from tezo.forward import MovingParameter
 from tezo.optim.methods import METHODS, Method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
@@ -22,6 +23,7 @@ class Forecast:
         method: name of the method.
         trained: number of values in the tuned parameters.
         kept: bytes in addition to the model: factors, coefficients and moments, without the activations of a pass.
+        written: bytes of the stored weights that every step writes.
         rank: largest rank of the directions; None if they are dense.
         adapter: whether the result is an exact LoRA adapter.
         refusal: the reason why the method cannot tune this model; None if it can.
@@ -30,6 +32,7 @@ class Forecast:
     method: str
     trained: int = 0
     kept: int = 0
+    written: int = 0
     rank: int | None = None
     adapter: bool = False
     refusal: str | None = None
@@ -37,13 +40,17 @@ class Forecast:
 
 def forecasts(model: nn.Module) -> list[Forecast]:
     """The forecast of every method on the linear layers; `max_rank` is assumed where ranks depend on the weights."""
-    return [_forecast(model, method) for method in METHODS.values()]
+    return [forecast(model, method) for method in METHODS.values()]
 
 
-def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer]) -> Forecast:
-    defaults, options = method.defaults(), dict[str, Any]()
+def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: Any) -> Forecast:
+    """The forecast of one method with these options, and its defaults for all others.
+
+    It depends on the shapes and dtypes of the parameters alone, not on their values, if the ranks do not.
+    """
+    defaults = method.defaults()
     if "rank" in defaults:
-        options["rank"] = defaults["rank"] or defaults["max_rank"]
+        options.setdefault("rank", defaults["rank"] or defaults["max_rank"])
     if "basis" in defaults:
         options["basis"] = "gaussian"  # a data-dependent basis needs as much memory, but there is no data here
     try:
@@ -54,7 +61,12 @@ def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer]) -> Forecas
         return Forecast(
             method.name,
             trained=sum(target.shape.numel() for target in optimizer.targets),
-            kept=optimizer.factor_bytes + sum(_kept(optimizer, name) for name in optimizer.moving),
+            kept=optimizer.factor_bytes + _kept(optimizer),
+            written=sum(
+                moving.target.parameter.nbytes
+                for moving in optimizer.moving.values()
+                if moving.writes_weight or optimizer.update.writes_weight
+            ),
             rank=max([rank for name in optimizer.moving if (rank := optimizer.application(name)[0])], default=None),
             adapter=optimizer.why_no_adapter() is None,
         )
@@ -62,10 +74,22 @@ def _forecast(model: nn.Module, method: Method[ZerothOrderOptimizer]) -> Forecas
         optimizer.close()
 
 
+def _kept(optimizer: ZerothOrderOptimizer) -> int:
+    """Bytes of the coefficients and moments of all parameters; those of one shape and kind are measured once."""
+    known: dict[Any, int] = {}
+    total = 0
+    for moving in optimizer.moving.values():
+        target = moving.target
+        alike = (target.shape, target.parameter.dtype, target.kind, type(moving))
+        if alike not in known:
+            known[alike] = _kept_for(optimizer, moving)
+        total += known[alike]
+    return total
+
+
 @torch.no_grad()
-def _kept(optimizer: ZerothOrderOptimizer, name: str) -> int:
+def _kept_for(optimizer: ZerothOrderOptimizer, moving: MovingParameter) -> int:
     """Bytes of a parameter's coefficient and moments, which are created to be measured."""
-    moving = optimizer.moving[name]
     direction: Any = optimizer.perturbation.direction(moving.target, DrawKey(optimizer.seed, 0), {})
     state = optimizer.update.init(ParameterEstimate([direction], [0.0], 0), moving)
     own = not moving.writes_weight and isinstance(direction, FixedFactors)
