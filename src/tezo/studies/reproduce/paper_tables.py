@@ -11,7 +11,8 @@ FT_RATES = (1e-5, 3e-5, 5e-5)
 """From MeZO, as is the batch size of 8; the paper gives neither. It gives five epochs."""
 
 _LOZO = {"rank": 8, "lazy_update_interval": 100}
-_SUBZO = {"rank": 64, "lazy_update_interval": 500}
+_SUBZO = {"rank": 64, "lazy_update_interval": 500, "scale": "unit"}
+"""SubZO's public code scales its directions to unit variance itself."""
 _TEZO = {"rank": None, "rank_threshold": 0.25}
 
 
