@@ -14,7 +14,7 @@ from tezo.studies.reproduce.results import Entry, all_cells, entries, figure_of,
 from tezo.studies.reproduce.table import Column
 
 DIRECTIONS: dict[Scale, str] = {
-    "raw": "Low-rank directions have the published scale, which the rates are for: method.scale=raw, unit variance in SubZO.",
+    "raw": "Low-rank directions have the published scale: method.scale=raw, and unit variance in SubZO.",
     "unit": "Low-rank directions have unit variance (method.scale=unit), unlike those of the published algorithms.",
 }
 TIED = "†"
