@@ -229,6 +229,30 @@ def first_runs_models() -> str:
     return grid(heads, rows) + f"\nDev loss, medians of seeds. `{results['command']}`; {machine(results)}.\n"
 
 
+NEAR = 1.05
+"""A dev loss below this multiple of the best is near it."""
+
+
+def learning_rates() -> str:
+    """The rate that a run chose, beside the best of a grid by dev loss."""
+    results, rows, near = read("learning_rates"), [], 0
+    finished = {names: runs for names, runs in _settings_of(results).items() if len(runs) == len(results["grid"]) + 1}
+    for (model, data, method), runs in finished.items():
+        (chosen,) = (run for run in runs if run["asked_lr"] is None)
+        best = min((run for run in runs if run["asked_lr"] is not None), key=lambda run: run["dev_loss"])
+        ratio = chosen["dev_loss"] / best["dev_loss"]
+        near += ratio <= NEAR
+        losses = [f"{run['dev_loss']:.3f}" for run in (chosen, best)]
+        start, rates = f"{chosen['dev_loss_before']:.3f}", [f"{run['lr']:.1e}" for run in (chosen, best)]
+        rows.append([model, data, f"`{method}`", start, rates[0], losses[0], rates[1], losses[1], f"{ratio:.3f}"])
+    heads = ["model", "data", "method", "start", "chosen", "dev loss", "best of grid", "dev loss", "ratio"]
+    return grid(heads, rows) + (
+        f"\n{near} of {len(rows)} chosen rates end within {100 * (NEAR - 1):.0f} % of the best of "
+        f"{len(results['grid'])} rates from {results['grid'][0]:g} to {results['grid'][-1]:g}, by the dev loss of the kept "
+        f"step of {results['steps']}. `{results['command']}`; {machine(results)}.\n"
+    )
+
+
 def _settings_of(results: dict[str, Any]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for run in results["runs"]:
@@ -276,6 +300,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kills": kills,
     "first-runs": first_runs,
     "first-runs-models": first_runs_models,
+    "learning-rates": learning_rates,
     "packed": packed,
     "exchange": exchange,
     "encoder": partial(reproduced, "encoder"),

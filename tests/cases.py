@@ -29,6 +29,7 @@ class Case:
         spans: whether its directions span all weights.
         has_state: whether its state has tensors.
         passes: forward passes of a step.
+        single_direction: whether it is defined for one direction per step only.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Case:
     spans: bool = True
     has_state: bool = True
     passes: int = 2
+    single_direction: bool = False
 
     def build(self, model: nn.Module, **overrides: Any) -> ZerothOrderOptimizer:
         return METHODS[self.name].build(model, **({"lr": self.lr} | self.options | overrides))
@@ -65,13 +67,13 @@ CASES = {
         Case("mezo-adam", first_step_parallel=False),
         Case("mezo-norm"),
         Case("mezo-sign", first_step_parallel=False, has_state=False),
-        Case("mezo-conservative", has_state=False, passes=5),
+        Case("mezo-conservative", has_state=False, passes=5, single_direction=True),
         Case("sparse-mezo", {"sparsity": 0.5}, spans=False, has_state=False),
         Case("lozo", _LAZY),
         Case("lozo-m", _LAZY),
         Case("lozo-adam", _FIXED | {"basis": "gaussian"}, base_untouched=True, first_step_parallel=False, spans=False),
         Case("subzo", _LAZY),
-        Case("zo-adamu", _ADAMU, first_step_parallel=False),
+        Case("zo-adamu", _ADAMU, first_step_parallel=False, single_direction=True),
         Case("tezo", _FIXED, base_untouched=True, spans=False),
         Case("tezo-m", _FIXED, base_untouched=True, spans=False),
         Case("tezo-adam", _FIXED, first_step_parallel=False, spans=False),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, effective_weights, every_method, every_method_fast_for_kinds, mostly_slow, run
+from cases import CASES, choose, effective_weights, every_method_fast_for_kinds, mostly_slow, run
 from folders import Result, completion_rows, label_rows, model_folder, refused, tezo, write_rows
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
@@ -60,10 +60,11 @@ def progress(name: str, lr: float, steps: int, **options: Any) -> float:
     return model.start() / before
 
 
-@every_method
+# sparse-mezo: entries that grow are left out from then on, which a few steps do not show
+@choose(*(name for name in CASES if name != "sparse-mezo"))
 def test_a_run_at_the_chosen_rate_is_as_good_as_the_best_of_a_grid(case):
     # 15 dimensions: with one direction a step, luck decides.
-    steps, model, options = 120, Noisy(), {"num_directions": 1 if case.name == "zo-adamu" else 4}
+    steps, model, options = 120, Noisy(), {"num_directions": 1 if case.single_direction else 4}
     found = chosen(model, case.build(model, **options), steps)
     grid = {found.lr * 3.0**k: progress(case.name, found.lr * 3.0**k, steps, **options) for k in range(-3, 4)}
     assert 1 - grid[found.lr] > 0.75 * (1 - min(grid.values())), grid

@@ -178,17 +178,23 @@ class _Search:
         return len(sound) == ENOUGH
 
     def _bound(self, lr: float) -> float:
-        """The first of the growing rates at which a step raises the loss of its own batch."""
+        """The first of the growing rates at which a step raises the loss of its own batch, or is left out for that."""
         fixed = self.batch(0)
         start = lowest = self._loss(fixed)
         for _ in range(MOST_GROWTH):
             self._step(fixed, lr)
             loss = self._loss(fixed)
-            if not loss <= lowest + RISE * abs(start):
+            if not loss <= lowest + RISE * abs(start) or self._left_out():
                 break
             lowest, lr = min(lowest, loss), lr * GROWTH
         self._restart()
         return lr
+
+    def _left_out(self) -> bool:
+        """Whether the last step was refused by its method, because it would have raised the loss."""
+        record = self.optimizer.last_step
+        probes = record.probes if record is not None else ()
+        return any(probe.projected_grad == 0 and probe.loss_plus != probe.loss_minus for probe in probes)
 
     def _trial(self, lr: float, start: Sequence[float]) -> Trial:
         change, taken, failed = 0.0, 0, False

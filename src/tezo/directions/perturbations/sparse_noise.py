@@ -48,8 +48,8 @@ class SmallEntries(Perturbation):
         for target in targets:
             if not target.is_writable:
                 raise RequestError(
-                    f"this method chooses entries by their size, and {target.name} is stored as "
-                    f"{target.parameter.dtype}; use lozo-adam, tezo or a plain float base."
+                    f"this method chooses entries by their size, and {target.name} ({target.parameter.dtype}) cannot "
+                    "be written in place; use lozo-adam, tezo or a plain float base."
                 )
         self._bounds = {target.name: small_bound(target.parameter.data, self.sparsity) for target in targets}
 
