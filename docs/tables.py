@@ -248,8 +248,8 @@ def learning_rates() -> str:
     heads = ["model", "data", "method", "start", "chosen", "dev loss", "best of grid", "dev loss", "ratio"]
     return grid(heads, rows) + (
         f"\n{near} of {len(rows)} chosen rates end within {100 * (NEAR - 1):.0f} % of the best of "
-        f"{len(results['grid'])} rates from {results['grid'][0]:g} to {results['grid'][-1]:g}, by the dev loss of the kept "
-        f"step of {results['steps']}. `{results['command']}`; {machine(results)}.\n"
+        f"{len(results['grid'])} rates from {results['grid'][0]:g} to {results['grid'][-1]:g}, by the dev loss of the "
+        f"kept step of {results['steps']}. `{results['command']}`; {machine(results)}.\n"
     )
 
 
