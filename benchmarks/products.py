@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tezo.numerics.products import float32_linear, is_emulated
+from tezo.numerics.emulation import is_emulated
+from tezo.numerics.products import float32_linear
 from tezo.runs.environment import hardware, versions
 
 SHAPES = ((768, 768), (3072, 768), (768, 3072))

@@ -9,7 +9,7 @@ from typing import Any
 from drawing import RESULTS, SHORT, grid, head, machine, read
 from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
 
-from tezo.numerics.products import LEAST_ROWS
+from tezo.numerics.emulation import LEAST_ROWS
 
 FIGURES = sorted(path.stem for path in (RESULTS.parents[1] / "docs/figures").glob("*.json"))
 STUDIES = ("study", "study-long")

@@ -20,7 +20,7 @@ from torch.nn import functional
 import tezo
 from tezo.directions.spaces import Dense
 from tezo.errors import RequestError
-from tezo.forward import Blocks, NotInBlocksError, low_rank_in_forward
+from tezo.forward import Blocks, NotInBlocksError, block_points
 from tezo.models.loading import load_model
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
@@ -213,7 +213,7 @@ def test_a_stack_computed_in_parts_is_the_stack_computed_whole(monkeypatch, name
         optimizer = METHODS[name].build(model, lr=1e-2, rank=4, directions="per-example")
         if not whole:
             size = max(moving.target.shape[0] for moving in optimizer.moving.values()) * 4
-            monkeypatch.setattr(low_rank_in_forward, "STACK", part * size if "lozo" in name else 4 * part)
+            monkeypatch.setattr(block_points, "STACK", part * size if "lozo" in name else 4 * part)
         for _ in range(3):
             optimizer.step(row_losses(model, ids))
         found.append(optimizer.last_step.projected_grads)

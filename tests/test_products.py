@@ -8,8 +8,9 @@ from tiny import tiny_gpt2, tiny_llama, tiny_opt
 from torch.nn import functional
 
 from tezo.forward.dense_in_forward import _groups
-from tezo.numerics import products
-from tezo.numerics.products import float32_addmm, float32_linear, float32_on_emulating_cpu, is_emulated
+from tezo.numerics import emulation, products
+from tezo.numerics.emulation import float32_on_emulating_cpu, is_emulated
+from tezo.numerics.products import float32_addmm, float32_linear
 
 MODELS = {"opt": tiny_opt, "gpt2": tiny_gpt2, "llama": tiny_llama}
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -43,8 +44,7 @@ def test_wide_products_are_rounded_once(monkeypatch, dtype, tile, height, width,
 
 
 def emulating(monkeypatch: pytest.MonkeyPatch, *, has: bool) -> None:
-    known = {"architecture": "x86_64", "avx512_bf16": has, "avx512_fp16": has}
-    monkeypatch.setattr(products, "_capabilities", lambda: known)
+    monkeypatch.setattr(emulation, "relative_time", lambda _: 0.5 if has else 2.0)
 
 
 @HALF
@@ -55,8 +55,8 @@ def test_a_model_in_half_precision_gets_nearer_to_its_exact_outputs(monkeypatch,
     errors = {"stock": 0.0, "wide": 0.0}
     used = []
     for name in ("float32_linear", "float32_addmm"):
-        original = getattr(products, name)
-        monkeypatch.setattr(products, name, lambda *args, f=original: used.append(1) or f(*args))
+        original = getattr(emulation, name)
+        monkeypatch.setattr(emulation, name, lambda *args, f=original: used.append(1) or f(*args))
     for seed in range(4):
         model = MODELS[family](dtype, seed=seed)
         exact_model = MODELS[family](torch.float64, seed=seed)
@@ -87,8 +87,8 @@ def test_where_there_are_instructions_or_no_half_weights_nothing_is_replaced(mon
 def test_few_rows_and_other_dtypes_take_the_stock_product(monkeypatch, dtype):
     emulating(monkeypatch, has=False)
     taken = []
-    monkeypatch.setattr(products, "float32_linear", lambda x, *_: taken.append(len(x)) or x)
-    least, half = products.LEAST_ROWS[dtype], normal(8, 8, dtype=dtype)
+    monkeypatch.setattr(emulation, "float32_linear", lambda x, *_: taken.append(len(x)) or x)
+    least, half = emulation.LEAST_ROWS[dtype], normal(8, 8, dtype=dtype)
     with float32_on_emulating_cpu(torch.nn.Linear(8, 8, dtype=dtype)):
         for rows in (least - 1, least):
             functional.linear(normal(rows, 8, dtype=dtype), half)

@@ -22,12 +22,12 @@ from tezo.directions.rank_selection import (
     LayerwiseRank,
     block_of,
     chosen_rank,
-    default_cache,
     energy_rank,
     significant_rank,
 )
 from tezo.directions.targets import Target, select_targets
 from tezo.numerics.hashing import content_hash
+from tezo.numerics.number_cache import default_cache
 from tezo.optim.methods import METHODS
 
 

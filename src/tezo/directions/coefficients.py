@@ -23,6 +23,10 @@ class CoefficientDraw(ABC):
     def __call__(self, examples: Sequence[int]) -> Tensor:
         """The coefficients of B examples: (B, *shape)."""
 
+    def of(self, example: int) -> Tensor:
+        """The coefficient of one example."""
+        return self((example,))[0]
+
     def sum(self, factors: Sequence[float]) -> Tensor:
         """sum_i factors[i] * coefficient of example i, a new tensor."""
         coefficients = self(range(len(factors)))
@@ -43,6 +47,10 @@ class FixedCoefficient(CoefficientDraw):
 
     def __call__(self, examples: Sequence[int]) -> Tensor:
         return self.coefficient.expand(len(examples), *self.coefficient.shape)
+
+    def of(self, example: int) -> Tensor:
+        del example
+        return self.coefficient
 
 
 class OwnNumbers(CoefficientDraw):

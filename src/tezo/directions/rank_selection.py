@@ -8,10 +8,7 @@ such a list is a block of its own. Matrices of zeros, such as B of a new LoRA ad
 count, and are left out of the minimum.
 """
 
-import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +20,7 @@ from torch import Tensor
 from tezo.directions.targets import Target, matrix_of
 from tezo.errors import RequestError, nearest
 from tezo.numerics.hashing import content_hash
+from tezo.numerics.number_cache import NumberCache, default_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ class LayerwiseRank:
 
     def ranks(self, targets: Sequence[Target]) -> dict[str, int]:
         """Name -> rank."""
-        store = CountStore(self.cache) if self.cache is not None else None
+        store = NumberCache(self.cache, "ranks") if self.cache is not None else None
         blocks: dict[str, int] = {}
         for target in targets:
             if not is_zero(target):
@@ -84,7 +82,7 @@ class LayerwiseRank:
             for target in targets
         }
 
-    def _count(self, target: Target, store: "CountStore | None") -> int:
+    def _count(self, target: Target, store: NumberCache | None) -> int:
         if not target.is_writable and not (target.sites and target.is_linear):
             raise RequestError(
                 f"method.rank: {target.name} is stored as {target.parameter.dtype}, so its singular values cannot be "
@@ -97,9 +95,9 @@ class LayerwiseRank:
         if store is None:
             return count(matrix, self.threshold)
         key = f"{content_hash(matrix)}:{self.criterion}:{self.threshold!r}"
-        if key not in store.counts:
-            store.counts[key] = count(matrix, self.threshold)
-        return store.counts[key]
+        if key not in store.numbers:
+            store.numbers[key] = count(matrix, self.threshold)
+        return store.numbers[key]
 
 
 RankRule = FixedRank | LayerwiseRank
@@ -154,36 +152,3 @@ def block_of(name: str) -> str:
     """The block of a parameter: its name up to and including the first number; the whole name if it has no number."""
     found = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
     return found.group(0) if found else name
-
-
-def default_cache() -> Path:
-    """`$TEZO_CACHE` if set, else `tezo` in the user's cache folder."""
-    chosen = os.environ.get("TEZO_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(chosen) if chosen else base / "tezo"
-
-
-class CountStore:
-    """Counts of singular values, cached in a JSON file. A file that cannot be read or written is ignored."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "ranks.json"
-        self.counts: dict[str, int] = {}
-        try:
-            read = json.loads(self.path.read_text(encoding="utf-8"))
-            self.counts = {str(key): int(count) for key, count in read.items()}
-        except (OSError, ValueError, AttributeError, TypeError):
-            pass
-        self._known = len(self.counts)
-
-    def save(self) -> None:
-        """Replaces the file atomically if a count was added."""
-        if len(self.counts) == self._known:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-                json.dump(self.counts, file)
-            Path(file.name).replace(self.path)
-        except OSError:
-            pass

@@ -19,12 +19,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from tezo.directions.coefficients import FIRST, CoefficientDraw, FixedCoefficient, SignedNumbers
+from tezo.directions.coefficients import CoefficientDraw, FixedCoefficient, SignedNumbers
 from tezo.numerics.random import Signs, fill_normal_
 from tezo.numerics.scratch import row_slices, scratch
 
@@ -127,10 +127,13 @@ class FixedFactors(Direction):
     refresh_step: int
     before: Callable[[], Mapping[str, Tensor]] | None = None
 
+    casts_coefficient: ClassVar[bool] = False
+    """Whether the products cast the coefficient to the dtype of the output, instead of multiplying it as it is."""
+
     @property
     def coefficient(self) -> Tensor:
         """The coefficient of the direction: its coordinates in the space of the fixed factors."""
-        return self.draw(FIRST)[0]
+        return self.draw.of(0)
 
     def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
         yield slice(None), self.draw.sum(factors)
@@ -138,6 +141,11 @@ class FixedFactors(Direction):
     def with_coefficient(self, coefficient: Tensor) -> Self:
         """The direction with this coefficient and the same fixed factors."""
         return replace(self, draw=FixedCoefficient(coefficient))
+
+    def scaled(self, scales: Sequence[float]) -> Self:
+        """G points, each the direction times one of the scales."""
+        z = self.coefficient
+        return self.with_coefficient(torch.stack([scale * z for scale in scales]))
 
     def origin(self) -> Self:
         """The zero direction with the same fixed factors."""
@@ -200,10 +208,10 @@ class CP(FixedFactors):
         return self.u_MR * (root * self.coefficient.sign()), self.v_NR * root
 
     def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
-        _add_product_(out_GTM, self._scaled(x_GTN @ self.v_NR.to(x_GTN.dtype)), self.u_MR.T)
+        _add_product_(out_GTM, self._scaled(_product(x_GTN, self.v_NR)), self.u_MR.T)
 
     def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
-        _add_product_(out_GTN, self._scaled(x_GTM @ self.u_MR.to(x_GTM.dtype)), self.v_NR.T)
+        _add_product_(out_GTN, self._scaled(_product(x_GTM, self.u_MR)), self.v_NR.T)
 
     def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
         _add_product_(out_GTN, self._scaled(self.u_MR[ids_GT].to(out_GTN.dtype)), self.v_NR.T)
@@ -217,23 +225,35 @@ class LowRank(FixedFactors):
     """Z = U V^T with V fixed over an interval: the coefficient is u_MR.
 
     `gram` is the diagonal of V^T V (its expectation if V is random), a number or (R,). `carry_over` divides by it.
+    `scales` are factors of the points of G blocks that share one coefficient; None: it is the point of all.
     """
 
     gram: float | Tensor
+    scales: tuple[float, ...] | None = None
+
+    casts_coefficient = True
+
+    def scaled(self, scales: Sequence[float]) -> Self:
+        return replace(self, scales=tuple(scales))
 
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.coefficient, self.v_NR
 
     def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
-        _add_product_(out_GTM, x_GTN @ self.v_NR.to(x_GTN.dtype), self.coefficient.mT)
+        _add_product_(out_GTM, self._scaled(_product(x_GTN, self.v_NR)), self.coefficient.mT)
 
     def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
-        _add_product_(out_GTN, x_GTM @ self.coefficient.to(x_GTM.dtype), self.v_NR.T)
+        _add_product_(out_GTN, self._scaled(x_GTM @ self.coefficient.to(x_GTM.dtype)), self.v_NR.T)
 
     def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
         u_GMR = self.coefficient if self.coefficient.ndim == 3 else self.coefficient.unsqueeze(0)
         rows_GTR = torch.take_along_dim(u_GMR, ids_GT.unsqueeze(-1), dim=1)
-        _add_product_(out_GTN, rows_GTR.to(out_GTN.dtype), self.v_NR.T)
+        _add_product_(out_GTN, self._scaled(rows_GTR.to(out_GTN.dtype)), self.v_NR.T)
+
+    def _scaled(self, h_GTR: Tensor) -> Tensor:
+        if self.scales is None:
+            return h_GTR
+        return torch.cat([scale * h_TR for scale, h_TR in zip(self.scales, h_GTR, strict=True)]).view(h_GTR.shape)
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         if self.before is None:
@@ -267,19 +287,25 @@ class Core(FixedFactors):
         return self.u_MR @ self._core(), self.v_NR
 
     def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
-        h_GTR = x_GTN @ self.v_NR.to(x_GTN.dtype) @ self.coefficient.to(x_GTN.dtype).mT
-        _add_product_(out_GTM, h_GTR, self.u_MR.T)
+        h_GTR = _product(x_GTN, self.v_NR)
+        _add_product_(out_GTM, h_GTR.to(self.coefficient.dtype) @ self.coefficient.mT, self.u_MR.T)
 
     def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
-        h_GTR = x_GTM @ self.u_MR.to(x_GTM.dtype) @ self.coefficient.to(x_GTM.dtype)
-        _add_product_(out_GTN, h_GTR, self.v_NR.T)
+        h_GTR = _product(x_GTM, self.u_MR)
+        _add_product_(out_GTN, h_GTR.to(self.coefficient.dtype) @ self.coefficient, self.v_NR.T)
 
     def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
-        dtype = out_GTN.dtype
-        _add_product_(out_GTN, self.u_MR[ids_GT].to(dtype) @ self.coefficient.to(dtype), self.v_NR.T)
+        h_GTR = self.u_MR[ids_GT].to(self.coefficient.dtype)
+        _add_product_(out_GTN, h_GTR @ self.coefficient, self.v_NR.T)
 
     def _core(self) -> Tensor:
         return self.coefficient.to(self.u_MR.dtype)
+
+
+def _product(x_GTN: Tensor, right_NR: Tensor) -> Tensor:
+    """X @ right in the dtype of X: (G, T, R)."""
+    x_GTN = x_GTN.contiguous()
+    return torch.mm(x_GTN.view(-1, x_GTN.shape[-1]), right_NR.to(x_GTN.dtype)).view(*x_GTN.shape[:2], -1)
 
 
 def _add_product_(out_GTK: Tensor, left_GTR: Tensor, right: Tensor) -> None:

@@ -7,7 +7,7 @@ from tezo.estimators.estimate import Closure, Estimate, StepDraw, evaluate
 from tezo.estimators.two_point import TwoPoint, average
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.forward.uninterrupted import let_interrupt
-from tezo.numerics.products import float32_on_emulating_cpu
+from tezo.numerics.emulation import float32_on_emulating_cpu
 
 
 class Conservative(TwoPoint):

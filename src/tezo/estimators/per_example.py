@@ -13,7 +13,7 @@ from tezo.forward import NotInBlocksError, Shift
 from tezo.forward.blocks import Blocks
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.forward.uninterrupted import let_interrupt
-from tezo.numerics.products import float32_on_emulating_cpu
+from tezo.numerics.emulation import float32_on_emulating_cpu
 
 MOST_INFLUENCE = 0.05
 """Largest change of an example's loss by the directions of the others, as a part of the change by its own: rounding."""

@@ -24,7 +24,7 @@ from tezo.estimators.estimator import Estimator
 from tezo.forward import MovingParameter, NotInBlocksError, Shift
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.forward.uninterrupted import let_interrupt
-from tezo.numerics.products import float32_on_emulating_cpu
+from tezo.numerics.emulation import float32_on_emulating_cpu
 
 TOKENS_OF_A_PASS = 1024
 """Largest number of tokens of a pass that several models share. Below it a pass is limited by reading the weights,

@@ -6,26 +6,28 @@ is stored beside the base. Every module that owns the parameter gets the hook, s
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.coefficients import CoefficientDraw, Stack
 from tezo.directions.perturbations import DrawKey
 from tezo.directions.spaces import Direction, FixedFactors, LowRank
 from tezo.directions.targets import Layout, Site, Target, only_input
+from tezo.forward.block_points import Points, block_points
 from tezo.forward.blocks import Blocks
 from tezo.forward.frozen_factors import MOST_RANK, compress, join, low_rank
 from tezo.forward.in_state_dict import require_plain
 from tezo.forward.interception import EMBEDDING, Interception, unintercepted, untraced
 from tezo.forward.moving_parameter import MovingParameter, Shift, check_between_steps, require_writable
 from tezo.numerics import rounding
+from tezo.numerics.emulation import arithmetic_dtype
 
-STACK = 1 << 19
-"""Coefficient entries of the blocks whose points are computed together, if examples have directions of their own."""
+FEW = 1 << 14
+"""Largest number of coefficient entries of points that are computed before a pass. In the pass itself, small operations
+take several times as long, because the products of the model displace them from the processor's caches. More entries
+are computed when they are used, because storing them for all layers would take memory."""
 
 
 class InForward(MovingParameter):
@@ -56,11 +58,9 @@ class InForward(MovingParameter):
         self._most_rank = most_rank if target.is_writable or most_rank is not None else MOST_RANK
         self._blocks = blocks
         self._shifts: tuple[Shift, ...] = ()
+        self._prepared: tuple[Points, ...] = ()
         self._count = 1
-        self._examples_a_part: int | None = None
         self._changed = False
-        # CPUs without half-precision instructions multiply float32 faster, much faster for thin matrices
-        self._dtype = target.state_dtype if target.device.type == "cpu" else None
         self._handles += [self._hook(site) for site in target.sites]
 
     def _hook(self, site: Site) -> RemovableHandle | Interception:
@@ -79,7 +79,7 @@ class InForward(MovingParameter):
             x = only_input(args, kwargs).to(out.device, out.dtype)
             out_GTM, x_GTN = split(out, self._count, 1), split(x, self._count, 1)
             for blocks, points in self._terms(out.dtype):
-                add_(points, out_GTM[blocks], x_GTN[blocks])
+                add_(points, *((out_GTM, x_GTN) if blocks is None else (out_GTM[blocks], x_GTN[blocks])))
             return out.to(output.dtype)
 
         return site.module.register_forward_hook(untraced(add_term), with_kwargs=True)
@@ -89,12 +89,12 @@ class InForward(MovingParameter):
         out, split = self._sum(output), self._blocks.split
         out_GTN, ids_GT = split(out, self._count, 1), split(ids, self._count, 0)
         for blocks, points in self._terms(out.dtype):
-            points.add_lookup_(out_GTN[blocks], ids_GT[blocks])
+            points.add_lookup_(*((out_GTN, ids_GT) if blocks is None else (out_GTN[blocks], ids_GT[blocks])))
         return out.to(output.dtype)
 
     def _sum(self, output: Tensor) -> Tensor:
         """The tensor that the low-rank term is added to: the output if it can be written in place, else a copy."""
-        out = output.to(self._dtype) if self._dtype is not None else output
+        out = output.to(arithmetic_dtype(output))
         # the output of a weight of a tensor subclass may ignore an in-place add
         writable = out is not output or (type(output) is Tensor and output.is_contiguous())
         return out.contiguous() if writable else out.clone(memory_format=torch.contiguous_format)
@@ -104,36 +104,13 @@ class InForward(MovingParameter):
         """Whether W_t, or its perturbation, differs from the stored tensor."""
         return bool(self._shifts) or self._changed or self.frozen is not None
 
-    def _terms(self, dtype: torch.dtype) -> Iterator[tuple[slice, FixedFactors]]:
-        """Yields (blocks, points) of a product in `dtype`: F for all blocks, and D + scale_g Z_g for each block g.
-
-        The points are computed at each use, because storing them for all layers would take memory; those of many
-        examples are computed in parts of at most `STACK` numbers, which stay in the processor's cache.
-        """
+    def _terms(self, dtype: torch.dtype) -> Iterator[Points]:
+        """Yields (blocks, points) of products in `dtype`: F for all blocks, and D + scale_g Z_g for each block g."""
         assert self.change is not None
-        everything = slice(None)
         if self.frozen is not None:
-            yield everything, self.frozen
-        if not self._shifts:
-            yield everything, self.change.with_coefficient(self.change.coefficient.unsqueeze(0))
-            return
-        self.was_called = True
-        stacks: dict[int, Stack] = {}
-        for shift in self._shifts:  # both signs share one draw
-            if id(shift.direction) not in stacks:
-                stacks[id(shift.direction)] = _draw(shift.direction).stack(shift.examples)
-        change = self.change.coefficient
-        if self._examples_a_part is None:
-            moved_GK = torch.cat([stacks[id(shift.direction)].scaled(shift.scale) for shift in self._shifts])
-            yield everything, self.change.with_coefficient(moved_GK.add_(change))
-            return
-        start, cast = 0, replace(self.change, v_NR=self.change.v_NR.to(dtype))  # once for all parts
-        for shift in self._shifts:
-            for first in range(0, len(shift.examples), self._examples_a_part):
-                part = slice(first, first + self._examples_a_part)
-                moved_GK = stacks[id(shift.direction)].added(change, shift.scale, part)
-                yield slice(start, start + len(moved_GK)), cast.with_coefficient(moved_GK)
-                start += len(moved_GK)
+            yield None, self.frozen
+        self.was_called |= bool(self._shifts)
+        yield from self._prepared or block_points(self.change, self._changed, self._shifts, dtype)
 
     def begin(self, direction: Direction, key: DrawKey) -> None:
         super().begin(direction, key)
@@ -145,11 +122,15 @@ class InForward(MovingParameter):
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
         self._shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
-        self._examples_a_part = None
-        if self._count > len(shifts) > 0:
-            assert self.change is not None
-            size = self.change.coefficient.numel()
-            self._examples_a_part = max(1, STACK // size) if self._count * size > STACK else None
+        self._prepared = self._prepare()
+
+    def _prepare(self) -> tuple[Points, ...]:
+        """The points of the next passes, if they have few numbers; else none, and they are computed in each pass."""
+        change, shifts = self.change, self._shifts
+        if not shifts or change is None or change.casts_coefficient:
+            return ()
+        few = self._count * change.coefficient.numel() <= FEW
+        return tuple(block_points(change, self._changed, shifts, self.target.state_dtype)) if few else ()
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         del direction
@@ -230,11 +211,6 @@ class InForward(MovingParameter):
             place = self.target.device, self.target.state_dtype
             self.frozen = low_rank(*(state[key].to(*place).clone() for key in ("frozen_left", "frozen_right")))
             self.compression_error = float(state["frozen_lost"])
-
-
-def _draw(direction: Direction) -> CoefficientDraw:
-    assert isinstance(direction, FixedFactors)
-    return direction.draw
 
 
 _ADD: dict[Layout, Callable[[FixedFactors, Tensor, Tensor], None]] = {

@@ -1,13 +1,9 @@
 """Products with a matrix that is computed tile by tile: a perturbed weight, or a weight cast to float32."""
 
-import functools
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from tezo.numerics.scratch import row_slices, scratch
 
@@ -16,12 +12,6 @@ Tiles = Iterator[tuple[slice, int, Tensor]]
 
 TILE = 1 << 19
 """Number of entries of a tile that is cast to float32 (2 MB)."""
-
-LEAST_ROWS = {torch.bfloat16: 32, torch.float16: 8}
-"""Smallest number of input rows for which the weight is cast to float32. bfloat16: about the break-even point; float16:
-the smallest measured number for which casting is faster (`benchmarks/products.py`, docs/cost.md)."""
-
-_INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
 
 def tiled_linear(x_GTN: Tensor, bias_M: Tensor | None, height: int, tiles: Tiles) -> Tensor:
@@ -38,48 +28,6 @@ def tiled_transposed(x_GTM: Tensor, bias_N: Tensor, tiles: Tiles) -> Tensor:
     for rows, g, tile in tiles:
         out_GTN[g].addmm_(x_GTM[g][:, rows], tile)
     return out_GTN
-
-
-def float32_on_emulating_cpu(model: nn.Module) -> AbstractContextManager[object]:
-    """Context in which half-precision linear layers compute in float32, on a CPU without half-precision instructions.
-
-    Such a CPU emulates half-precision products. Casting the weight to float32 tile by tile is faster for some tens of
-    rows or more (see docs/cost.md), and rounds only once, at the end. On other hardware the context does nothing. Use
-    it only where no gradient is recorded.
-    """
-    slow = any(is_emulated(p.dtype) for p in model.parameters() if p.device.type == "cpu")
-    return _Float32Products() if slow else nullcontext()
-
-
-def is_emulated(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU lacks instructions for products in `dtype`, as far as torch reports it."""
-    return dtype in _INSTRUCTIONS and not any(_capabilities().get(name) for name in _INSTRUCTIONS[dtype])
-
-
-@functools.cache
-def _capabilities() -> Mapping[str, Any]:
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    # other architectures name their capabilities differently and were not measured
-    return known if known.get("architecture") == "x86_64" else dict.fromkeys(sum(_INSTRUCTIONS.values(), ()), True)
-
-
-class _Float32Products(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        del types
-        if not kwargs and func is torch.nn.functional.linear and _pays(args[0], args[1]):
-            return float32_linear(*args)
-        if not kwargs and func is torch.addmm and _pays(args[1], args[2]):
-            return float32_addmm(*args)
-        return func(*args, **(kwargs or {}))
-
-
-def _pays(x: Tensor, weight: Tensor) -> bool:
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.ndim == 2 and weight.device.type == "cpu"
-    if not plain or x.dtype != weight.dtype or not is_emulated(weight.dtype):
-        return False
-    return x.numel() >= LEAST_ROWS[weight.dtype] * x.shape[-1]
 
 
 def float32_linear(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from tezo.errors import NonFiniteLossError, NonFiniteResultError
 from tezo.estimators.estimate import Closure
 from tezo.forward.evaluation_mode import evaluation_mode
-from tezo.numerics.products import float32_on_emulating_cpu
+from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.optim.tuner import Tuner
 
 T = TypeVar("T")

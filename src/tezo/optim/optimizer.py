@@ -22,7 +22,7 @@ from tezo.estimators.two_point import TwoPoint
 from tezo.forward import MovingParameter
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.forward.uninterrupted import let_interrupt, uninterrupted
-from tezo.numerics.products import float32_on_emulating_cpu
+from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.optim.bound_to_model import BoundToModel
 from tezo.optim.limits import check_rate, check_settings
 from tezo.optim.optimizer_state import Moments, OptimizerState

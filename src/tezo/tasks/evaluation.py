@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
-from tezo.numerics.products import float32_on_emulating_cpu
+from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.tasks import Measure, Row
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.objectives import CausalObjective, Encoded, Objective

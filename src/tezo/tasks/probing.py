@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
-from tezo.numerics.products import float32_on_emulating_cpu
+from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.evaluation import Metrics, by_length, choice_metrics
 from tezo.tasks.objectives import Encoded, Objective
