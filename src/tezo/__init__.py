@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tezo.optim.methods import tezo_m as tezo_m
     from tezo.optim.methods import zo_adamu as zo_adamu
     from tezo.optim.optimizer import ZerothOrderOptimizer as ZerothOrderOptimizer
+    from tezo.tasks.objectives.labelled_tensors import closure as closure
     from tezo.training.api import Run as Run
     from tezo.training.api import load_adapter as load_adapter
     from tezo.training.api import open_run as open_run
@@ -53,6 +54,7 @@ _HOMES = {
     **dict.fromkeys(("METHODS", *_METHODS), "tezo.optim.methods"),
     "FirstOrderOptimizer": "tezo.optim.first_order",
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
+    "closure": "tezo.tasks.objectives.labelled_tensors",
     "export_adapter": "tezo.models.saving",
 }
 """Name -> the module that has it; tests compare it with what is imported above for type checkers."""
