@@ -2,10 +2,10 @@
 
 About fifty minutes on two cores.
 
-    python benchmarks/cpu.py [--out benchmarks/results] [--only step|memory] [--dtype float32] [--quick]
+    python benchmarks/cpu.py [--out benchmarks/results] [--only step|memory] [--dtype float32] [--targets all] [--quick]
 
-Writes step_cpu.json and memory_cpu.json, each a list with one result a setting, after every setting. With
-`--dtype` only the settings of that dtype are measured, and take the place of those in the files. `--quick` takes tiny
+Writes step_cpu.json and memory_cpu.json, each a list with one result a setting, after every setting. With `--dtype` or
+`--targets` only the settings with these are measured, and take the place of those in the files. `--quick` takes tiny
 shapes, to see that it runs.
 """
 
@@ -23,7 +23,9 @@ from tezo.studies.bench.result_files import print_table, write_json
 from tezo.studies.bench.settings import Settings, entries
 from tezo.studies.bench.step_time import measure_step
 
-METHODS = ["tezo", "tezo-m", "tezo-cadam", "lozo", "subzo", "tezo-adam", "mezo", "published:mezo"]
+METHODS = [
+    "tezo", "tezo-cadam", "lozo", "lozo-adam", "subzo", "tezo-adam", "mezo", "plain-closure:tezo", "published:mezo",
+]  # fmt: skip
 ONE = ["tezo"]
 BATCHES = [
     Settings(dtype="bfloat16", batch=1, length="32", rounds=9, seconds=180),
@@ -42,13 +44,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", choices=("step", "memory"))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--targets", choices=("all-linear", "all"))
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     for kind, measure, plan in (("step", measure_step, STEP), ("memory", measure_memory, MEMORY)):
         if arguments.only in (None, kind):
-            chosen = [part for part in plan if arguments.dtype in (None, part[0].dtype)]
+            wanted = {key: getattr(arguments, key) for key in ("dtype", "targets") if getattr(arguments, key)}
+            chosen = [part for part in plan if all(getattr(part[0], key) == value for key, value in wanted.items())]
             path = arguments.out / f"{kind}_cpu.json"
-            known = json.loads(path.read_text(encoding="utf-8")) if arguments.dtype and path.exists() else []
+            known = json.loads(path.read_text(encoding="utf-8")) if wanted and path.exists() else []
             run(measure, [quick(*part) for part in chosen] if arguments.quick else chosen, path, known)
 
 

@@ -149,9 +149,10 @@ def test_a_step_with_lazy_factors_is_the_mean_over_their_interval():
 
 
 def test_ratios_are_medians_of_the_ratios_of_rounds():
-    times = {"F2": [1, 2, 4], "N2": [1, 1, 1], "tezo": [1, 4, 6], "published:tezo": [3, 4, 6]}
+    times = {"F2": [1, 2, 4], "N2": [1, 1, 1], "J2": [1, 2, 2], "tezo": [1, 4, 6], "published:tezo": [3, 4, 6]}
     made = {row["label"]: row for row in step_rows([Timed(Recorder(k, []), rounds=v) for k, v in times.items()])}
     assert made["tezo"]["to_F2"] == 1.5 and made["tezo"]["to_N2"] == 4 and made["tezo"]["speed_up"] == 1
+    assert made["tezo"]["to_J2"] == 2
     assert made["tezo"]["seconds"] == {"median": 4, "min": 1, "q1": 2.5, "q3": 5}
     assert made["published:tezo"]["speed_up"] is None
 

@@ -52,7 +52,7 @@ def test_step_prints_a_table_and_writes_json(tmp_path):
     head, *lines = [line.split() for line in done.out.splitlines()[1:]]
     labels = ["F2", "N2", "J2", "tezo", "published:tezo", "mezo", "published:mezo"]
     assert [line[0] for line in lines[: len(labels)]] == labels
-    assert head == ["seconds", "min", "quartiles", "/F2", "/N2", "/shared", "published/ours"]
+    assert head == ["seconds", "min", "quartiles", "/F2", "/N2", "/J2", "/shared", "published/ours"]
     written = json.loads(path.read_text(encoding="utf-8"))
     assert [row["label"] for row in written["rows"]] == labels
     assert {"settings", "versions", "hardware", "commit", "command", "model", "rounds", "tokens"} <= written.keys()

@@ -14,7 +14,10 @@ Model = Annotated[
     str, typer.Option(help="Shape with random weights (opt-125m, llama-7b, ...), model folder, or hub name.")
 ]
 Methods = Annotated[
-    str, typer.Option(help="Methods, separated by commas; published:NAME or per-example:NAME for these forms.")
+    str,
+    typer.Option(
+        help="Methods, separated by commas; published:NAME, per-example:NAME, plain-closure:NAME: their forms."
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

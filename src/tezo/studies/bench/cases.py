@@ -11,7 +11,7 @@ from tezo.directions.targets import select_targets
 from tezo.errors import RequestError
 from tezo.optim.methods import METHODS, method
 from tezo.studies.bench.published import PUBLISHED
-from tezo.studies.bench.settings import EACH, PREFIX
+from tezo.studies.bench.settings import PREFIX, WHOLE, name_of
 from tezo.studies.bench.workload import Work
 
 
@@ -19,7 +19,7 @@ class Case(ABC):
     """One row of the table.
 
     Attributes:
-        label: F, F2, N, N2, J2, or a method's name, after "published:", "per-example:" or nothing.
+        label: F, F2, N, N2, J2, or a method's name, after one of the prefixes or nothing.
         interval: steps between refreshes of lazy factors; None if there are none.
         trained: number of trained parameter entries.
     """
@@ -61,7 +61,7 @@ class LibraryCase(Case):
 
     def __init__(self, label: str, work: Work) -> None:
         self._model = work.twin()
-        name = label.removeprefix(EACH)
+        name = name_of(label)
         if name not in METHODS:
             raise RequestError(f"methods: {name} needs gradients; bench measures zeroth-order methods only.")
         optimizer = METHODS[name].build(self._model, **work.settings.options(label))
@@ -69,7 +69,7 @@ class LibraryCase(Case):
         interval = optimizer.perturbation.interval
         trained = sum(target.parameter.numel() for target in self._optimizer.targets)
         super().__init__(label, interval=interval, trained=trained)
-        self._closure = work.closure(self._model)
+        self._closure = (work.stock_loss if label.startswith(WHOLE) else work.closure)(self._model)
 
     def run(self) -> None:
         past_refresh(self._optimizer.progress, self.interval)
@@ -92,7 +92,7 @@ class PublishedCase(Case):
     """A published algorithm as its authors wrote it, with full logits."""
 
     def __init__(self, label: str, work: Work) -> None:
-        name, settings = label.removeprefix(PREFIX), work.settings
+        name, settings = name_of(label), work.settings
         self._model = work.twin()
         targets = select_targets(self._model, (settings.targets,))
         default = method(name).default_in_python

@@ -28,6 +28,7 @@ def circumstances(work: "Work") -> dict[str, Any]:
             "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         },
         "hardware": hardware() if work.device.type == "cuda" else cpu(),
+        "half_precision": features(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "commit": commit(),
@@ -41,6 +42,12 @@ def cpu() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} threads"
+
+
+def features() -> list[str]:
+    """The instructions for half precision that torch reports of the CPU, such as avx512_bf16."""
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return sorted(name for name, has in known.items() if has is True and name.endswith(("_bf16", "_fp16")))
 
 
 def commit() -> str | None:
@@ -106,6 +113,7 @@ _STEP = {
     "quartiles": ("seconds", "{0[q1]:.4f}-{0[q3]:.4f}"),
     "/F2": ("to_F2", "{:.2f}"),
     "/N2": ("to_N2", "{:.2f}"),
+    "/J2": ("to_J2", "{:.2f}"),
     "/shared": ("to_shared", "{:.3f}"),
     "published/ours": ("speed_up", "{:.1f}"),
 }

@@ -15,7 +15,9 @@ from tezo.studies.bench.shapes import SHAPES
 
 PREFIX = "published:"
 EACH = "per-example:"
-"""Prefixes of a method's name: as its authors wrote it, and with directions of their own for the examples."""
+WHOLE = "plain-closure:"
+"""Prefixes of a method's name: as its authors wrote it; with directions of their own for the examples; with a closure
+that calls the stock model with its default logits, as a user's own does."""
 PLAIN = ("F2", "N2", "J2")
 TARGETS = ("all-linear", "all")
 
@@ -98,14 +100,20 @@ class Settings:
         chosen: dict[str, Any] = {"targets": (self.targets,), "rank": self.rank}
         if label.startswith(EACH):
             chosen["directions"] = PER_EXAMPLE
-        return {key: value for key, value in chosen.items() if key in method(label.removeprefix(EACH)).options()}
+        return {key: value for key, value in chosen.items() if key in method(name_of(label)).options()}
+
+
+def name_of(label: str) -> str:
+    """The method's name in the label of a case."""
+    return label.removeprefix(PREFIX).removeprefix(EACH).removeprefix(WHOLE)
 
 
 def entries(methods: Sequence[str], *, published: bool) -> list[str]:
     """Labels of the cases to measure, without duplicates.
 
     Args:
-        methods: names of methods, with the prefix "published:" for the published form, or "per-example:".
+        methods: names of methods, with the prefix "published:" for the published form, "per-example:" or
+            "plain-closure:".
         published: whether to add the published form of each method; tezo-cadam, ours, has none.
 
     Raises:
@@ -113,7 +121,7 @@ def entries(methods: Sequence[str], *, published: bool) -> list[str]:
     """
     labels: list[str] = []
     for label in methods:
-        name = label.removeprefix(PREFIX).removeprefix(EACH)
+        name = name_of(label)
         method(name)
         if label.startswith(PREFIX) and name not in PUBLISHED:
             raise RequestError(f"methods: {name} has no published form. " + nearest(name, PUBLISHED))

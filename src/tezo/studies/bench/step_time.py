@@ -134,7 +134,7 @@ def _row(entry: Timed, steps: dict[str, list[float]]) -> dict[str, Any]:
     published = steps.get(PREFIX + label)
     shared = steps.get(label.removeprefix(EACH)) if label.startswith(EACH) else None
     row: dict[str, Any] = {"label": label, "seconds": spread(own), "to_F2": _ratio(own, steps["F2"])}
-    row |= {"to_N2": _ratio(own, steps["N2"])}
+    row |= {"to_N2": _ratio(own, steps["N2"]), "to_J2": _ratio(own, steps["J2"])}
     row |= {"speed_up": _ratio(published, own) if published else None}
     row |= {"to_shared": _ratio(own, shared) if shared else None}
     row |= {"trained": entry.case.trained, "runs_a_round": entry.repeats, "rounds": own}
