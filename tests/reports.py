@@ -73,6 +73,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.words, self.rows, self.attributes = [], [], [], []
+        self.in_cell = False
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -82,12 +83,16 @@ class Page(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        if tag == "data" and self.rows:
+            self.in_cell = True
+        if tag == "data" and self.in_cell:
             self.rows[-1][-1] = float(dict(attrs)["value"])
+
+    def handle_endtag(self, tag):
+        self.in_cell = self.in_cell and tag not in ("td", "th")
 
     def handle_data(self, data):
         self.words.append(data)
-        if self.rows and self.rows[-1] and self.rows[-1][-1] == "":
+        if self.in_cell and self.rows[-1][-1] == "":
             self.rows[-1][-1] = data
 
     def row(self, name):
