@@ -53,9 +53,16 @@ def hostile(home: Path, root: Path) -> Path:
     mark = "<img src=x onerror=alert(1)>"
     summary = json.loads((folder / "summary.json").read_text())
     summary |= {"notices": [mark], "hardware": mark, "versions": {mark: mark}}
+    summary["losses"] = {"steps": mark, "rows": mark}
+    summary["verdict"] = f"Better: {mark}"
     for key in ("before", "after"):
-        summary[key][mark] = 0.5
+        summary[key] = {mark: 0.5, **summary[key]}
     (folder / "summary.json").write_text(json.dumps(summary))
+    answers = json.loads((folder / "answers.json").read_text())
+    answers["outcomes"] = {mark: 3, **answers["outcomes"]}
+    answers["labels"][0]["label"] = mark
+    answers["shown"] = [dict.fromkeys(["row", "text", "right", "before", "after", "outcome"], mark)] * 2
+    (folder / "answers.json").write_text(json.dumps(answers))
     plan = json.loads((folder / "plan.json").read_text())
     plan[0]["name"] = plan[-1]["moved"] = mark
     (folder / "plan.json").write_text(json.dumps(plan))
