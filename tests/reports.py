@@ -53,9 +53,16 @@ def hostile(home: Path, root: Path) -> Path:
     mark = "<img src=x onerror=alert(1)>"
     summary = json.loads((folder / "summary.json").read_text())
     summary |= {"notices": [mark], "hardware": mark, "versions": {mark: mark}}
+    summary["losses"] = {"steps": mark, "rows": mark}
+    summary["verdict"] = f"Better: {mark}"
     for key in ("before", "after"):
-        summary[key][mark] = 0.5
+        summary[key] = {mark: 0.5, **summary[key]}
     (folder / "summary.json").write_text(json.dumps(summary))
+    answers = json.loads((folder / "answers.json").read_text())
+    answers["outcomes"] = {mark: 3, **answers["outcomes"]}
+    answers["labels"][0]["label"] = mark
+    answers["shown"] = [dict.fromkeys(["row", "text", "right", "before", "after", "outcome"], mark)] * 2
+    (folder / "answers.json").write_text(json.dumps(answers))
     plan = json.loads((folder / "plan.json").read_text())
     plan[0]["name"] = plan[-1]["moved"] = mark
     (folder / "plan.json").write_text(json.dumps(plan))
@@ -73,6 +80,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.words, self.rows, self.attributes = [], [], [], []
+        self.in_cell = False
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -82,12 +90,16 @@ class Page(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        if tag == "data" and self.rows:
+            self.in_cell = True
+        if tag == "data" and self.in_cell:
             self.rows[-1][-1] = float(dict(attrs)["value"])
+
+    def handle_endtag(self, tag):
+        self.in_cell = self.in_cell and tag not in ("td", "th")
 
     def handle_data(self, data):
         self.words.append(data)
-        if self.rows and self.rows[-1] and self.rows[-1][-1] == "":
+        if self.in_cell and self.rows[-1][-1] == "":
             self.rows[-1][-1] = data
 
     def row(self, name):

@@ -69,7 +69,7 @@ def test_training_changes_the_answers_and_writes_every_file(runs, pair):
     assert abs(run.summary["before"]["loss"] - run.summary["after"]["loss"]) > 1e-3
     assert {path.name for path in run.folder.iterdir()} == {
         "config.yaml", "plan.json", "steps.log", "metrics.jsonl", "adapter", "summary.json", "manifest.json",
-        "basis-0.safetensors",
+        "basis-0.safetensors", "answers.json",
     }  # fmt: skip
     assert json.loads((run.folder / "summary.json").read_text()) == run.summary
     assert run.summary["steps"] == 5

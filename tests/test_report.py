@@ -8,16 +8,20 @@ import struct
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from folders import refused, tezo
+from folders import completion_rows, refused, tezo, train, write_rows
 from reports import HOSTILE, Page, hostile, made, two_runs
 
+from tezo.runs.answers_file import OUTCOMES
 from tezo.runs.reader import read_run
 from tezo.runs.step_log import MAGIC, StepLog, read_log
-from tezo.studies.report import charts, page
+from tezo.studies.report import charts, page, result_block
 from tezo.studies.report import curves as numbers
+from tezo.studies.report.losses import row_loss, step_loss
+from tezo.training.result_words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_text
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,9 @@ def test_every_figure_of_the_page_is_that_of_the_files(home, tmp_path):
 
 def test_the_curves_pass_through_the_files_numbers(home):
     run = read_run(home / "two")
-    steps, passes, seconds = charts.loss_charts([run])
+    (loss,) = charts.loss_charts([run])
+    passes, steps, seconds = loss.axes.values()
+    assert [*loss.axes] == ["forward passes", "steps", "seconds"] and loss.kind == OPTIONS_LOSS
     read = [step.loss for step in read_log(home / "two" / "steps.log").steps]
     lines = [json.loads(line) for line in (home / "two" / "metrics.jsonl").read_text().splitlines()]
     dev = [(line["step"], line["loss"]) for line in lines if line.get("split") == "dev"]
@@ -94,12 +100,119 @@ def test_two_runs_lie_over_each_other_and_are_compared(home, tmp_path):
     assert shown.row("method.num_directions") == ["1", "2"]
     assert shown.row("train.seed") == ["0", "5"]
     runs = [read_run(home / name) for name in ("one", "two")]
-    for chart in (*charts.loss_charts(runs), *charts.metric_charts(runs), charts.kappa_histogram(runs)):
+    for chart in (
+        *charts.loss_charts(runs)[0].axes.values(),
+        *charts.metric_charts(runs),
+        charts.kappa_histogram(runs),
+    ):
         first, second = ([one.style for one in chart.series if one.colour == i] for i in (0, 1))
         assert first == second and chart.legend == {"one": 0, "two": 1}
     drawn = shown.of("svg", role="img")
     assert len(drawn) == 3 + 2 + 1 + 2  # loss, accuracy and macro F1, histogram, a kappa chart each
     assert all(svg["aria-label"] and svg["viewbox"].startswith("0 0 ") for svg in drawn)
+
+
+def test_a_run_opens_with_its_result_in_the_words_of_the_command_line(home, tmp_path):
+    data, test = home / "rows.jsonl", home / "test.jsonl"
+    for name, kind, flags in (("a", "test rows", ("--test", test)), ("b", "dev rows, which also chose the step", ())):
+        run = tmp_path / name
+        done = train(home / "opt", data, run, *flags)
+        summary = json.loads((run / "summary.json").read_text())
+        rows = f"{summary['rows']['test']} {kind}"
+        block = text_of(tmp_path, run).partition("Loss: ")[0]
+        said = " ".join(done.out.split())
+        assert rows in block and rows in said
+        assert work_text(summary) in block and work_text(summary) in said
+        assert (result_block.CHOSEN_ON in block) == (not flags)
+        found, _, why = summary["verdict"].partition(": ")
+        assert summary["verdict"] in said and why[1:] in block and found.lower() in block
+        for name in ("accuracy", "loss"):
+            before, after = summary["before"][name], summary["after"][name]
+            texts = [metric_text(name, before), metric_text(name, after), change_text(name, before, after)]
+            assert f"{name} before {texts[0]} \N{RIGHTWARDS ARROW} after {texts[1]} {texts[2]}" in block
+            assert "".join(f"{name}{''.join(texts)}".split()) in "".join(done.out.replace("\u2502", "").split())
+
+
+def text_of(tmp_path, *runs):
+    """The text of a page."""
+    return " ".join(" ".join(reported(tmp_path, *runs).words).split())
+
+
+def test_the_chart_of_the_losses_has_a_choice_of_axes_without_script_or_ids(home, tmp_path):
+    shown = reported(tmp_path, home / "one")
+    axes = shown.of("input")
+    assert [axis["aria-label"] for axis in axes] == ["forward passes", "steps", "seconds"]
+    assert {(axis["type"], axis["name"]) for axis in axes} == {("radio", "axis-1")}
+    assert ["checked" in axis for axis in axes] == [True, False, False]
+    titles = [svg["aria-label"].partition(":")[0] for svg in shown.of("svg", role="img")]
+    assert titles[:3] == ["Loss over forward passes", "Loss over steps", "Loss over seconds"]
+
+
+def test_losses_of_other_kinds_have_charts_of_their_own(home, tmp_path):
+    texts = write_rows(tmp_path / "texts.jsonl", completion_rows(12))
+    assert train(home / "opt", texts, tmp_path / "texts", steps=4).code == 0
+    named = {"train__objective": "accuracy", "method__name": "mezo", "method__rank": None}
+    assert train(home / "opt", home / "rows.jsonl", tmp_path / "metric", steps=4, **named).code == 0
+    runs = [read_run(folder) for folder in (home / "one", tmp_path / "texts", tmp_path / "metric")]
+    found = {loss.kind: loss for loss in charts.loss_charts(runs)}
+    assert {kind: [*loss.legend] for kind, loss in found.items()} == {
+        OPTIONS_LOSS: ["one", "metric"], TEXT_LOSS: ["texts"], "minus accuracy": ["metric"],
+    }  # fmt: skip
+    styles = {
+        (loss.kind, one.run, one.style) for loss in found.values() for one in loss.axes["steps"].series if one.points
+    }
+    assert {style for kind, run, style in styles if (kind, run) == (OPTIONS_LOSS, "metric")} == {"dev", "kept"}
+    assert {style for kind, _, style in styles if kind == "minus accuracy"} == {"dots", "line"}
+    words = text_of(tmp_path, home / "one", tmp_path / "texts", tmp_path / "metric")
+    assert "These losses are of 3 kinds, which cannot be compared" in words
+    assert all(f"Loss: {kind}" in words for kind in found)
+    for run in runs:  # and of a run that has not ended, they are told by its metrics and its objective
+        unfinished = replace(run, summary=None)
+        assert (step_loss(unfinished), row_loss(unfinished)) == (step_loss(run), row_loss(run))
+
+
+def test_the_dev_curve_begins_before_the_first_step_and_marks_the_step_that_was_kept(home, tmp_path):
+    assert train(home / "opt", home / "rows.jsonl", tmp_path / "run", steps=8, train__eval_every=2).code == 0
+    run = read_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if line.get("split") == "dev"}
+    losses[0] = next(line["loss"] for line in lines if line.get("split") == "test" and line["step"] == 0)
+    series = {one.style: one.points for one in charts.loss_charts([run])[0].axes["steps"].series}
+    assert series["dev"] == sorted(losses.items())
+    kept = json.loads((tmp_path / "run/summary.json").read_text())["kept_step"]
+    assert series["kept"] == [(kept, losses[kept])]
+
+
+def test_answers_by_label_have_the_recall_and_precision_of_their_counts(home, tmp_path):
+    shown = reported(tmp_path, home / "one")
+    labels = json.loads((home / "one/answers.json").read_text())["labels"]
+    assert len(labels) > 1
+
+    def share(part, whole):
+        return f"{100 * part / whole:.0f} %" if whole else "\N{EN DASH}"
+
+    for entry in labels:
+        before, after, rows = entry["before"], entry["after"], entry["rows"]
+        pairs = [
+            (before["right"], after["right"]),
+            (share(before["right"], rows), share(after["right"], rows)),
+            (share(before["right"], before["answered"]), share(after["right"], after["answered"])),
+        ]
+        texts = [f"{start} \N{RIGHTWARDS ARROW} {end}" for start, end in pairs]
+        assert [" ".join(str(cell).split()) for cell in shown.row(entry["label"])[1:]] == texts
+        assert shown.row(entry["label"])[0] == rows
+    assert shown.row("all labels")[0] == sum(entry["rows"] for entry in labels)
+
+
+def test_answers_are_shown_before_and_after_with_their_rows(home, tmp_path):
+    words = text_of(tmp_path, home / "one")
+    found = json.loads((home / "one/answers.json").read_text())
+    for row in found["shown"]:
+        was, now = (mark for mark in next(key for key, text in OUTCOMES.items() if text == row["outcome"]))
+        marks = ["\u2713" if right else "\u2717" for right in (was, now)]
+        told = f"{row['right']} before {row['before']} {marks[0]} after {row['after']} {marks[1]}"
+        assert " ".join(f"{row['row']} \u00b7 {row['outcome']} {row['text']} right answer {told}".split()) in words
+    assert all(f"{number} {outcome}" in words for outcome, number in found["outcomes"].items())
 
 
 def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
@@ -121,7 +234,7 @@ def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
         log.append(record)
     log.close()
     titles = [svg["aria-label"].partition(":")[0] for svg in reported(tmp_path, run).of("svg", role="img")]
-    assert titles[:2] == ["Loss over steps", "Loss over forward passes"]  # no time is known
+    assert titles[:2] == ["Loss over forward passes", "Loss over steps"]  # no time is known
     assert len(titles) == 4  # nor an evaluation
 
 
@@ -185,7 +298,7 @@ def test_any_name_of_a_metric_can_be_drawn(name, tmp_path):
 def test_runs_of_one_name_are_told_apart_by_their_paths(home, tmp_path):
     other = shutil.copytree(home / "two", tmp_path / "one")
     shown = reported(tmp_path, home / "one", other)
-    assert [str(home / "one"), str(other)] == shown.rows[0][1:]
+    assert [row[0] for row in shown.rows[1:3]] == [str(home / "one"), str(other)]
 
 
 def cut(path, bytes_from_end):
@@ -200,6 +313,17 @@ def header_only(path, directions):
     path.write_bytes(head + struct.pack("<I", zlib.crc32(head)))
 
 
+def damaged(run, key, value):
+    path = run / "answers.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+
+def too_many_right(run):
+    label = json.loads((run / "answers.json").read_text())["labels"][0]
+    label["after"]["right"] = label["after"]["answered"] + 1
+    damaged(run, "labels", [label])
+
+
 ALIASES = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 DAMAGE = {
     "no config": (lambda run: (run / "config.yaml").unlink(), ["is no run folder", "config.yaml"]),
@@ -212,7 +336,7 @@ DAMAGE = {
     "nested config": (lambda run: (run / "config.yaml").write_text("a: " + "[" * 20 + "]" * 20), ["no configuration;"]),
     "aliases": (lambda run: (run / "config.yaml").write_text(ALIASES), ["config.yaml is no configuration;"]),
     "circle": (lambda run: (run / "config.yaml").write_text("a: &a [*a]"), ["config.yaml is no configuration;"]),
-    "log": (lambda run: cut(run / "steps.log", 200), ["steps.log", "damaged after step 12"]),
+    "log": (lambda run: cut(run / "steps.log", 300), ["steps.log", "damaged after step 12"]),
     "no log": (lambda run: (run / "steps.log").write_bytes(b"x"), ["steps.log", "not a step log"]),
     "no steps": (lambda run: header_only(run / "steps.log", 1), ["steps.log has 0", "needs 2", "--resume"]),
     "metrics": (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'), ["metrics.jsonl", "line 1"]),
@@ -227,6 +351,13 @@ DAMAGE = {
     "summary kind": (lambda run: (run / "summary.json").write_text('{"steps": "9"}'), ["steps is '9'"]),
     "summary size": (lambda run: (run / "summary.json").write_text('{"ranks": 1e99}'), ["ranks is"]),
     "summary metrics": (lambda run: (run / "summary.json").write_text('{"after": [1]}'), ["after is '[1]'"]),
+    "answers": (lambda run: (run / "answers.json").write_text("{}"), ["answers.json has no counts of answers"]),
+    "answers count": (lambda run: damaged(run, "rows", -1), ["answers.json has no counts"]),
+    "answers size": (lambda run: damaged(run, "of", 1 << 40), ["answers.json has no counts"]),
+    "answers shown": (lambda run: damaged(run, "shown", [{"row": 1}]), ["answers.json has no counts"]),
+    "answers label": (lambda run: damaged(run, "labels", [{"label": "x", "rows": 1}]), ["answers.json has no counts"]),
+    "answers sum": (lambda run: too_many_right(run), ["answers.json has no counts"]),
+    "summary losses": (lambda run: (run / "summary.json").write_text('{"losses": []}'), ["losses is"]),
     "plan": (lambda run: (run / "plan.json").write_text('[{"name": "x"}]'), ["plan.json", "parameters"]),
     "plan shape": (
         lambda run: (run / "plan.json").write_text('[{"name": "x", "shape": [-1], "trained": true}]'), ["plan.json"]
@@ -285,7 +416,7 @@ def test_a_long_run_makes_a_small_page(tmp_path):
     folder = made(tmp_path / "long", [draw.gauss(2, 0.1) for _ in range(5000)])
     text = page.page([read_run(folder)])
     assert len(text) < 200_000
-    assert "at 5000." in charts.loss_charts([read_run(folder)])[0].description
+    assert "at 5000." in charts.loss_charts([read_run(folder)])[0].axes["steps"].description
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("-x", 1), ("it's here; rm -rf", 2)])

@@ -19,13 +19,21 @@ FRAME = """<!DOCTYPE html><title>not measured</title>
 onload = () => {{
   const inside = document.getElementById("page").contentDocument, root = inside.documentElement;
   inside.querySelectorAll("details").forEach(one => one.open = true);
-  const texts = [...inside.querySelectorAll("svg.chart text")].map(one => one.getBoundingClientRect().height);
-  const boxes = [...inside.querySelectorAll("svg.chart")].filter(svg => [...svg.querySelectorAll("text")].some(one => {{
-    const a = one.getBoundingClientRect(), b = svg.getBoundingClientRect();
-    return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 1;
-  }}));
+  const texts = [], cut = [], shown = [];
+  for (const axis of [1, 2, 3]) {{
+    inside.querySelectorAll(`.axis-${{axis}}`).forEach(one => one.click());
+    const charts = [...inside.querySelectorAll("svg.chart")].filter(svg => svg.getBoundingClientRect().height > 0);
+    const words = charts.flatMap(svg => [...svg.querySelectorAll("text")]);
+    texts.push(...words.map(one => one.getBoundingClientRect().height));
+    cut.push(...charts.filter(svg => [...svg.querySelectorAll("text")].some(one => {{
+      const a = one.getBoundingClientRect(), b = svg.getBoundingClientRect();
+      return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 1;
+    }})));
+    shown.push(...[...inside.querySelectorAll(".loss")].map(figure =>
+      charts.filter(svg => figure.contains(svg)).map(svg => svg.ariaLabel.split(":")[0]).join("+")));
+  }}
   const width = `wide ${{root.scrollWidth}} of ${{root.clientWidth}}`;
-  document.title = `${{width}}, least text ${{Math.min(...texts)}}, cut ${{boxes.length}}`;
+  document.title = `${{width}}, least text ${{Math.min(...texts)}}, cut ${{cut.length}}, shown ${{shown.join(", ")}}.`;
 }};
 </script>"""
 
@@ -106,9 +114,11 @@ def test_the_page_fits_and_its_charts_can_be_read(width, chromium, page, tmp_pat
     frame.write_text(FRAME.format(page=html.escape(page.read_text()), width=width))
     dom, log = chromium(frame, "--hide-scrollbars", "--window-size=1300,1000")
     assert not complaints(log)
-    title = re.search(r"<title>wide (\d+) of (\d+), least text ([\d.]+), cut (\d+)", dom)
+    title = re.search(r"<title>wide (\d+) of (\d+), least text ([\d.]+), cut (\d+), shown (.*?)\.<", dom)
     assert title, dom[:200]
-    wide, window, text, cut = (float(value) for value in title.groups())
+    wide, window, text, cut = (float(value) for value in title.groups()[:4])
+    axes = [f"Loss over {axis}" for axis in ("forward passes", "steps", "seconds") for _ in ("two", "the other")]
+    assert title[5] == ", ".join(axes)  # of each kind of loss the one chart that was chosen
     assert wide == window == width
     assert text >= 11
     assert cut == 0

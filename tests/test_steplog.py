@@ -248,7 +248,7 @@ def test_a_damaged_record_of_an_earlier_version_is_found_and_a_torn_tail_is_not_
 def test_evaluations_and_digests_of_files_keep_their_place_and_every_flipped_byte_is_found(tmp_path):
     path = tmp_path / "steps.log"
     log = StepLog(path, HEADER, 0)
-    log.append_evaluation("test", 0, {"loss": 0.1 + 0.2, "f1": math.nan})
+    log.append_evaluation("test", 0, {"loss": 0.1 + 0.2, "f1": math.nan}, ["good", "\udcff\n"])
     log.append_file("basis-0.safetensors", "00ff")
     log.append(steps(1)[0])
     log.append_evaluation("dev", 1, {"loss": 0.25})
@@ -261,7 +261,7 @@ def test_evaluations_and_digests_of_files_keep_their_place_and_every_flipped_byt
     assert found.evaluations[("test", 0)]["loss"] == 0.1 + 0.2
     assert math.isnan(found.evaluations[("test", 0)]["f1"])
     assert (found.evaluations[("dev", 1)], found.files) == ({"loss": 0.25}, {"basis-0.safetensors": "00ff"})
-    assert found.steps == steps(2)
+    assert (found.answers, found.steps) == ({("test", 0): ["good", "\udcff\n"]}, steps(2))
     for place in range(end - 4):  # the stored CRC before the last entry speaks for it too
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(RequestError, match="damaged"):

@@ -26,13 +26,3 @@ JsonOption = typer.Option(False, "--json", help="Print JSON.")
 def print_json(value: Any) -> None:
     """Prints one JSON document to standard output; NaN and infinity become null."""
     print(json_text(value, indent=2))
-
-
-def percent(value: float) -> str:
-    """A fraction as a percentage: 0.512 -> "51.2 %"."""
-    return f"{100 * value:.1f} %"
-
-
-def readable(metric: str, value: float) -> str:
-    """A metric's value as text: four decimals for the loss, a percentage for the others."""
-    return f"{value:.4f}" if metric == "loss" else percent(value)

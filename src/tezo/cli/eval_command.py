@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json, readable
+from tezo.cli.common import JsonOption, SetOption, print_json
 from tezo.models.quiet import quiet_libraries
+from tezo.training.result_words import metric_text
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +56,7 @@ def evaluate(
         typer.echo(f"note: {notice}", err=True)
     print(f"{len(rows)} rows of {source}")
     for name, value in metrics.items():
-        print(f"  {name:<15} {readable(name, value)}")
+        print(f"  {name:<15} {metric_text(name, value)}")
 
 
 def _print_probe(found: tuple[dict[str, float], dict[str, int]], json: bool) -> None:
@@ -65,4 +66,4 @@ def _print_probe(found: tuple[dict[str, float], dict[str, int]], json: bool) -> 
         return
     print(f"a linear probe on {rows['train']} training rows, {rows['test']} test rows")
     for name, value in metrics.items():
-        print(f"  {name:<15} {readable(name, value)}")
+        print(f"  {name:<15} {metric_text(name, value)}")

@@ -1,25 +1,21 @@
 """Progress of a run on the screen: what is tuned, a progress bar, the evaluations, and two samples of free text."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tezo.cli.common import readable
 from tezo.runs.step_log import Rollback
-from tezo.tasks.evaluation import Metrics, predict
-from tezo.tasks.objectives import Encoded
+from tezo.tasks.evaluation import Metrics
 from tezo.training.job import Job
 from tezo.training.listeners import Listener
 from tezo.training.listeners import Progress as StepProgress
 from tezo.training.plan import plan
+from tezo.training.result_words import metric_text
 from tezo.training.rollbacks import in_words
 
 WIDE = 110
 """Columns of a terminal from which on there is a bar beside the figures."""
-SAMPLES, SAMPLE_TOKENS = 2, 40
-"""Rows of free text whose answers are printed before and after, and the longest answer in tokens."""
 MOST_SAMPLE = 300
 """Characters of a sample that are printed; of a longer one the last."""
 
@@ -43,7 +39,6 @@ class Screen(Listener):
         self.job = job
         for line in _start_lines(job):
             self.console.print(line, markup=False, soft_wrap=True)
-        self.before = self._samples()
         self.task = self.bar.add_task("", total=job.config.train.num_steps, figures="")
         self.bar.start()
 
@@ -62,29 +57,18 @@ class Screen(Listener):
             split = "dev"
         if split == "dev":
             self.dev_losses.append(metrics["loss"])
-        figures = "  ".join(f"{name} {readable(name, value)}" for name, value in metrics.items())
+        figures = "  ".join(f"{name} {metric_text(name, value)}" for name, value in metrics.items())
         self.bar.console.print(f"  step {step:>6}  {split:<5} {figures}", markup=False)
 
     def rolled_back(self, rollback: Rollback) -> None:
         self.bar.console.print(f"  step {rollback.step:>6}  {in_words(rollback)}", markup=False, soft_wrap=True)
 
-    def finished(self, summary: dict[str, Any]) -> None:
-        del summary
+    def compared(self, answers: dict[str, Any]) -> None:
         self.bar.stop()
-        for row, before, after in zip(self._sample_rows(), self.before, self._samples(), strict=True):
-            self.console.print(f"sample of {row.example.where}", markup=False)
-            for name, text in (("prompt", row.example.prompt), ("before", before), ("after", after)):
-                self.console.print(f"  {name:<6} {_one_line(text)}", markup=False, soft_wrap=True)
-
-    def _sample_rows(self) -> Sequence[Encoded]:
-        """Rows of free text, of a model that one process can run."""
-        job = self.job
-        free = job.format.shape in ("completion", "messages") and job.config.model.placement != "shards"
-        return (job.dev or job.test)[:SAMPLES] if free else []
-
-    def _samples(self) -> list[str]:
-        rows = self._sample_rows()
-        return predict(self.job.model, self.job.objective, rows, len(rows), SAMPLE_TOKENS) if rows else []
+        for row in [] if self.job.test[0].example.options else answers["shown"]:
+            self.console.print(f"sample of {row['row']}", markup=False)
+            for name, key in (("prompt", "text"), ("before", "before"), ("after", "after")):
+                self.console.print(f"  {name:<6} {_one_line(row[key])}", markup=False, soft_wrap=True)
 
     def closed(self) -> None:
         self.bar.stop()

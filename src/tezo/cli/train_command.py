@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json, readable
+from tezo.cli.common import JsonOption, SetOption, print_json
 from tezo.errors import RequestError
 from tezo.files import reading
 from tezo.models.quiet import quiet_libraries
@@ -89,22 +89,20 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    of = "dev rows, which also chose the step" if summary.get("test_rows_chose") else "test rows"
-    table = Table(title=f"{summary['rows']['test']} {of}", title_justify="left")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
+    from tezo.training.result_words import change_text, measured_rows_text, metric_text, work_text
+
+    table = Table(title=measured_rows_text(summary), title_justify="left")
+    for column in ("metric", "before", "after", "change"):
+        table.add_column(column, justify="left" if column == "metric" else "right")
     for metric, value in summary["before"].items():
-        table.add_row(metric, readable(metric, value), readable(metric, summary["after"][metric]))
+        end = summary["after"][metric]
+        table.add_row(metric, metric_text(metric, value), metric_text(metric, end), change_text(metric, value, end))
     console = Console()
     console.print(table)
     if "verdict" in summary:
         console.print(summary["verdict"], highlight=False, soft_wrap=True)
     result = output / summary["result"]["folder"]
-    console.print(
-        f"{summary['steps']} steps, {summary['num_forward_passes']} forward passes, "
-        f"{summary['seconds_stepping']:.0f} s; step {summary['kept_step']} kept.",
-        highlight=False,
-    )
+    console.print(f"{work_text(summary)}.", highlight=False, soft_wrap=True)
     if summary["result"]["kind"] == "adapter":
         print(f"LoRA adapter of rank {summary['result']['rank']}: {result}")
         alone = summary["result"].get("why_not_in_peft")

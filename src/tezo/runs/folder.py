@@ -8,6 +8,7 @@ feedback-<step>.safetensors   what a feedback step measured
 metrics.jsonl        one line every `log_every` steps, and one for each evaluation
 checkpoint-<step>/   until the run has ended, see `tezo.runs.checkpoints`
 adapter/             or model/: the result
+answers.json         answers to test rows before and after: counts for each label, and a few rows with their text
 summary.json         before, after, time, memory, versions
 manifest.json        size and SHA-256 of all of these once the run has ended, see `tezo.runs.manifest`
 """
@@ -33,9 +34,10 @@ from tezo.runs.step_log import LogContents, Rollback, StepLog, read_header, read
 from tezo.tasks.evaluation import Metrics
 
 CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
+ANSWERS = "answers.json"
 ADAPTER, MODEL = "adapter", "model"
 FACTOR_FILES = ("basis-*.safetensors", "feedback-*.safetensors")
-FILES = (CONFIG, PLAN, LOG, METRICS, SUMMARY, ADAPTER, MODEL)
+FILES = (CONFIG, PLAN, LOG, METRICS, ANSWERS, SUMMARY, ADAPTER, MODEL)
 """Files and folders of a run that has ended, in its manifest; its log has the digests of the others."""
 
 
@@ -62,6 +64,7 @@ class ResumeState:
         checkpoint: the newest that is whole; None: start from the base.
         steps: all that were finished, from 0 on.
         evaluations: (split, step) -> metrics, of those that were made.
+        answers: (split, step) -> answers to the first rows, of those that have kept them.
         rollbacks: number of steps -> the return to earlier parameters after them.
         seconds: spent on steps so far.
         notices: what the user should know.
@@ -72,6 +75,7 @@ class ResumeState:
     checkpoint: Checkpoint | None = None
     steps: Sequence[StepRecord] = ()
     evaluations: Mapping[tuple[str, int], Metrics] = field(default_factory=lambda: MappingProxyType({}))
+    answers: Mapping[tuple[str, int], Sequence[str]] = field(default_factory=lambda: MappingProxyType({}))
     rollbacks: Mapping[int, Rollback] = field(default_factory=lambda: MappingProxyType({}))
     seconds: float = 0.0
     notices: tuple[str, ...] = ()
@@ -81,7 +85,7 @@ def _resume_state(
     log: LogContents, begun: bool, checkpoint: Checkpoint | None, seconds: float, notices: Sequence[str]
 ) -> ResumeState:
     return ResumeState(
-        log.header, begun, checkpoint, log.steps, log.evaluations, log.rollbacks, seconds, tuple(notices)
+        log.header, begun, checkpoint, log.steps, log.evaluations, log.answers, log.rollbacks, seconds, tuple(notices)
     )
 
 
@@ -155,9 +159,9 @@ class RunFolder(ABC):
         """Adds the line of a step to metrics.jsonl."""
         del step, line
 
-    def append_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
-        """Adds an evaluation to the log and to metrics.jsonl, where it is not there already."""
-        del split, step, metrics
+    def append_evaluation(self, split: str, step: int, metrics: Metrics, answers: Sequence[str] = ()) -> None:
+        """Adds an evaluation to the log and to metrics.jsonl, where it is not there already; answers to the log."""
+        del split, step, metrics, answers
 
     def append_rollback(self, rollback: Rollback) -> None:
         """Adds a return to earlier parameters to the log, if it is not there already."""
@@ -167,9 +171,9 @@ class RunFolder(ABC):
         """Writes a checkpoint, after the log is on disk, and removes all but the newest `keep`."""
         del checkpoint, keep
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes summary.json and manifest.json, and removes the checkpoints."""
-        del summary
+    def finish(self, summary: Mapping[str, Any], answers: Mapping[str, Any] | None = None) -> None:
+        """Writes answers.json, where there are any, summary.json and manifest.json, and removes the checkpoints."""
+        del summary, answers
 
     def complete(self) -> None:
         """Completes the folder of a run that has ended, if its process was killed before it did.
@@ -241,8 +245,8 @@ class WritableRunFolder(RunFolder):
     def append_metrics(self, step: int, line: Mapping[str, Any]) -> None:
         self._metrics.step(step, **line)
 
-    def append_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
-        self._log.append_evaluation(split, step, metrics)
+    def append_evaluation(self, split: str, step: int, metrics: Metrics, answers: Sequence[str] = ()) -> None:
+        self._log.append_evaluation(split, step, metrics, answers)
         self._metrics.evaluation(split, step, metrics)
 
     def append_rollback(self, rollback: Rollback) -> None:
@@ -257,8 +261,10 @@ class WritableRunFolder(RunFolder):
         with new_folder(self.path / name) as folder:
             yield folder
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, Any], answers: Mapping[str, Any] | None = None) -> None:
         self._log.sync()
+        if answers is not None:
+            self._write_json(ANSWERS, answers)
         self._write_json(SUMMARY, summary)
         write_manifest(self.path, FILES)
         remove_checkpoints(self.path)

@@ -10,7 +10,8 @@ from typing import Any
 from tezo.errors import RequestError
 from tezo.estimators.estimate import StepRecord
 from tezo.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes, read_json, read_object, reading
-from tezo.runs.folder import CONFIG, LOG, METRICS, PLAN, SUMMARY
+from tezo.runs.answers_file import KeptAnswers, read_answers
+from tezo.runs.folder import ANSWERS, CONFIG, LOG, METRICS, PLAN, SUMMARY
 from tezo.runs.manifest import check_manifest
 from tezo.runs.metrics_log import read_lines
 from tezo.runs.step_log import Rollback, read_log
@@ -23,7 +24,10 @@ _SUMMARY_NUMBERS = {
     "steps", "kept_step", "num_forward_passes", "seconds_stepping", "peak_memory", "model_bytes", "ranks", "bytes_sent",
     "exchanges",
 }  # fmt: skip
-_SUMMARY_TYPES = {"notices": list, "hardware": str, "versions": dict, "rows": dict, "parameters": dict, "result": dict}
+_SUMMARY_TYPES = {
+    "notices": list, "hardware": str, "versions": dict, "rows": dict, "parameters": dict, "result": dict,
+    "losses": dict,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Run:
         memory: last peak in metrics.jsonl, in bytes; None: there is none yet.
         plan: plan.json.
         summary: summary.json; None: the run has not ended.
+        answers: answers.json; None: the run has not ended, or has kept none.
     """
 
     folder: Path
@@ -75,6 +80,7 @@ class Run:
     memory: int | None
     plan: Sequence[PlanRow]
     summary: dict[str, Any] | None
+    answers: KeptAnswers | None
 
     @cached_property
     def passes(self) -> list[int]:
@@ -112,7 +118,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_files(folder: Path) -> Run:
-    check_manifest(folder, [CONFIG, PLAN, LOG, METRICS, SUMMARY])
+    check_manifest(folder, [CONFIG, PLAN, LOG, METRICS, ANSWERS, SUMMARY])
     read_bytes(folder / LOG, MAX_LOG_BYTES)
     log = read_log(folder / LOG)
     evaluations, times, memory = _read_metrics(folder / METRICS)
@@ -134,6 +140,7 @@ def _read_files(folder: Path) -> Run:
         memory=memory,
         plan=_read_plan(folder / PLAN),
         summary=_read_summary(folder / SUMMARY),
+        answers=read_answers(folder / ANSWERS),
     )
 
 

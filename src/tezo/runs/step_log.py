@@ -4,7 +4,7 @@
     entry:  type (4 bytes) | length of the content (u32) | content | CRC-32 (u32)
     "step": a finished step: step (u64) | learning rate, loss (2 f64) | forward passes, kind, number of probes (3 u32)
             | loss_plus, loss_minus, projected_grad (3 f64 for each probe)
-    "eval": JSON: an evaluation with its split, its step and its metrics
+    "eval": JSON: an evaluation with its split, step and metrics; of test rows with answers to the first of them
     "back": JSON: a return to the parameters after an earlier step, with the rates from there on (`Rollback`)
     "file": JSON: a file beside the log that later entries depend on, with its SHA-256
 
@@ -22,7 +22,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ class LogContents:
         size: bytes of the file; an unfinished tail is beyond `valid`.
         steps: finished steps, from 0 on.
         evaluations: (split, step) -> metrics; empty before version 3.
+        answers: (split, step) -> answers to the first rows, of the evaluations that have kept them.
         files: name -> SHA-256, in hexadecimal; None before version 3.
         rollbacks: number of steps taken -> the return to earlier parameters after them.
     """
@@ -88,6 +89,7 @@ class LogContents:
     size: int
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: dict[tuple[str, int], Metrics] = field(default_factory=dict)
+    answers: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     files: dict[str, str] | None = field(default_factory=dict)
     rollbacks: dict[int, Rollback] = field(default_factory=dict)
 
@@ -104,8 +106,9 @@ def _step_content(record: StepRecord, header: dict[str, Any]) -> bytes:
     return _FIXED.pack(*fixed) + b"".join(probes)
 
 
-def _evaluation_content(split: str, step: int, metrics: Metrics) -> bytes:
-    return json_text({"split": split, "step": step, "metrics": dict(metrics)}).encode(errors="surrogatepass")
+def _evaluation_content(split: str, step: int, metrics: Metrics, answers: Sequence[str] = ()) -> bytes:
+    entry = {"split": split, "step": step, "metrics": dict(metrics)} | ({"answers": answers} if answers else {})
+    return json_text(entry).encode(errors="surrogatepass")
 
 
 def _file_content(name: str, sha256: str) -> bytes:
@@ -197,7 +200,11 @@ def _add_step(contents: LogContents, content: bytes) -> None:
 def _add_evaluation(contents: LogContents, content: bytes) -> None:
     entry = json.loads(content)
     metrics = {str(key): math.nan if value is None else float(value) for key, value in entry["metrics"].items()}
-    contents.evaluations[str(entry["split"]), int(entry["step"])] = metrics
+    key = str(entry["split"]), int(entry["step"])
+    answers = [str(answer) for answer in entry.get("answers", [])]
+    contents.evaluations[key] = metrics
+    if answers:
+        contents.answers[key] = answers
 
 
 def _add_file(contents: LogContents, content: bytes) -> None:
@@ -369,10 +376,10 @@ class StepLog:
         if self._sync_every and self.count % self._sync_every == 0:
             self.sync()
 
-    def append_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
-        """Adds an evaluation, if it is not there already."""
+    def append_evaluation(self, split: str, step: int, metrics: Metrics, answers: Sequence[str] = ()) -> None:
+        """Adds an evaluation, with answers to its first rows, if it is not there already."""
         if (split, step) not in self._evaluated:
-            self._append(_EVALUATION, _evaluation_content(split, step, metrics))
+            self._append(_EVALUATION, _evaluation_content(split, step, metrics, answers))
             self._evaluated.add((split, step))
 
     def append_rollback(self, rollback: Rollback) -> None:

@@ -19,7 +19,6 @@ from tezo.tasks.token_notices import token_notices
 Metrics = dict[str, float]
 
 
-@torch.no_grad()
 def evaluate(
     model: Any,
     objective: Objective,
@@ -47,6 +46,29 @@ def evaluate(
         max_new_tokens: maximum length of a continuation in tokens.
         calibrate: see `option_scores`.
     """
+    return evaluate_and_answer(
+        model,
+        objective,
+        encoded,
+        batch_size,
+        measures=measures,
+        max_new_tokens=max_new_tokens,
+        calibrate=calibrate,
+    )[0]
+
+
+@torch.no_grad()
+def evaluate_and_answer(
+    model: Any,
+    objective: Objective,
+    encoded: Sequence[Encoded],
+    batch_size: int,
+    *,
+    measures: Sequence[Measure] = (),
+    max_new_tokens: int = 0,
+    calibrate: bool = False,
+) -> tuple[Metrics, list[str]]:
+    """(what `evaluate` returns, the answer to each example as `predict` gives it); no answers to unmeasured text."""
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if encoded[0].example.options:
@@ -58,7 +80,7 @@ def evaluate(
             assert isinstance(objective, CausalObjective)
             metrics = _evaluate_text(model, objective, encoded, batch_size)
             answers = _texts(model, objective, encoded, batch_size, max_new_tokens) if measures else []
-    return metrics | _measured(measures, answers, encoded)
+    return metrics | _measured(measures, answers, encoded), answers
 
 
 def measure(

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import RunFolder
-from tezo.tasks.evaluation import Metrics, evaluate
+from tezo.tasks.evaluation import Metrics, evaluate_and_answer
 from tezo.tasks.objectives import Encoded
 from tezo.training.job import Job
+from tezo.training.kept_answers import answers_to_keep
 from tezo.training.listeners import Listener
 
 
@@ -20,6 +21,7 @@ class Evaluations:
 
     Attributes:
         known: (split, step) -> metrics of the evaluations so far, those in the log of a run that goes on among them.
+        answers: (split, step) -> answers to the first rows, of evaluations of the test rows.
     """
 
     def __init__(self, job: Job, folder: RunFolder, listeners: Sequence[Listener]) -> None:
@@ -27,6 +29,7 @@ class Evaluations:
         self.folder = folder
         self.listeners = listeners
         self.known: dict[tuple[str, int], Metrics] = {}
+        self.answers: dict[tuple[str, int], Sequence[str]] = {}
 
     def loss(self, split: str, step: int) -> float | None:
         """The loss of an evaluation that was made; None: there was none."""
@@ -40,9 +43,11 @@ class Evaluations:
         metrics = self.known.get((split, step))
         if metrics is None:
             with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
-                metrics = self.metrics(encoded, written=split == "test")
+                metrics, answers = self._measured(encoded, written=split == "test")
+                if split == "test":
+                    self.answers[split, step] = answers_to_keep(self.job, answers)
         self.known[split, step] = metrics
-        self.folder.append_evaluation(split, step, metrics)
+        self.folder.append_evaluation(split, step, metrics, self.answers.get((split, step), ()))
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)
         return metrics
@@ -54,8 +59,12 @@ class Evaluations:
             encoded: the rows.
             written: whether answers are generated and measured, which takes a pass for each token.
         """
+        return self._measured(encoded, written=written)[0]
+
+    def _measured(self, encoded: Sequence[Encoded], *, written: bool) -> tuple[Metrics, list[str]]:
+        """(metrics, answers to the rows)."""
         job, form = self.job, self.job.format
         measures = form.measures if written else ()
         new = form.max_new_tokens or 0
         size = job.config.train.eval_batch_size
-        return evaluate(job.model, job.objective, encoded, size, measures=measures, max_new_tokens=new)
+        return evaluate_and_answer(job.model, job.objective, encoded, size, measures=measures, max_new_tokens=new)

@@ -36,6 +36,9 @@ class Listener:
     def rolled_back(self, rollback: Rollback) -> None:
         """The run has returned to an earlier state, and goes on at a lower rate."""
 
+    def compared(self, answers: dict[str, Any]) -> None:
+        """Answers to test rows before and after, as in answers.json; not called where there are none."""
+
     def finished(self, summary: dict[str, Any]) -> None:
         """The result is saved."""
 

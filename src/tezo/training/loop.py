@@ -29,6 +29,7 @@ from tezo.training.evaluations import Evaluations
 from tezo.training.feedback_schedule import is_feedback
 from tezo.training.interruption import Interruption
 from tezo.training.job import LOSS, Job, prepare
+from tezo.training.kept_answers import compare
 from tezo.training.listeners import Listener, Progress
 from tezo.training.plan import plan
 from tezo.training.recipe import Config
@@ -129,6 +130,7 @@ class Loop:
         self._check_objective()
         self.resumed = self._open()
         self.evaluations.known = dict(self.resumed.evaluations)
+        self.evaluations.answers = dict(self.resumed.answers)
         self.best.begin(self.resumed)
         with reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint"):
             start = self._restore_checkpoint(self.resumed)
@@ -312,7 +314,11 @@ class Loop:
         # in this order: saving a whole model merges the change into it
         result = save_result(self.job.config.model, self.job.loaded, self.job.optimizer, self.folder.result)
         summary = summarize(self.job, outcome, self.ranks, result)
-        self.folder.finish(summary)
+        first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
+        answers = compare(self.job.test, first, last)
+        self.folder.finish(summary, answers)
         for listener in self.listeners:
+            if answers is not None:
+                listener.compared(answers)
             listener.finished(summary)
         return summary

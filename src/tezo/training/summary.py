@@ -9,8 +9,10 @@ from tezo.models.quantization import stored_bytes
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
+from tezo.tasks.objectives import Encoded
 from tezo.training.job import Job
 from tezo.training.plan import parameter_counts, plan
+from tezo.training.result_words import OPTIONS_LOSS, TEXT_LOSS, minus
 from tezo.training.verdict import verdict
 
 
@@ -56,6 +58,7 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
     summary = {
         "method": job.config.method.name,
         "model": job.config.model.name,
+        "losses": _losses(job),
         "before": outcome.before,
         "after": outcome.after,
         "rows": {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)},
@@ -86,3 +89,14 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
     }
     train = job.config.train
     return summary | {"verdict": verdict(summary, float(job.config.method.options["lr"]), train.num_steps)}
+
+
+def _losses(job: Job) -> dict[str, str]:
+    """In words, what the loss of a step is, and what the metric "loss" of dev and test rows is."""
+    train = job.config.train
+    steps = _loss_text(job.train) if train.minimises_loss else minus(train.objective)
+    return {"steps": steps, "rows": _loss_text(job.test)}
+
+
+def _loss_text(rows: Sequence[Encoded]) -> str:
+    return OPTIONS_LOSS if rows[0].example.options else TEXT_LOSS

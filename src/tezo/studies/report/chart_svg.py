@@ -15,15 +15,19 @@ from xml.etree import ElementTree
 from tezo.studies.plotting import COLOURS, figure_style
 from tezo.studies.report.charts import Chart
 
-SIZE = (4.2, 2.8)
-"""Inches of 72 units; a phone shows a unit as about a pixel."""
+SMALL, LARGE = (4.2, 2.8), (5.2, 2.7)
+"""Inches of 72 units; a phone shows a unit as about a pixel. The page makes the text of large ones smaller where they
+are shown larger."""
+FONT = {SMALL: 10, LARGE: 13}
+"""Size of text, in units."""
 MAX_LABEL = 18
 """Characters of the y axis's name, which fit its height."""
 
 _STYLES: Mapping[str, dict[str, Any]] = {
-    "dots": {"linestyle": "none", "marker": "o", "markersize": 4, "markeredgewidth": 0, "alpha": 0.5},
-    "line": {"linewidth": 1.8},
-    "dev": {"linewidth": 1, "marker": "o", "markersize": 6},
+    "dots": {"linestyle": "none", "marker": "o", "markersize": 3, "markeredgewidth": 0, "alpha": 0.35},
+    "line": {"linewidth": 1.5, "alpha": 0.6},
+    "dev": {"linewidth": 2, "marker": "o", "markersize": 6, "markerfacecolor": "none", "markeredgewidth": 1.5},
+    "kept": {"linestyle": "none", "marker": "o", "markersize": 8, "markeredgewidth": 0},
     "test": {"linewidth": 1, "linestyle": "--", "marker": "s", "markersize": 6},
     "steps": {"linewidth": 1.8, "drawstyle": "steps-post"},
     "rule": {"linewidth": 1.2, "linestyle": ":"},
@@ -51,8 +55,12 @@ def _axis_label(text: str) -> str:
     return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def chart_svg(chart: Chart) -> str:
+def chart_svg(chart: Chart, size: tuple[float, float] = SMALL) -> str:
     """The <svg> element of a chart, with its description for those who don't see it.
+
+    Args:
+        chart: what is drawn.
+        size: `SMALL` or `LARGE`.
 
     Raises:
         RequestError: matplotlib is not installed.
@@ -60,15 +68,16 @@ def chart_svg(chart: Chart) -> str:
     ids = {"svg.hashsalt": ascii(chart.description)}  # ids of one page differ, and are the same whenever it is written
     ticks = {"xtick.major.size": 0, "ytick.major.size": 0}
     written = io.StringIO()
-    with figure_style("tezo report", {"font.size": 10, "axes.edgecolor": "0.5"} | ids | ticks) as figure_type:
-        figure = figure_type(figsize=SIZE)
+    with figure_style("tezo report", {"font.size": FONT[size], "axes.edgecolor": "0.5"} | ids | ticks) as figure_type:
+        figure = figure_type(figsize=size)
         draw(chart, figure)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # the browser has fonts for what matplotlib's lacks
             figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     root = ElementTree.fromstring(written.getvalue())
     svg = _drawing(root)
-    svg.attrib = {"class": "chart", "viewBox": root.attrib["viewBox"], "role": "img", "aria-label": chart.description}
+    named = {"class": "chart large" if size == LARGE else "chart", "viewBox": root.attrib["viewBox"]}
+    svg.attrib = {**named, "role": "img", "aria-label": chart.description}
     return ElementTree.tostring(svg, encoding="unicode")
 
 

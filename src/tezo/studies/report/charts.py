@@ -1,8 +1,8 @@
 """The charts of a report: which curves each has, and what it says in words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from tezo.runs.reader import Run
 from tezo.studies.report.curves import (
@@ -15,6 +15,8 @@ from tezo.studies.report.curves import (
     smooth,
     subsample,
 )
+from tezo.studies.report.losses import dev_losses, row_loss, step_loss
+from tezo.training.result_words import minus
 
 MAX_VALUE = 1e150
 """Larger values are left out: the span of an axis could overflow."""
@@ -37,7 +39,7 @@ class Series:
     run: str
     label: str
     colour: int
-    style: Literal["dots", "line", "dev", "test", "steps", "rule"]
+    style: Literal["dots", "line", "dev", "kept", "test", "steps", "rule"]
     points: Points
 
     def describe(self) -> str:
@@ -70,32 +72,65 @@ class Chart:
     @property
     def description(self) -> str:
         """What it shows, in words, for those who don't see it."""
-        told = [one for one in self.series if one.style not in ("dots", "rule")] or self.series[:1]
+        told = [one for one in self.series if one.style not in ("dots", "kept", "rule")] or self.series[:1]
         return f"{self.title}: {self.y} over {self.x}. " + " ".join(one.describe() for one in told)
 
 
-def loss_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Loss over steps, over forward passes, and over time where it is known."""
+@dataclass(frozen=True)
+class LossCharts:
+    """One kind of loss over several axes, of the runs that have it.
+
+    Attributes:
+        kind: of the loss, in words.
+        axes: name of an axis, in a word or two -> the chart over it.
+    """
+
+    kind: str
+    axes: Mapping[str, Chart]
+
+    @property
+    def legend(self) -> dict[str, int]:
+        """Name of a run -> its colour."""
+        return next(iter(self.axes.values())).legend
+
+
+def loss_charts(runs: Sequence[Run]) -> list[LossCharts]:
+    """The losses of runs, each kind by itself: over forward passes, over steps, and over time where it is known."""
+    kinds = dict.fromkeys(kind for run in runs for kind in (step_loss(run), row_loss(run)))
+    found = [LossCharts(kind, _over_each_axis(kind, runs)) for kind in kinds]
+    return [one for one in found if one.axes]
+
+
+def _over_each_axis(kind: str, runs: Sequence[Run]) -> dict[str, Chart]:
     half = half_life(max(len(run.records) for run in runs))
     unit, size = _time_unit(max(max(seconds_at(run).values(), default=0.0) for run in runs))
     axes: list[tuple[str, str, Callable[[Run], dict[int, float]]]] = [
-        ("Loss over steps", "steps", lambda run: {step: float(step) for step in range(len(run.passes))}),
-        ("Loss over forward passes", "forward passes", lambda run: dict(enumerate(map(float, run.passes)))),
-        ("Loss over time", f"{unit} spent on steps",
+        ("forward passes", "forward passes", lambda run: dict(enumerate(map(float, run.passes)))),
+        ("steps", "steps", lambda run: {step: float(step) for step in range(len(run.passes))}),
+        (unit, f"{unit} spent on steps",
          lambda run: {step: seconds / size for step, seconds in {0: 0.0, **seconds_at(run)}.items()}),
     ]  # fmt: skip
-    caption = (
-        f"Line: exponential average of the step loss with bias correction, half-life {half} steps. "
-        "Dots: the step losses as they are. Round marks: dev rows."
-    )
-    charts = []
-    for title, x, positions in axes:
-        series = [one for i, run in enumerate(runs) for one in _loss_series(i, run, positions(run), half)]
-        if any(one.style == "line" and len(one.points) > 1 for one in series):
+    charts = {}
+    for name, x, positions in axes:
+        series = [one for i, run in enumerate(runs) for one in _loss_series(i, run, kind, positions(run), half)]
+        if any(one.style in ("line", "dev") and len(one.points) > 1 for one in series):
             shown, outside = _without_far_dots(series)
-            note = f" {outside} points lie beyond the axis." if outside else ""
-            charts.append(Chart(title, x, "loss", shown, caption + note))
+            y = kind if kind.startswith(minus("")) else "loss"
+            charts[name] = Chart(f"Loss over {name}", x, y, shown, _loss_caption(shown, half, outside))
     return charts
+
+
+def _loss_caption(series: Sequence[Series], half: int, outside: int) -> str:
+    """What the marks are, of the styles that there are."""
+    styles = {one.style for one in series}
+    parts = [
+        ("dots", "Dots: the loss of each step, on its batch."),
+        ("line", f"Line: their exponential average with bias correction, half-life {half} steps."),
+        ("dev", "Rings: dev rows."),
+        ("kept", "Filled ring: the step that was kept."),
+    ]
+    note = f" {outside} points lie beyond the axis." if outside else ""
+    return " ".join(text for style, text in parts if style in styles) + note
 
 
 def _time_unit(longest: float) -> tuple[str, float]:
@@ -105,19 +140,25 @@ def _time_unit(longest: float) -> tuple[str, float]:
     return ("minutes", 60) if longest >= 2 * 60 else ("seconds", 1)
 
 
-def _loss_series(colour: int, run: Run, positions: dict[int, float], half: int) -> list[Series]:
-    """Dots, smoothed line and dev losses of a run; `positions`: finished steps -> x, where it is known."""
+def _loss_series(colour: int, run: Run, kind: str, positions: dict[int, float], half: int) -> list[Series]:
+    """Those of a run's losses that are of a kind; `positions`: finished steps -> x, where it is known."""
     finite = [(record.step + 1, record.loss) for record in run.records if abs(record.loss) < MAX_VALUE]
     averages = smooth([loss for _, loss in finite], half)
     line = [(step, mean) for (step, _), mean in zip(finite, averages, strict=True)]
-    dev = [(e.step, e.metrics["loss"]) for e in run.evaluations if e.split == "dev" and "loss" in e.metrics]
+    dev = dev_losses(run)
+    kept = [(step, loss) for step, loss in dev if step == (run.summary or {}).get("kept_step")]
 
-    def points(values: Sequence[tuple[int, float]]) -> Points:
-        return subsample([(positions[step], y) for step, y in values if step in positions])
+    def series(label: str, style: Any, values: Sequence[tuple[int, float]]) -> Series:
+        points = subsample([(positions[step], y) for step, y in values if step in positions])
+        return Series(run.name, label, colour, style, points)
 
-    dots = Series(run.name, "a step", colour, "dots", points(finite))
-    curve = Series(run.name, "smoothed", colour, "line", points(line))
-    return [dots, curve, *([Series(run.name, "dev rows", colour, "dev", points(dev))] if dev else [])]
+    found = []
+    if step_loss(run) == kind:
+        found += [series("a step", "dots", finite), series("smoothed", "line", line)]
+    if row_loss(run) == kind:
+        found += [series("dev rows", "dev", dev)] if dev else []
+        found += [series("the step kept", "kept", kept)] if kept else []
+    return found
 
 
 def _without_far_dots(series: Sequence[Series]) -> tuple[list[Series], int]:
@@ -136,7 +177,7 @@ def _without_far_dots(series: Sequence[Series]) -> tuple[list[Series], int]:
 def metric_charts(runs: Sequence[Run]) -> list[Chart]:
     """A chart for each of the first metrics of the evaluations but the loss, where a run has at least two."""
     names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e.metrics if name != "loss")
-    caption = "Round marks: dev rows. Square marks: test rows, at the end with the parameters that were kept."
+    caption = "Rings: dev rows. Squares: test rows, at the end with the parameters that were kept."
     charts = []
     for name in [*names][:MAX_METRICS]:
         series = [one for i, run in enumerate(runs) for one in _metric_series(i, run, name)]

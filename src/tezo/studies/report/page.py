@@ -11,7 +11,9 @@ from tezo.files import write_file
 from tezo.runs.reader import Run, read_run
 from tezo.studies.report import charts
 from tezo.studies.report import report_tables as tables
-from tezo.studies.report.chart_svg import chart_svg
+from tezo.studies.report.answer_tables import answered_rows
+from tezo.studies.report.chart_svg import LARGE, chart_svg
+from tezo.studies.report.result_block import compared, result
 from tezo.studies.run_config import run_config
 from tezo.training.rollbacks import in_words
 
@@ -67,13 +69,17 @@ def page(runs: Sequence[Run]) -> str:
         raise RequestError(f"tezo report writes its page with jinja2 ({error}); pip install jinja2.") from None
     source = files("tezo.studies.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    drawn = [*charts.loss_charts(runs), *charts.metric_charts(runs), charts.kappa_histogram(runs)]
     return environment.from_string(source).render(
         title=", ".join(run.name for run in runs),
-        comparison=tables.comparison(runs) if len(runs) > 1 else None,
+        several=len(runs) > 1,
+        results=compared(runs),
+        comparison=tables.comparison(runs),
         differences=tables.differences(runs),
-        charts=[chart for chart in drawn if chart is not None],
+        losses=charts.loss_charts(runs),
+        metric_charts=charts.metric_charts(runs),
+        histogram=charts.kappa_histogram(runs),
         svg=chart_svg,
+        large=LARGE,
         sections=[section(index, run) for index, run in enumerate(runs)],
     )
 
@@ -88,10 +94,11 @@ def section(index: int, run: Run) -> dict[str, Any]:
         "steps": len(run.records),
         "planned_steps": config.train.steps,
         "method": config.method.name,
-        "model": config.model.name,
+        "model": tables.model_text(config),
         "trained": tables.trained_share(run),
         "costs": tables.costs(run),
-        "verdict": str((run.summary or {}).get("verdict", "")),
+        "result": result(run),
+        "answers": None if run.answers is None else answered_rows(run.answers),
         "rollbacks": [f"After step {rollback.step} {in_words(rollback)}." for rollback in run.rollbacks],
         "notices": [str(notice) for notice in (run.summary or {}).get("notices", [])],
         "metrics": tables.metrics_table(run),

@@ -10,20 +10,31 @@ from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import method
 from tezo.runs.reader import Run
 from tezo.studies.report.curves import OUTLIER_RMS, group_parameters, kappa_statistics, kappas
+from tezo.studies.report.losses import row_loss
 from tezo.studies.run_config import run_config
 from tezo.tasks.data_config import DataConfig
 from tezo.training.config import to_tree
-from tezo.training.recipe import TrainConfig
+from tezo.training.recipe import Config, TrainConfig
+from tezo.training.result_words import change_text, count_text, duration_text, measured_rows_text, metric_text
 
 MISSING = "\N{EN DASH}"
+ARROW = "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW} "
+"""Between a value before and the one after it."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, and the value it stands for; None: the text is all there is."""
+    """A text of a table.
+
+    Attributes:
+        text: what is shown.
+        value: that it stands for; None: the text is all there is.
+        bar: shares before and after from 0 to 1, drawn beside the text; None: nothing is.
+    """
 
     text: str
     value: Any = None
+    bar: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,7 @@ def metric_cell(name: str, value: float | None) -> Cell:
     """Of an evaluation: a loss with four digits, anything else as a share."""
     if value is None:
         return Cell(MISSING)
-    shown = f"{value:.4f}" if name.endswith("loss") or not -1 <= value <= 1 else f"{100 * value:.1f} %"
-    return Cell(shown, value)
+    return Cell(metric_text(name, value), value)
 
 
 def number_cell(value: float | None) -> Cell:
@@ -48,7 +58,7 @@ def number_cell(value: float | None) -> Cell:
     if value is None:
         return Cell(MISSING)
     if isinstance(value, int):
-        return Cell(f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}"), value)
+        return Cell(count_text(value), value)
     return Cell(f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}", value)
 
 
@@ -103,19 +113,14 @@ def metrics_table(run: Run) -> Table:
     for before, after, prefix in pairs:
         for name in dict.fromkeys([*before, *after]):
             start, end = before.get(name), after.get(name)
-            change = Cell(MISSING) if start is None or end is None else _change_cell(name, end - start)
+            change = Cell(MISSING)
+            if start is not None and end is not None:
+                change = Cell(change_text(name, start, end), end - start)
             rows.append((prefix + name, [metric_cell(name, start), metric_cell(name, end), change]))
     if run.summary is not None:
-        tested = run.summary.get("rows", {}).get("test")
-        name = "dev rows, which also chose the step" if run.summary.get("test_rows_chose") is True else "test rows"
-        of = f" on {tested} {name}" if isinstance(tested, int) else ""
-        return Table(f"Before and after{of}", ("metric", "before", "after", "change"), rows)
+        of = measured_rows_text(run.summary)
+        return Table(f"Before and after{f' on {of}' if of else ''}", ("metric", "before", "after", "change"), rows)
     return Table("First and last evaluation so far", ("metric", "first", "last", "change"), rows)
-
-
-def _change_cell(name: str, by: float) -> Cell:
-    shown = f"{by:+.4f}" if name.endswith("loss") or abs(by) > 1 else f"{100 * by:+.1f} points"
-    return Cell(shown.replace("-", "\N{MINUS SIGN}"), by)
 
 
 def costs(run: Run) -> list[tuple[str, Cell]]:
@@ -127,7 +132,7 @@ def costs(run: Run) -> list[tuple[str, Cell]]:
     found = [
         ("steps", Cell(f"{steps} of {run_config(run).train.steps}", steps)),
         ("forward passes", number_cell(summary.get("num_forward_passes", run.passes[-1]))),
-        ("seconds spent on steps", number_cell(seconds)),
+        ("time spent on steps", Cell(MISSING) if seconds is None else Cell(duration_text(seconds), seconds)),
         ("seconds a step", number_cell(seconds / timed if seconds is not None and timed else None)),
         ("seconds a forward pass", number_cell(seconds / passes if seconds is not None and timed else None)),
         ("peak memory", bytes_cell(summary.get("peak_memory", run.memory))),
@@ -184,6 +189,12 @@ def plan_table(run: Run) -> Table:
     return Table("Parameters", ("name", "layers", "tensors", "shape", "rank", "numbers", "moved"), rows)
 
 
+def model_text(config: Config) -> str:
+    """The model's name; of a folder by its whole path the last part."""
+    path = Path(config.model.name)
+    return path.name if path.is_absolute() else config.model.name
+
+
 def trained_share(run: Run) -> str:
     """How many numbers are trained, in words."""
     found = group_parameters(run.plan)
@@ -194,8 +205,13 @@ def trained_share(run: Run) -> str:
 
 def comparison(runs: Sequence[Run]) -> Table:
     """Results and work of runs beside each other."""
+    configs = [run_config(run) for run in runs]
     rows: list[tuple[str, list[Cell]]] = [
-        ("state", [Cell("finished" if run.summary is not None else "unfinished") for run in runs])
+        ("state", [Cell("finished" if run.summary is not None else "unfinished") for run in runs]),
+        ("method", [Cell(config.method.name) for config in configs]),
+        ("model", [Cell(config.model.name) for config in configs]),
+        ("measured on", [Cell(measured_rows_text(run.summary or {}) or MISSING) for run in runs]),
+        ("loss of these rows", [Cell(row_loss(run)) for run in runs]),
     ]
     ends = [_before_and_after(run) for run in runs]
     for name in dict.fromkeys(name for end in ends for name in end):
@@ -205,7 +221,7 @@ def comparison(runs: Sequence[Run]) -> Table:
     for name in dict.fromkeys(name for work in works for name in work):
         rows.append((name, [work.get(name, Cell(MISSING)) for work in works]))
     rows.append(("trained", [Cell(trained_share(run)) for run in runs]))
-    return Table("Runs compared", ("", *(run.name for run in runs)), rows)
+    return Table("All figures side by side", ("", *(run.name for run in runs)), rows)
 
 
 def differences(runs: Sequence[Run]) -> Table:
