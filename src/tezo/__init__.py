@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from tezo.training.api import load_adapter as load_adapter
     from tezo.training.api import open_run as open_run
     from tezo.training.api import train as train
+    from tezo.training.integrations.tezo_sft_trainer import TezoSFTTrainer as TezoSFTTrainer
+    from tezo.training.integrations.tezo_trainer import TezoTrainer as TezoTrainer
 
 __version__ = version("tezo")
 
@@ -51,6 +53,8 @@ _METHODS = (
 _HOMES = {
     **dict.fromkeys(("Run", "load_adapter", "open_run", "train"), "tezo.training.api"),
     **dict.fromkeys(("METHODS", *_METHODS), "tezo.optim.methods"),
+    "TezoSFTTrainer": "tezo.training.integrations.tezo_sft_trainer",
+    "TezoTrainer": "tezo.training.integrations.tezo_trainer",
     "FirstOrderOptimizer": "tezo.optim.first_order",
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
     "export_adapter": "tezo.models.saving",
