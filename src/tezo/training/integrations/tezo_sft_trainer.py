@@ -37,8 +37,8 @@ class TezoSFTTrainer(ForwardPassTrainer, SFTTrainer):  # type: ignore[misc]
     @contextmanager
     def _metrics_set_aside(self) -> Iterator[Any]:
         """While open, TRL collects its metrics elsewhere; yields those of training."""
-        kept = self._metrics
-        self._metrics = {mode: defaultdict(list) for mode in kept}
+        kept: dict[str, Any] = self._metrics
+        self._metrics: dict[str, Any] = {mode: defaultdict(list) for mode in kept}
         try:
             yield kept["train"]
         finally:
