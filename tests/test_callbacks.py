@@ -8,8 +8,8 @@ from folders import label_rows, model_folder, write_rows
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from tezo.training.config import parse_config
+from tezo.training.integrations.trainer_callbacks import TrainerCallbacks
 from tezo.training.loop import train
-from tezo.training.trainer_callbacks import TrainerCallbacks
 
 
 @pytest.fixture(scope="module")

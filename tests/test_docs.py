@@ -10,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,8 @@ def modules():
 
 @pytest.mark.parametrize("name", modules())
 def test_everything_public_has_a_docstring(name):
+    if name == tezo._HOMES["TezoSFTTrainer"]:
+        pytest.importorskip("trl", reason="of an extra")
     module = importlib.import_module(name)
     assert module.__doc__, name
     for item_name, item in vars(module).items():
@@ -159,4 +162,6 @@ def test_lazy_names_of_the_package_are_those_that_are_typed():
     block = next(node for node in tree.body if isinstance(node, ast.If))
     typed = {alias.asname: node.module for node in block.body for alias in node.names}
     assert typed == tezo._HOMES
+    if find_spec("trl") is None:
+        del typed["TezoSFTTrainer"]  # of an extra
     assert all(getattr(tezo, name) is getattr(importlib.import_module(home), name) for name, home in typed.items())

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,8 @@ def private_uses(path: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
-            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            value = node.value.func if isinstance(node.value, ast.Call) else node.value
+            own = isinstance(value, ast.Name) and value.id in ("self", "cls", "super")
             if not own and node.attr not in OTHERS_PRIVATE:
                 found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
         if isinstance(node, ast.ImportFrom):
@@ -135,7 +137,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 def test_the_package_gives_every_public_name_when_it_is_first_asked_for():
-    code = "import tezo; print(all(hasattr(tezo, name) for name in dir(tezo)) and tezo.tezo_adam.__name__)"
+    left = [] if find_spec("trl") else ["TezoSFTTrainer"]  # of an extra
+    code = (
+        "import tezo; print(all(hasattr(tezo, name) for name in sorted(set(dir(tezo)) - set(" + str(left) + ")))"
+        " and tezo.tezo_adam.__name__)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "tezo_adam"
     with pytest.raises(AttributeError, match="has no attribute 'tezzo'"):

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from tezo.training.api import load_adapter as load_adapter
     from tezo.training.api import open_run as open_run
     from tezo.training.api import train as train
+    from tezo.training.integrations.tezo_sft_trainer import TezoSFTTrainer as TezoSFTTrainer
+    from tezo.training.integrations.tezo_trainer import TezoTrainer as TezoTrainer
 
 __version__ = version("tezo")
 
@@ -52,6 +54,8 @@ _METHODS = (
 _HOMES = {
     **dict.fromkeys(("Run", "load_adapter", "open_run", "train"), "tezo.training.api"),
     **dict.fromkeys(("METHODS", *_METHODS), "tezo.optim.methods"),
+    "TezoSFTTrainer": "tezo.training.integrations.tezo_sft_trainer",
+    "TezoTrainer": "tezo.training.integrations.tezo_trainer",
     "FirstOrderOptimizer": "tezo.optim.first_order",
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
     "closure": "tezo.tasks.objectives.labelled_tensors",

@@ -46,7 +46,7 @@ def _nf4(dtype: torch.dtype, left: list[str] | None) -> Any:
     )
 
 
-def _stay_packed(model: nn.Module) -> None:
+def stay_packed(model: nn.Module) -> None:
     """Keeps bitsandbytes 0.50 from repacking layers at their first forward pass on CPUs with AVX512-BF16.
 
     Repacking changes the stored weights, and computes with scales in bfloat16.
@@ -72,7 +72,7 @@ def _int8wo(dtype: torch.dtype, left: list[str] | None) -> Any:
 
 QUANTIZERS = {
     # with another number of inputs, bitsandbytes 0.50 unpacks wrong values on AVX-512
-    "nf4": Quantizer("bitsandbytes", 4, _nf4, inputs_on_cpu=64, settle=_stay_packed),
+    "nf4": Quantizer("bitsandbytes", 4, _nf4, inputs_on_cpu=64, settle=stay_packed),
     "int8": Quantizer("bitsandbytes", 8, _int8),
     "int8wo": Quantizer("torchao", 8, _int8wo),
 }

@@ -168,7 +168,10 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             kind: kind of the step, one of `kinds`; None: the first one, with random directions.
         """
         if closure is None:
-            raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
+            raise RequestError(
+                "step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)). Trainer of "
+                "transformers gives none: use tezo.TezoTrainer, or tezo.TezoSFTTrainer for TRL."
+            )
         return self.take_step(closure, self.kinds[0] if kind is None else kind)
 
     @torch.inference_mode(False)

@@ -54,7 +54,7 @@ def train(
             out; without test rows the dev rows count.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Objects must be given again, a model with the weights that the run began with.
-        listeners: told of every step and evaluation; `tezo.training.trainer_callbacks` takes callbacks of transformers.
+        listeners: told of every step and evaluation; `tezo.training.integrations` has one for transformers' callbacks.
         settings: any others by their dotted keys, such as {"data.seed": 3}; docs/settings.md has them all.
         named: the same by the last part of a key: `lr=1e-4, rank=8, steps=200, batch_size=16`. `seed` is train.seed.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tezo.directions.targets import is_packed
 from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
 from tezo.optim.estimate_error import AROUND, measure_estimate_error, recommended
@@ -42,7 +43,7 @@ def resolve_rho(
         raise RequestError(
             f"method.rho is auto, which needs train.objective loss, not {config.train.objective}; set a number."
         )
-    rounds = config.model.quantization != "none" or model.dtype in (torch.bfloat16, torch.float16)
+    rounds = any(is_packed(p) or p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     if not config.train.minimises_loss or not rounds:
         return config.with_options(rho=DEFAULT_RHO), []
     cheap = {"basis": "gaussian", "lr": 0.0}
