@@ -36,5 +36,5 @@ def _suggest(option: str, known: set[str]) -> None:
         return
     key, _, value = meant.partition("=")
     own = OPTIONS.get(key, key)
-    way = own if own in known else f"{SET} {key}={value or 'VALUE'}"
+    way = f"{own} {value}".strip() if own in known else f"{SET} {key}={value or 'VALUE'}"
     raise RequestError(f"{option}: there is no such option. Did you mean {way}?")

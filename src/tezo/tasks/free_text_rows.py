@@ -96,7 +96,7 @@ class InstructionFormat(Format):
     def example(self, row: Row, *, answered: bool = True) -> Example:
         context = text_in(row, INPUT) if row.fields.get(INPUT) is not None else ""
         words = _WITH_INPUT if context.strip() else _WITHOUT_INPUT
-        prompt = words.replace("{instruction}", text_in(row, INSTRUCTION), 1).replace("{input}", context, 1)
+        prompt = words.format(instruction=text_in(row, INSTRUCTION), input=context)
         return Example(prompt, text_in(row, OUTPUT) if answered else "", (), None, row.where)
 
 

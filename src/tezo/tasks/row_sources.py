@@ -1,5 +1,6 @@
 """Where rows are: a file, a folder or a pattern of files, a folder that `save_to_disk` wrote, or a hub data set."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def _is_pattern(source: str) -> bool:
 
 def _matches(pattern: Path, source: str, key: str) -> list[Path]:
     root = Path(pattern.anchor)
-    found = sorted(path for path in root.glob(str(pattern.relative_to(root))) if path.is_file())
+    paths = sorted(root.glob(str(pattern.relative_to(root))))
+    found = [path for path in paths if path.is_file() and path.name[0] != "."]
     if not found:
         raise RequestError(f"{key}: no file matches {source}; check the pattern.")
     return found
@@ -114,11 +116,9 @@ def _from_hub(name: str, key: str, split: str, subset: str | None, first: int | 
     import datasets
 
     try:
-        if first is None:
-            loaded: Any = datasets.load_dataset(name, subset, split=split)
-        else:
-            loaded = datasets.load_dataset(name, subset, split=split, streaming=True).take(first)
-        return [Row(dict(fields), f"{name}, {split} row {number}") for number, fields in enumerate(loaded)]
+        loaded: Any = datasets.load_dataset(name, subset, split=split, streaming=first is not None)
+        numbered = enumerate(islice(loaded, first))  # the set's own take() opens one file more than it needs
+        return [Row(dict(fields), f"{name}, {split} row {number}") for number, fields in numbered]
     except Exception as error:
         raise RequestError(
             f"{key}: {name} is not a file, and its split {split!r} could not be loaded from the hub "
