@@ -222,7 +222,7 @@ def test_an_output_folder_in_use(home, tmp_path):
 
 def test_commands_on_what_is_no_run(home, tmp_path):
     answers = ("--input", home / "rows.jsonl", "--output", tmp_path / "answers.jsonl")
-    refused(tezo("predict", home / "opt", *answers), home / "opt", "not a run", "tezo train")
+    refused(tezo("predict", tmp_path, *answers), tmp_path, "neither a run folder", "config.yaml")
     refused(tezo("export", home, "--output", tmp_path / "x"), home, "not a run", "tezo train")
     refused(tezo("eval", tmp_path, "--data", home / "rows.jsonl"), tmp_path, "neither a run folder", "config.yaml")
     assert list(tmp_path.iterdir()) == []

@@ -195,13 +195,13 @@ def test_cut_prompts_are_counted_and_the_run_goes_on(home, tmp_path, family, sid
     done = train(model_folder(home, family), home / "rows.jsonl", tmp_path / "run", *flags, data__max_length=12)
     own = [max(0, len(tokenizer(template.format(row["text"]))["input_ids"]) - 12) for row in label_rows(6, seed=1)]
     assert done.code == 0, done.err
-    whole = f"{rows + sum(n > 0 for n in own)} prompt(s) are longer than 12 tokens"
+    whole = f"{rows + sum(n > 0 for n in own)} text(s) are longer than 12 tokens"
     assert done.says(whole, f"{cut + sum(own)} tokens cut", side, "data.max_length", "rows.jsonl, line")
     source = ("--input", home / "rows.jsonl", "--output", tmp_path / "answers.jsonl")
     measured = tezo("eval", tmp_path / "run", "--data", home / "rows.jsonl")
     for later in (measured, tezo("predict", tmp_path / "run", *source)):
         assert later.code == 0, later.err
-        assert later.says(f"{rows} prompt(s) are longer than 12 tokens", f"{cut} tokens cut")
+        assert later.says(f"{rows} text(s) are longer than 12 tokens", f"{cut} tokens cut")
     assert len(read_jsonl(tmp_path / "answers.jsonl")) == 12
 
 

@@ -10,7 +10,7 @@ from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Example
 from tezo.tasks.data_config import DataConfig
-from tezo.tasks.formats import CompletionFormat
+from tezo.tasks.free_text_rows import CompletionFormat
 from tezo.tasks.objectives import CausalObjective, EncoderObjective, MaskedObjective, objective_for
 from tezo.tasks.setup import make_objective
 
@@ -97,7 +97,7 @@ def test_the_length_that_is_asked_for_is_the_length_that_is_used():
     tokenizer.model_max_length = 10**30
     sizes = {"hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "word_embed_proj_dim": 8}
     model = OPTForCausalLM(OPTConfig(vocab_size=len(tokenizer), max_position_embeddings=5000, **sizes))
-    loaded, form = LoadedModel(model, tokenizer, "causal"), CompletionFormat("prompt", "completion")
+    loaded, form = LoadedModel(model, tokenizer, "causal"), CompletionFormat("prompt", "completion", str)
     assert loaded.max_length == 5000
 
     def length(asked: int | None, new: int = 0) -> int:

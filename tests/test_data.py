@@ -190,7 +190,7 @@ FAULTS = {
     "label of no kind": ("jsonl", LINE + '{"text": "x", "label": null}\n', ["line 3", "'label'", "string"]),
     "other fields": ("jsonl", '{"review": "x", "stars": 5}\n', ["line 1", "review, stars", "'prompt'", "data.text"]),
     "one label": ("jsonl", '{"text": "x", "label": "good"}\n' * 3, ["data.label", "good", "two"]),
-    "suffix": ("txt", LINE, [".jsonl", ".parquet", "convert"]),
+    "suffix": ("xml", LINE, [".jsonl", ".parquet", "convert"]),
     "not parquet": ("parquet", LINE, ["not a Parquet file"]),
 }
 

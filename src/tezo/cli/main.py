@@ -19,6 +19,7 @@ from tezo.cli import reproduce_command as reproduce
 from tezo.cli import tasks_command as tasks
 from tezo.cli import train_command as train
 from tezo.cli.common import options
+from tezo.cli.foreign_options import check_options
 from tezo.errors import TezoError
 from tezo.files import one_line
 
@@ -44,6 +45,7 @@ def _global(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line. Exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 Ctrl-C."""
     try:
+        check_options(app, sys.argv[1:] if arguments is None else arguments)
         app(args=arguments)
     except TezoError as error:
         if options.debug or "--debug" in (sys.argv if arguments is None else arguments):

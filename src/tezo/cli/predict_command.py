@@ -8,6 +8,9 @@ import typer
 from tezo.cli.common import SetOption
 from tezo.models.quiet import quiet_libraries
 
+STANDARD_INPUT = "-"
+"""Value of --input for standard input."""
+
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
@@ -15,27 +18,27 @@ def register(app: typer.Typer) -> None:
 
 
 def predict(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
-    source: Annotated[str, typer.Option("--input", help="Rows to answer; an answer in them is not needed.")],
+    run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, or a base model.")],
+    source: Annotated[str, typer.Option("--input", help="Rows to answer; -: JSON lines from standard input.")],
     output: Annotated[Path, typer.Option(help="JSONL file to write: each row with its `prediction`.")],
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Longest answer of free text; default: the task's, or 64.")
     ] = None,
     settings: list[str] = SetOption,
 ) -> None:
-    """Answer new rows with a tuned model."""
+    """Answer new rows with a tuned model, or with a model as it is."""
     from tezo.training.config import parse_setting
 
     quiet_libraries()
     from tezo.tasks import read_rows
+    from tezo.tasks.row_files import standard_input_rows
     from tezo.training import answering
-    from tezo.training.opening import check_is_run, open_model, run_config
+    from tezo.training.opening import open_model, run_config
 
-    check_is_run(run)
     answering.check_new_tokens(max_new_tokens)
     answering.check_answer_file(output)
     config = run_config(run, [parse_setting(text) for text in settings])
-    rows = read_rows(source, key="input")
+    rows = standard_input_rows("input") if source == STANDARD_INPUT else read_rows(source, key="input")
     answering.check_no_answers(rows)
     answers, notices = answering.answer_rows(config, open_model(run, config), rows, max_new_tokens)
     for notice in notices:

@@ -13,6 +13,7 @@ from tezo.files import reading
 from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
+    from tezo.training.listeners import Listener
     from tezo.training.recipe import Config
 
 
@@ -25,7 +26,7 @@ def train(
     recipe: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Recipe file.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Training rows: JSONL, CSV, TSV or Parquet file, or hub data set.")
+        str | None, typer.Option(help="Training rows: file, folder or pattern of files, or hub data set.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task instead of --data; see `tezo tasks`.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
@@ -34,18 +35,21 @@ def train(
     lr: Annotated[
         str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; default auto: by short trials.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    steps: Annotated[str | None, typer.Option(metavar="INTEGER", help="Number of steps.")] = None,
     quantization: Annotated[str | None, typer.Option(help="Quantization of linear layers: nf4, int8, int8wo.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of directions, data order and sampling.")] = None,
     settings: list[str] = SetOption,
     output: Annotated[Path | None, typer.Option(help="Run folder to create.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, if there is one.")] = False,
+    report_to: Annotated[
+        str | None, typer.Option(help="Trackers, with commas between: tensorboard, wandb, trackio, mlflow, ...")
+    ] = None,
     json: bool = JsonOption,
 ) -> None:
     """Fine-tune a model on your rows. Without a recipe, --model and --data (or --task) are enough."""
     if output is None:
         raise RequestError("output is not set; give --output FOLDER for the run.")
-    named = [
+    named: list[tuple[str, Any]] = [
         ("model.name", model),
         ("data.train", data),
         ("data.task", task),
@@ -63,7 +67,12 @@ def train(
     from tezo.training.loop import train as run
 
     is_first = int(os.environ.get("RANK", "0")) == 0  # of the processes that torchrun starts, one prints
-    summary = run(config, output, [] if json or not is_first else [Screen()], resume=resume)
+    listeners: list[Listener] = [] if json or not is_first else [Screen()]
+    if report_to is not None and is_first:
+        from tezo.training.trackers import trackers
+
+        listeners.append(trackers(report_to, output))
+    summary = run(config, output, listeners, resume=resume)
     if not is_first:
         return
     if json:

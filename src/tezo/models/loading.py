@@ -24,6 +24,7 @@ from transformers import (
 from tezo.directions.targets import device_of, is_packed
 from tezo.errors import RequestError
 from tezo.files import read_object, reading
+from tezo.models.carried_labels import CarriedLabels, read_labels
 from tezo.models.kinds import Kind, choose_kind, is_unused
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
@@ -75,6 +76,8 @@ class LoadedModel:
     """Notices for the user."""
     virtual_tokens: int = 0
     """Positions that an adapter takes in front of every text."""
+    labels: CarriedLabels | None = None
+    """Labels that are beside the weights; None if there are none."""
 
     @property
     def device(self) -> torch.device:
@@ -149,7 +152,9 @@ def load_model(
         if untie_head:
             notices += untie(model)
         digest_of_weights, notices = fingerprint(model, model_kind), [*notices, *place.settle(model, where)]
-        loaded = LoadedModel(model, tokenizer, model_kind, digest_of_weights, tuple(notices))
+        loaded = LoadedModel(
+            model, tokenizer, model_kind, digest_of_weights, tuple(notices), labels=read_labels(Path(source))
+        )
         _try(loaded)
     return loaded
 

@@ -11,10 +11,10 @@ from tezo.tasks.demonstrations import Demonstrated as Demonstrated
 from tezo.tasks.examples import Example as Example
 from tezo.tasks.examples import Row as Row
 from tezo.tasks.formats import Fields as Fields
-from tezo.tasks.formats import Format as Format
 from tezo.tasks.formats import LabelFormat as LabelFormat
 from tezo.tasks.formats import choose_format as choose_format
-from tezo.tasks.row_files import read_rows as read_rows
+from tezo.tasks.row_format import Format as Format
+from tezo.tasks.row_sources import read_rows as read_rows
 from tezo.tasks.sampling import hold_out as hold_out
 from tezo.tasks.sampling import hold_out_of_groups as hold_out_of_groups
 from tezo.tasks.sampling import parts as parts

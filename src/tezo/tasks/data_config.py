@@ -9,7 +9,7 @@ class DataConfig:
     """The section `data`: where rows come from, how they become prompts, and how many are used."""
 
     train: str | None = None
-    """Training rows: a JSONL, CSV, TSV or Parquet file, or a hub data set."""
+    """Training rows: a file, a folder or pattern (data/*.jsonl) of files, or a hub data set; see docs/rows.md."""
     task: str | None = None
     """One of the paper's data sets, instead of train; see `tezo tasks`."""
     dir: str | None = None
@@ -24,10 +24,12 @@ class DataConfig:
     """Configuration name of the hub data set."""
     train_split: str = "train"
     """Split to train on, of the hub data set or the task."""
-    shape: Literal["auto", "completion", "messages", "label"] = "auto"
-    """Shape of the rows: completion, messages or label. Default auto: by the fields of the first row."""
+    streaming: bool = False
+    """Read only the first rows of a hub data set: num_train, and those that are held out; test rows by num_test."""
+    shape: Literal["auto", "completion", "messages", "instruction", "label", "text"] = "auto"
+    """Shape: completion, messages, instruction, label or text. Default auto: by the fields of the first row."""
     text: str = "text"
-    """Name of the field with the text of a labelled row."""
+    """Name of the field with the text of a labelled row, or of plain text."""
     label: str = "label"
     """Name of the field with the label."""
     prompt: str = "prompt"
@@ -35,7 +37,7 @@ class DataConfig:
     completion: str = "completion"
     """Name of the field with the completion."""
     messages: str = "messages"
-    """Name of the field with the messages of a conversation."""
+    """Name of the field with the messages of a conversation. Where it is missing: conversations."""
     template: str | None = None
     """Prompt of labelled rows: {field} inserts a field, {mask} the mask token. Default: by the kind of model."""
     label_words: dict[str, str] | None = None

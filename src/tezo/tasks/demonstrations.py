@@ -7,7 +7,7 @@ from tezo.errors import RequestError
 from tezo.numerics.random import permutation
 from tezo.tasks.answer_metrics import Measure
 from tezo.tasks.examples import Example, Row
-from tezo.tasks.formats import Format
+from tezo.tasks.row_format import Format
 
 JOINT = "\n\n"
 """Separator of demonstrations, as in MeZO and later papers."""
@@ -44,6 +44,8 @@ class Demonstrated(Format):
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         question = self.inner.example(row, answered=answered)
+        if question.chat:
+            raise RequestError(f"shots is {self.count}, but conversations cannot be shown in a prompt; leave it out.")
         others = [i for i in permutation(len(self.pool), seed=self.seed, step=0, name=f"shots.{row.where}")
                   if self.pool[i].fields != row.fields][: self.count]  # fmt: skip
         if len(others) < self.count:

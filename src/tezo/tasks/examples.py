@@ -65,6 +65,7 @@ class Example:
         right: indices of all correct options, if there can be several; empty: only `label`.
         references: correct answers to compare a predicted text with.
         ends: whether the end-of-text token is learnt as part of the answer.
+        whole: whether the answer is a whole text without a prompt; all of its tokens after the first are learnt.
     """
 
     prompt: str
@@ -79,6 +80,7 @@ class Example:
     right: tuple[int, ...] = ()
     references: tuple[str, ...] = ()
     ends: bool = True
+    whole: bool = False
 
     def __post_init__(self) -> None:
         longest = max(map(len, (self.prompt, self.answer, *self.options)))

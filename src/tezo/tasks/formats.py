@@ -1,19 +1,23 @@
-"""Formats that turn rows into examples, one for each shape of row: prompt/completion, messages, text/label."""
+"""The format of rows, by the fields of the first one: labelled rows, or rows whose answer is free text."""
 
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
 
 from tezo.errors import RequestError, nearest
 from tezo.models.kinds import Kind
-from tezo.tasks.answer_metrics import Measure
 from tezo.tasks.examples import Example, Row, visible
-
-RenderChat = Callable[[list[dict[str, Any]]], str]
-"""Messages -> the prompt for the next message, special tokens included."""
+from tezo.tasks.free_text_rows import (
+    CONVERSATIONS,
+    INSTRUCTION,
+    CompletionFormat,
+    InstructionFormat,
+    MessagesFormat,
+    RenderChat,
+    TextFormat,
+)
+from tezo.tasks.row_format import Format, label_in, text_in
 
 TEMPLATES: dict[Kind, str] = {
     "causal": "{text}\nLabel:",
@@ -23,80 +27,13 @@ TEMPLATES: dict[Kind, str] = {
 }
 """Default templates of text/label rows."""
 
+MOST_DECIMALS = 20
+"""Labels that may be numbers with decimals; more of them are measurements, and no classes."""
+
+_DECIMALS = re.compile(r"[+-]?\d+\.\d+")
+
 _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
 """A field in a template. Braces around anything else, such as JSON, are plain text."""
-
-
-class Format(ABC):
-    """Turns rows of one shape into examples."""
-
-    shape: ClassVar[Literal["completion", "messages", "label", "task"]]
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The labels in order; empty if the rows do not share their options."""
-        return ()
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The text that stands for each label in the model's answer; empty if the rows do not share them."""
-        return ()
-
-    @property
-    def measures(self) -> tuple[Measure, ...]:
-        """Metrics that compare an answer with the references of its example."""
-        return ()
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """Maximum length in tokens of an answer in free text; None if the data set no limit."""
-        return None
-
-    @abstractmethod
-    def example(self, row: Row, *, answered: bool = True) -> Example:
-        """The example of a row. With `answered=False` the answer is not read; it may be missing or invalid."""
-
-    def training_example(self, row: Row) -> Example:
-        """The example to train on; by default the same as for evaluation."""
-        return self.example(row)
-
-
-@dataclass(frozen=True)
-class CompletionFormat(Format):
-    """Rows {"prompt": ..., "completion": ...}."""
-
-    shape = "completion"
-    prompt: str
-    completion: str
-
-    def example(self, row: Row, *, answered: bool = True) -> Example:
-        answer = _field(row, self.completion) if answered else ""
-        return Example(_field(row, self.prompt), answer, (), None, row.where)
-
-
-@dataclass(frozen=True)
-class MessagesFormat(Format):
-    """Rows {"messages": [{"role": ..., "content": ...}, ...]}; the assistant's last message is the answer."""
-
-    shape = "messages"
-    messages: str
-    render: RenderChat
-
-    def example(self, row: Row, *, answered: bool = True) -> Example:
-        messages = row.fields.get(self.messages)
-        if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages
-        ):
-            raise RequestError(
-                f'{row.where}: field {self.messages!r} is not a list of {{"role": ..., "content": ...}}; fix that row.'
-            )
-        answer = ""
-        if messages and messages[-1]["role"] == "assistant":
-            answer, messages = messages[-1]["content"], messages[:-1]
-        elif answered:
-            raise RequestError(f"{row.where}: the last message is not the assistant's, so there is nothing to learn.")
-        return Example(self.render(messages), answer, (), None, row.where, chat=True)
 
 
 @dataclass(frozen=True)
@@ -123,7 +60,7 @@ class LabelFormat(Format):
         options = self.options
         if not answered:
             return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels)
-        label = str(_value(row, self.label))
+        label = label_in(row, self.label)
         if label not in self.words:
             raise RequestError(
                 f"{row.where}: the label {label!r} is unknown; fix the row, or name all labels in data.label_words. "
@@ -141,7 +78,7 @@ class LabelFormat(Format):
             elif piece == "mask":
                 slot = len(prompt)
             else:
-                prompt += _field(row, piece)
+                prompt += text_in(row, piece)
         return prompt, slot
 
 
@@ -150,8 +87,8 @@ class Fields:
     """Field names of a data set, and the prompts of labelled rows.
 
     Attributes:
-        shape: completion, messages or label; "auto": by the fields of the first row.
-        text: name of the field with the text of a labelled row.
+        shape: completion, messages, instruction, label or text; "auto": by the fields of the first row.
+        text: name of the field with the text of a labelled row, or of plain text.
         label: name of the field with the label.
         prompt: name of the field with the prompt.
         completion: name of the field with the completion.
@@ -186,6 +123,8 @@ def choose_format(
         RequestError: no shape fits, or the model does not support the shape or the template.
     """
     shape = _shape(rows[0], fields) if fields.shape == "auto" else fields.shape
+    if fields.shape == "auto" and shape == "text" and (fields.label_words or classes):
+        shape = "label"  # without its label, which is asked for
     if shape == "label":
         return _label_format(rows, kind, fields, classes)
     for key in ("template", "label_words"):
@@ -196,29 +135,59 @@ def choose_format(
     if kind != "causal":
         raise RequestError(
             f"data.shape: {shape} rows need a causal model, but this model is {kind}; give labelled rows "
-            f"({fields.text!r} and {fields.label!r})."
+            f"({fields.text!r} and {fields.label!r}), or name the labels in data.label_words."
         )
     if shape == "messages":
-        return MessagesFormat(fields.messages, render)
-    return CompletionFormat(fields.prompt, fields.completion)
+        named = fields.messages in rows[0].fields or CONVERSATIONS not in rows[0].fields
+        return MessagesFormat(fields.messages if named else CONVERSATIONS, render)
+    if shape == "instruction":
+        return InstructionFormat()
+    if shape == "text":
+        return TextFormat(fields.text)
+    return CompletionFormat(fields.prompt, fields.completion, render)
+
+
+def shape_of(row: Row, fields: Fields) -> str | None:
+    """The shape that the fields of a row fit; None if they fit none."""
+    shapes = {
+        "messages": fields.messages in row.fields,
+        "completion": {fields.prompt, fields.completion} <= set(row.fields),
+        "label": fields.label in row.fields,
+    }
+    # what follows may lack its answer
+    first = next((shape for shape, fits in shapes.items() if fits), None)
+    if first is not None:
+        return first
+    by_field = {
+        CONVERSATIONS: "messages", INSTRUCTION: "instruction", fields.prompt: "completion", fields.text: "text",
+    }  # fmt: skip
+    return next((shape for name, shape in by_field.items() if name in row.fields), None)
 
 
 def _shape(row: Row, fields: Fields) -> str:
-    if fields.messages in row.fields:
-        return "messages"
-    if fields.prompt in row.fields and fields.completion in row.fields:
-        return "completion"
-    if fields.label in row.fields:
-        return "label"
+    shape = shape_of(row, fields)
+    preference = {"chosen", "rejected"} <= set(row.fields) and shape in (None, "completion")
+    if preference and fields.completion not in row.fields:
+        raise RequestError(
+            f"{row.where}: a chosen and a rejected answer are a preference, which is not learnt; set "
+            "data.completion=chosen (or data.messages=chosen for whole conversations) to learn what was chosen."
+        )
+    if shape is not None:
+        return shape
     raise RequestError(
         f"{row.where}: the fields {', '.join(row.fields)} fit no known shape. Rows need {fields.prompt!r} and "
         f"{fields.completion!r}, or {fields.messages!r}, or {fields.text!r} and {fields.label!r}; other names are set "
-        "with data.prompt, data.completion, data.messages, data.text, data.label."
+        "with data.prompt, data.completion, data.messages, data.text, data.label (docs/rows.md has all shapes)."
     )
 
 
+def default_template(kind: Kind, text: str) -> str:
+    """The prompt of labelled rows where none is given; `text` is the name of the field with the text."""
+    return TEMPLATES[kind].replace("{text}", "{" + text + "}")
+
+
 def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields, classes: Sequence[str]) -> LabelFormat:
-    template = fields.template or TEMPLATES[kind].replace("{text}", "{" + fields.text + "}")
+    template = fields.template or default_template(kind, fields.text)
     names = _FIELD.findall(template)
     if (kind == "masked") != ("mask" in names):
         fault = (
@@ -246,14 +215,14 @@ def _words_of(rows: Sequence[Row], label: str, classes: Sequence[str]) -> dict[s
     if not classes:
         return {name: name for name in _labels_of(rows, label)}
     by_index = {str(index): name for index, name in enumerate(classes)}
-    given = {str(_value(row, label)) for row in rows}
+    given = {label_in(row, label) for row in rows if label in row.fields}
     return by_index if given <= set(by_index) and not given <= set(classes) else {name: name for name in classes}
 
 
 def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
     by_look: dict[str, str] = {}
     for row in rows:
-        name = str(_value(row, label))
+        name = label_in(row, label)
         if not visible(name):
             raise RequestError(f"{row.where}: the label is empty; fill it in, or remove the row.")
         if by_look.setdefault(visible(name), name) != name:
@@ -261,20 +230,10 @@ def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
                 f"{row.where}: the label {name!a} differs from {by_look[visible(name)]!a} only by white space or "
                 "characters that are not seen; write them the same way, or name all labels in data.label_words."
             )
-    return sorted(by_look.values())
-
-
-def _value(row: Row, name: str) -> str | int:
-    if name not in row.fields:
+    names = sorted(by_look.values())
+    if len(names) > MOST_DECIMALS and all(map(_DECIMALS.fullmatch, names)):
         raise RequestError(
-            f"{row.where}: there is no field {name!r}; set data.text, data.label, data.template, ... to the names of "
-            f"your fields. {nearest(name, row.fields)}"
+            f"data.label: the labels are {len(names)} numbers with decimals, such as {names[0]}, and numbers are not "
+            "learnt; write classes, or give rows with a prompt and a completion."
         )
-    value = row.fields[name]
-    if not isinstance(value, str | int):
-        raise RequestError(f"{row.where}: field {name!r} is {type(value).__name__}, not a string or a whole number.")
-    return value
-
-
-def _field(row: Row, name: str) -> str:
-    return str(_value(row, name))
+    return names

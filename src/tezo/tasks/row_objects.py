@@ -11,7 +11,7 @@ from tezo.tasks.data_config import DataConfig
 from tezo.tasks.splits import Splits, divide, drawn_test, evaluation_rows, read_part, training_rows
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
-"""A file, the name of a hub data set, a list of dicts, or a split of a data set of `datasets`."""
+"""A file, folder or pattern, the name of a hub data set, a list of dicts, or a split of a data set of `datasets`."""
 
 
 def is_named(source: object) -> bool:
@@ -83,7 +83,7 @@ def _check_use(data: DataConfig, objects: Mapping[str, Rows]) -> None:
             f"data.task is {data.task}, and {'data' if part == 'train' else part} are rows in memory; leave one of "
             "them out."
         )
-    for name in ("dir", "subset", "train_split") if data.train == IN_MEMORY else ("dir",):
+    for name in ("dir", "subset", "train_split", "streaming") if data.train == IN_MEMORY else ("dir",):
         if getattr(data, name) != getattr(DataConfig, name):
             raise RequestError(
                 f"data.{name} is {getattr(data, name)!r}, and has no meaning for rows in memory; leave it out."

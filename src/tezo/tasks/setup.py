@@ -1,15 +1,17 @@
 """Builds the format of the rows and the objective from the data settings and a model."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import jinja2
 
 from tezo.errors import RequestError
+from tezo.models.carried_labels import CarriedLabels
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Demonstrated, Fields, Format, Row, TaskFormat, choose_format, task
 from tezo.tasks.data_config import DataConfig
+from tezo.tasks.formats import shape_of
 from tezo.tasks.objectives import Objective, objective_for
 from tezo.tasks.splits import training_rows
 
@@ -22,10 +24,22 @@ def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> F
     if data.task is not None:
         entry = task(data.task)
         return TaskFormat(entry, entry.wording(loaded.kind))
-    named = {f.name: getattr(data, f.name) for f in fields(Fields)}
+    named = Fields(**{f.name: getattr(data, f.name) for f in fields(Fields)})
     return choose_format(
-        rows, loaded.kind, Fields(**named), lambda messages: render_chat(loaded.tokenizer, messages), loaded.classes
+        rows,
+        loaded.kind,
+        _with_carried(named, loaded.labels, rows[0]),
+        lambda messages: render_chat(loaded.tokenizer, messages),
+        loaded.classes,
     )
+
+
+def _with_carried(named: Fields, carried: CarriedLabels | None, row: Row) -> Fields:
+    """With the labels and the prompt that came with the model, for labelled rows whose labels are not given."""
+    shape = shape_of(row, named) if named.shape == "auto" else named.shape
+    if carried is None or named.label_words is not None or shape not in ("label", "text"):
+        return named
+    return replace(named, shape="label", label_words=carried.label_words, template=named.template or carried.template)
 
 
 def with_shots(form: Format, data: DataConfig, loaded: LoadedModel, shots: int, seed: int) -> Format:
@@ -36,8 +50,9 @@ def with_shots(form: Format, data: DataConfig, loaded: LoadedModel, shots: int, 
         raise RequestError(
             f"shots is {shots}, and the model is {loaded.kind}; use a number from 0, and a causal model."
         )
-    if form.shape == "messages":
-        raise RequestError(f"shots is {shots}, but conversations cannot be shown in a prompt; leave it out.")
+    if form.shape in ("messages", "text"):
+        what = "conversations" if form.shape == "messages" else "texts without a question"
+        raise RequestError(f"shots is {shots}, but {what} cannot be shown in a prompt; leave it out.")
     return Demonstrated(form, training_rows(data), shots, seed)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from tezo.errors import RequestError
 from tezo.tasks import Fields, Format, Row, Task, hold_out, hold_out_of_groups, parts, per_class, read_rows, task
 from tezo.tasks.data_config import DataConfig
+from tezo.tasks.row_sources import is_local
+from tezo.tasks.sampling import MOST_HELD_OUT
 
 NO_ROWS = "-"
 """Value of data.train for a base model that is evaluated without training rows."""
@@ -46,9 +48,9 @@ def read_splits(data: DataConfig) -> Splits:
 def _check_use(data: DataConfig) -> None:
     """Raises `RequestError` if a setting does not apply to the source of the rows."""
     if data.task is not None:
-        source, idle = f"the task {data.task}", [*(f.name for f in fields(Fields)), "subset"]
-    elif Path(str(data.train)).expanduser().is_file():
-        source, idle = "a file", ["dir", "subset", "train_split"]
+        source, idle = f"the task {data.task}", [*(f.name for f in fields(Fields)), "subset", "streaming"]
+    elif is_local(str(data.train)):
+        source, idle = "files", ["dir", "subset", "train_split", "streaming"]
     else:
         source, idle = "a hub data set", ["dir"]
     for name in idle:
@@ -61,7 +63,8 @@ def training_rows(data: DataConfig) -> list[Row]:
     """All rows of data.train, or of the task's training split."""
     if data.task is None:
         assert data.train is not None
-        return read_rows(data.train, key="data.train", split=data.train_split, subset=data.subset)
+        first = _streamed(data, data.num_train, "data.num_train", more=_most_held_out(data))
+        return read_rows(data.train, key="data.train", split=data.train_split, subset=data.subset, first=first)
     if data.train is not None:
         raise RequestError(f"data.train is {data.train!r} and data.task is {data.task!r}; leave one of them out.")
     return _task_rows(data, data.train_split, "data.train_split")
@@ -74,9 +77,24 @@ def read_part(data: DataConfig, name: str) -> list[Row]:
         return []
     if data.task is not None:
         return _task_rows(data, source, key)
-    if Path(source).suffix == "" and not Path(source).exists() and not Path(str(data.train)).exists():
-        return read_rows(str(data.train), key=key, split=source, subset=data.subset)
+    if Path(source).suffix == "" and not is_local(source) and not is_local(str(data.train)):
+        first = _streamed(data, getattr(data, f"num_{name}"), f"data.num_{name}")
+        return read_rows(str(data.train), key=key, split=source, subset=data.subset, first=first)
     return read_rows(source, key=key)
+
+
+def _streamed(data: DataConfig, count: int | None, key: str, more: int = 0) -> int | None:
+    """How many rows of a split of the hub data set are streamed; None: it is downloaded whole."""
+    if not data.streaming:
+        return None
+    if count is None:
+        raise RequestError(f"data.streaming is set, and {key} is not; give it, so that there is an end.")
+    return count + more
+
+
+def _most_held_out(data: DataConfig) -> int:
+    """Rows to read besides data.num_train, enough for `_held_out`."""
+    return 0 if data.dev is not None or data.hold_out == 0 else max(data.num_dev or 0, MOST_HELD_OUT)
 
 
 def evaluation_rows(data: DataConfig) -> list[Row]:

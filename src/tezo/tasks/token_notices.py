@@ -18,7 +18,7 @@ def _cut_prompts(objective: Objective) -> Iterator[str]:
     cuts = objective.cuts
     if cuts.rows:
         yield (
-            f"{cuts.rows} prompt(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
+            f"{cuts.rows} text(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
             f"{cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the limit."
         )
 

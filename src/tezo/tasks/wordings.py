@@ -9,7 +9,7 @@ from tezo.errors import RequestError
 from tezo.models.kinds import Kind
 from tezo.tasks.answer_metrics import Measure
 from tezo.tasks.examples import Example, Row, blank
-from tezo.tasks.formats import Format
+from tezo.tasks.row_format import Format
 
 Text = Callable[[Row], str]
 Metric = Literal["accuracy", "f1"]

@@ -11,7 +11,8 @@ from tezo.files import UntrustedError, parse_yaml
 def coerce(key: str, value: Any, kind: Any) -> Any:
     """Converts `value` to the type `kind`.
 
-    A string, as the command line gives it, is read as YAML unless `kind` is str. Unlike in YAML, 1e-5 is a number.
+    A string, as the command line gives it, is read as YAML unless `kind` is str. Unlike in YAML, 1e-5 is a number, and
+    1e3 a whole one.
 
     Args:
         key: dotted key of the setting, for messages.
@@ -50,6 +51,8 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
         return {str(k): coerce(f"{key}.{k}", v, arguments[1]) for k, v in value.items()}
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):

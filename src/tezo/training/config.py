@@ -12,12 +12,13 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from tezo.errors import RequestError, nearest
+from tezo.errors import RequestError
 from tezo.files import UntrustedError, parse_yaml
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import AUTO, BASELINES, method
 from tezo.runs.manifest import check_manifest
 from tezo.tasks.data_config import DataConfig
+from tezo.training.aliases import suggestion
 from tezo.training.coercion import coerce
 from tezo.training.recipe import Config, MethodConfig, TrainConfig
 
@@ -186,7 +187,7 @@ def _long(section: str, value: Any) -> dict[str, Any]:
 def _known_keys(tree: Mapping[str, Any], known: set[str], prefix: str) -> None:
     for key in tree:
         if key not in known:
-            raise RequestError(f"{prefix}{key}: there is no such key. {nearest(str(key), sorted(known))}")
+            raise RequestError(f"{prefix}{key}: there is no such key. {suggestion(prefix + str(key), sorted(known))}")
 
 
 def _build(cls: type[Any], tree: Mapping[str, Any], section: str) -> Any:
@@ -201,7 +202,7 @@ def _method(tree: Mapping[str, Any]) -> MethodConfig:
     options = {key: value for key, value in tree.items() if key != "name"}
     for key in options:
         if key not in types_of:
-            raise RequestError(f"method.{key}: {name} has no such option. {nearest(str(key), types_of)}")
+            raise RequestError(f"method.{key}: {name} has no such option. {suggestion(f'method.{key}', types_of)}")
     return MethodConfig(name=name, options={k: coerce(f"method.{k}", v, types_of[k]) for k, v in options.items()})
 
 
@@ -240,6 +241,8 @@ def _check(config: Config) -> None:
         if value is not None and value < least:
             raise RequestError(f"{key} is {value}; it must be at least {least}.")
     train, data = config.train, config.data
+    if train.epochs is not None and train.epochs <= 0:
+        raise RequestError(f"train.epochs is {train.epochs}; it must be positive.")
     if max(train.seed, data.seed or 0) >= 2**63:
         raise RequestError("train.seed and data.seed must be below 2^63; give a smaller one.")
     if data.train is None and data.task is None:

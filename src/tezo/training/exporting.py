@@ -13,6 +13,7 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.files import check_free, new_folder
+from tezo.models.carried_labels import MEAN, CarriedLabels
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.lora import Adapter, load_adapter, merge_adapter, save_adapter, save_model
 from tezo.models.peft_adapters import adapter_kind, open_adapter
@@ -114,14 +115,14 @@ def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | Non
     if not saved.is_dir():
         trust, kind = config.model.trust_remote_code, config.model.kind
         loaded = load_model(str(run / MODEL), kind=kind, dtype=config.model.dtype, trust_remote_code=trust)
-        return _model_writer(loaded), None
+        return _model_writer(loaded, config), None
     loaded = open_base(run, config)
     if config.model.peft != "none":
-        return _peft_writer(open_adapter(loaded, config.model, saved), config.model.peft, form), None
+        return _peft_writer(open_adapter(loaded, config.model, saved), config, form), None
     adapter = load_adapter(saved)
     if form == MERGED:
         merge_adapter(loaded.model, adapter)
-        return _model_writer(loaded), None
+        return _model_writer(loaded, config), None
     return _adapter_writer(adapter, loaded, config), adapter.rank
 
 
@@ -129,9 +130,9 @@ def _from_memory(saved: Path, config: Config, form: str, tuned: LoadedModel) -> 
     """What writes the export of a model that stays in use."""
     if config.model.peft != "none":
         own = tuned if form == LORA else replace(tuned, model=copy.deepcopy(tuned.model))
-        return _peft_writer(own, config.model.peft, form)
+        return _peft_writer(own, config, form)
     if form == MERGED:
-        return _model_writer(tuned)
+        return _model_writer(tuned, config)
     return _adapter_writer(load_adapter(saved), tuned, config)
 
 
@@ -140,13 +141,23 @@ def _adapter_writer(adapter: Adapter, loaded: LoadedModel, config: Config) -> Wr
     return partial(save_adapter, adapter, model=loaded.model, base=config.model.name)
 
 
-def _model_writer(loaded: LoadedModel) -> Write:
-    return partial(save_model, loaded.model, loaded.tokenizer)
+def _model_writer(loaded: LoadedModel, config: Config) -> Write:
+    data = config.data
+
+    def write(folder: Path) -> None:
+        save_model(loaded.model, loaded.tokenizer, folder)
+        if data.task is None and data.label_words is not None:
+            pooling = MEAN if loaded.kind == "encoder" else None
+            CarriedLabels(data.label_words, data.template, pooling).write(folder)
+
+    return write
 
 
-def _peft_writer(opened: LoadedModel, adapter: str, form: str) -> Write:
+def _peft_writer(opened: LoadedModel, config: Config, form: str) -> Write:
     if form == LORA:
         return opened.model.save_pretrained  # type: ignore[no-any-return]
-    if not adapter_kind(adapter).merges:
-        raise RequestError(f"format is merged, but a {adapter} has no weights to merge into; use --format lora.")
-    return _model_writer(replace(opened, model=opened.model.merge_and_unload()))
+    if not adapter_kind(config.model.peft).merges:
+        raise RequestError(
+            f"format is merged, but a {config.model.peft} has no weights to merge into; use --format lora."
+        )
+    return _model_writer(replace(opened, model=opened.model.merge_and_unload()), config)

@@ -1,14 +1,10 @@
 """Settings as keyword arguments: `lr=1e-4` for method.lr, `steps=200` for train.steps."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from tezo.errors import RequestError, nearest
-from tezo.models.model_config import ModelConfig
-from tezo.optim.methods import BASELINES, METHODS, Method
-from tezo.tasks.data_config import DataConfig
-from tezo.training.recipe import TrainConfig
+from tezo.training.aliases import key_meant, keys_by_name
 
 PARAMETERS = {
     "model.name": "model",
@@ -24,16 +20,9 @@ PREFERRED = {"seed": "train.seed"}
 
 
 def plain_names() -> dict[str, list[str]]:
-    """Name -> the dotted keys that end in it, of all sections and of the options of all methods."""
-    sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
-    keys = [f"{section}.{field.name}" for section, cls in sections.items() for field in dataclasses.fields(cls)]
-    methods: list[Method[Any]] = [*METHODS.values(), *BASELINES.values()]
-    options = {name for method in methods for name in method.options()}
-    found: dict[str, list[str]] = {}
-    for key in [*keys, *(f"method.{name}" for name in sorted(options))]:
-        if key not in PARAMETERS:
-            found.setdefault(key.partition(".")[2], []).append(key)
-    return found
+    """Name -> the dotted keys that end in it, but for those of `PARAMETERS`."""
+    found = {name: [key for key in keys if key not in PARAMETERS] for name, keys in keys_by_name().items()}
+    return {name: keys for name, keys in found.items() if keys}
 
 
 def dotted_settings(named: Mapping[str, Any], dotted: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -72,8 +61,15 @@ def dotted_key(name: str, known: Mapping[str, list[str]]) -> str:
     if name in PREFERRED:
         return PREFERRED[name]
     if name not in known:
-        raise RequestError(f"{name}: there is no such setting. {nearest(name, sorted(known))}")
+        raise RequestError(f"{name}: there is no such setting. {_suggestion(name, known)}")
     first, *others = known[name]
     if others:
         raise RequestError(f"{name} may be {' or '.join(known[name])}; give one by settings={{{first!r}: ...}}.")
     return first
+
+
+def _suggestion(name: str, known: Mapping[str, list[str]]) -> str:
+    key = key_meant(name)
+    if key is None:
+        return nearest(name, sorted(known))
+    return f"Did you mean {PARAMETERS.get(key) or key.rpartition('.')[2].lstrip('-')!r}?"

@@ -24,6 +24,8 @@ class TrainConfig:
 
     steps: int | None = None
     """Number of steps, with two forward passes per direction. Default: 20 epochs, at least 200 and at most 1000."""
+    epochs: float | None = None
+    """Passes over the training rows, instead of steps."""
     feedback_first: int | None = None
     """Feedback steps at the start. Default: 15 for lozo-adam on labelled rows, at most 5 % of the steps; else 0."""
     feedback_last: int | None = None

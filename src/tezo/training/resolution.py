@@ -16,6 +16,7 @@ from tezo.optim.methods import AUTO
 from tezo.optim.tuner import Tuner
 from tezo.tasks import Format, LabelFormat
 from tezo.tasks.data_config import DataConfig
+from tezo.tasks.formats import default_template
 from tezo.training.example_directions import resolve_directions
 from tezo.training.feedback_schedule import resolve_feedback
 from tezo.training.perturbation_scale import resolve_rho
@@ -123,16 +124,24 @@ def _resolved_lr(config: Config, resources: Resources, optimizer: Tuner) -> tupl
 
 
 def with_steps(train: TrainConfig, num_rows: int) -> TrainConfig:
-    """The settings with a number of steps: that given, or `EPOCHS` within bounds."""
-    epochs = math.ceil(EPOCHS * num_rows / train.batch_size)
-    return replace(train, steps=train.steps or min(MOST_STEPS, max(LEAST_STEPS, epochs)))
+    """The settings with a number of steps: that given, that of the given epochs, or `EPOCHS` within bounds."""
+    if train.epochs is None:
+        steps = math.ceil(EPOCHS * num_rows / train.batch_size)
+        return replace(train, steps=train.steps or min(MOST_STEPS, max(LEAST_STEPS, steps)))
+    steps = math.ceil(train.epochs * num_rows / train.batch_size)
+    if train.steps not in (None, steps):
+        raise RequestError(
+            f"train.steps is {train.steps}, and train.epochs {train.epochs:g} are {steps} steps; leave one out."
+        )
+    return replace(train, steps=steps)
 
 
 def _resolved_data(data: DataConfig, form: Format) -> DataConfig:
     """With the shape and labels filled in, so that the settings mean the same on other rows.
 
-    A template that was not given stays open: it follows data.text, which other rows may have under another name.
+    The default template stays open: it follows data.text, which other rows may have under another name.
     """
     if isinstance(form, LabelFormat):
-        return replace(data, shape="label", label_words=dict(form.words))
+        template = data.template if form.template == default_template(form.kind, data.text) else form.template
+        return replace(data, shape="label", label_words=dict(form.words), template=template)
     return data if form.shape == "task" else replace(data, shape=form.shape)

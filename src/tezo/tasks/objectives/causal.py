@@ -39,6 +39,8 @@ class CausalObjective(Objective):
         self._most: int | None = None
 
     def encode(self, example: Example) -> Encoded:
+        if example.whole:
+            return self._whole(example)
         texts = example.options or (example.answer,)
         (prompt,) = self._tokens([example.prompt], example)
         sequences, answers = [], []
@@ -57,6 +59,19 @@ class CausalObjective(Objective):
         if len(prompt) == 0 or (example.answer and min(answers) == 0):
             raise RequestError(f"{example.where}: the prompt or the answer is empty; fill it in, or remove that row.")
         return Encoded(tuple(tuple(s) for s in sequences), tuple(answers), example)
+
+    def _whole(self, example: Example) -> Encoded:
+        """A text of which all tokens after the first are learnt; its end is cut where it is too long."""
+        (ids,) = self._tokens([example.answer], example)
+        if example.ends and self.tokenizer.eos_token_id is not None:
+            ids = [*ids, int(self.tokenizer.eos_token_id)]
+        if len(ids) > self.max_length:
+            self.cuts.add(len(ids) - self.max_length, example.where)
+            self.side_cut = "the end of the text"
+        ids = ids[: self.max_length]
+        if not example.answer.strip() or len(ids) < 2:
+            raise RequestError(f"{example.where}: the text is empty; fill it in, or remove that row.")
+        return Encoded((tuple(ids),), (len(ids) - 1,), example)
 
     def _wholes(self, texts: Sequence[str], example: Example) -> Iterator[list[int]]:
         """The tokens of the prompt with each text after it."""

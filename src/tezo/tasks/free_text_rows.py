@@ -1,0 +1,143 @@
+"""Formats of rows whose answer is free text: prompt and completion, conversations, instructions, plain text."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tezo.errors import RequestError, nearest
+from tezo.tasks.examples import Example, Row
+from tezo.tasks.row_format import Format, text_in
+
+Messages = list[dict[str, Any]]
+"""Messages of a conversation, each {"role": ..., "content": ...}."""
+
+RenderChat = Callable[[Messages], str]
+"""Messages -> the prompt for the next message, special tokens included."""
+
+CONVERSATIONS = "conversations"
+"""The field of ShareGPT's messages, taken where the one that data.messages names is missing."""
+
+INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
+"""The fields of Alpaca's rows; the input may be empty or missing."""
+
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+_ROLES: Mapping[str, str] = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "system": "system", "tool": "tool",
+}  # fmt: skip
+"""Who a message is from, in ShareGPT's words -> its role."""
+
+
+@dataclass(frozen=True)
+class CompletionFormat(Format):
+    """Rows {"prompt": ..., "completion": ...}: two texts, or two lists of messages, the second of one message."""
+
+    shape = "completion"
+    prompt: str
+    completion: str
+    render: RenderChat
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        if isinstance(row.fields.get(self.prompt), list):
+            return self._conversation(row, answered)
+        answer = text_in(row, self.completion) if answered else ""
+        return Example(text_in(row, self.prompt), answer, (), None, row.where)
+
+    def _conversation(self, row: Row, answered: bool) -> Example:
+        prompt = messages_in(row, self.prompt)
+        answer = ""
+        if answered:
+            completion = messages_in(row, self.completion)
+            if [message["role"] for message in completion] != ["assistant"]:
+                raise RequestError(
+                    f"{row.where}: field {self.completion!r} is not one message of the assistant's; put the messages "
+                    f"before the answer into {self.prompt!r}."
+                )
+            answer = completion[0]["content"]
+        return Example(self.render(prompt), answer, (), None, row.where, chat=True)
+
+
+@dataclass(frozen=True)
+class MessagesFormat(Format):
+    """Rows {"messages": [{"role": ..., "content": ...}, ...]}; the assistant's last message is the answer.
+
+    ShareGPT's {"from": ..., "value": ...} are messages too.
+    """
+
+    shape = "messages"
+    messages: str
+    render: RenderChat
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        messages = messages_in(row, self.messages)
+        answer = ""
+        if messages and messages[-1]["role"] == "assistant":
+            answer, messages = messages[-1]["content"], messages[:-1]
+        elif answered:
+            raise RequestError(f"{row.where}: the last message is not the assistant's, so there is nothing to learn.")
+        return Example(self.render(messages), answer, (), None, row.where, chat=True)
+
+
+@dataclass(frozen=True)
+class InstructionFormat(Format):
+    """Alpaca's rows {"instruction": ..., "input": ..., "output": ...}, in Alpaca's words."""
+
+    shape = "instruction"
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        context = text_in(row, INPUT) if row.fields.get(INPUT) is not None else ""
+        words = _WITH_INPUT if context.strip() else _WITHOUT_INPUT
+        prompt = words.format(instruction=text_in(row, INSTRUCTION), input=context)
+        return Example(prompt, text_in(row, OUTPUT) if answered else "", (), None, row.where)
+
+
+@dataclass(frozen=True)
+class TextFormat(Format):
+    """Rows {"text": ...}: every token after the first is learnt; asked for an answer, a model continues the text."""
+
+    shape = "text"
+    text: str
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        text = text_in(row, self.text)
+        if not answered:
+            return Example(text, "", (), None, row.where)
+        return Example("", text, (), None, row.where, whole=True)
+
+
+def messages_in(row: Row, name: str) -> Messages:
+    """The messages of a field, in the words of transformers; other keys of a message are kept.
+
+    Raises:
+        RequestError: the field is no list of messages, or who one is from is not known.
+    """
+    messages = row.fields.get(name)
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise _no_messages(row, name)
+    return [_message(row, name, message) for message in messages]
+
+
+def _message(row: Row, name: str, message: dict[str, Any]) -> dict[str, Any]:
+    if "from" in message and "role" not in message:
+        speaker, content = message["from"], message.get("value")
+        if not isinstance(speaker, str) or not isinstance(content, str):
+            raise _no_messages(row, name)
+        if speaker not in _ROLES:
+            raise RequestError(f"{row.where}: a message is from {speaker!r}. {nearest(speaker, _ROLES)}")
+        return {"role": _ROLES[speaker], "content": content}
+    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        raise _no_messages(row, name)
+    return message
+
+
+def _no_messages(row: Row, name: str) -> RequestError:
+    return RequestError(f'{row.where}: field {name!r} is not a list of {{"role": ..., "content": ...}}; fix that row.')

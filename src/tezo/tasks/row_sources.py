@@ -1,0 +1,130 @@
+"""Where rows are: a file, a folder or a pattern of files, a folder that `save_to_disk` wrote, or a hub data set."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tezo.errors import RequestError
+from tezo.models.model_config import IN_MEMORY
+from tezo.tasks.examples import Row
+from tezo.tasks.row_files import file_rows, kind_of_file
+
+_PATTERN = "*?"
+"""Characters of a pattern. Brackets are not: a split of a hub data set may have them, as in train[:10%]."""
+
+_SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
+"""Beginnings of the names of files that are not to be mixed."""
+
+
+def is_local(source: str) -> bool:
+    """Whether `source` is a file, a folder or a pattern, and not a name on the hub."""
+    return Path(source).expanduser().exists() or _is_pattern(source)
+
+
+def read_rows(
+    source: str, *, key: str, split: str = "train", subset: str | None = None, first: int | None = None
+) -> list[Row]:
+    """All rows of `source`, in an order that depends on nothing but the names of its files.
+
+    Args:
+        source: a file, a folder or a pattern (data/*.jsonl) of files, or the name of a data set on the hub.
+        key: the setting that `source` comes from, for messages.
+        split: split of a hub data set.
+        subset: configuration name of a hub data set.
+        first: of a hub data set, stream so many rows from its beginning; None: download all.
+
+    Raises:
+        RequestError: the file is missing, empty, not UTF-8 or of an unknown kind, or a line is invalid.
+    """
+    if source == IN_MEMORY:
+        raise RequestError(f"{key}: the rows of this run were objects in memory; give them again, or name a file.")
+    path = Path(source).expanduser()
+    if path.is_file():
+        rows = file_rows(path, key)
+    elif path.is_dir():
+        rows = _in_folder(path, key)
+    elif _is_pattern(source):
+        rows = _of_files(_matches(path, source, key), key)
+    elif kind_of_file(path) or path.is_absolute() or source.startswith("."):
+        raise RequestError(f"{key}: there is no file {source}; check the path.")
+    else:
+        rows = _from_hub(source, key, split, subset, first)
+    if not rows:
+        raise RequestError(f"{key}: {source} has no rows; give a file with at least one.")
+    return rows
+
+
+def _is_pattern(source: str) -> bool:
+    return any(sign in source for sign in _PATTERN)
+
+
+def _matches(pattern: Path, source: str, key: str) -> list[Path]:
+    root = Path(pattern.anchor)
+    paths = sorted(root.glob(str(pattern.relative_to(root))))
+    found = [path for path in paths if path.is_file() and path.name[0] != "."]
+    if not found:
+        raise RequestError(f"{key}: no file matches {source}; check the pattern.")
+    return found
+
+
+def _of_files(files: list[Path], key: str) -> list[Row]:
+    """The rows of the files in order; each row's place has as much of the path as tells the files apart."""
+    folders = {path.parent for path in files}
+    named = [path.name if len(folders) == 1 else path.as_posix() for path in files]
+    return [row for path, name in zip(files, named, strict=True) for row in file_rows(path, key, name)]
+
+
+def _in_folder(folder: Path, key: str) -> list[Row]:
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return _saved(folder, key)
+    if (folder / "dataset_dict.json").is_file():
+        names = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        raise RequestError(f"{key}: {folder} is a folder with the splits {names}; give one of them, {folder}/SPLIT.")
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and kind_of_file(path))
+    if not files:
+        raise RequestError(
+            f"{key}: {folder} is a folder without files of rows; give a file, or for a task its folder as data.dir."
+        )
+    kinds = sorted({str(kind_of_file(path)) for path in files})
+    splits = [path for path in files if path.name.lower().startswith(_SPLITS)]
+    if len(kinds) > 1:
+        raise RequestError(
+            f"{key}: {folder} is a folder with files of several kinds ({', '.join(kinds)}); give a pattern, such as "
+            f"{folder}/*{kinds[0]}."
+        )
+    if len({_split_of(path) for path in splits}) > 1:
+        names = ", ".join(path.name for path in splits)
+        raise RequestError(f"{key}: {folder} is a folder with several splits ({names}); give a file of one.")
+    return _of_files(files, key)
+
+
+def _split_of(path: Path) -> str:
+    return next(name for name in _SPLITS if path.name.lower().startswith(name))
+
+
+def _saved(folder: Path, key: str) -> list[Row]:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+        return [Row(dict(fields), f"{folder.name}, row {number}") for number, fields in enumerate(loaded, start=1)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"{key}: {folder} is no data set that save_to_disk wrote ({_reason(error)}).") from None
+
+
+def _from_hub(name: str, key: str, split: str, subset: str | None, first: int | None) -> list[Row]:
+    import datasets
+
+    try:
+        loaded: Any = datasets.load_dataset(name, subset, split=split, streaming=first is not None)
+        numbered = enumerate(islice(loaded, first))  # the set's own take() opens one file more than it needs
+        return [Row(dict(fields), f"{name}, {split} row {number}") for number, fields in numbered]
+    except Exception as error:
+        raise RequestError(
+            f"{key}: {name} is not a file, and its split {split!r} could not be loaded from the hub "
+            f"({_reason(error)}). Check the name, or give a JSONL, CSV or Parquet file."
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,238 @@
+"""The shapes that rows have elsewhere are read as if they were written in the plain ones, or refused in a sentence."""
+
+import pytest
+import torch
+from folders import (
+    completion_rows,
+    label_rows,
+    model_folder,
+    read_jsonl,
+    refused,
+    tezo,
+    tiny_model,
+    tokenizer_for,
+    train,
+    words_tokenizer,
+    write_rows,
+)
+
+from tezo.errors import RequestError
+from tezo.models.loading import LoadedModel
+from tezo.tasks import Example, Fields, Row, choose_format
+from tezo.tasks.data_config import DataConfig
+from tezo.tasks.evaluation import evaluate
+from tezo.tasks.setup import make_format, make_objective, render_chat, with_shots
+from tezo.tasks.token_notices import token_notices
+
+CHAT = words_tokenizer(chat=True)
+SYSTEM = {"role": "system", "content": "be kind"}
+QUESTION = {"role": "user", "content": "the film ?"}
+ANSWER = {"role": "assistant", "content": "fine"}
+SHARED = [
+    {"from": "system", "value": "be kind"},
+    {"from": "human", "value": "the film ?"},
+    {"from": "gpt", "value": "fine"},
+]
+
+
+def form_of(row: dict, kind: str = "causal", **fields):
+    return choose_format(
+        [Row(row, "rows, line 1")], kind, Fields(**fields), lambda messages: render_chat(CHAT, messages)
+    )
+
+
+def example(row: dict, *, answered: bool = True, **fields) -> Example:
+    return form_of(row, **fields).example(Row(row, "rows, line 1"), answered=answered)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHARED},
+        {"messages": SHARED},
+        {"conversations": [SYSTEM, QUESTION, ANSWER]},
+        {"prompt": [SYSTEM, QUESTION], "completion": [ANSWER]},
+        {"prompt": SHARED[:2], "completion": SHARED[2:]},
+    ],
+    ids=["sharegpt", "sharegpt as messages", "roles as conversations", "trl", "trl in sharegpts words"],
+)
+def test_a_conversation_is_the_same_example_however_it_is_written(row):
+    plain = {"messages": [SYSTEM, QUESTION, ANSWER]}
+    assert example(row) == example(plain)
+    asked = {name: value[:2] for name, value in row.items() if name != "completion"}
+    assert example(asked, answered=False) == example({"messages": [SYSTEM, QUESTION]}, answered=False)
+
+
+def test_an_instruction_is_put_in_alpacas_words():
+    row = {"instruction": "Count to {input}.", "input": "three", "output": "1 2 3", "text": "all of it"}
+    tail = "\n\n### Instruction:\nCount to {input}.\n\n### Input:\nthree\n\n### Response:\n"
+    assert example(row).prompt.endswith("completes the request." + tail) and example(row).answer == "1 2 3"
+    for empty in ("", None):
+        assert example(row | {"input": empty}).prompt.endswith(tail.replace("### Input:\nthree\n\n", ""))
+    bare = {"instruction": row["instruction"]}
+    assert example(bare, answered=False).prompt == example(row | {"input": ""}).prompt
+
+
+def test_the_shape_goes_by_the_fields():
+    shapes = {
+        "text": {"text": "a film"},
+        "label": {"text": "a film", "instruction": "x", "label": "good"},
+        "completion": {"prompt": "a", "completion": "b", "text": "a b"},
+        "instruction": {"instruction": "a", "output": "b", "text": "a b"},
+        "messages": {"conversations": SHARED, "text": "a b"},
+    }
+    more = label_rows(2)
+    for shape, row in shapes.items():
+        rows = [Row(row, "rows, line 1"), *(Row(other, "rows, line 2") for other in more if shape == "label")]
+        assert choose_format(rows, "causal", Fields(), str).shape == shape
+    words = {"label_words": {"good": "good", "bad": "bad"}}
+    assert form_of({"text": "a film"}, **words).shape == "label", "a row without its label, which is asked for"
+
+
+# Plain text
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt2", "qwen2"])
+def test_the_loss_of_a_text_is_the_mean_over_all_tokens_after_the_first(family):
+    tokenizer = tokenizer_for(family)  # Qwen's has no token in front
+    model = tiny_model(family, len(tokenizer)).double()
+    loaded = LoadedModel(model, tokenizer, "causal")
+    rows = [Row({"text": row["text"]}, "rows") for row in label_rows(5)]
+    form = make_format(DataConfig(train="x"), loaded, rows)
+    objective = make_objective(DataConfig(train="x"), loaded, form)
+    encoded = [objective.encode(form.example(row)) for row in rows]
+    sums, counts = 0.0, 0
+    for row, own in zip(rows, encoded, strict=True):
+        ids = torch.tensor([[*tokenizer(row.fields["text"])["input_ids"], tokenizer.eos_token_id]])
+        assert own.sequences == (tuple(ids[0].tolist()),) and own.answers == (ids.shape[1] - 1,)
+        sums += model(input_ids=ids, labels=ids).loss.item() * own.answers[0]
+        counts += own.answers[0]
+    with torch.no_grad():
+        assert float(objective.loss(model, objective.collate(encoded))) == pytest.approx(sums / counts, rel=1e-5)
+    assert evaluate(model, objective, encoded, 2)["loss"] == pytest.approx(sums / counts, rel=1e-5)
+
+
+def test_a_text_that_is_too_long_keeps_its_beginning_and_an_empty_one_is_refused():
+    tokenizer = words_tokenizer()
+    loaded = LoadedModel(tiny_model("opt", len(tokenizer)), tokenizer, "causal")
+    rows = [Row({"text": "a film " * 20}, "rows, line 1")]
+    data = DataConfig(train="x", max_length=12)
+    form = make_format(data, loaded, rows)
+    objective = make_objective(data, loaded, form)
+    (kept,) = objective.encode(form.example(rows[0])).sequences
+    assert list(kept) == tokenizer("a film " * 20)["input_ids"][:12]
+    (notice,) = token_notices(objective)
+    assert "rows, line 1" in notice and "30 tokens cut, the end of the text" in notice
+    with pytest.raises(RequestError, match="line 2: the text is empty"):
+        objective.encode(form.example(Row({"text": " "}, "rows, line 2")))
+    with pytest.raises(RequestError, match="shots is 2, but texts"):
+        with_shots(form, data, loaded, 2, 0)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ({"text": "x", "label": 3.5}, ["field 'label' is 3.5", "decimals", "a prompt and a completion"]),
+        ({"text": "x", "label": ["a", "b"]}, ["several labels", "a row for each"]),
+        ({"prompt": "x", "chosen": "a", "rejected": "b"}, ["preference", "data.completion=chosen"]),
+        ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION]}, ["preference", "data.messages=chosen"]),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, ["from 'narrator'", "human"]),
+        ({"conversations": [{"from": "human"}]}, ["'conversations'", "not a list of"]),
+        ({"prompt": [QUESTION], "completion": [ANSWER, QUESTION]}, ["'completion'", "one message"]),
+        ({"prompt": [QUESTION], "completion": "fine"}, ["'completion'", "not a list of"]),
+        ({"instruction": "x", "input": "y"}, ["'output'"]),
+    ],
+)
+def test_rows_that_cannot_be_learnt_say_what_to_do(row, parts):
+    with pytest.raises(RequestError) as refusal:
+        example(row)
+    assert "rows, line 1" in str(refusal.value)
+    assert all(part in str(refusal.value) for part in parts), refusal.value
+
+
+def test_what_was_chosen_is_learnt_where_it_is_named():
+    pair = {"prompt": "x", "chosen": " a", "rejected": " b"}
+    assert example(pair, completion="chosen").answer == " a"
+    talk = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION]}
+    assert example(talk, messages="chosen") == example({"messages": [QUESTION, ANSWER]})
+
+
+def test_measurements_are_no_labels_and_a_few_numbers_are():
+    def labels(count):
+        rows = [Row({"text": f"row {i}", "label": f"{i}.5"}, f"rows, line {i}") for i in range(count)]
+        return choose_format(rows, "causal", Fields(), str).labels
+
+    assert len(labels(10)) == 10
+    with pytest.raises(RequestError, match="labels are 30 numbers with decimals"):
+        labels(30)
+
+
+@pytest.mark.parametrize("kind", ["masked", "encoder"])
+def test_plain_text_needs_a_causal_model_or_labels(kind):
+    with pytest.raises(RequestError, match=f"text rows need a causal model, but this model is {kind}.*label_words"):
+        form_of({"text": "x"}, kind=kind)
+
+
+# Through the command line
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("home")
+    model_folder(root, "opt", chat=True)
+    model_folder(root, "bert")
+    return root
+
+
+def shaped(name: str, count: int) -> list[dict]:
+    pairs = [(row["prompt"], row["completion"].strip()) for row in completion_rows(count)]
+    return {
+        "text": [{"text": question + " " + answer} for question, answer in pairs],
+        "instruction": [{"instruction": question, "output": answer} for question, answer in pairs],
+        "sharegpt": [
+            {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+            for question, answer in pairs
+        ],
+        "trl": [
+            {
+                "prompt": [{"role": "user", "content": question}],
+                "completion": [{"role": "assistant", "content": answer}],
+            }
+            for question, answer in pairs
+        ],
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["text", "instruction", "sharegpt", "trl"])
+def test_a_run_learns_each_shape_and_answers_rows_without_answers(home, tmp_path, name):
+    rows = shaped(name, 12)
+    done = train(home / "opt-chat", write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "run")
+    assert done.code == 0, done.err
+    asked = [
+        {field: value[:1] if field == "conversations" else value for field, value in row.items()
+         if field not in ("output", "completion")}
+        for row in rows
+    ]  # fmt: skip
+    new, answers = write_rows(tmp_path / "new.jsonl", asked), tmp_path / "answers.jsonl"
+    done = tezo("predict", tmp_path / "run", "--input", new, "--output", answers, "--max-new-tokens", 2)
+    assert done.code == 0, done.err
+    assert [set(row) - set(own) for row, own in zip(read_jsonl(answers), asked, strict=True)] == [{"prediction"}] * 12
+
+
+@pytest.mark.parametrize("model", ["opt-chat", "bert"])
+def test_a_base_model_answers_as_a_run_that_changed_nothing(home, tmp_path, model):
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(12))
+    new = write_rows(tmp_path / "new.jsonl", [{"text": row["text"]} for row in label_rows(9, seed=3)])
+    assert train(home / model, rows, tmp_path / "run", steps=1, method__lr=0.0).code == 0
+    words = ("--set", "data.label_words={bad: bad, good: good}")
+    for source, more in (("run", ()), (home / model, words)):
+        out = tmp_path / f"{'base' if more else 'run'}.jsonl"
+        done = tezo("predict", tmp_path / source, "--input", new, "--output", out, *more)
+        assert done.code == 0, done.err
+    assert read_jsonl(tmp_path / "base.jsonl") == read_jsonl(tmp_path / "run.jsonl")
+    if model == "bert":
+        done = tezo("predict", home / model, "--input", new, "--output", tmp_path / "x.jsonl")
+        refused(done, "data.label_words")

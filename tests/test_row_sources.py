@@ -1,0 +1,229 @@
+"""Where rows come from: every kind of file, alone, compressed, in folders and patterns; hub sets; standard input."""
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from folders import label_rows, model_folder, read_jsonl, refused, settings, tezo, train, write_rows
+
+from tezo.errors import RequestError
+from tezo.runs.step_log import read_header
+from tezo.tasks import read_rows
+from tezo.tasks.data_config import DataConfig
+from tezo.tasks.splits import read_splits
+
+# What readers that guess types change: dates, numbers with zeros in front, words that mean nothing elsewhere.
+GUESSED = [
+    {"text": "2020-01-01 00:00:00", "label": "007"},
+    {"text": "2020-01-02", "label": "NA"},
+    {"text": "null", "label": "1e5"},
+    {"text": "True", "label": "0"},
+]
+STRINGS = ["jsonl", "json", "csv", "tsv", "parquet"]
+
+
+def fields(source, **more) -> list[dict]:
+    return [row.fields for row in read_rows(str(source), key="data.train", **more)]
+
+
+def compressed(path: Path) -> Path:
+    target = path.with_name(path.name + ".gz")
+    target.write_bytes(gzip.compress(path.read_bytes()))
+    return target
+
+
+def written(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        return path
+    return write_rows(path, rows)
+
+
+@pytest.mark.parametrize("suffix", STRINGS)
+def test_rows_are_what_the_file_says_compressed_or_not(tmp_path, suffix):
+    path = written(tmp_path / f"rows.{suffix}", GUESSED)
+    assert fields(path) == fields(compressed(path)) == GUESSED
+    assert [row.where.replace(".gz", "") for row in read_rows(f"{path}.gz", key="data")] == [
+        row.where for row in read_rows(str(path), key="data")
+    ]
+
+
+@pytest.mark.parametrize("shown", ["one line", "indented", "data", "data, indented", "lines"])
+def test_json_may_be_an_array_or_lines(tmp_path, shown):
+    rows = [*GUESSED, {"text": [1, 2.5, None], "other": {"a": True}}]
+    whole = {"version": 1, "data": rows} if shown.startswith("data") else rows
+    text = json.dumps(whole, indent=2 if "indented" in shown else None)
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)) if shown == "lines" else text)
+    assert fields(tmp_path / "rows.json") == rows
+    assert fields(compressed(tmp_path / "rows.json")) == rows
+
+
+def test_a_text_file_has_a_row_a_line(tmp_path):
+    (tmp_path / "rows.txt").write_bytes("first\r\n\n  second\u2028 \n \nlast".encode())
+    rows = read_rows(str(tmp_path / "rows.txt"), key="data")
+    assert [row.fields for row in rows] == [{"text": "first"}, {"text": "  second\u2028 "}, {"text": "last"}]
+    assert [row.where for row in rows] == [f"rows.txt, line {n}" for n in (1, 3, 5)]
+
+
+def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_their_names(tmp_path):
+    rows = label_rows(9)
+    (tmp_path / "more").mkdir()
+    parts = [tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl")]
+    for place, path in reversed(list(enumerate(parts))):
+        plain = write_rows(path.with_name(path.name.removesuffix(".gz")), rows[3 * place : 3 * place + 3])
+        if path.suffix == ".gz":
+            compressed(plain)
+            plain.unlink()
+    (tmp_path / "README.md").write_text("not rows")
+    (tmp_path / ".hidden.jsonl").write_text("not rows")
+    write_rows(tmp_path / "more/a.jsonl", rows[:3])
+    assert fields(tmp_path) == fields(tmp_path / "*.jsonl*") == rows
+    assert fields(tmp_path / "?.jsonl") == rows[:3] + rows[6:]
+    below = read_rows(str(tmp_path / "**/a.jsonl"), key="data")
+    assert [row.fields for row in below] == rows[:3] * 2
+    assert len({row.where for row in below}) == 6, "places tell files of one name apart"
+
+
+def test_a_pattern_is_relative_to_where_one_is(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data/a.jsonl", GUESSED)
+    monkeypatch.chdir(tmp_path)
+    assert fields("data/*.jsonl") == fields("data") == fields("data/a.jsonl") == GUESSED
+
+
+def test_a_folder_that_save_to_disk_wrote(tmp_path):
+    datasets.Dataset.from_list(GUESSED).save_to_disk(tmp_path / "saved")
+    assert fields(tmp_path / "saved") == GUESSED
+    both = {"train": datasets.Dataset.from_list(GUESSED), "test": datasets.Dataset.from_list(GUESSED)}
+    datasets.DatasetDict(both).save_to_disk(tmp_path / "both")
+    assert fields(tmp_path / "both/test") == GUESSED
+    with pytest.raises(RequestError, match="the splits test, train; give one of them"):
+        read_rows(str(tmp_path / "both"), key="data.train")
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "parts"),
+    [
+        ({}, "", ["is a folder without files", "data.dir"]),
+        ({}, "*.jsonl", ["no file matches", "pattern"]),
+        ({"a.jsonl": "{}", "b.txt": "x"}, "", ["several kinds (.jsonl, .txt)", "/*.jsonl"]),
+        ({"train.jsonl": "{}", "test.jsonl": "{}"}, "", ["several splits (test.jsonl, train.jsonl)"]),
+        ({"a.jsonl.gz": "{}"}, "a.jsonl.gz", ["no sound gzip file"]),
+        ({"a.zip.gz": "{}"}, "a.zip.gz", ["not one of", ".jsonl"]),
+        ({"a.json": '[\n{"text": "x"},\n{"text": }\n]'}, "a.json", ["line 3", "not JSON"]),
+        ({"a.json": '{\n"data": [\n{"text" "x"}]}'}, "a.json", ["line 3", "not JSON"]),
+        ({"a.json": '{"text": "x"}\n{"text": \n'}, "a.json", ["line 2", "not JSON"]),
+        ({"a.json": '{"text": \n{"text": "x"}\n'}, "a.json", ["line 1", "not JSON"]),
+        ({"a.json": '[{"text": "x"}, 7]'}, "a.json", ["row 2", "not an object"]),
+        ({"a.json": '[{"text": "\\ud83d"}]'}, "a.json", ["row 1", "surrogate"]),
+        ({"a.json": "[" * 100_000}, "a.json", ["nested too deeply"]),
+        ({"a.json": "[]"}, "a.json", ["no rows"]),
+        ({"a.json": '[{"a": ' + "7" * 5000 + "}]"}, "a.json", ["line 1", "not JSON"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path, files, source, parts):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RequestError, match=r"^data\.train: ") as refusal:
+        read_rows(str(tmp_path / source), key="data.train")
+    assert all(part in str(refusal.value) for part in parts), refusal.value
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("home")
+    model_folder(root, "opt")
+    write_rows(root / "rows.jsonl", label_rows(24))
+    assert train(root / "opt", root / "rows.jsonl", root / "run").code == 0
+    return root
+
+
+@pytest.mark.parametrize("kind", ["json", "csv.gz", "folder", "pattern"])
+def test_the_same_rows_are_the_same_run(home, tmp_path, kind):
+    (tmp_path / "data").mkdir()
+    rows = label_rows(24)
+    if kind == "json":
+        source = written(tmp_path / "rows.json", rows)
+    elif kind == "csv.gz":
+        source = compressed(write_rows(tmp_path / "rows.csv", rows))
+    else:
+        for place in range(3):
+            write_rows(tmp_path / f"data/{place}.jsonl", rows[8 * place : 8 * place + 8])
+        source = tmp_path / ("data" if kind == "folder" else "data/*.jsonl")
+    assert train(home / "opt", source, tmp_path / "run").code == 0
+    found, own = (read_header(folder / "run/steps.log") for folder in (tmp_path, home))
+    assert {key: found[key] for key in ("rows", "answers", "held_rows")} == {
+        key: own[key] for key in ("rows", "answers", "held_rows")
+    }
+    for name in ("adapter_model.safetensors",):
+        assert (tmp_path / "run/adapter" / name).read_bytes() == (home / "run/adapter" / name).read_bytes()
+
+
+def test_predict_reads_standard_input(home, tmp_path, monkeypatch):
+    rows = [{"text": row["text"]} for row in label_rows(5, seed=2)]
+    asked = write_rows(tmp_path / "new.jsonl", rows)
+    assert tezo("predict", home / "run", "--input", asked, "--output", tmp_path / "file.jsonl").code == 0
+    for number, text in enumerate((asked.read_text(), json.dumps(rows))):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        done = tezo("predict", home / "run", "--input", "-", "--output", tmp_path / f"{number}.jsonl")
+        assert done.code == 0, done.err
+        assert read_jsonl(tmp_path / f"{number}.jsonl") == read_jsonl(tmp_path / "file.jsonl")
+    for text, parts in (("", ["no rows"]), ('{"text": "x"}\n{', ["standard input, line 2", "not JSON"])):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        refused(tezo("predict", home / "run", "--input", "-", "--output", tmp_path / "x.jsonl"), "input", *parts)
+
+
+# Streaming, of a folder of shards that stands in for a hub data set
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    shards = tmp_path / "shards/data"
+    shards.mkdir(parents=True)
+    rows = label_rows(1200)
+    write_rows(shards / "train-00000-of-00002.parquet", rows)
+    write_rows(shards / "test-00000-of-00001.parquet", rows[:40])
+    (shards / "train-00001-of-00002.parquet").write_bytes(b"a shard that is never needed")
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda _name, _subset, **more: load(str(shards.parent), **more))
+    return rows
+
+
+def test_streaming_reads_the_first_rows_and_no_more(hub):
+    data = DataConfig(train="owner/rows", streaming=True, num_train=100, test="test", num_test=7)
+    rows = read_splits(data)
+    assert [row.fields for row in rows.train] == hub[:600], "100, and as many as may be held out"
+    assert [row.fields for row in rows.test] == hub[:7]
+    alone = read_splits(DataConfig(train="owner/rows", streaming=True, num_train=100, hold_out=0, test=None))
+    assert [row.fields for row in alone.train] == hub[:100]
+    with pytest.raises(RequestError, match="could not be loaded"):
+        read_splits(DataConfig(train="owner/rows", num_train=100))
+
+
+def test_a_streamed_run_has_as_many_rows_as_are_asked_for(hub, home, tmp_path):
+    flags = settings(data__streaming="true", data__num_train=50, data__num_dev=20)
+    done = train(home / "opt", "owner/rows", tmp_path / "run", *flags)
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "run/summary.json").read_text())["rows"] == {"train": 50, "dev": 20, "test": 20}
+    done = tezo("eval", tmp_path / "run", "--json")
+    assert json.loads(done.out)["rows"] == 20, done.err
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        ({"train": "owner/rows"}, r"data\.num_train is not"),
+        ({"train": "owner/rows", "num_train": 5, "test": "test"}, r"data\.num_test is not"),
+        ({"train": __file__, "num_train": 5}, r"data\.streaming is True, but has no meaning for files"),
+        ({"task": "sst2"}, r"data\.streaming is True, but has no meaning for the task"),
+    ],
+)
+def test_streaming_needs_an_end_and_a_hub_data_set(hub, data, fault):
+    with pytest.raises(RequestError, match=fault):
+        read_splits(DataConfig(streaming=True, **data))
