@@ -8,11 +8,14 @@ from torch import nn
 
 from tezo.directions.perturbations import DrawKey
 from tezo.directions.spaces import FixedFactors
+from tezo.directions.targets import ALL, select_targets
 from tezo.errors import RequestError
 from tezo.estimators.estimate import ParameterEstimate
+from tezo.estimators.two_point import fitting_copies
 from tezo.forward import MovingParameter
 from tezo.optim.methods import METHODS, Method
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.stepped_weights import stepped_weight
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,26 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
         )
     finally:
         optimizer.close()
+
+
+def copies_of(said: Forecast, tokens: int) -> int:
+    """Number of perturbed models that share a pass, see `tezo.estimators.two_point`."""
+    return min(2, max(1, fitting_copies(tokens, dense=said.rank is None)))
+
+
+def first_order_kept(model: nn.Module) -> tuple[int, int]:
+    """(bytes that `FirstOrderOptimizer` keeps between steps, bytes of the gradients in its update).
+
+    It keeps two moments of each tensor that it steps, and that tensor where it is a float32 copy of a weight in half
+    precision. In the update, the copy's own gradient is beside the weight's.
+    """
+    kept = gradients = 0
+    for target in select_targets(model, (ALL,)):
+        stepped = stepped_weight(target, master=True).stepped
+        copy = 0 if stepped is target.parameter else stepped.nbytes
+        kept += copy + 2 * stepped.nbytes
+        gradients += target.parameter.nbytes + copy
+    return kept, gradients
 
 
 def _kept(optimizer: ZerothOrderOptimizer) -> int:
