@@ -55,6 +55,7 @@ def costs(cell: dict[str, Any]) -> dict[str, Any]:
     if cell["quantization"] == "nf4":
         work.model = packed(work.model)
     step = step_of(cell, work)
+    gc.collect()
     forget_peak(CPU)
     step()
     if cell["measure"] == "memory":

@@ -46,7 +46,8 @@ class WayMemory:
         way: `INFERENCE`, a method of `ZEROTH_ORDER`, `LORA`, `LORA_CHECKPOINTED` or `FULL`.
         weights: bytes of the parameters, those of an adapter included.
         kept: bytes kept beside them from step to step: factors, coefficients, moments, float32 copies.
-        passing: bytes at the peak of a pass or of the update after it: activations and gradients.
+        passing: bytes at the peak of a pass or of the update after it: activations and gradients, and the sketches of
+            a data-dependent basis before the first step.
     """
 
     way: str
@@ -102,8 +103,9 @@ def memory_of_ways(
     for name in ZEROTH_ORDER:
         with valueless(twin) as allocated:
             said = forecast(allocated, METHODS[name])
-        passing = dry_pass(twin, rows * copies_of(said, rows * length), length).peak
-        found.append(WayMemory(name, weights, said.kept, passing + unpacked))
+        passing = dry_pass(twin, rows * copies_of(said, rows * length), length).peak + unpacked
+        showing = found[0].passing + said.collecting  # the passes that a data-dependent basis looks at
+        found.append(WayMemory(name, weights, said.kept, max(passing, showing)))
     for way in (LORA, LORA_CHECKPOINTED):
         adapted = _with_lora(build(), kind, checkpointed=way == LORA_CHECKPOINTED)
         own = sum(parameter.nbytes for parameter in adapted.parameters() if parameter.requires_grad)
