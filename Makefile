@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all browser check setup
+.PHONY: demo test test-all browser check docs setup
 
 demo: $(READY)
 	$(BIN)/python examples/routing/demo.py
@@ -23,6 +23,12 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site, in site/: its Python blocks and commands are run first; a broken link ends the build.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/test_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 setup: $(READY)
 

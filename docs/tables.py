@@ -8,6 +8,7 @@ from typing import Any
 
 from drawing import RESULTS, SHORT, grid, head, machine, read
 from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
+from when_tables import WHEN_TABLES
 
 from tezo.numerics.emulation import LEAST_ROWS
 
@@ -313,4 +314,5 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"{name}-ranked": partial(study_ranked, name) for name in STUDIES},
     **{f"{name}-removed": partial(study_removed, name) for name in STUDIES},
     **{f"figure-{name}": partial(figure, name) for name in FIGURES},
+    **WHEN_TABLES,
 }

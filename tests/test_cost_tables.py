@@ -17,7 +17,7 @@ from tezo.models.loading import LoadedModel
 from tezo.models.model_config import ModelConfig
 from tezo.models.peft_adapters import add_adapter
 from tezo.numerics.random import count_draws, normal
-from tezo.optim.memory_forecast import forecast, forecasts
+from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast, forecasts
 from tezo.optim.methods import METHODS, adam
 from tezo.optim.stepped_weights import stepped_weight
 from tezo.studies.bench.cases import LibraryCase
@@ -27,16 +27,10 @@ from tezo.studies.bench.workload import Work
 from tezo.studies.cost_tables import COST_TABLES, chosen
 from tezo.studies.cost_tables.cost_line import CostLine, settings_of
 from tezo.studies.cost_tables.drawn_elements import count_elements, elements_after, paper_elements
-from tezo.studies.cost_tables.dry_pass import META, LiveBytes, dry_pass, meta_model
-from tezo.studies.cost_tables.gpu_forecast import (
-    BANDWIDTH,
-    copies_of,
-    first_order_kept,
-    least_seconds,
-    step_cost,
-    valueless,
-)
+from tezo.studies.cost_tables.gpu_forecast import BANDWIDTH, least_seconds, step_cost
 from tezo.studies.cost_tables.gpu_measurement import _fitting, measured_bytes, measured_seconds
+from tezo.studies.cost_tables.meta_models import meta_model
+from tezo.training.dry_pass import META, LiveBytes, dry_pass, valueless
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 CPU = torch.device("cpu")

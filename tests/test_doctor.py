@@ -8,12 +8,31 @@ import pytest
 import torch
 from folders import model_folder, refused, saved, tezo, tiny_model, tokenizer_for
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tezo.errors import RequestError
 from tezo.models.loading import load_model
+from tezo.models.model_config import ModelConfig
+from tezo.models.peft_adapters import add_adapter
+from tezo.models.quantization import stored_bytes
 from tezo.optim.estimate_error import AROUND, ENOUGH, EstimateError, measure_estimate_error, recommended
 from tezo.optim.memory_forecast import forecasts
-from tezo.optim.methods import METHODS
+from tezo.optim.methods import METHODS, adam
 from tezo.optim.methods import tezo as plain_tezo
+from tezo.training import diagnosis, memory_ways
+from tezo.training.dry_pass import dry_pass
+from tezo.training.memory_ways import (
+    FULL,
+    INFERENCE,
+    LORA,
+    LORA_CHECKPOINTED,
+    USABLE,
+    WITHOUT_RANDOM_STATE,
+    ZEROTH_ORDER,
+    WayMemory,
+    advice,
+    memory_of_model,
+)
 
 RHOS = (1e-1, 3e-2, 1e-2, 3e-3)
 
@@ -133,3 +152,101 @@ def test_doctor_says_what_a_packed_model_cannot_take(tmp_path, model):
 def test_doctor_refuses_what_train_refuses(home):
     refused(tezo("doctor", "--model", home / "opt", "--quantization", "nf5"), "model.quantization", "nf5")
     refused(tezo("doctor", "--model", home / "opt", "--set", "model.dtype=int4"), "model.dtype", "int4")
+
+
+def by_way(loaded, rows=4, length=12):
+    return {one.way: one for one in memory_of_model(loaded, rows, length)}
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["opt", "bert"])
+def test_the_memory_of_training_is_that_of_real_passes_and_of_what_real_steps_keep(home, family):
+    found = by_way(load_model(str(home / family)))
+    for way, peft in ((INFERENCE, "none"), (LORA, "lora"), (LORA_CHECKPOINTED, "lora"), (FULL, "none")):
+        loaded = load_model(str(home / family))
+        model = add_adapter(loaded, ModelConfig(name="", peft=peft), seed=0).model
+        if way == LORA_CHECKPOINTED:
+            loaded.model.gradient_checkpointing_enable(WITHOUT_RANDOM_STATE)
+        with sdpa_kernel(SDPBackend.MATH):  # the meta device has no fused kernel
+            peak = dry_pass(model, 4, 12, backward=way != INFERENCE).peak
+        assert found[way].passing == peak, way
+        assert found[way].weights == sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+        if way != INFERENCE:
+            optimizer = adam(model)
+            optimizer.step(lambda model=model: model(input_ids=torch.ones(2, 5, dtype=torch.int64))[0].square().mean())
+            states = optimizer.state.values()
+            moments = sum(v.nbytes for state in states for key, v in state.items() if key != "step")
+            stepped = sum(2 * target.parameter.nbytes for target in optimizer.targets)
+            assert moments <= found[way].kept == stepped  # a pooler that the loss leaves out gets no moments
+
+
+def test_training_takes_more_memory_the_more_of_it_is_kept(home):
+    found = by_way(load_model(str(home / "opt")), rows=64, length=24)  # too many tokens for a pass of both signs
+    total = {way: one.total for way, one in found.items()}
+    assert total[INFERENCE] < total[ZEROTH_ORDER[0]] < total[LORA] < total[FULL]
+    assert total[LORA_CHECKPOINTED] < total[LORA]
+    more = by_way(load_model(str(home / "opt")), rows=128, length=24)
+    assert more[LORA].passing - found[LORA].passing == pytest.approx(found[LORA].passing, rel=0.2)
+
+
+def test_of_a_packed_model_a_layer_is_unpacked_and_nothing_is_fine_tuned_whole(tmp_path):
+    tokenizer = tokenizer_for("bert")
+    wide = saved(tiny_model("bert", len(tokenizer), hidden_size=64, intermediate_size=64), tokenizer, tmp_path / "wide")
+    plain, packed = load_model(str(wide)), load_model(str(wide), quantization="nf4")
+    found, before = by_way(packed), by_way(plain)
+    assert FULL not in found
+    assert found[INFERENCE].weights == stored_bytes(packed.model) < before[INFERENCE].weights
+    layer = 64 * 64 * 4
+    assert found[INFERENCE].passing - before[INFERENCE].passing == layer == found[LORA].passing - before[LORA].passing
+
+
+GIB = 2**30
+SIZES = {INFERENCE: 1, ZEROTH_ORDER[0]: 3, ZEROTH_ORDER[1]: 2, LORA: 8, LORA_CHECKPOINTED: 5, FULL: 20}
+
+
+@pytest.mark.parametrize(
+    ("least", "said"),
+    [
+        (8, "LoRA with gradients fits here and will be faster: 8.00 GiB of 10.00 GiB, beside 3.00 GiB for lozo-adam."),
+        (5, "LoRA with gradients fits here by gradient checkpointing and will be faster: 5.00 GiB of 6.25 GiB"),
+        (3, "LoRA with gradients needs 5.00 GiB by gradient checkpointing, too much for 3.75 GiB; lozo-adam fits"),
+        (2, "too much for 2.50 GiB; tezo-cadam fits, with 2.00 GiB."),
+        (1, "neither fits into 1.25 GiB"),
+    ],
+)
+def test_the_advice_names_the_fastest_way_that_fits(least, said):
+    ways = [WayMemory(way, size * GIB, 0, 0) for way, size in SIZES.items()]
+    assert said in advice(ways, int(least * GIB / USABLE))
+    assert said not in advice(ways, int(least * GIB / USABLE) - 2 * GIB // 10)
+
+
+@pytest.mark.parametrize("family", ["opt", "roberta"])
+def test_doctor_says_whether_lora_fits_with_the_numbers(home, family, monkeypatch):
+    report = json.loads(tezo("doctor", "--model", home / family, "--json", "--set", "data.max_length=8").out)
+    memory = report["model"]["memory"]
+    assert (memory["rows"], memory["length"]) == (16, 8) and memory["available"] == report["memory"]
+    assert all(way["total"] == way["weights"] + way["kept"] + way["passing"] for way in memory["ways"])
+    monkeypatch.setattr(diagnosis, "usable_memory", lambda: 10**9)
+    shown = tezo("doctor", "--model", home / family).out
+    assert "LoRA with gradients fits here and will be faster" in shown and "of 0.93 GiB" in shown
+    monkeypatch.setattr(diagnosis, "usable_memory", lambda: 10**3)
+    assert "neither fits into 0.00 GiB" in tezo("doctor", "--model", home / family).out
+
+
+def test_a_model_that_cannot_be_forecast_says_why(home, monkeypatch):
+    def fails(*given, **more):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(memory_ways, "meta_twin", fails)
+    with pytest.raises(RequestError, match="does not run without values"):
+        memory_of_model(load_model(str(home / "opt")), 2, 4)
+    done = tezo("doctor", "--model", home / "opt")
+    assert done.code == 0 and "no forecast: OPTForCausalLM does not run without values" in done.out
+
+
+def test_the_memory_is_that_of_the_container(tmp_path, monkeypatch):
+    whole = diagnosis.usable_memory()
+    for text, expected in (("max\n", whole), ("1048576\n", 1048576), (f"{10**18}\n", whole)):
+        (tmp_path / "memory.max").write_text(text)
+        monkeypatch.setattr(diagnosis, "CONTAINER_LIMIT", tmp_path / "memory.max")
+        assert diagnosis.usable_memory() == min(expected, whole)

@@ -62,6 +62,7 @@ def _print_model(report: dict[str, Any]) -> None:
         print(f"  {row['method']:<11} trains {row['trained']:,}, keeps {_mebibytes(row['kept'])}  {'; '.join(notes)}")
     for reason, names in refused.items():
         print(f"  not {', '.join(names)}: {reason}")
+    _print_memory(report["memory"])
     print("\nprojected gradient at close scales: scatter, and shift to the next smaller, as shares of its size")
     if isinstance(report["noise"], str):
         print(f"  not measured: {report['noise']}")
@@ -70,6 +71,17 @@ def _print_model(report: dict[str, Any]) -> None:
     for row in report["noise"]:
         mark = "  <- method.rho" if row["rho"] == report["recommended_rho"] else ""
         print(f"  {row['rho']:<8g}  {row['scatter']:<7.3f}  {row['shift']:.3f}{mark}")
+
+
+def _print_memory(report: dict[str, Any] | str) -> None:
+    if isinstance(report, str):
+        print(f"\nmemory of training: no forecast: {report}")
+        return
+    print(f"\nmemory of training, forecast for {report['rows']} rows of {report['length']} tokens:")
+    for way in report["ways"]:
+        parts = f"weights {_mebibytes(way['weights'])}, kept {_mebibytes(way['kept'])}"
+        print(f"  {way['way']:<33} {_mebibytes(way['total']):>14}  ({parts}, a pass {_mebibytes(way['passing'])})")
+    print(f"  {report['advice']}")
 
 
 def _mebibytes(count: int) -> str:

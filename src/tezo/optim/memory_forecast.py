@@ -6,13 +6,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from tezo.directions.bases.activation import collecting_bytes
 from tezo.directions.perturbations import DrawKey
 from tezo.directions.spaces import FixedFactors
+from tezo.directions.targets import ALL, select_targets
 from tezo.errors import RequestError
 from tezo.estimators.estimate import ParameterEstimate
+from tezo.estimators.two_point import fitting_copies
 from tezo.forward import MovingParameter
 from tezo.optim.methods import METHODS, Method
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.stepped_weights import stepped_weight
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Forecast:
         method: name of the method.
         trained: number of values in the tuned parameters.
         kept: bytes in addition to the model: factors, coefficients and moments, without the activations of a pass.
+        collecting: bytes of sketches at a time in the passes that show a data-dependent basis the inputs, before the
+            first step.
         written: bytes of the stored weights that every step writes.
         rank: largest rank of the directions; None if they are dense.
         adapter: whether the result is an exact LoRA adapter.
@@ -32,6 +38,7 @@ class Forecast:
     method: str
     trained: int = 0
     kept: int = 0
+    collecting: int = 0
     written: int = 0
     rank: int | None = None
     adapter: bool = False
@@ -51,8 +58,9 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
     defaults = method.defaults()
     if "rank" in defaults:
         options.setdefault("rank", defaults["rank"] or defaults["max_rank"])
+    sees_data = options.get("basis", defaults.get("basis")) == "activation"
     if "basis" in defaults:
-        options["basis"] = "gaussian"  # a data-dependent basis needs as much memory, but there is no data here
+        options["basis"] = "gaussian"  # a data-dependent basis keeps as much memory, but there is no data here
     try:
         optimizer = method.build(model, seed=0, **options)
     except RequestError as error:
@@ -62,6 +70,7 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
             method.name,
             trained=sum(target.shape.numel() for target in optimizer.targets),
             kept=optimizer.factor_bytes + _kept(optimizer),
+            collecting=_collecting(optimizer) if sees_data else 0,
             written=sum(
                 moving.target.parameter.nbytes
                 for moving in optimizer.moving.values()
@@ -72,6 +81,31 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
         )
     finally:
         optimizer.close()
+
+
+def copies_of(said: Forecast, tokens: int) -> int:
+    """Number of perturbed models that share a pass, see `tezo.estimators.two_point`."""
+    return min(2, max(1, fitting_copies(tokens, dense=said.rank is None)))
+
+
+def first_order_kept(model: nn.Module) -> tuple[int, int]:
+    """(bytes that `FirstOrderOptimizer` keeps between steps, bytes of the gradients in its update).
+
+    It keeps two moments of each tensor that it steps, and that tensor where it is a float32 copy of a weight in half
+    precision. In the update, the copy's own gradient is beside the weight's.
+    """
+    kept = gradients = 0
+    for target in select_targets(model, (ALL,)):
+        stepped = stepped_weight(target, master=True).stepped
+        copy = 0 if stepped is target.parameter else stepped.nbytes
+        kept += copy + 2 * stepped.nbytes
+        gradients += target.parameter.nbytes + copy
+    return kept, gradients
+
+
+def _collecting(optimizer: ZerothOrderOptimizer) -> int:
+    matrices = {name: rank for name in optimizer.moving if (rank := optimizer.application(name)[0]) is not None}
+    return collecting_bytes([target for target in optimizer.targets if target.name in matrices], matrices)
 
 
 def _kept(optimizer: ZerothOrderOptimizer) -> int:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from tezo.tasks import Row, TaskFormat, task
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.setup import make_objective
 from tezo.training.job import load
+from tezo.training.memory_ways import LENGTH, advice, memory_of_model
 from tezo.training.opening import run_config
+from tezo.training.recipe import Config
 
 PACKAGES = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
 """Packages whose versions are reported."""
@@ -43,10 +46,21 @@ def machine_report() -> dict[str, Any]:
         "versions": versions(PACKAGES),
         "hardware": hardware(),
         "cores": os.cpu_count(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory": usable_memory(),
         "gpu_memory": gpu,
         "embedded": {name: _embedded_state(name) for name in EMBEDDED},
     }
+
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Where Linux has the memory that a container may take: a number of bytes, or "max"."""
+
+
+def usable_memory() -> int:
+    """Bytes of memory that this process may take: those of the machine, or of its container where that has fewer."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = CONTAINER_LIMIT.read_text(encoding="ascii").strip() if CONTAINER_LIMIT.is_file() else ""
+    return min(machine, int(limit)) if limit.isdecimal() else machine
 
 
 def _embedded_state(name: str) -> str:
@@ -58,7 +72,10 @@ def _embedded_state(name: str) -> str:
 
 
 def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON: a model's sizes, what each method trains and keeps of it, and the noise of its projected gradients.
+    """JSON: a model's sizes, what each method trains and keeps, the memory of training, the noise of its gradients.
+
+    Memory is compared with training by gradients; noise is that of projected gradients. Where one of the two cannot
+    be had, the reason stands in its place.
 
     Args:
         name: a folder, a hub name or a run folder.
@@ -80,12 +97,32 @@ def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
         "linear_parameters": sum(target.shape.numel() for target in linear),
         "linear_bytes": sum(bytes_of(target.parameter) for target in linear),
         "methods": [asdict(forecast) for forecast in forecasts(loaded.model)],
+        "memory": memory_report(config, loaded),
     }
     try:
         noise = model_estimate_error(config.data, loaded)
     except RequestError as error:
         return report | {"noise": str(error), "recommended_rho": None}
     return report | {"noise": [asdict(at) for at in noise], "recommended_rho": recommended(noise).rho}
+
+
+def memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
+    """JSON: the memory of inference, of zeroth-order steps and of training by gradients, and what fits here.
+
+    Rows are those of a batch of the run, tokens as many as `data.max_length` or `LENGTH`. The reason in words where
+    there is no forecast.
+    """
+    if config.model.placement != "device":
+        return f"model.placement is {config.model.placement}, and the forecast is for a model on one device."
+    rows, length = config.train.batch_size, min(config.data.max_length or LENGTH, loaded.max_length)
+    try:
+        ways = memory_of_model(loaded, rows, length)
+    except RequestError as error:
+        return str(error)
+    cuda = loaded.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(loaded.device).total_memory if cuda else usable_memory()
+    told = [asdict(way) | {"total": way.total} for way in ways]
+    return {"rows": rows, "length": length, "available": memory, "ways": told, "advice": advice(ways, memory)}
 
 
 def model_estimate_error(data: DataConfig, loaded: LoadedModel) -> list[EstimateError]:

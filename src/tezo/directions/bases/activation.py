@@ -177,6 +177,21 @@ def groups(targets: Sequence[Target], ranks: Mapping[str, int]) -> Iterator[list
         yield group
 
 
+def collecting_bytes(targets: Sequence[Target], ranks: Mapping[str, int]) -> int:
+    """Most bytes of sketches at a time while the factors of `targets` are computed.
+
+    Args:
+        targets: parameters; those that no linear layer has need no sketch.
+        ranks: name -> rank.
+    """
+    linear = [target for target in targets if target.input_role is not None]
+    sizes = (
+        sum(sketch_bytes(input_size(target), ranks[target.name], target.state_dtype) for target in group)
+        for group in groups(linear, ranks)
+    )
+    return max(sizes, default=0)
+
+
 @contextmanager
 def recording(
     model: nn.Module, targets: Sequence[Target], sketches: Mapping[str, Sketch]

@@ -37,10 +37,10 @@ class Sketch:
     """
 
     def __init__(self, size: int, columns: int, device: torch.device, dtype: torch.dtype, name: str) -> None:
-        self.omega_IK = torch.eye(size, dtype=torch.float64)
+        self._omega_IK = self._test_IK = None
         if columns < size:
-            self.omega_IK, _ = torch.linalg.qr(normal((size, columns), seed=0, step=0, name=name, role="sketch"))
-        self._test_IK = self.omega_IK.to(device, dtype) if columns < size else None
+            self._omega_IK, _ = torch.linalg.qr(normal((size, columns), seed=0, step=0, name=name, role="sketch"))
+            self._test_IK = self._omega_IK.to(device, dtype)
         self._sum_IK = torch.zeros(size, columns, device=device, dtype=dtype)
         self.count = 0
 
@@ -62,7 +62,7 @@ class Sketch:
         y_IK = self._sum_IK.double().cpu()
         if not torch.isfinite(y_IK).all():
             raise FloatingPointError
-        gram_KK = self.omega_IK.T @ y_IK
+        gram_KK = y_IK if self._omega_IK is None else self._omega_IK.T @ y_IK
         core_K, turns_KK = torch.linalg.eigh((gram_KK + gram_KK.T) / 2)
         leading_IK = turns_KK.flip(1)
         if self._test_IK is not None:

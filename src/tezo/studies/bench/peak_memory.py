@@ -36,7 +36,8 @@ INFERENCE = ("F", "N")
 STEPS = 3
 """Steps before the peak is read, followed by one refresh if there are lazy factors."""
 
-_ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Environment variables with which the C library returns freed blocks to the system at once."""
 
 
 def measure_memory(settings: Settings, labels: Sequence[str], tell: Callable[[str], None] = silent) -> Any:
@@ -105,7 +106,7 @@ def peak_of_fresh_process(label: str, settings: Settings) -> dict[str, Any]:
     request = {"label": label, "threads": torch.get_num_threads(), "settings": asdict(settings)}
     done = subprocess.run(
         [sys.executable, "-m", "tezo.studies.bench.peak_memory", json.dumps(request)],
-        env=os.environ | _ALLOCATOR,
+        env=os.environ | ALLOCATOR,
         capture_output=True,
         text=True,
     )

@@ -48,6 +48,7 @@ SHAPES: dict[str, Shape] = {
     "llama-7b": _llama(4096, 32, 32, 11008),
     "llama-13b": _llama(5120, 40, 40, 13824),
     "llama-30b": _llama(6656, 60, 52, 17920),
+    "llama-70b": _llama(8192, 80, 64, 28672, num_key_value_heads=8),
 }
 
 

@@ -10,22 +10,14 @@ The allocator's rounding and reserve, the CUDA context, buffers of a tile and te
 attention is counted with its scores, which fused kernels do not store. Time is a lower bound, see `least_seconds`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from tezo.directions.targets import ALL, select_targets
-from tezo.estimators.two_point import fitting_copies
-from tezo.optim.memory_forecast import Forecast, forecast
+from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
 from tezo.optim.methods import METHODS
-from tezo.optim.stepped_weights import stepped_weight
 from tezo.studies.cost_tables.cost_line import CostLine, settings_of
-from tezo.studies.cost_tables.dry_pass import DryPass, dry_pass, meta_model
+from tezo.studies.cost_tables.meta_models import meta_model
+from tezo.training.dry_pass import DryPass, dry_pass, valueless
 
 BANDWIDTH = 3.35e12
 """Bytes per second of the memory of an H100 SXM, by its data sheet."""
@@ -79,31 +71,11 @@ def _pass(model: str, peft: str, rows: int, length: int, *, backward: bool = Fal
     return dry_pass(meta_model(settings_of(CostLine(""), model), peft), rows, length, backward=backward)
 
 
-def copies_of(said: Forecast, tokens: int) -> int:
-    """Number of perturbed models that share a pass, see `tezo.estimators.two_point`."""
-    return min(2, max(1, fitting_copies(tokens, dense=said.rank is None)))
-
-
 def _first_order_cost(line: CostLine, model: str, rows: int, length: int) -> StepCost:
     meta = meta_model(settings_of(line, model), line.peft)
     cost, (kept, gradients) = _pass(model, line.peft, rows, length, backward=True), first_order_kept(meta)
     weights = sum(parameter.nbytes for parameter in meta.parameters())
     return StepCost(weights, kept, max(cost.peak, gradients), cost.flops, weights)
-
-
-def first_order_kept(model: nn.Module) -> tuple[int, int]:
-    """(bytes that `FirstOrderOptimizer` keeps between steps, bytes of the gradients in its update).
-
-    It keeps two moments of each tensor that it steps, and that tensor where it is a float32 copy of a weight in half
-    precision. In the update, the copy's own gradient is beside the weight's.
-    """
-    kept = gradients = 0
-    for target in select_targets(model, (ALL,)):
-        stepped = stepped_weight(target, master=True).stepped
-        copy = 0 if stepped is target.parameter else stepped.nbytes
-        kept += copy + 2 * stepped.nbytes
-        gradients += target.parameter.nbytes + copy
-    return kept, gradients
 
 
 def least_seconds(line: CostLine, model: str) -> float:
@@ -118,26 +90,3 @@ def least_seconds(line: CostLine, model: str) -> float:
     """
     cost = step_cost(line, model)
     return 2 * max(cost.flops / FLOPS, cost.weights / BANDWIDTH) + 2 * (cost.kept + cost.written) / BANDWIDTH
-
-
-@contextmanager
-def valueless(model: Any) -> Iterator[Any]:
-    """While open, the parameters of a model on the meta device are on the CPU: one zero, repeated, in their shapes.
-
-    Optimizers refuse parameters that have no values at all; these take no memory either.
-    """
-    owners = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
-    before = [getattr(module, name) for module, name in owners]
-    stand_ins: dict[Tensor, nn.Parameter] = {own: _one_zero(own) for own in before}
-    try:
-        for (module, name), own in zip(owners, before, strict=True):
-            setattr(module, name, stand_ins[own])
-        yield model
-    finally:
-        for (module, name), own in zip(owners, before, strict=True):
-            setattr(module, name, own)
-
-
-def _one_zero(parameter: nn.Parameter) -> nn.Parameter:
-    zero = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-    return nn.Parameter(zero, requires_grad=parameter.requires_grad)

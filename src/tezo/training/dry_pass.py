@@ -4,8 +4,11 @@ The model, its adapter and the operations are the real ones, so that a model of 
 no memory.
 """
 
+import copy
+import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +18,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.initialization import no_init_weights
 
 from tezo.directions.targets import device_of
-from tezo.models.loading import LoadedModel
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
-from tezo.studies.bench.settings import Settings
-from tezo.studies.bench.shapes import SHAPES, skeleton
-from tezo.tasks.objectives.logits import logits_at
+from tezo.tasks.objectives.logits import logits_at, no_cache
 
 META = torch.device("meta")
 
@@ -75,23 +74,22 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._live.pop(key)
 
 
-def meta_model(settings: Settings, peft: str = "none") -> Any:
-    """The model of `settings` on the meta device, with a new adapter of this type, see `ModelConfig.peft`.
+def meta_twin(model: Any) -> Any:
+    """A model of the class, configuration and dtype of `model`, a model of transformers, on the meta device.
 
-    Args:
-        settings: model (a key of `SHAPES`) and dtype.
-        peft: "none", "lora" or "prefix".
+    Its layers are plain ones where those of `model` are packed.
     """
-    model = skeleton(SHAPES[settings.model].make(), getattr(torch, settings.dtype), META)
-    if peft == "none":
-        return model
-    config = ModelConfig(name=settings.model, peft=peft)  # type: ignore[arg-type]
-    with META:
-        return add_adapter(LoadedModel(model, None, "causal"), config, seed=0).model
+    config = copy.deepcopy(model.config)
+    with META, no_init_weights():
+        twin = type(model)(config).to(model.dtype)
+    twin.tie_weights()
+    return twin.eval()
 
 
 def dry_pass(model: Any, rows: int, length: int, *, backward: bool = False) -> DryPass:
     """One pass over a batch, with the loss at the last position of each row, as in `bench.workload`.
+
+    A model without an output head over a vocabulary has the mean of its first output as its loss.
 
     Args:
         model: model on any device; gradients are those of its parameters that require one.
@@ -100,24 +98,62 @@ def dry_pass(model: Any, rows: int, length: int, *, backward: bool = False) -> D
         backward: whether the loss is differentiated, in training mode; the gradients are then part of the peak.
     """
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device_of(model))
-    last_S1 = ids.new_full((rows, 1), length - 1)
-    model.train(backward)
-    live = LiveBytes(model.parameters())
-    with FlopCounterMode(display=False) as work, live, torch.set_grad_enabled(backward):
-        logits_SKV = logits_at(model, {"input_ids": ids} | _mask(model, ids), last_S1)
-        loss = functional.cross_entropy(logits_SKV.flatten(0, 1), ids[:, 0])
-        del logits_SKV
-        if backward:
-            loss.backward()  # type: ignore[no-untyped-call]
-    model.zero_grad()
+    live, work = LiveBytes(model.parameters()), FlopCounterMode(display=False)
+    for counter in (live, work):  # one pass each: the counter of operations keeps what checkpointing frees
+        _run(model, ids, counter, backward=backward)
     return DryPass(live.peak, work.get_total_flops())
 
 
-def _mask(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+def _run(model: Any, ids: Tensor, counter: Any, *, backward: bool) -> None:
+    model.train(backward)
+    with counter, torch.set_grad_enabled(backward):
+        loss = _loss(model, {"input_ids": ids} | _mask(model, ids))
+        if backward:
+            loss.backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
+
+
+def _loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    if model.get_output_embeddings() is None:
+        first: Tensor = model(**inputs, **no_cache(model))[0]
+        return first.float().mean()
+    ids_SL = inputs["input_ids"]
+    last_S1 = ids_SL.new_full((len(ids_SL), 1), ids_SL.shape[1] - 1)
+    return functional.cross_entropy(logits_at(model, inputs, last_S1).flatten(0, 1), ids_SL[:, 0])
+
+
+def _mask(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """A ready mask and positions: transformers makes its own from values, which these tensors do not have."""
     config = getattr(model, "active_peft_config", None)
     if config is not None and config.is_prompt_learning:  # PEFT makes both
         return {}
     rows, length = ids.shape
-    mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device=ids.device)
-    return {"attention_mask": mask, "position_ids": ids}
+    base = model.get_base_model() if config is not None else model
+    ready = {
+        "attention_mask": torch.ones(rows, 1, length, length, dtype=torch.bool, device=ids.device),
+        "position_ids": ids,
+    }
+    return {key: value for key, value in ready.items() if key in inspect.signature(base.forward).parameters}
+
+
+@contextmanager
+def valueless(model: Any) -> Iterator[Any]:
+    """While open, the parameters of a model on the meta device are on the CPU: one zero, repeated, in their shapes.
+
+    Optimizers refuse parameters that have no values at all; these take no memory either.
+    """
+    owners = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
+    before = [getattr(module, name) for module, name in owners]
+    stand_ins: dict[Tensor, nn.Parameter] = {own: _one_zero(own) for own in before}
+    try:
+        for (module, name), own in zip(owners, before, strict=True):
+            setattr(module, name, stand_ins[own])
+        yield model
+    finally:
+        for (module, name), own in zip(owners, before, strict=True):
+            setattr(module, name, own)
+
+
+def _one_zero(parameter: nn.Parameter) -> nn.Parameter:
+    zero = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    return nn.Parameter(zero, requires_grad=parameter.requires_grad)

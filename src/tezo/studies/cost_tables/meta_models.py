@@ -1,0 +1,27 @@
+"""Models of the benchmark's shapes on torch's meta device, with or without a new adapter."""
+
+from typing import Any
+
+import torch
+
+from tezo.models.loading import LoadedModel
+from tezo.models.model_config import ModelConfig
+from tezo.models.peft_adapters import add_adapter
+from tezo.studies.bench.settings import Settings
+from tezo.studies.bench.shapes import SHAPES, skeleton
+from tezo.training.dry_pass import META
+
+
+def meta_model(settings: Settings, peft: str = "none") -> Any:
+    """The model of `settings` on the meta device, with a new adapter of this type, see `ModelConfig.peft`.
+
+    Args:
+        settings: model (a key of `SHAPES`) and dtype.
+        peft: "none", "lora" or "prefix".
+    """
+    model = skeleton(SHAPES[settings.model].make(), getattr(torch, settings.dtype), META)
+    if peft == "none":
+        return model
+    config = ModelConfig(name=settings.model, peft=peft)  # type: ignore[arg-type]
+    with META:
+        return add_adapter(LoadedModel(model, None, "causal"), config, seed=0).model
