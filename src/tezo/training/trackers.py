@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers.integrations import get_reporting_integration_callbacks
 
 from tezo.errors import RequestError
-from tezo.training.trainer_callbacks import TrainerCallbacks
+from tezo.training.integrations.trainer_callbacks import TrainerCallbacks
 
 _PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "flyte": "flytekit"}
 """Name of a tracker -> the package that it needs, where that has another name."""
