@@ -57,8 +57,10 @@ def test_the_rows_of_the_fused_head_have_the_loss_of_trl_as_their_mean(tmp_path)
     with torch.no_grad():
         losses = StepLoss(run, batches, items)
         found = losses.row_losses()
-        plain = run.model(**batches[0]).loss
-    assert found.shape == (4,) and not torch.allclose(found, found[0].expand(4))
+        output, labels = run.model(**batches[0]), batches[0]["labels"][:, 1:]
+    plain, logits = output.loss, output.logits[:, :-1].transpose(1, 2)
+    each = torch.nn.functional.cross_entropy(logits, labels, reduction="none").sum(1) * 4 / (labels != -100).sum()
+    assert torch.allclose(found, each, rtol=1e-5)
     assert found.mean().item() == pytest.approx(losses.loss().item(), rel=1e-5) == pytest.approx(plain.item(), rel=1e-5)
 
 
