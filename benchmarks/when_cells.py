@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tezo.directions.targets import select_targets
+from tezo.directions.targets import is_packed, select_targets
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import ModelConfig
 from tezo.models.peft_adapters import add_adapter
@@ -82,6 +82,9 @@ def packed(model: Any) -> Any:
         options, _ = quantization_config("nf4", dtype, CPU, lambda: kind(config))
         loaded = kind.from_pretrained(folder, dtype=dtype, quantization_config=options, device_map={"": CPU})
     quantizer("nf4").settle(loaded)
+    for parameter in loaded.parameters():
+        if not is_packed(parameter):  # it lies in the file, whose other pages would be counted with it
+            parameter.data = parameter.data.clone()
     return loaded.eval()
 
 
