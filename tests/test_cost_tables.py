@@ -209,6 +209,19 @@ def test_seconds_are_the_benchmarks():
     assert 0 < measured_seconds(LINES["tezo"], "tiny", "cpu") < 10
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-llama"])
+@pytest.mark.parametrize("adapter", ["none", "lora", "prefix"])
+def test_a_model_without_values_has_the_parameters_of_a_real_one(shape, adapter):
+    settings = Settings(model=shape, dtype="float16")
+    real = LoadedModel(from_shape(SHAPES[shape].make(), torch.float16, CPU), None, "causal")
+    expected = add_adapter(real, ModelConfig(name=shape, peft=adapter), seed=0).model
+
+    def described(model):
+        return {name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+
+    assert described(meta_model(settings, adapter)) == described(expected)
+
+
 def test_what_does_not_fit_has_no_number():
     def no_memory():
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -245,7 +258,7 @@ def reproduced(*arguments):
 
 @pytest.mark.parametrize("name", ["memory", "time", "peft-memory"])
 def test_without_a_gpu_the_table_is_a_forecast_and_says_so(name, tmp_path):
-    only = {"peft-memory": "mezo-lora,zero-shot"}.get(name, "mezo,tezo-adam")
+    only = {"peft-memory": "ft-prefix,mezo-lora"}.get(name, "mezo,tezo-adam")
     said = reproduced(name, "--model", "tiny,opt-125m", "--only", only, "--output", tmp_path)
     text = (tmp_path / "table.md").read_text()
     assert re.match(r"# .*\bforecast\b", text) and "\n| forecast |" in text and "nothing was measured" in text
@@ -259,7 +272,7 @@ def test_without_a_gpu_the_table_is_a_forecast_and_says_so(name, tmp_path):
     assert all(published) or name == "peft-memory"
 
 
-@pytest.mark.parametrize(("name", "key"), [("memory", "tezo-adam"), ("peft-memory", "zero-shot")])
+@pytest.mark.parametrize(("name", "key"), [("memory", "tezo-adam"), ("peft-memory", "mezo-prefix")])
 def test_the_committed_forecasts_are_what_the_code_says(name, key):
     with (RESULTS / f"costs-{name}/table.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -116,3 +117,11 @@ def test_an_export_has_the_settings_of_the_run(home, form, tmp_path):
     done = tezo("export", run, "--format", form, "--output", tmp_path / "export")
     assert done.code == 2 and "lora_alpha: 64, and the run has 16" in done.err, done.err
     assert not (tmp_path / "export").exists()
+
+
+def test_what_peft_asks_transformers_by_an_old_name_is_no_warning_to_the_user(home, tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        more = ("--method", "mezo", "--steps", 1, *settings(model__peft="lora", method__lr=0.05))
+        assert train(home / "llama", home / "rows.jsonl", tmp_path / "run", *more, method__rank=None).code == 0
+    assert not [warning for warning in seen if warning.category is FutureWarning]

@@ -49,6 +49,10 @@ def test_every_cell_is_a_configuration_with_the_papers_settings(name):
     searched = [cell for cell in cells if cell.line.label == "MeZO" and cell.column == table.columns[0]]
     assert {cell.rate for cell in searched} == {1e-4, 1e-5, 1e-6, 1e-7}
     assert {cell.seed for cell in searched} == set(table.seeds)
+    for cell in cells:
+        if cell.line.is_zeroth_order:  # ZO-AdaMU's steps have the scale of plain ones
+            adam = cell.line.label in ("MeZO-Adam", "TeZO-Adam")
+            assert cell.line.rates == ((1e-4, 3e-5, 1e-5, 3e-6) if adam else (1e-4, 1e-5, 1e-6, 1e-7)), cell.line.label
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -275,8 +279,8 @@ def small(name: str, output: Path, data: Path, *more: str):
 )
 def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, in_this_process, name, tasks):
     output = tmp_path / "out"
-    methods = "ft,zero-shot,mezo,tezo"
-    done = small(name, output, data, "--only", f"{methods},{tasks}")
+    methods, half = "ft,zero-shot,mezo,tezo", ("--dtype", "float16") if name in PAPERS else ()
+    done = small(name, output, data, "--only", f"{methods},{tasks}", *half)
     assert done.code == 0, done.err
     text = (output / "table.md").read_text()
     assert "SMALL SCALE" in text.splitlines()[0] and "accuracies mean nothing" in text.splitlines()[0]
@@ -288,8 +292,22 @@ def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, i
     assert not any("failed" in line for line in body) and "+0.0" in lines["FT"]
     rows = list(csv.DictReader((output / "table.csv").read_text().splitlines()))
     assert len(rows) == 4 * len(paper_columns(name, tasks)) and {row["missing"] for row in rows} == {"0"}
+    assert {row["failed"] for row in rows} == {"0"}
+    assert ("model.dtype=float16" in text) == (name in PAPERS)
     assert ("both are of the last step" in text) == name.startswith("study")
     assert {path.name for path in output.glob("*.*")} >= {"table.md", "table.csv", "runs.csv"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPERS)
+def test_no_cell_of_a_whole_table_fails_in_half_precision(tmp_path, data, in_this_process, name):
+    done = small(name, tmp_path / "out", data, "--dtype", "float16")
+    assert done.code == 0, done.err
+    rows = list(csv.DictReader((tmp_path / "out/table.csv").read_text().splitlines()))
+    assert len(rows) == len(TABLES[name].lines) * len(TABLES[name].columns)
+    assert {(row["failed"], row["missing"]) for row in rows} == {("0", "0")}
+    runs = list((tmp_path / "out").rglob("config.yaml"))
+    assert runs and {read_config(path, []).model.dtype for path in runs} == {"float16"}
 
 
 def test_a_model_of_the_users_is_never_written(tmp_path, data, in_this_process, monkeypatch):

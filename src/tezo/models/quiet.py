@@ -1,6 +1,7 @@
 """Turns off the progress bars and advice of other libraries."""
 
 import os
+import warnings
 from logging import ERROR, getLogger
 
 
@@ -19,5 +20,6 @@ def quiet_libraries() -> None:
     from transformers.utils import logging
 
     getLogger("bitsandbytes").setLevel(ERROR)  # it warns at each product that it rounds
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # PEFT's old name
     logging.set_verbosity_error()
     logging.disable_progress_bar()
