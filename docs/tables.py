@@ -33,18 +33,26 @@ def demo() -> str:
     return table + f"\nMedian gain {gain:.1f} points. `{results['command']}`; {machine(runs[0])}.\n"
 
 
-def step(targets: str, name: str = "step_cpu") -> str:
-    """Time of a step of OPT-125M over that of two plain forward passes; mezo also against its published form."""
+def step(targets: str, name: str = "step_cpu", labels: Sequence[str] | None = None, ratio: str = "to_F2") -> str:
+    """Time of a step of OPT-125M over that of two plain forward passes; mezo also against its published form.
+
+    Args:
+        targets: tuned parameters.
+        name: of the results.
+        labels: the rows; None: all that were measured.
+        ratio: "to_F2", or "to_J2" for one pass over the batch twice.
+    """
     chosen = [r for r in read(name) if r["settings"]["targets"] == targets and r["settings"]["model"] == SMALL]
     found = [by_label(result) for result in chosen]
-    rows = [[label, *(f"{of[label]['to_F2']:.2f}" for of in found)] for label in found[0]]
-    rows.append(["published:mezo / mezo", *(f"{of['mezo']['speed_up']:.1f}" for of in found)])
+    rows = [[label, *(f"{of[label][ratio]:.2f}" for of in found)] for label in labels or found[0]]
+    if labels is None and ratio == "to_F2":
+        rows.append(["published:mezo / mezo", *(f"{of['mezo']['speed_up']:.1f}" for of in found)])
     return grid(["", *(head(result["settings"]) for result in chosen)], rows) + "\n" + circumstances(chosen)
 
 
-def step_sizes() -> str:
+def step_sizes(name: str = "step_cpu") -> str:
     """The first setting of `step` for models of several sizes."""
-    results = read("step_cpu")
+    results = read(name)
     first = results[0]["settings"]
     chosen = [r for r in results if all(r["settings"][key] == first[key] for key in ("dtype", "batch", "targets"))]
     found = [by_label(result) for result in chosen]
@@ -62,9 +70,10 @@ def circumstances(results: Sequence[dict[str, Any]]) -> str:
     """The line below a table of steps."""
     rounds = sorted({result["rounds"] for result in results})
     models = dict.fromkeys(result["settings"]["model"] for result in results)
+    has = results[0].get("half_precision") or ["no instructions for half precision"]
     return (
         f"Medians of {rounds[0]} to {rounds[-1]} interleaved rounds; {', '.join(models)}, random weights, rank "
-        f"{results[0]['settings']['rank']}. `benchmarks/cpu.sh`; {machine(results[0])}.\n"
+        f"{results[0]['settings']['rank']}. `benchmarks/cpu.sh`; {machine(results[0])}, {', '.join(has)}.\n"
     )
 
 
@@ -291,9 +300,13 @@ def _outcome(runs: Sequence[dict[str, Any]]) -> list[str]:
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "step": partial(step, "all-linear"),
-    "step-all": partial(step, "all"),
-    **{f"step-{targets}-xeon": partial(step, targets, "step_cpu_xeon") for targets in ("all-linear", "all")},
-    "step-sizes": step_sizes,
+    "step-short": partial(
+        step, "all-linear", labels=("F2", "tezo", "lozo-adam", "tezo-adam", "mezo", "published:mezo")
+    ),
+    "step-to-J2": partial(step, "all-linear", labels=("tezo", "lozo", "lozo-adam", "subzo"), ratio="to_J2"),
+    "step-emulated": partial(step, "all-linear", "step_cpu_emulated"),
+    "step-all-emulated": partial(step, "all", "step_cpu_emulated"),
+    "step-sizes-emulated": partial(step_sizes, "step_cpu_emulated"),
     "memory": memory,
     "per-example": per_example,
     "evaluation": evaluation,
