@@ -13,6 +13,7 @@ from tezo.cli import eval_command as evaluate
 from tezo.cli import export_command as export
 from tezo.cli import methods_command as methods
 from tezo.cli import predict_command as predict
+from tezo.cli import push_command as push
 from tezo.cli import replay_command as replay
 from tezo.cli import report_command as report
 from tezo.cli import reproduce_command as reproduce
@@ -32,7 +33,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, evaluate, predict, export, methods, tasks, doctor, bench, analyze, report, reproduce, replay):
+COMMANDS = (
+    train, evaluate, predict, export, push, methods, tasks, doctor, bench, analyze, report, reproduce, replay
+)  # fmt: skip
+for command in COMMANDS:
     command.register(app)
 
 
