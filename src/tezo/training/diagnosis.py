@@ -13,7 +13,7 @@ from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.estimate_error import DIRECTIONS, EstimateError, measure_estimate_error, recommended
 from tezo.optim.memory_forecast import forecasts
 from tezo.optim.methods import tezo
-from tezo.runs.environment import hardware, versions
+from tezo.runs.environment import hardware, main_memory, versions
 from tezo.tasks import Row, TaskFormat, task
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.setup import make_objective
@@ -43,7 +43,7 @@ def machine_report() -> dict[str, Any]:
         "versions": versions(PACKAGES),
         "hardware": hardware(),
         "cores": os.cpu_count(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory": main_memory(),
         "gpu_memory": gpu,
         "embedded": {name: _embedded_state(name) for name in EMBEDDED},
     }
