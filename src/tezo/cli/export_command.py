@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import BaseOption, TrustOption
+from tezo.cli.common import BaseOption, JsonOption, TrustOption, print_json
 from tezo.models.quiet import quiet_libraries
 
 
@@ -22,6 +22,7 @@ def export(
     ] = "lora",
     model: BaseOption = None,
     trust_remote_code: bool = TrustOption,
+    json: bool = JsonOption,
 ) -> None:
     """Write a run's result elsewhere: its LoRA adapter, or the whole model with everything merged in."""
     quiet_libraries()
@@ -30,6 +31,9 @@ def export(
     from tezo.training.exporting import GGUF, export_run
 
     rank = export_run(Path(run), output, form, model=model, trust_remote_code=trust_remote_code)
+    if json:
+        print_json({"format": form, "folder": str(output), "rank": rank})
+        return
     if rank is not None and rank <= ALLOWED_RANKS[-1]:
         print(f"vLLM: --enable-lora --max-lora-rank {rank} --lora-modules tuned={output}")
     elif rank is not None:
