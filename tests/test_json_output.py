@@ -1,6 +1,9 @@
-"""What a program reads: `--json` prints one document and nothing else, and says the same as the text."""
+"""What a program or a shell reads: `--json` prints one document and says the same as the text; completion is quick."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from folders import label_rows, model_folder, refused, tezo, train, write_rows
@@ -44,3 +47,21 @@ def test_a_plan_of_runs(tmp_path):
 def test_the_version_is_that_of_the_package():
     done = tezo("--version")
     assert done.code == 0 and done.out == f"tezo {package.__version__}\n"
+
+
+COMPLETING = """
+import sys
+from tezo.cli.main import main
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(("typed", "offered"), [("tezo ex", "export"), ("tezo train --dry", "--dry-run")])
+def test_the_shell_completes_commands_and_options_without_torch(typed, offered):
+    own = {"_TEZO_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    command = [sys.executable, "-c", COMPLETING]
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, [offered]), done.stderr
