@@ -27,10 +27,9 @@ from typing import Any
 
 from small_runs import model_name, rows
 
-from tezo.runs.environment import versions
+from tezo.runs.environment import usable_memory, versions
 from tezo.studies.bench.peak_memory import ALLOCATOR
 from tezo.studies.bench.result_files import commit, cpu
-from tezo.training.diagnosis import usable_memory
 from tezo.training.memory_ways import FULL, INFERENCE, LORA, LORA_CHECKPOINTED, USABLE
 
 HERE = Path(__file__).parent

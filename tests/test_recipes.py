@@ -5,14 +5,17 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from folders import label_rows, model_folder, tezo, write_rows
 from torch import nn
 
+from tezo.errors import RequestError
 from tezo.optim.methods import METHODS, method
 from tezo.studies.reproduce import TABLES
 from tezo.training.config import dump_config, parse_config, read_config
+from tezo.training.own_recipes import find_recipe, recipe_folder, recipe_names
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
+RECIPES = sorted(recipe_folder().glob("*.yaml"))
 
 
 def wide_model() -> nn.Module:
@@ -41,11 +44,11 @@ def test_a_resolved_recipe_reads_back_the_same(path):
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 
 
-GENERATED = sorted((ROOT / "recipes/tables").rglob("*.yaml"))
+GENERATED = sorted((recipe_folder() / "tables").rglob("*.yaml"))
 
 
 def test_every_row_of_the_papers_tables_has_the_recipe_that_the_script_writes():
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "recipes/generate.py")
+    spec = importlib.util.spec_from_file_location("table_recipes", ROOT / "docs/table_recipes.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     assert {path: path.read_text(encoding="utf-8") for path in GENERATED} == generate.recipes()
@@ -58,3 +61,31 @@ def test_a_row_of_a_table_parses_and_builds(path):
     config = read_config(path, [])
     optimizer = method(config.method.name).build(wide_model(), **config.method.options)
     assert optimizer.param_groups[0]["lr"] == config.method.options["lr"]
+
+
+def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = recipe_folder()
+    assert find_recipe(Path("lozo")) == find_recipe(Path("lozo.yaml")) == own / "lozo.yaml"
+    assert find_recipe(Path("tables/opt-13b/tezo")) == own / "tables/opt-13b/tezo.yaml"
+    assert {own / f"{name}.yaml" for name in recipe_names()} == {*RECIPES, *GENERATED}
+    Path("lozo.yaml").write_text("model: here\n")
+    assert find_recipe(Path("lozo.yaml")) == Path("lozo.yaml")
+    for name, hint in (
+        ("losso", "Did you mean 'lozo'?"),
+        ("../recipes/lozo", "recipe"),
+        ("tables/opt-13b/x", "tables"),
+    ):
+        with pytest.raises(RequestError, match="neither a file nor one that comes with tezo") as refused:
+            find_recipe(Path(name))
+        assert hint in str(refused.value)
+
+
+def test_the_command_line_takes_a_recipe_by_name(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(24))
+    given = ("--model", model_folder(tmp_path, "opt"), "--data", rows, "--steps", 2, "--output", tmp_path / "run")
+    small = ("--set", "model.dtype=auto", "--set", "method.rank=2", "--json")
+    done = tezo("train", "lozo", *given, *small)
+    assert done.code == 0, done.err
+    options = read_config(tmp_path / "run/config.yaml", []).method.options
+    assert (options["scale"], options["lazy_update_interval"], options["lr"]) == ("raw", 100, 1e-7)

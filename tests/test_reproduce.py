@@ -24,13 +24,13 @@ from tezo.studies.reproduce.results import Entry, all_cells, entries, is_finishe
 from tezo.studies.reproduce.small_models import small_model
 from tezo.tasks import TASKS
 from tezo.training.config import overlay, parse_config, read_config
+from tezo.training.own_recipes import recipe_folder
 
 
 def grid_of(name: str, **options):
     return make_grid(find_table(name), **({"model": None, "small": False, "data_dir": None} | options))
 
 
-ROOT = Path(__file__).parents[1]
 OURS = ("encoder", "study", "study-long", "study-decoder")
 PAPERS = [name for name in TABLES if name not in OURS]
 
@@ -139,7 +139,7 @@ def test_the_papers_recipes_are_cells_of_its_table():
     for name, cell in cells.items():
         if name in ("adam", "zo-adamu"):  # no recipe, and a rate that the paper does not give
             continue
-        recipe, own = read_config(ROOT / f"recipes/{name}.yaml", []), parse_config(cell.tree)
+        recipe, own = read_config(recipe_folder() / f"{name}.yaml", []), parse_config(cell.tree)
         filled = [method(name).defaults() | dict(config.method.options) for config in (recipe, own)]
         assert filled[0] == filled[1], name
         assert (recipe.data.task, recipe.data.num_train, recipe.data.num_dev, recipe.data.num_test) == (

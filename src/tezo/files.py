@@ -4,10 +4,12 @@ A file is written under a temporary name in the same folder, forced to disk and 
 the same way: each file and the folder are forced to disk before the rename. A process that is killed leaves the old
 version, the new version, or a name that starts with a dot; a lock on a folder that is being written tells it from such
 a leftover. Only plain files of bounded size are read. JSON is written by the standard, without NaN and infinity.
+
+Windows has no such locks, and opens no folder to force it to disk: there, two processes that write one folder are not
+told from one that has died.
 """
 
 import errno
-import fcntl
 import json
 import math
 import os
@@ -21,6 +23,14 @@ import yaml
 from safetensors import SafetensorError
 
 from tezo.errors import RequestError, RunError, TezoError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+BINARY = getattr(os, "O_BINARY", 0)
+"""Flag of `os.open` by which Windows leaves line ends as they are."""
 
 
 @contextmanager
@@ -78,7 +88,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o644)
     try:
         write_all(handle, data)
         os.fsync(handle)
@@ -100,7 +110,7 @@ def append(path: Path, data: bytes) -> None:
         RunError: it cannot be written.
     """
     with storing(path):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | BINARY, 0o644)
         try:
             write_all(handle, data)
         finally:
@@ -164,6 +174,9 @@ def _is_leftover(path: Path) -> bool:
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Locks a folder while open, and yields whether no other process had; a process that ends gives its locks back."""
+    if fcntl is None:
+        yield True
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         yield _lock(handle)
@@ -173,11 +186,23 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 def _lock(handle: int) -> bool:
     try:
+        return lock(handle)
+    except OSError:  # on a file system without locks, no folder is locked
+        return True
+
+
+def lock(handle: int) -> bool:
+    """Locks an open file or folder for this process; returns False if another one has the lock.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    if fcntl is None:
+        return True
+    try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # on a file system without locks, no folder is locked
-        return True
     return True
 
 
@@ -191,8 +216,10 @@ def _exchange(beside: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Forces a file, or the entries of a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Forces a file, or the entries of a folder, to disk; Windows has neither handles of folders nor need of them."""
+    if fcntl is None and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY if fcntl is not None else os.O_RDWR)  # Windows syncs what may be written
     try:
         os.fsync(handle)
     finally:

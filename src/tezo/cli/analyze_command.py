@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tezo.cli.common import SetOption
+from tezo.cli.common import JsonOption, SetOption, print_json
 from tezo.errors import RequestError
 from tezo.models.quiet import quiet_libraries
 
@@ -26,12 +26,16 @@ def analyze(
     task: Annotated[str | None, typer.Option(help="Task instead of --data; see `tezo tasks`.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
     settings: list[str] = SetOption,
+    json: bool = JsonOption,
 ) -> None:
     """Draw a figure of the paper from your own model, runs or benchmarks, and write its numbers."""
     quiet_libraries()
     from tezo.studies.analysis import ANALYSES, Given, analysis, save
     from tezo.training.config import overlay, parse_config, parse_setting
 
+    if name is None and json:
+        print_json([{"name": e.name, "paper": e.paper, "summary": e.summary} for e in ANALYSES.values()])
+        return
     if name is None:
         for entry in ANALYSES.values():
             print(f"{entry.name:<18} {entry.paper:<32} {entry.summary}")
@@ -46,6 +50,9 @@ def analyze(
     options = entry.read_options([pair for pair in pairs if "." not in pair[0]])
     numbers = entry.run(options, Given(config, tuple(paths or ())))
     written = save(entry, numbers, output)
+    if json:
+        print_json(numbers | {"files": [str(path) for path in written]})
+        return
     print(numbers["caption"])
     for table in entry.tables(numbers) if entry.tables is not None else []:
         _print_table(table)

@@ -3,6 +3,7 @@
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -13,6 +14,7 @@ from tezo.cli import eval_command as evaluate
 from tezo.cli import export_command as export
 from tezo.cli import methods_command as methods
 from tezo.cli import predict_command as predict
+from tezo.cli import push_command as push
 from tezo.cli import replay_command as replay
 from tezo.cli import report_command as report
 from tezo.cli import reproduce_command as reproduce
@@ -29,16 +31,32 @@ INTERRUPTED = 130
 app = typer.Typer(
     help="Fine-tune language models by forward passes alone.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, evaluate, predict, export, methods, tasks, doctor, bench, analyze, report, reproduce, replay):
+COMMANDS = (
+    train, evaluate, predict, export, push, methods, tasks, doctor, bench, analyze, report, reproduce, replay
+)  # fmt: skip
+for command in COMMANDS:
     command.register(app)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"tezo {version('tezo')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _global(debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None:
+def _global(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    del version  # its callback has ended the program
     options.debug = debug
 
 
@@ -46,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line. Exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 Ctrl-C."""
     try:
         check_options(app, sys.argv[1:] if arguments is None else arguments)
-        app(args=arguments)
+        app(args=arguments, prog_name="tezo")
     except TezoError as error:
         if options.debug or "--debug" in (sys.argv if arguments is None else arguments):
             traceback.print_exc()

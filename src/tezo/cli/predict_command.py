@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import SetOption
+from tezo.cli.common import JsonOption, SetOption, print_json
 from tezo.models.quiet import quiet_libraries
 
 STANDARD_INPUT = "-"
@@ -25,6 +25,7 @@ def predict(
         int | None, typer.Option(help="Longest answer of free text; default: the task's, or 64.")
     ] = None,
     settings: list[str] = SetOption,
+    json: bool = JsonOption,
 ) -> None:
     """Answer new rows with a tuned model, or with a model as it is."""
     from tezo.training.config import parse_setting
@@ -41,7 +42,10 @@ def predict(
     rows = standard_input_rows("input") if source == STANDARD_INPUT else read_rows(source, key="input")
     answering.check_no_answers(rows)
     answers, notices = answering.answer_rows(config, open_model(run, config), rows, max_new_tokens)
+    answering.write_answers(output, rows, answers)
+    if json:
+        print_json({"rows": len(rows), "file": str(output), "notices": notices})
+        return
     for notice in notices:
         typer.echo(f"note: {notice}", err=True)
-    answering.write_answers(output, rows, answers)
     print(f"{len(rows)} answers: {output}")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tezo.cli.common import SetOption
+from tezo.cli.common import SetOption, print_json
 from tezo.cli.reproduce_costs import NAMES as COST_TABLES
 from tezo.cli.reproduce_costs import reproduce_costs
 from tezo.models.quiet import quiet_libraries
@@ -40,14 +40,17 @@ def reproduce(
     devices: Annotated[str, typer.Option(help="Devices, separated by commas; one run at a time on each.")] = "auto",
     plan: Annotated[bool, typer.Option("--plan", help="List the runs without running them.")] = False,
     settings: list[str] = SetOption,
+    json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
 ) -> None:
     """Run a table of accuracies or costs cell by cell, and write it next to the published numbers."""
-    from tezo.errors import RunError
+    from tezo.errors import RequestError, RunError
     from tezo.studies.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo.studies.reproduce.small_models import small_model
     from tezo.training.config import parse_setting
 
     quiet_libraries()
+    if json and not plan:
+        raise RequestError("--json is for --plan; the runs write table.csv and runs.csv.")
     if table in COST_TABLES:
         others = {"data-dir": data_dir, "dtype": dtype, "directions": directions, "scale": scale != "full",
                   "plan": plan, "set": settings}  # fmt: skip
@@ -61,7 +64,7 @@ def reproduce(
         chosen, model=own, small=small, data_dir=data_dir, only=names, directions=directions, settings=given
     )
     if plan:
-        _print_plan(grid)
+        _print_plan(grid, json=json)
         return
     prepare_output(grid, output)
     if own is not None and model is None and not Path(own).exists():
@@ -73,12 +76,16 @@ def reproduce(
         raise RunError(f"runs that failed for the reasons above: {stopped}. Fix them, and run the same command again.")
 
 
-def _print_plan(grid: "Grid") -> None:
+def _print_plan(grid: "Grid", *, json: bool) -> None:
     cells = list(grid.search())
+    others = list(grid.rest(lambda line, _: line.recommended))
+    steps, later = (sum(cell.steps for cell in part) for part in (cells, others))
+    if json:
+        runs = [{"folder": str(cell.folder), "steps": cell.steps} for cell in cells]
+        print_json({"runs": runs, "steps": steps, "then": {"runs": len(others), "steps": later}})
+        return
     for cell in cells:
         print(cell.folder)
-    others = list(grid.rest(lambda line, _: line.recommended))
-    print(f"{len(cells)} runs, {sum(cell.steps for cell in cells)} steps")
+    print(f"{len(cells)} runs, {steps} steps")
     if others:
-        steps = sum(cell.steps for cell in others)
-        print(f"then {len(others)} runs at the learning rates that these choose, {steps} steps")
+        print(f"then {len(others)} runs at the learning rates that these choose, {later} steps")

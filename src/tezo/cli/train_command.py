@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tezo.cli.common import JsonOption, SetOption, print_json
+from tezo.cli.forecast import print_dry_run
 from tezo.errors import RequestError
 from tezo.files import reading
 from tezo.models.quiet import quiet_libraries
@@ -23,7 +24,9 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Recipe file.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Recipe file, or the name of one of tezo's, such as lozo.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
     data: Annotated[
         str | None, typer.Option(help="Training rows: file, folder or pattern of files, or hub data set.")
@@ -44,10 +47,11 @@ def train(
     report_to: Annotated[
         str | None, typer.Option(help="Trackers, with commas between: tensorboard, wandb, trackio, mlflow, ...")
     ] = None,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Say what the run would do and take; write nothing.")] = False,
     json: bool = JsonOption,
 ) -> None:
     """Fine-tune a model on your rows. Without a recipe, --model and --data (or --task) are enough."""
-    if output is None:
+    if output is None and not dry:
         raise RequestError("output is not set; give --output FOLDER for the run.")
     named: list[tuple[str, Any]] = [
         ("model.name", model),
@@ -61,8 +65,12 @@ def train(
         ("train.steps", steps),
         ("train.seed", seed),
     ]
-    config = _configured(recipe, output / "config.yaml" if resume else None, named, settings)
+    config = _configured(recipe, output / "config.yaml" if output and resume else None, named, settings)
     quiet_libraries()
+    if dry:
+        print_dry_run(config, json=json)
+        return
+    assert output is not None
     from tezo.cli.progress import Screen
     from tezo.training.loop import train as run
 
@@ -82,16 +90,26 @@ def train(
         _print_end(summary, output)
 
 
+_OTHER_ROWS = {"data.train": "data.task", "data.task": "data.train"}
+"""Setting of a flag -> what it replaces in the recipe."""
+
+
 def _configured(
     recipe: Path | None, begun: Path | None, named: Sequence[tuple[str, Any]], settings: Sequence[str]
 ) -> "Config":
     """Of the recipe, or without one of the run that goes on, with settings over it."""
     from tezo.training.config import parse_setting, read_config, read_run_config
+    from tezo.training.own_recipes import find_recipe
 
-    given = [(key, value) for key, value in named if value is not None] + [*map(parse_setting, settings)]
+    flags = [(key, value) for key, value in named if value is not None]
+    given = [
+        *((_OTHER_ROWS[key], None) for key, _ in flags if key in _OTHER_ROWS),
+        *flags,
+        *map(parse_setting, settings),
+    ]
     if recipe is None and begun is not None and begun.is_file():
         return read_run_config(begun, given)
-    return read_config(recipe, given)
+    return read_config(None if recipe is None else find_recipe(recipe), given)
 
 
 def _print_end(summary: dict[str, Any], output: Path) -> None:

@@ -4,8 +4,8 @@ For `tezo`, `tezo-m` and `tezo-cadam` on linear layers, W_t = W_0 + U diag(c) V^
 
     B = U sign(c) sqrt|c|  (M x r),   A = (V sqrt|c|)^T  (r x N),   W_t = W_0 + B A.
 
-The file has PEFT's format: float32, every layer padded with zeros to one rank R, and lora_alpha = R, so that the
-scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correctly (vLLM ignores rank patterns).
+The file has PEFT's format: float32, every layer padded with zeros to one rank R that vLLM takes, and lora_alpha = R,
+so that the scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correctly (vLLM ignores rank patterns).
 """
 
 import json
@@ -27,6 +27,7 @@ from tezo.files import plain_file, read_object
 from tezo.forward import InStateDict, require_plain
 from tezo.forward.frozen_factors import join
 from tezo.models.kinds import Kind, kind_of
+from tezo.models.padded_rank import next_allowed, padded
 from tezo.optim.tuner import LowRankChange, Tuner
 
 _PREFIX = "base_model.model."
@@ -42,7 +43,7 @@ class Adapter:
     """A LoRA adapter of uniform rank and scale 1.
 
     Attributes:
-        rank: R.
+        rank: R; `for_file` raises it to one that vLLM takes.
         pairs: module name -> (A_RI, B_OR), float32; x A^T B^T is added to the module's output, for x with I columns.
     """
 
@@ -60,6 +61,12 @@ def make_adapter(optimizer: Tuner) -> Adapter:
     return Adapter(rank, {change.target.sites[0].name: _pair(change, rank) for change in changes})
 
 
+def for_file(adapter: Adapter) -> Adapter:
+    """The same change at the rank that the file has."""
+    rank = next_allowed(adapter.rank)
+    return Adapter(rank, {name: padded(pair, rank) for name, pair in adapter.pairs.items()})
+
+
 def _pair(change: LowRankChange, rank: int) -> tuple[Tensor, Tensor]:
     rows, columns = change.target.matrix_shape
     left_MR, right_NR = torch.zeros(rows, rank), torch.zeros(columns, rank)
@@ -72,7 +79,7 @@ def _pair(change: LowRankChange, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> None:
-    """Writes adapter_model.safetensors and adapter_config.json in PEFT's format.
+    """Writes adapter_model.safetensors and adapter_config.json in PEFT's format, at the rank of `for_file`.
 
     Args:
         adapter: the adapter.
@@ -81,7 +88,7 @@ def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> No
         base: name of the base model, for adapter_config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    adapter, tensors = for_file(adapter), {}
     for name, (a_RI, b_OR) in adapter.pairs.items():
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = a_RI
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = b_OR

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from tezo.errors import RequestError
 from tezo.files import storing
-from tezo.models.lora import Adapter, save_adapter
+from tezo.models.lora import Adapter, for_file, save_adapter
 
 
 def check_in_peft(adapter: Adapter, model: nn.Module) -> None:
@@ -44,6 +44,7 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module) -> str | None:
         return None
     import peft
 
+    adapter = for_file(adapter)
     by = f"PEFT {peft.__version__}"
     with tempfile.TemporaryDirectory() as folder, _unwarned():
         with storing(Path(folder)):

@@ -1,19 +1,28 @@
-"""Saves what was trained: an exact LoRA adapter if there is one, a PEFT adapter, or the whole model."""
+"""Saves what was trained: an exact LoRA adapter if there is one, a PEFT adapter, or the whole model.
+
+Adapters have a model card beside them.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from tezo.models.kinds import kind_of
 from tezo.models.loading import LoadedModel
-from tezo.models.lora import Adapter, make_adapter, save_adapter, save_model
+from tezo.models.lora import Adapter, for_file, make_adapter, save_adapter, save_model
+from tezo.models.model_card import Saved, Tuning, write_card
 from tezo.models.model_config import ModelConfig
 from tezo.models.peft_check import check_in_peft, why_not_in_peft
 from tezo.optim.tuner import Tuner
 
 
 def save_result(
-    config: ModelConfig, loaded: LoadedModel, optimizer: Tuner, place: Callable[[str], AbstractContextManager[Path]]
+    config: ModelConfig,
+    loaded: LoadedModel,
+    optimizer: Tuner,
+    place: Callable[[str], AbstractContextManager[Path]],
+    tuning: Tuning | None = None,
 ) -> dict[str, Any]:
     """Saves what was trained; returns its "kind", its "folder" and details of that kind.
 
@@ -25,19 +34,20 @@ def save_result(
         loaded: the model; if it is saved whole, the change is merged into its weights.
         optimizer: the optimizer that trained it.
         place: folder name -> context manager with a folder of that name to write into.
+        tuning: what an adapter's card says of the run; None: nothing.
     """
     reason = optimizer.why_no_adapter()
     if config.peft != "none":
         optimizer.merge()  # into the adapter's own tensors
         with place("adapter") as folder:
-            loaded.model.save_pretrained(folder)
+            save_peft_adapter(loaded, folder, config, tuning)
         return {"kind": "peft", "folder": "adapter", "adapter": config.peft}
     if reason is None:
         adapter = make_adapter(optimizer)
         reason = why_not_in_peft(adapter, loaded.model)
         if reason is None or not all(target.is_writable for target in optimizer.targets):
             with place("adapter") as folder:
-                save_adapter(adapter, folder, model=loaded.model, base=config.name)
+                save_with_card(adapter, folder, loaded.model, config.name, tuning, reason)
             odd = {} if reason is None else {"why_not_in_peft": reason}
             return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank, **odd}
     optimizer.merge()
@@ -46,8 +56,48 @@ def save_result(
     return {"kind": "model", "folder": "model", "why_no_adapter": reason}
 
 
+def save_with_card(
+    adapter: Adapter,
+    folder: Path,
+    model: Any,
+    base: str,
+    tuning: Tuning | None = None,
+    not_in_peft: str | None = None,
+) -> None:
+    """Writes an adapter of this library and its card.
+
+    Args:
+        adapter: the adapter.
+        folder: folder to write into.
+        model: the model whose modules the adapter names.
+        base: folder or hub name of the base model.
+        tuning: what the card says of the run; None: nothing.
+        not_in_peft: reason why PEFT would not add it as it was trained.
+    """
+    save_adapter(adapter, folder, model=model, base=base)
+    kind, rank = kind_of([type(model).__name__]), for_file(adapter).rank
+    write_card(folder, Saved("lora", base, kind, rank, not_in_peft), tuning)
+
+
+def save_peft_adapter(loaded: LoadedModel, folder: Path, config: ModelConfig, tuning: Tuning | None) -> None:
+    """Writes the adapter of PEFT that a model has, and its card in place of PEFT's.
+
+    Args:
+        loaded: the model with the adapter.
+        folder: folder to write into.
+        config: of the run, with the kind of adapter.
+        tuning: what the card says of the run; None: nothing.
+    """
+    assert config.peft != "none"
+    loaded.model.save_pretrained(folder)
+    write_card(folder, Saved(config.peft, config.name, loaded.kind), tuning)
+
+
 def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
-    """Writes and returns the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`.
+    """Writes the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`, with its card.
+
+    Its rank in the file is the next of 8, 16, 32, 64, 128, 256, 320 and 512, which vLLM takes; the rank of what is
+    returned is the one that was trained.
 
     Raises:
         RequestError: the change is not exactly an adapter, or PEFT as it is installed here would not add it exactly;
@@ -55,5 +105,5 @@ def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
     """
     adapter, model = make_adapter(optimizer), optimizer.model
     check_in_peft(adapter, model)
-    save_adapter(adapter, Path(folder), model=model, base=getattr(model, "name_or_path", ""))
+    save_with_card(adapter, Path(folder), model, getattr(model, "name_or_path", ""))
     return adapter

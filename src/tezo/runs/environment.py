@@ -1,11 +1,12 @@
 """The environment of a run: hardware, memory and package versions."""
 
+import os
 import platform
-import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -15,10 +16,40 @@ from tezo.tasks.objectives import Encoded
 
 def peak_memory(device: torch.device) -> int:
     """Peak memory in bytes where a model computes: the maximum reserved on a GPU, the peak resident set on a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_reserved())
+    return int(torch.cuda.max_memory_reserved()) if device.type == "cuda" else peak_resident()
+
+
+def peak_resident() -> int:
+    """Peak resident set of this process in bytes."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        used = psutil.Process().memory_info()
+        return int(getattr(used, "peak_wset", used.rss))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main_memory() -> int:
+    """Main memory of this machine in bytes."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except AttributeError:  # Windows
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Where Linux has the memory that a container may take: a number of bytes, or "max"."""
+
+
+def usable_memory() -> int:
+    """Bytes of memory that this process may take: those of the machine, or of its container where that has fewer."""
+    limit = CONTAINER_LIMIT.read_text(encoding="ascii").strip() if CONTAINER_LIMIT.is_file() else ""
+    return min(main_memory(), int(limit)) if limit.isdecimal() else main_memory()
 
 
 @contextmanager

@@ -15,7 +15,6 @@ after it is damage, and refused. This is version 4. Version 3 is the same withou
 `tezo.runs.earlier_logs` reads the versions before.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.estimators.estimate import MOST_DIRECTIONS, Probe, StepRecord
-from tezo.files import json_text, storing, sync, write_all, write_file
+from tezo.files import BINARY, json_text, lock, storing, sync, write_all, write_file
 from tezo.runs.earlier_logs import read_records
 from tezo.tasks.evaluation import Metrics
 
@@ -297,7 +296,7 @@ class StepLog:
 
     def _open(self) -> None:
         with storing(self.path):
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o644)
         try:
             self._lock()
         except BaseException:
@@ -359,11 +358,13 @@ class StepLog:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = lock(self._file)
         except OSError:
+            is_ours = False
+        if not is_ours:
             raise RequestError(
                 f"output: another process is writing {self.path.parent}; wait for it, or give another --output."
-            ) from None
+            )
 
     def append(self, record: StepRecord) -> None:
         """Adds the next step.

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import jinja2
-
 from tezo.errors import RequestError
+from tezo.files import reading
 from tezo.models.carried_labels import CarriedLabels
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Demonstrated, Fields, Format, Row, TaskFormat, choose_format, task
@@ -82,10 +81,9 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
             "data.messages: the tokenizer of this model has no chat template; use a chat model, or rows with "
             "'prompt' and 'completion'."
         )
-    try:
+    roles = ", ".join(message["role"] for message in messages) or "none"
+    with reading(
+        f"data.messages: the model's chat template does not accept messages of the roles {roles}",
+        "give other messages, or rows with 'prompt' and 'completion'",
+    ):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        roles = ", ".join(message["role"] for message in messages) or "none"
-        raise RequestError(
-            f"data.messages: the model's chat template does not accept messages of the roles {roles} ({error})."
-        ) from None

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.estimate_error import DIRECTIONS, EstimateError, measure_estimate_error, recommended
 from tezo.optim.memory_forecast import forecasts
 from tezo.optim.methods import tezo
-from tezo.runs.environment import hardware, versions
+from tezo.runs.environment import hardware, usable_memory, versions
 from tezo.tasks import Row, TaskFormat, task
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.setup import make_objective
@@ -50,17 +49,6 @@ def machine_report() -> dict[str, Any]:
         "gpu_memory": gpu,
         "embedded": {name: _embedded_state(name) for name in EMBEDDED},
     }
-
-
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Where Linux has the memory that a container may take: a number of bytes, or "max"."""
-
-
-def usable_memory() -> int:
-    """Bytes of memory that this process may take: those of the machine, or of its container where that has fewer."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = CONTAINER_LIMIT.read_text(encoding="ascii").strip() if CONTAINER_LIMIT.is_file() else ""
-    return min(machine, int(limit)) if limit.isdecimal() else machine
 
 
 def _embedded_state(name: str) -> str:

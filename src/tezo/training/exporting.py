@@ -1,4 +1,4 @@
-"""A run's result written elsewhere: its adapter, or the whole model with the adapter merged in.
+"""A run's result written elsewhere: its adapter for PEFT or for llama.cpp, or the whole model with it merged in.
 
 `export_run` opens the base model by its name and merges into that. `export_tuned` writes from a model that is in use,
 and leaves it as it is.
@@ -14,18 +14,22 @@ from typing import Any
 from tezo.errors import RequestError
 from tezo.files import check_free, new_folder
 from tezo.models.carried_labels import MEAN, CarriedLabels
+from tezo.models.gguf_lora import check_gguf, save_gguf
 from tezo.models.loading import LoadedModel, load_model
-from tezo.models.lora import Adapter, load_adapter, merge_adapter, save_adapter, save_model
+from tezo.models.lora import Adapter, for_file, load_adapter, merge_adapter, save_model
+from tezo.models.model_card import Tuning
 from tezo.models.peft_adapters import adapter_kind, open_adapter
 from tezo.models.peft_check import check_in_peft
-from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
+from tezo.models.saving import save_peft_adapter, save_with_card
+from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY
 from tezo.runs.manifest import check_manifest
 from tezo.training.config import read_run_config
 from tezo.training.opening import check_is_run, no_result, open_base
 from tezo.training.recipe import Config
+from tezo.training.summary import tuning_of
 
-LORA, MERGED = "lora", "merged"
-FORMS = (LORA, MERGED)
+LORA, MERGED, GGUF = "lora", "merged", "gguf-lora"
+FORMS = (LORA, MERGED, GGUF)
 
 Write = Callable[[Path], object]
 """Writes an export into a folder."""
@@ -39,12 +43,12 @@ def export_run(
     Args:
         run: folder of the run.
         output: folder to write, new.
-        form: "lora" or "merged".
+        form: "lora", "merged" or "gguf-lora".
         model: folder or hub name of the base model, of the same weights; None: as the run names it.
         trust_remote_code: whether code that comes with the model may run; what the run says of it does not count.
 
     Returns:
-        The rank of the adapter, where it is one of this library; else None.
+        The rank of the adapter in the file, where it is one of this library; else None.
 
     Raises:
         RequestError: the run has no result of this form, or the base model is another one.
@@ -67,7 +71,7 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None
     Args:
         run: folder of the run.
         output: folder to write, new.
-        form: "lora" or "merged".
+        form: "lora", "merged" or "gguf-lora".
         tuned: the model.
 
     Raises:
@@ -79,7 +83,7 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None
     _check_result(run, config, form)
     if form == MERGED:
         check_mergeable(tuned.model)
-    write = _from_memory(run / ADAPTER, config, form, tuned)
+    write = _from_memory(run, config, form, tuned)
     with new_folder(output) as folder:
         write(folder)
 
@@ -92,12 +96,12 @@ def check_mergeable(model: Any) -> None:
 
 def _check_form(form: str) -> None:
     if form not in FORMS:
-        raise RequestError(f"format is {form!r}; it must be {' or '.join(FORMS)}.")
+        raise RequestError(f"format is {form!r}; it must be {', '.join(FORMS[:-1])} or {FORMS[-1]}.")
 
 
 def _check_result(run: Path, config: Config, form: str) -> None:
     """An error where the run has no result of this form, or it is not the one that the run wrote."""
-    check_manifest(run, [LOG, ADAPTER, MODEL])
+    check_manifest(run, [LOG, ADAPTER, MODEL, SUMMARY])
     if form == MERGED and config.model.quantization != "none":
         raise RequestError(
             f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "
@@ -105,40 +109,45 @@ def _check_result(run: Path, config: Config, form: str) -> None:
         )
     if not any((run / name).is_dir() for name in (ADAPTER, MODEL)):
         raise no_result(str(run))
-    if form == LORA and not (run / ADAPTER).is_dir():
+    if form != MERGED and not (run / ADAPTER).is_dir():
         raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
+    if form == GGUF and config.model.peft != "none":
+        raise RequestError("format is gguf-lora, which is written for adapters of this library, not of PEFT; use lora.")
 
 
 def _from_folder(run: Path, config: Config, form: str) -> tuple[Write, int | None]:
-    """(what writes the export of a run folder, rank of the adapter or None)."""
+    """(what writes the export of a run folder, rank in the file of an adapter of this library or None)."""
     saved = run / ADAPTER
     if not saved.is_dir():
         trust, kind = config.model.trust_remote_code, config.model.kind
         loaded = load_model(str(run / MODEL), kind=kind, dtype=config.model.dtype, trust_remote_code=trust)
         return _model_writer(loaded, config), None
-    loaded = open_base(run, config)
+    loaded, tuning = open_base(run, config), tuning_of(run)
     if config.model.peft != "none":
-        return _peft_writer(open_adapter(loaded, config.model, saved), config, form), None
+        return _peft_writer(open_adapter(loaded, config.model, saved), config, form, tuning), None
     adapter = load_adapter(saved)
     if form == MERGED:
         merge_adapter(loaded.model, adapter)
         return _model_writer(loaded, config), None
-    return _adapter_writer(adapter, loaded, config), adapter.rank
+    return _adapter_writer(adapter, loaded, config, form, tuning), for_file(adapter).rank if form == LORA else None
 
 
-def _from_memory(saved: Path, config: Config, form: str, tuned: LoadedModel) -> Write:
+def _from_memory(run: Path, config: Config, form: str, tuned: LoadedModel) -> Write:
     """What writes the export of a model that stays in use."""
     if config.model.peft != "none":
         own = tuned if form == LORA else replace(tuned, model=copy.deepcopy(tuned.model))
-        return _peft_writer(own, config, form)
+        return _peft_writer(own, config, form, tuning_of(run))
     if form == MERGED:
         return _model_writer(tuned, config)
-    return _adapter_writer(load_adapter(saved), tuned, config)
+    return _adapter_writer(load_adapter(run / ADAPTER), tuned, config, form, tuning_of(run))
 
 
-def _adapter_writer(adapter: Adapter, loaded: LoadedModel, config: Config) -> Write:
+def _adapter_writer(adapter: Adapter, loaded: LoadedModel, config: Config, form: str, tuning: Tuning | None) -> Write:
+    if form == GGUF:
+        check_gguf(loaded.model)
+        return partial(save_gguf, adapter, model=loaded.model)
     check_in_peft(adapter, loaded.model)
-    return partial(save_adapter, adapter, model=loaded.model, base=config.model.name)
+    return partial(save_with_card, adapter, model=loaded.model, base=config.model.name, tuning=tuning)
 
 
 def _model_writer(loaded: LoadedModel, config: Config) -> Write:
@@ -153,9 +162,9 @@ def _model_writer(loaded: LoadedModel, config: Config) -> Write:
     return write
 
 
-def _peft_writer(opened: LoadedModel, config: Config, form: str) -> Write:
+def _peft_writer(opened: LoadedModel, config: Config, form: str, tuning: Tuning | None) -> Write:
     if form == LORA:
-        return opened.model.save_pretrained  # type: ignore[no-any-return]
+        return partial(save_peft_adapter, opened, config=config.model, tuning=tuning)
     if not adapter_kind(config.model.peft).merges:
         raise RequestError(
             f"format is merged, but a {config.model.peft} has no weights to merge into; use --format lora."

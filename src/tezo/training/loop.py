@@ -14,6 +14,7 @@ from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, 
 from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.files import reading
 from tezo.models.loading import LoadedModel
+from tezo.models.model_card import Tuning
 from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import PER_EXAMPLE
@@ -35,7 +36,7 @@ from tezo.training.plan import plan
 from tezo.training.recipe import Config
 from tezo.training.run_header import check_same, check_unchanged, log_header, request_of, with_choices_of
 from tezo.training.schedule import interval, lr_factor
-from tezo.training.summary import Outcome, summarize
+from tezo.training.summary import Outcome, row_counts, summarize
 
 
 def train(
@@ -312,7 +313,9 @@ class Loop:
             self.best.stopped,
         )
         # in this order: saving a whole model merges the change into it
-        result = save_result(self.job.config.model, self.job.loaded, self.job.optimizer, self.folder.result)
+        job = self.job
+        tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after)
+        result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         summary = summarize(self.job, outcome, self.ranks, result)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
         answers = compare(self.job.test, first, last)

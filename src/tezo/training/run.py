@@ -132,8 +132,9 @@ class Run:
 
         Args:
             folder: to write, new.
-            form: "lora": the adapter, which PEFT and vLLM load; "merged": the whole model with everything merged in,
-                which takes the memory of a second one while it is written.
+            form: "lora": the adapter, which PEFT and vLLM load; "gguf-lora": the adapter for llama.cpp, adapter.gguf;
+                "merged": the whole model with everything merged in, which takes the memory of a second one while it
+                is written.
 
         Returns:
             The folder.

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from tezo.distributed import Ranks
+from tezo.files import reading
+from tezo.models.model_card import Tuning
 from tezo.models.quantization import stored_bytes
 from tezo.runs.environment import hardware, peak_memory, versions
+from tezo.runs.folder import SUMMARY, read_summary
 from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.objectives import Encoded
@@ -44,6 +48,11 @@ class Outcome:
     stopped: str | None
 
 
+def row_counts(job: Job) -> dict[str, int]:
+    """Split -> number of its rows. Where there are no test rows the dev rows are counted for both."""
+    return {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)}
+
+
 def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) -> dict[str, Any]:
     """The summary as JSON: metrics, cost, hardware and versions.
 
@@ -61,7 +70,7 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
         "losses": _losses(job),
         "before": outcome.before,
         "after": outcome.after,
-        "rows": {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)},
+        "rows": row_counts(job),
         "steps": outcome.steps,
         "test_rows_chose": job.test is job.dev,
         "kept_step": outcome.kept_step,
@@ -100,3 +109,26 @@ def _losses(job: Job) -> dict[str, str]:
 
 def _loss_text(rows: Sequence[Encoded]) -> str:
     return OPTIONS_LOSS if rows[0].example.options else TEXT_LOSS
+
+
+def tuning_of(run: Path) -> Tuning | None:
+    """What a model card says of a run; None if the run has no summary.
+
+    Raises:
+        RequestError: the summary is damaged.
+    """
+    summary = read_summary(run)
+    if summary is None:
+        return None
+    with reading(f"{run}: {SUMMARY} is not that of a run", "restore it"):
+        return Tuning(
+            method=str(summary["method"]),
+            steps=int(summary["kept_step"]),
+            rows={str(split): int(count) for split, count in summary["rows"].items()},
+            before=_finite(summary["before"]),
+            after=_finite(summary["after"]),
+        )
+
+
+def _finite(metrics: Metrics) -> dict[str, float]:
+    return {str(name): float(value) for name, value in metrics.items() if value is not None}

@@ -13,7 +13,6 @@ import ctypes
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import torch
 
 from tezo.errors import RunError
 from tezo.models.loading import choose_device
+from tezo.runs.environment import peak_resident
 from tezo.studies.bench.cases import make_case
 from tezo.studies.bench.result_files import circumstances, describe, silent, spread
 from tezo.studies.bench.settings import Settings
@@ -127,7 +127,7 @@ def forget_peak(device: torch.device) -> bool:
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # no such library, function or file, as on macOS and Windows
         return False
     return True
 
@@ -141,8 +141,7 @@ def peak_now(device: torch.device) -> int:
     for line in lines:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident()
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""Writes `recipes/tables/`: a recipe for every row of the tables that `tezo reproduce` knows.
+"""Writes the recipes in `src/tezo/training/recipes/tables/`, one for every row of the tables of `tezo reproduce`.
 
-    python recipes/generate.py
+    python docs/table_recipes.py
 
 Each is the first cell of its row, with the learning rate that the paper recommends (of our own tables: the middle
 one); other columns are other values of data.task and data.per_class, or of train.batch_size. `tezo reproduce` runs them
@@ -16,7 +16,7 @@ from tezo.studies.reproduce import TABLES, make_grid
 from tezo.studies.reproduce.grid import Cell
 from tezo.studies.reproduce.table import CompletionsColumn
 
-FOLDER = Path(__file__).parent / "tables"
+FOLDER = Path(__file__).resolve().parents[1] / "src/tezo/training/recipes/tables"
 
 
 def recipes() -> dict[Path, str]:

@@ -1,0 +1,63 @@
+"""`tezo train --dry-run` says what the run does, and writes nothing."""
+
+import json
+
+import pytest
+from folders import label_rows, model_folder, refused, settings, tezo, write_rows
+
+from tezo.training.config import parse_config, read_config
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    home = tmp_path_factory.mktemp("dry")
+    rows = write_rows(home / "rows.jsonl", label_rows(24))
+    return home, ("train", "--model", model_folder(home, "opt"), "--data", rows)
+
+
+FEEDBACK_RUN = settings(method__rank=2, method__lr=0.01, train__batch_size=4, train__feedback_first=2, train__steps=6)
+BOTH_ENDS = [*FEEDBACK_RUN, *settings(train__feedback_last=1)]
+PLAIN_RUN = settings(method__name="mezo", method__lr=0.001, train__batch_size=4, train__steps=5)
+
+
+@pytest.mark.parametrize("more", [FEEDBACK_RUN, BOTH_ENDS, PLAIN_RUN], ids=["feedback first", "both ends", "mezo"])
+def test_the_forecast_is_of_the_run_that_follows(given, more, tmp_path):
+    home, command = given
+    before = sorted(home.rglob("*"))
+    done = tezo(*command, *more, "--dry-run", "--json")
+    assert done.code == 0, done.err
+    assert sorted(home.rglob("*")) == before
+    forecast = json.loads(done.out)
+    done = tezo(*command, *more, "--output", tmp_path / "run", "--json")
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert sum(forecast["steps"].values()) == summary["steps"]
+    for key in ("method", "model", "rows", "parameters", "num_forward_passes", "notices"):
+        assert forecast[key] == summary[key], key
+    assert forecast["memory"]["model"] == summary["model_bytes"]
+    assert forecast["plan"] == json.loads((tmp_path / "run/plan.json").read_text())
+    assert parse_config(forecast["settings"]) == read_config(tmp_path / "run/config.yaml", [])
+
+
+def test_the_time_of_the_run_is_the_sum_of_its_parts(given):
+    _, command = given
+    forecast = json.loads(tezo(*command, *FEEDBACK_RUN, "--dry-run", "--json").out)
+    seconds, steps = forecast["seconds"], forecast["steps"]
+    assert steps == {"two-point": 4, "feedback": 2}
+    parts = seconds["preparation"] + seconds["evaluations"]
+    parts += sum(seconds[f"{kind} step"] * (count - 1) + seconds[f"first {kind} step"] for kind, count in steps.items())
+    assert seconds["run"] == pytest.approx(parts, abs=0.01) and min(seconds.values()) > 0
+
+
+def test_in_words_and_with_an_output_that_stays_unmade(given, tmp_path):
+    _, command = given
+    done = tezo(*command, *FEEDBACK_RUN, "--dry-run", "--output", tmp_path / "run")
+    assert done.code == 0 and not (tmp_path / "run").exists(), done.err
+    for said in ("nothing is written", "4 two-point", "2 feedback", "of rank 2: in forward", "MiB at the peak"):
+        assert said in done.out
+
+
+def test_a_run_that_cannot_start_is_refused_as_without_it(given):
+    home, command = given
+    refused(tezo(*command, "--dry-run", "--method", "lozzo"), "lozzo")
+    refused(tezo("train", "--model", home / "opt", "--dry-run"), "data.train is not set")

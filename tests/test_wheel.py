@@ -1,0 +1,96 @@
+"""The wheel, in an environment that has the core dependencies and none of the extras."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from folders import label_rows, write_rows
+
+from tezo.training.own_recipes import recipe_names
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = {
+    "accelerate", "bitsandbytes", "gguf", "jinja2", "lm_eval", "matplotlib", "mpl_toolkits", "peft", "psutil",
+    "torchao", "trl",
+}  # fmt: skip
+"""What the extras bring, and what others need of them."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def ran(*command: object, **more) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500, check=False, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    home = tmp_path_factory.mktemp("wheel")
+    source = home / "source"  # a build writes beside its sources
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", home)
+    ran(sys.executable, "-m", "pip", *build, source)
+    (found,) = home.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def environment(wheel):
+    """A new environment with the wheel, and links to what is installed here but for the extras."""
+    home = wheel.parent / "environment"
+    venv.create(home, symlinks=True)
+    ran(sys.executable, "-m", "pip", "--python", home / "bin/python", "install", "--no-deps", "--no-index", wheel)
+    core = wheel.parent / "core"
+    core.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        name = path.name.partition(".")[0].partition("-")[0].lower()
+        if name not in EXTRAS | {"tezo", "__editable__"} and path.suffix != ".pth":
+            (core / path.name).symlink_to(path)
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "core.pth").write_text(f"{core}\n")
+    return home / "bin"
+
+
+def own_environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+
+
+def test_the_wheel_has_every_file_of_the_package(wheel):
+    listed = ran("git", "-C", ROOT, "ls-files", "src/tezo").splitlines()
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if name.startswith("tezo/")} == {
+            name.removeprefix("src/") for name in listed
+        }
+
+
+def test_without_extras_it_has_its_version_and_its_recipes(environment, tmp_path):
+    said = ran(environment / "tezo", "--version", cwd=tmp_path, env=own_environment())
+    assert said.startswith("tezo ")
+    missing = f"import importlib.util as u; print([n for n in {sorted(EXTRAS)} if u.find_spec(n)])"
+    assert ran(environment / "python", "-c", missing, env=own_environment()).strip() == "[]"
+    code = "import tezo, tezo.training.own_recipes as o; print(tezo.__file__); print(len(o.recipe_names()))"
+    where, count = ran(environment / "python", "-c", code, cwd=tmp_path, env=own_environment()).splitlines()
+    assert Path(where).is_relative_to(environment.parent) and int(count) == len(recipe_names())
+
+
+def test_without_extras_it_trains_the_embedded_encoder_on_a_csv(environment, tmp_path):
+    write_rows(tmp_path / "rows.csv", label_rows(32))
+    small = ("--steps", 2, "--lr", "1e-4", "--set", "train.batch_size=4", "--set", "data.max_length=32")
+    model = ("--model", "embedded:all-minilm-l6-v2", "--data", "rows.csv", "--output", "run")
+    ran(environment / "tezo", "train", *model, *small, cwd=tmp_path, env=own_environment())
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 2 and summary["versions"]["peft"] == "not installed"
+    assert (tmp_path / "run/adapter/README.md").is_file()
+    answers = ("predict", "run", "--input", "rows.csv", "--output", "answers.jsonl")
+    ran(environment / "tezo", *answers, cwd=tmp_path, env=own_environment())
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 32
