@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tezo.training.api import load_adapter as load_adapter
     from tezo.training.api import open_run as open_run
     from tezo.training.api import train as train
+    from tezo.training.lm_evaluation import lm_eval as lm_eval
 
 __version__ = version("tezo")
 
@@ -54,6 +55,7 @@ _HOMES = {
     "FirstOrderOptimizer": "tezo.optim.first_order",
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
     "export_adapter": "tezo.models.saving",
+    "lm_eval": "tezo.training.lm_evaluation",
 }
 """Name -> the module that has it; tests compare it with what is imported above for type checkers."""
 

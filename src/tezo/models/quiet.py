@@ -19,5 +19,6 @@ def quiet_libraries() -> None:
     from transformers.utils import logging
 
     getLogger("bitsandbytes").setLevel(ERROR)  # it warns at each product that it rounds
+    getLogger("lm_eval").setLevel(ERROR)  # it advises against a model in memory, which is the point here
     logging.set_verbosity_error()
     logging.disable_progress_bar()
