@@ -1,12 +1,17 @@
 """`tezo eval`."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tezo.cli.common import JsonOption, SetOption, print_json
+from tezo.errors import RequestError
 from tezo.models.quiet import quiet_libraries
 from tezo.training.result_words import metric_text
+
+if TYPE_CHECKING:
+    from tezo.training.recipe import Config
 
 
 def register(app: typer.Typer) -> None:
@@ -22,11 +27,14 @@ def evaluate(
     shots: Annotated[int, typer.Option(help="Training rows shown, solved, before each question.")] = 0,
     calibrate: Annotated[bool, typer.Option(help="Score options against a prompt without the row's text.")] = False,
     probe: Annotated[bool, typer.Option(help="Fit a linear probe to the training rows, and measure that.")] = False,
+    lm_eval: Annotated[
+        str | None, typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness, by commas, instead of rows.")
+    ] = None,
+    task_folder: Annotated[Path | None, typer.Option(help="Folder with more task files for --lm-eval.")] = None,
     settings: list[str] = SetOption,
     json: bool = JsonOption,
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
-    from tezo.errors import RequestError
     from tezo.training.config import parse_setting
 
     quiet_libraries()
@@ -38,6 +46,11 @@ def evaluate(
     named = [("data.task", task), ("data.dir", data_dir)]
     given = [(key, value) for key, value in named if value is not None]
     config = run_config(run, [*given, *(parse_setting(text) for text in settings)])
+    if lm_eval is not None or task_folder is not None:
+        if data is not None or probe or calibrate:
+            raise RequestError("--lm-eval has rows of its own; leave out --data, --probe and --calibrate.")
+        _print_harness(run, config, lm_eval, task_folder, shots, json)
+        return
     if probe and (data is not None or shots or calibrate):
         raise RequestError(
             "--probe is fitted to the rows of the run and measured on its test rows; leave out --data, "
@@ -57,6 +70,32 @@ def evaluate(
     print(f"{len(rows)} rows of {source}")
     for name, value in metrics.items():
         print(f"  {name:<15} {metric_text(name, value)}")
+
+
+def _print_harness(
+    run: str, config: "Config", tasks: str | None, task_folder: Path | None, shots: int, json: bool
+) -> None:
+    from tezo.training.lm_evaluation import check_harness, harness_results
+    from tezo.training.opening import open_model
+
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if not names:
+        raise RequestError("--lm-eval names no task; give the names of tasks, separated by commas.")
+    check_harness()
+    options: dict[str, Any] = {"num_fewshot": shots} if shots else {}
+    results = harness_results(config, open_model(run, config), names, task_folder, **options)
+    if json:
+        print_json(results["results"])
+        return
+    for task, metrics in results["results"].items():
+        print(task)
+        for key, value in metrics.items():
+            metric, comma, chosen = key.partition(",")  # "acc,none": the metric, and the filter of the answers
+            if comma and not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr,{chosen}")
+                spread = f" +- {error:.4g}" if isinstance(error, float) else ""
+                name = metric if chosen == "none" else f"{metric} ({chosen})"
+                print(f"  {name:<15} {value:.4g}{spread}" if isinstance(value, float) else f"  {name:<15} {value}")
 
 
 def _print_probe(found: tuple[dict[str, float], dict[str, int]], json: bool) -> None:

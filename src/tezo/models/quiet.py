@@ -21,5 +21,6 @@ def quiet_libraries() -> None:
 
     getLogger("bitsandbytes").setLevel(ERROR)  # it warns at each product that it rounds
     warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # PEFT's old name
+    getLogger("lm_eval").setLevel(ERROR)  # it advises against a model in memory, which is the point here
     logging.set_verbosity_error()
     logging.disable_progress_bar()

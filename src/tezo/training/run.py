@@ -89,12 +89,17 @@ class Run:
     @property
     def model(self) -> Any:
         """The tuned model, in evaluation mode; of a run that was opened it is loaded at first use."""
-        return self._open().loaded.model
+        return self.loaded.model
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """`model` with its tokenizer, its kind and its maximum length."""
+        return self._open().loaded
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return self._open().loaded.tokenizer
+        return self.loaded.tokenizer
 
     def evaluate(self, data: Rows | None = None) -> dict[str, float]:
         """Metrics of the tuned model on rows with answers.

@@ -1,0 +1,137 @@
+"""lm-evaluation-harness is handed the tuned model in memory, and finds what direct evaluation finds."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from folders import completion_rows, label_rows, model_folder, refused, tezo, write_rows
+from transformers import AutoModelForCausalLM
+
+import tezo as library
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+DECODER = Path(__file__).parents[2] / "shared/models/stories260K"
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {rows}
+test_split: test
+output_type: {output_type}
+doc_to_text: "{text}"
+doc_to_target: "{target}"
+target_delimiter: " "
+metric_list:
+  - metric: acc
+"""
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what the harness imports
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Two tasks of the harness over rows of ours, and a tuned run of each."""
+    home = tmp_path_factory.mktemp("harness")
+    model = model_folder(home, "opt")
+    (home / "tasks").mkdir()
+    said = write_rows(home / "said.jsonl", completion_rows(12))
+    labelled = write_rows(home / "labelled.jsonl", label_rows(24))
+    text = TASK.format(name="said", rows=said, output_type="loglikelihood", text="{{prompt}}", target="{{completion}}")
+    (home / "tasks/said.yaml").write_text(text)
+    text = TASK.format(
+        name="mood", rows=labelled, output_type="multiple_choice", text="{{text}}\\nLabel:", target="{{label}}"
+    )
+    (home / "tasks/mood.yaml").write_text(text + 'doc_to_choice: ["bad", "good"]\n')
+    tuning = {"method": "tezo", "steps": 6, "batch_size": 8, "lr": 0.3, "rho": 0.01, "rank": 4, "keep_best": False,
+              "guard": False}  # fmt: skip
+    for rows, name in ((said, "said-run"), (labelled, "mood-run")):
+        library.train(model, rows, dev=rows, output=home / name, **tuning).close()
+    return home
+
+
+def log_likelihoods(model, tokenizer, rows) -> list[float]:
+    found = []
+    for row in rows:
+        prompt, whole = (tokenizer(text).input_ids for text in (row["prompt"], row["prompt"] + row["completion"]))
+        with torch.no_grad():
+            log_probs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+        found.append(sum(float(log_probs[i - 1, whole[i]]) for i in range(len(prompt), len(whole))))
+    return found
+
+
+def by_harness(run, home, name="said") -> list[float]:
+    results = library.lm_eval(run, name, task_folder=home / "tasks")
+    samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+    return [sample["resps"][0][0][0] for sample in samples]
+
+
+def test_the_harness_finds_the_log_likelihoods_of_the_tuned_model_and_of_the_base(home, tmp_path):
+    run = library.open_run(home / "said-run")
+    merged = AutoModelForCausalLM.from_pretrained(run.export(tmp_path / "merged", "merged")).eval()
+    base = AutoModelForCausalLM.from_pretrained(model_folder(home, "opt")).eval()
+    rows = completion_rows(12)
+    tuned, plain = (log_likelihoods(model, run.tokenizer, rows) for model in (merged, base))
+    assert by_harness(run, home) == pytest.approx(tuned, abs=1e-3)
+    assert by_harness(model_folder(home, "opt"), home) == pytest.approx(plain, abs=1e-3)
+    assert max(abs(a - b) for a, b in zip(tuned, plain, strict=True)) > 0.1
+
+
+def test_the_model_of_a_run_is_tuned_again_after_the_harness_as_before(home):
+    run = library.open_run(home / "said-run")
+    before = run.evaluate(home / "said.jsonl")
+    by_harness(run, home)
+    assert run.evaluate(home / "said.jsonl") == before
+    run.close()
+
+
+def test_the_accuracy_of_the_harness_is_that_of_tezo_eval(home):
+    done = [
+        tezo("eval", name, "--lm-eval", "mood", "--task-folder", home / "tasks", "--json")
+        for name in (home / "mood-run", model_folder(home, "opt"))
+    ]
+    assert all(d.code == 0 for d in done), done[0].err
+    ours = [
+        tezo("eval", name, "--data", home / "labelled.jsonl", "--json")
+        for name in (home / "mood-run", model_folder(home, "opt"))
+    ]
+    theirs = [json.loads(d.out)["mood"]["acc,none"] for d in done]
+    assert theirs == [json.loads(d.out)["accuracy"] for d in ours]
+    assert theirs[0] != theirs[1]
+
+
+def test_patterns_name_tasks_and_the_table_has_their_metrics(home):
+    done = tezo("eval", home / "mood-run", "--lm-eval", "mo*,said", "--task-folder", home / "tasks")
+    assert done.code == 0, done.err
+    lines = [line.split() for line in done.out.splitlines()]
+    assert [line[0] for line in lines] == ["mood", "acc", "said", "acc"] and lines[1][2] == "+-"
+
+
+@pytest.mark.skipif(not DECODER.is_dir(), reason=f"there is no {DECODER}")
+def test_a_pretrained_decoder_is_tuned_and_evaluated_without_a_network(home, tmp_path):
+    rows = completion_rows(12)
+    run = library.train(DECODER, rows, dev=rows, method="tezo", steps=6, lr=3e-3, keep_best=False, guard=False)
+    tuned = by_harness(run, home)
+    assert max(abs(a - b) for a, b in zip(tuned, by_harness(DECODER, home), strict=True)) > 0.01
+    assert tuned == pytest.approx(log_likelihoods(run.merge(), run.tokenizer, rows), abs=1e-2)
+
+
+def test_requests_that_the_harness_cannot_meet(home, monkeypatch):
+    more = ("--lm-eval", "mood", "--task-folder")
+    refused(tezo("eval", home / "mood-run", *more, home / "none"), "task_folder", "there is no folder")
+    refused(tezo("eval", home / "mood-run", *more, home / "tasks", "--probe"), "--lm-eval", "--probe")
+    refused(tezo("eval", home / "mood-run", "--task-folder", home / "tasks"), "--lm-eval names no task")
+    refused(tezo("eval", model_folder(home, "bert"), *more, home / "tasks"), "this model is encoder")
+    (home / "tasks/lost.yaml").write_text((home / "tasks/said.yaml").read_text().replace("said", "lost"))
+    refused(tezo("eval", home / "mood-run", "--lm-eval", "lost", *more[2:], home / "tasks"), "lm-eval", "lost.jsonl")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    refused(tezo("eval", home / "mood-run", *more, home / "tasks"), "pip install 'tezo[lm-eval]'")
+
+
+@pytest.mark.slow
+def test_a_task_that_nobody_has(home):
+    refused(tezo("eval", home / "mood-run", "--lm-eval", "moods"), "no task 'moods'", "lm-eval ls tasks")
