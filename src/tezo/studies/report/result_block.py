@@ -96,11 +96,12 @@ def compared(runs: Sequence[Run]) -> Table:
     rows = []
     for run, one in zip(runs, results, strict=True):
         config, known = run_config(run), {headline.name: headline for headline in one.headlines}
-        told = [Cell(text) for text in (one.state, config.method.name, model_text(config), one.rows or MISSING)]
+        told = [Cell(one.state), Cell(one.rows or MISSING)]
         ends = [Cell(_ends(known[name]) if name in known else MISSING) for name in names]
         work = dict(costs(run))
-        rows.append((run.name, [*told, *ends, *(work[fact] for fact in facts.values())]))
-    return Table("Results", ("run", "result", "method", "model", "measured on", *names, *facts), rows)
+        made = [Cell(config.method.name), Cell(model_text(config))]
+        rows.append((run.name, [*told, *ends, *(work[fact] for fact in facts.values()), *made]))
+    return Table("Results", ("run", "result", "measured on", *names, *facts, "method", "model"), rows)
 
 
 def _ends(headline: Headline) -> str:
