@@ -250,3 +250,24 @@ def test_the_memory_is_that_of_the_container(tmp_path, monkeypatch):
         (tmp_path / "memory.max").write_text(text)
         monkeypatch.setattr(diagnosis, "CONTAINER_LIMIT", tmp_path / "memory.max")
         assert diagnosis.usable_memory() == min(expected, whole)
+
+
+def test_the_sketches_of_a_basis_that_sees_data_are_forecast(home, monkeypatch):
+    from tezo.directions.bases import activation
+
+    made = []
+
+    class Kept(activation.Sketch):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr(activation, "Sketch", Kept)
+    model = load_model(str(home / "opt")).model
+    (said,) = (forecast for forecast in forecasts(model) if forecast.method == "lozo-adam")
+    optimizer = METHODS["lozo-adam"].build(model, seed=0)
+    optimizer.step(lambda: model(input_ids=torch.ones(2, 5, dtype=torch.int64))[0].square().mean())
+    tensors = [value for sketch in made for value in vars(sketch).values() if isinstance(value, torch.Tensor)]
+    assert said.collecting == sum(tensor.nbytes for tensor in tensors) > 0
+    assert all(forecast.collecting == 0 for forecast in forecasts(model) if forecast.method != "lozo-adam")
+    optimizer.close()
