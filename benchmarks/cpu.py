@@ -1,12 +1,13 @@
 """The CPU table: time of a step and peak memory, at OPT's shapes with random weights.
 
-About fifty minutes on two cores.
+About half an hour on two cores.
 
-    python benchmarks/cpu.py [--out benchmarks/results] [--only step|memory] [--dtype float32] [--targets all] [--quick]
+    python benchmarks/cpu.py [--out benchmarks/results] [--only step|memory] [--dtype float32] [--targets all] [--model M]
+        [--quick]
 
-Writes step_cpu.json and memory_cpu.json, each a list with one result a setting, after every setting. With `--dtype` or
-`--targets` only the settings with these are measured, and take the place of those in the files. `--quick` takes tiny
-shapes, to see that it runs.
+Writes step_cpu.json and memory_cpu.json, each a list with one result a setting, after every setting. With `--dtype`,
+`--targets` or `--model` only the settings with these are measured, and take the place of those in the files. `--quick`
+takes tiny shapes, to see that it runs.
 """
 
 import argparse
@@ -28,10 +29,10 @@ METHODS = [
 ]  # fmt: skip
 ONE = ["tezo"]
 BATCHES = [
-    Settings(dtype="bfloat16", batch=1, length="32", rounds=9, seconds=180),
-    Settings(dtype="bfloat16", batch=2, length="16", rounds=9, seconds=180),
-    Settings(dtype="bfloat16", batch=16, length="32", seconds=200),
-    Settings(dtype="float32", batch=8, length="128", rounds=9, seconds=330),
+    Settings(dtype="bfloat16", batch=1, length="32", rounds=9, seconds=90),
+    Settings(dtype="bfloat16", batch=2, length="16", rounds=9, seconds=90),
+    Settings(dtype="bfloat16", batch=16, length="32", seconds=120),
+    Settings(dtype="float32", batch=8, length="128", rounds=9, seconds=120),
 ]
 STEP = [(replace(batch, targets=targets), METHODS) for targets in ("all-linear", "all") for batch in BATCHES]
 STEP += [(replace(BATCHES[0], model=model, seconds=100), ONE) for model in ("opt-350m", "opt-1.3b")]
@@ -45,11 +46,12 @@ def main() -> None:
     parser.add_argument("--only", choices=("step", "memory"))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     parser.add_argument("--targets", choices=("all-linear", "all"))
+    parser.add_argument("--model", choices=("opt-125m", "opt-350m", "opt-1.3b"))
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     for kind, measure, plan in (("step", measure_step, STEP), ("memory", measure_memory, MEMORY)):
         if arguments.only in (None, kind):
-            wanted = {key: getattr(arguments, key) for key in ("dtype", "targets") if getattr(arguments, key)}
+            wanted = {key: getattr(arguments, key) for key in ("dtype", "targets", "model") if getattr(arguments, key)}
             chosen = [part for part in plan if all(getattr(part[0], key) == value for key, value in wanted.items())]
             path = arguments.out / f"{kind}_cpu.json"
             known = json.loads(path.read_text(encoding="utf-8")) if wanted and path.exists() else []
