@@ -2,7 +2,7 @@
 
 About half an hour on two cores.
 
-    python benchmarks/cpu.py [--out benchmarks/results] [--only step|memory] [--dtype float32] [--targets all] [--model M]
+    python benchmarks/cpu.py [--out FOLDER] [--only step|memory] [--dtype float32] [--targets all] [--model M]
         [--quick]
 
 Writes step_cpu.json and memory_cpu.json, each a list with one result a setting, after every setting. With `--dtype`,
