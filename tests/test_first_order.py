@@ -107,6 +107,16 @@ def test_a_gradient_that_is_not_finite_leaves_all_as_before():
     assert optimizer.num_steps == 1
 
 
+def test_a_step_that_could_overflow_the_weights_leaves_all_as_before():
+    model = tiny_opt().to(torch.float16)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    optimizer = adam(model, lr=1e6)
+    with pytest.raises(RequestError, match=r"method.lr is 1000000.0: .*largest torch.float16"):
+        optimizer.step(lm_loss(model, tokens(seed=1)))
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert optimizer.num_steps == 0 and not optimizer.state
+
+
 def test_dropout_is_on_in_a_step_and_a_function_of_seed_and_step():
     def losses(seed: int) -> list[float]:
         model = tiny_opt(dropout=0.5)

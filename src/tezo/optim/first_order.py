@@ -100,6 +100,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         check_rate("lr", float(self.param_groups[0]["lr"]))
         try:
             value = self._measure_gradients(closure)
+            self._check_range()
             self._step_in_float32()
         finally:
             for weight in self._weights:
@@ -118,6 +119,18 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
             super().step()
             for weight in weights:
                 weight.end_step(self.seed, self.num_steps)
+
+    def _check_range(self) -> None:
+        """Raises a `RequestError` if a step could take a weight beyond the largest number of its dtype."""
+        lr, decay = (float(self.param_groups[0][key]) for key in ("lr", "weight_decay"))
+        for target in self.targets:
+            weight = target.parameter.data
+            largest = float(weight.abs().max()) if weight.numel() else 0.0
+            if largest * (1 + lr * decay) + MOST * lr > torch.finfo(weight.dtype).max:
+                raise RequestError(
+                    f"method.lr is {lr}: a step could take {target.name} beyond the largest {weight.dtype}, and the "
+                    "parameters are as before; lower it."
+                )
 
     def _measure_gradients(self, closure: Closure) -> float:
         """The loss; its gradients are left at the weights.
@@ -292,6 +305,10 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         self.num_steps, self.num_forward_passes = len(records), sum(record.forward_passes for record in records)
         self.last_step = records[-1] if records else None
 
+
+MOST = 10.0
+"""Bound of an entry of Adam's step in units of lr, for betas near the default. By Cauchy-Schwarz
+|m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), which is 7.3 for 0.9 and 0.999."""
 
 _COPY = "copy"
 """Key of a weight's float32 copy beside the keys of Adam's state."""
