@@ -380,7 +380,8 @@ def test_a_report_tells_of_returns(home, tmp_path):
     text = (tmp_path / "page.html").read_text()
     for rollback in read_log(tmp_path / "run/steps.log").rollbacks.values():
         assert f"After step {rollback.step} {in_words(rollback)}." in text
-    assert json.loads((tmp_path / "run/summary.json").read_text())["verdict"] in text
+    state, _, advice = json.loads((tmp_path / "run/summary.json").read_text())["verdict"].partition(": ")
+    assert state == "Better" and advice[:1].upper() + advice[1:] in text
 
 
 # The log

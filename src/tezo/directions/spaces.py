@@ -305,7 +305,8 @@ class Core(FixedFactors):
 def _product(x_GTN: Tensor, right_NR: Tensor) -> Tensor:
     """X @ right in the dtype of X: (G, T, R)."""
     x_GTN = x_GTN.contiguous()
-    return torch.mm(x_GTN.view(-1, x_GTN.shape[-1]), right_NR.to(x_GTN.dtype)).view(*x_GTN.shape[:2], -1)
+    h_TR = torch.mm(x_GTN.view(-1, x_GTN.shape[-1]), right_NR.to(x_GTN.dtype))
+    return h_TR.view(*x_GTN.shape[:2], right_NR.shape[1])  # no -1: there may be no rows
 
 
 def _add_product_(out_GTK: Tensor, left_GTR: Tensor, right: Tensor) -> None:
