@@ -19,6 +19,9 @@ options = Options()
 
 SetOption = typer.Option([], "--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as method.lr=1e-4.")
 BaseOption = Annotated[str | None, typer.Option("--model", help="Base model of the run, if it has moved.")]
+RewardOption = Annotated[
+    str | None, typer.Option("--reward", metavar="FILE.py:FUNCTION", help="Scorer of completions; its code runs.")
+]
 TrustOption = typer.Option(False, "--trust-remote-code", help="Let code run that comes with the base model.")
 JsonOption = typer.Option(False, "--json", help="Print JSON.")
 
@@ -34,5 +37,5 @@ def percent(value: float) -> str:
 
 
 def readable(metric: str, value: float) -> str:
-    """A metric's value as text: four decimals for the loss, a percentage for the others."""
-    return f"{value:.4f}" if metric == "loss" else percent(value)
+    """A metric's value as text: four decimals for loss and reward, a percentage for the others."""
+    return f"{value:.4f}" if metric in ("loss", "reward") else percent(value)

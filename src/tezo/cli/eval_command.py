@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json, readable
+from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json, readable
 from tezo.errors import RequestError
 from tezo.models.quiet import quiet_libraries
 
@@ -25,6 +25,7 @@ def evaluate(
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
     shots: Annotated[int, typer.Option(help="Training rows shown, solved, before each question.")] = 0,
     calibrate: Annotated[bool, typer.Option(help="Score options against a prompt without the row's text.")] = False,
+    reward: RewardOption = None,
     probe: Annotated[bool, typer.Option(help="Fit a linear probe to the training rows, and measure that.")] = False,
     lm_eval: Annotated[
         str | None, typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness, by commas, instead of rows.")
@@ -42,7 +43,7 @@ def evaluate(
     from tezo.training.answering import measure_rows
     from tezo.training.opening import open_model, run_config
 
-    named = [("data.task", task), ("data.dir", data_dir)]
+    named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]
     given = [(key, value) for key, value in named if value is not None]
     config = run_config(run, [*given, *(parse_setting(text) for text in settings)])
     if lm_eval is not None or task_folder is not None:

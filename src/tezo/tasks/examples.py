@@ -1,7 +1,8 @@
 """The two records of this package: a row of a data file, and an example with prompt and answer."""
 
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tezo.errors import RequestError
@@ -65,6 +66,7 @@ class Example:
         right: indices of all correct options, if there can be several; empty: only `label`.
         references: correct answers to compare a predicted text with.
         ends: whether the end-of-text token is learnt as part of the answer.
+        fields: the fields of the row, for a reward; otherwise empty.
     """
 
     prompt: str
@@ -79,6 +81,7 @@ class Example:
     right: tuple[int, ...] = ()
     references: tuple[str, ...] = ()
     ends: bool = True
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         longest = max(map(len, (self.prompt, self.answer, *self.options)))

@@ -210,6 +210,8 @@ def _shape(row: Row, fields: Fields) -> str:
         return "completion"
     if fields.label in row.fields:
         return "label"
+    if fields.prompt in row.fields:  # enough for a reward
+        return "completion"
     raise RequestError(
         f"{row.where}: the fields {', '.join(row.fields)} fit no known shape. Rows need {fields.prompt!r} and "
         f"{fields.completion!r}, or {fields.messages!r}, or {fields.text!r} and {fields.label!r}; other names are set "

@@ -19,7 +19,7 @@ from tezo.optim.methods import AUTO, BASELINES, method
 from tezo.runs.manifest import check_manifest
 from tezo.tasks.data_config import DataConfig
 from tezo.training.coercion import coerce
-from tezo.training.recipe import Config, MethodConfig, TrainConfig
+from tezo.training.recipe import LOSS, REWARD, Config, MethodConfig, TrainConfig
 
 _SHORT = {"model": "name", "data": "train", "method": "name"}
 
@@ -30,10 +30,10 @@ Run folders of those versions have them: with this value they are read as if the
 """
 
 
-ONLY_FROM_THE_USER = frozenset({"model.trust_remote_code"})
+ONLY_FROM_THE_USER = frozenset({"model.trust_remote_code", "train.reward"})
 """Settings that count from the command line, Python and a recipe that the user names, never from a run folder.
 
-A run folder may come from a stranger, and these let code run that comes with the model.
+A run folder may come from a stranger, and these let code run: that of a model, and that of a scorer.
 """
 
 
@@ -91,11 +91,22 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         model=_build(ModelConfig, sections["model"], "model"),
         data=_build(DataConfig, sections.get("data", {}), "data"),
         method=_method(sections.get("method", {})),
-        train=_build(TrainConfig, sections.get("train", {}), "train"),
+        train=_with_reward(_build(TrainConfig, sections.get("train", {}), "train")),
     )
     _check(config)
     _check_lr(config)
     return config
+
+
+def _with_reward(train: TrainConfig) -> TrainConfig:
+    """The settings with the objective that a scorer implies."""
+    if train.reward is None:
+        return train
+    if train.objective not in (LOSS, REWARD):
+        raise RequestError(
+            f"train.reward is {train.reward}, and train.objective is {train.objective}; leave one of them out."
+        )
+    return dataclasses.replace(train, objective=REWARD)
 
 
 def without_removed(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -211,6 +222,8 @@ _LEAST = {
     "model.prefix_length": 1,
     "train.steps": 1,
     "train.batch_size": 1,
+    "train.max_new_tokens": 1,
+    "train.temperature": 0,
     "train.eval_batch_size": 1,
     "train.log_every": 1,
     "train.warmup_steps": 0,
@@ -248,6 +261,9 @@ def _check(config: Config) -> None:
         raise RequestError(
             f"train.patience is {train.patience}, but train.eval_every is 0 (no evaluation); leave one of them out."
         )
+    for key in ("max_new_tokens", "temperature"):
+        if train.objective != REWARD and getattr(train, key) != getattr(TrainConfig, key):
+            raise RequestError(f"train.{key} is {getattr(train, key)}, which is for a reward; give train.reward too.")
     if data.per_class is not None and data.num_train is not None:
         raise RequestError("data.per_class and data.num_train both set the training rows; leave one of them out.")
     if data.hold_out is not None and not 0 <= data.hold_out < 1:

@@ -1,11 +1,13 @@
 """The evaluations of a run: made once, logged, and told to its listeners."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import RunFolder
 from tezo.tasks.evaluation import Metrics, evaluate
 from tezo.tasks.objectives import Encoded
+from tezo.tasks.rewards import EVALUATION
 from tezo.training.job import Job
 from tezo.training.listeners import Listener
 
@@ -47,15 +49,17 @@ class Evaluations:
             listener.evaluated(split, step, metrics)
         return metrics
 
-    def metrics(self, encoded: Sequence[Encoded], *, written: bool) -> Metrics:
+    def metrics(self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION) -> Metrics:
         """Metrics of the model on some rows.
 
         Args:
             encoded: the rows.
             written: whether answers are generated and measured, which takes a pass for each token.
+            step: whose random numbers a reward samples with.
         """
         job, form = self.job, self.job.format
         measures = form.measures if written else ()
         new = form.max_new_tokens or 0
         size = job.config.train.eval_batch_size
-        return evaluate(job.model, job.objective, encoded, size, measures=measures, max_new_tokens=new)
+        own: dict[str, Any] = {"reward": job.reward, "step": step}
+        return evaluate(job.model, job.objective, encoded, size, measures=measures, max_new_tokens=new, **own)
