@@ -18,7 +18,8 @@ from tezo.optim.methods import AUTO, METHODS
 from tezo.training import recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("cost", "experiments", "reliability", "large-models", "many-devices", "figures", "how-to-choose", "theory")
+DOCUMENTS = ("cost", "experiments", "reliability", "large-models", "many-devices", "figures", "how-to-choose", "theory",
+             "rewards")  # fmt: skip
 DRAWN = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in DOCUMENTS)]
 
 

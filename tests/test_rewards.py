@@ -147,7 +147,8 @@ def test_samples_do_not_depend_on_the_batches_and_change_with_the_step():
     texts = [completions(model, objective, encoded, size, 6, Sampling(1.0, 0, 7)) for size in (1, 2, 6)]
     assert texts[0] == texts[1] == texts[2]
     assert texts[0] != completions(model, objective, encoded, 6, 6, Sampling(1.0, 0, 8))
-    assert texts[0] != completions(model, objective, encoded, 6, 6)
+    greedy = completions(model, objective, encoded, 6, 6)
+    assert texts[0] != greedy == completions(model, objective, encoded, 6, 6, Sampling(1e-6, 0, 7))
 
 
 def test_a_run_raises_its_reward_and_keeps_the_best_of_it(home):
@@ -164,6 +165,18 @@ def test_a_run_raises_its_reward_and_keeps_the_best_of_it(home):
     assert run.evaluate() == run.evaluate(rows) == run.evaluate(rows, reward=short_words) == after
     assert run.evaluate(rows, reward=lambda *_: 2)["reward"] == 2
     assert run.predict(rows[:2], max_new_tokens=6)
+    run.close()
+
+
+def test_both_signs_share_random_numbers_and_steps_do_not(home):
+    rows = [{"prompt": "question : the film was answer :", "most": 3}] * 12  # batches are all alike
+    run = library.train(
+        home / "opt", rows, dev=rows, reward=short_words, method="tezo", rank=4, steps=4,
+        batch_size=12, temperature=1.0, max_new_tokens=6, log_every=1, guard=False, lr=1e-12, rho=1e-9,
+    )  # fmt: skip
+    lines = [line for line in run.metrics if "projected_grads" in line]
+    assert all(line["projected_grads"] == [0.0] for line in lines)
+    assert len({line["loss"] for line in lines}) > 1
     run.close()
 
 

@@ -261,9 +261,6 @@ def _check(config: Config) -> None:
         raise RequestError(
             f"train.patience is {train.patience}, but train.eval_every is 0 (no evaluation); leave one of them out."
         )
-    for key in ("max_new_tokens", "temperature"):
-        if train.objective != REWARD and getattr(train, key) != getattr(TrainConfig, key):
-            raise RequestError(f"train.{key} is {getattr(train, key)}, which is for a reward; give train.reward too.")
     if data.per_class is not None and data.num_train is not None:
         raise RequestError("data.per_class and data.num_train both set the training rows; leave one of them out.")
     if data.hold_out is not None and not 0 <= data.hold_out < 1:

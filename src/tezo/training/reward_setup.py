@@ -6,7 +6,7 @@ from dataclasses import replace
 from tezo.errors import RequestError
 from tezo.models.model_config import IN_MEMORY
 from tezo.tasks.rewards import Reward, Score, load_score, name_of
-from tezo.training.recipe import REWARD, Config
+from tezo.training.recipe import REWARD, Config, TrainConfig
 
 
 def make_reward(config: Config, given: Score | None = None) -> Reward | None:
@@ -17,10 +17,15 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         given: a scorer that is an object, in place of the file that the configuration names.
 
     Raises:
-        RequestError: no scorer was given, or it cannot be loaded.
+        RequestError: no scorer was given, it cannot be loaded, or there are settings of a reward without one.
     """
     train = config.train
     if train.objective != REWARD:
+        for key in ("max_new_tokens", "temperature"):
+            if getattr(train, key) != getattr(TrainConfig, key):
+                raise RequestError(
+                    f"train.{key} is {getattr(train, key)}, which is for a reward; give train.reward too."
+                )
         return None
     if given is not None:
         name = name_of(given)
