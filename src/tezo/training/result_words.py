@@ -14,7 +14,7 @@ def metric_text(name: str, value: float) -> str:
 
 def is_plain(name: str, value: float) -> bool:
     """Whether a metric is shown as it is, not as a percentage."""
-    return name.endswith("loss") or not -1 <= value <= 1
+    return name == "reward" or name.endswith("loss") or not -1 <= value <= 1
 
 
 def change_text(name: str, before: float, after: float) -> str:
