@@ -21,6 +21,8 @@ from short_runs import result, same, stopped
 import tezo as library
 from tezo.errors import RequestError
 from tezo.optim.methods import METHODS
+from tezo.runs.reader import read_run
+from tezo.studies.report.losses import row_loss, step_loss
 from tezo.tasks import Example
 from tezo.tasks.generation import Sampling, completions
 from tezo.tasks.objectives import CausalObjective
@@ -28,6 +30,7 @@ from tezo.tasks.rewards import Reward
 from tezo.training.config import parse_config
 from tezo.training.loop import train
 from tezo.training.replay import replay
+from tezo.training.result_words import change_text, metric_text
 
 SCORER = """
 from pathlib import Path
@@ -253,6 +256,28 @@ def test_what_cannot_be_had(home, more, parts):
     done = tezo("train", *flags(home, *few), *given)
     refused(done, *parts)
     assert not (home / "run").exists()
+
+
+def test_a_dry_run_forecasts_a_run_by_its_reward(home):
+    scorer = ("--reward", f"{home / 'score.py'}:short_words", "--steps", 3, "--set", "train.max_new_tokens=4")
+    forecast, summary = (json.loads(tezo("train", *flags(home, *scorer, *more), "--json").out)
+                         for more in (["--dry-run"], []))  # fmt: skip
+    assert all(forecast[key] == summary[key] for key in ("num_forward_passes", "notices", "parameters"))
+
+
+def test_words_and_numbers_of_a_report_are_those_of_a_reward(home):
+    train(config(home), home / "run")
+    words = {"steps": "minus the mean reward", "rows": "minus the mean reward"}
+    assert json.loads((home / "run/summary.json").read_text())["losses"] == words
+    done = tezo("report", home / "run", "--output", home / "report.html")
+    assert done.code == 0, done.err
+    page = (home / "report.html").read_text()
+    assert words["rows"] in page and "<dt>before</dt>" in page and "<dt>right answer</dt>" not in page
+    for name in ("summary.json", "manifest.json"):  # as in a run that has not ended
+        (home / "run" / name).unlink(missing_ok=True)
+    run = read_run(home / "run")
+    assert {"steps": step_loss(run), "rows": row_loss(run)} == words
+    assert (metric_text("reward", 0.5), change_text("reward", 0.25, 0.5)) == ("0.5000", "+0.2500")
 
 
 def test_the_folder_of_a_run_says_what_its_evaluations_take(home):

@@ -5,11 +5,10 @@ from typing import Any, Literal
 
 from tezo.models.model_config import ModelConfig
 from tezo.tasks.data_config import DataConfig
+from tezo.training.result_words import REWARD as REWARD
 
 LOSS = "loss"
 """The objective that batches have of themselves; any other is a metric."""
-REWARD = "reward"
-"""The objective that a scorer of the user's defines."""
 
 
 @dataclass(frozen=True, kw_only=True)
