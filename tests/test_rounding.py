@@ -160,6 +160,21 @@ def test_the_patterns_method_and_the_neighbours_method_agree_on_the_chance():
     assert ((fast - slow).mean(dim=0).div(gap).abs() <= 5.5 * (2 * p * (1 - p) / draws).sqrt() + 1e-12).all()
 
 
+def test_the_noise_of_two_entries_is_independent():
+    # n draws of every entry: with independent pairs, counts of both below a bound, and correlations, are within 5.5
+    # standard errors (4e-8 each).
+    n, shape, draw = 20_000, torch.Size((3, 4)), generator()
+    noise = torch.stack([rounding._noise(shape, draw).flatten().clone() for _ in range(n)]).double() / 2**16
+    assert noise.min() >= 0 and noise.max() < 1
+    assert ((noise.mean(0) - 0.5).abs() < 5.5 * (12 * n) ** -0.5).all()
+    correlations = torch.corrcoef(noise.T) - torch.eye(12, dtype=torch.float64)
+    assert correlations.abs().max() < 5.5 * n**-0.5
+    for p in (0.1, 0.5, 0.9):
+        low = (noise < p).double()
+        both = low.T @ low / n - p * p
+        assert (both - both.diag().diag()).abs().max() < 5.5 * (p * p * (1 - p * p) / n) ** 0.5
+
+
 @DTYPES
 def test_a_transposed_weight_is_stored_in_its_places(dtype):
     exact = torch.randn(30, 50, generator=generator(1))

@@ -14,6 +14,9 @@ from tezo.numerics.scratch import row_slices, scratch
 Tiles = Iterator[tuple[slice, int, Tensor]]
 """Yields (rows, g, W_g[rows]); the next item may overwrite the tensor."""
 
+SharedTiles = Iterator[tuple[slice, slice, Tensor]]
+"""Yields (rows, blocks, W_g[rows]), the same for all these blocks; the next item may overwrite the tensor."""
+
 TILE = 1 << 19
 """Number of entries of a tile that is cast to float32 (2 MB)."""
 
@@ -30,6 +33,18 @@ def tiled_linear(x_GTN: Tensor, bias_M: Tensor | None, height: int, tiles: Tiles
     for rows, g, tile in tiles:
         torch.mm(x_GTN[g], tile.T, out=out_GTM[g, :, rows])
     return out_GTM if bias_M is None else out_GTM.add_(bias_M)
+
+
+def add_tiled_linear_(out_GTM: Tensor, x_GTN: Tensor, scale: float, tiles: SharedTiles) -> None:
+    """Out_g += scale * X_g W_g^T, in place; both are contiguous."""
+    for rows, blocks, tile in tiles:
+        out_GTM[blocks].flatten(0, 1)[:, rows].addmm_(x_GTN[blocks].flatten(0, 1), tile.T, alpha=scale)
+
+
+def add_tiled_transposed_(out_GTN: Tensor, x_GTM: Tensor, scale: float, tiles: SharedTiles) -> None:
+    """Out_g += scale * X_g W_g, in place; both are contiguous."""
+    for rows, blocks, tile in tiles:
+        out_GTN[blocks].flatten(0, 1).addmm_(x_GTM[blocks].flatten(0, 1)[:, rows], tile, alpha=scale)
 
 
 def tiled_transposed(x_GTM: Tensor, bias_N: Tensor, tiles: Tiles) -> Tensor:
@@ -49,6 +64,11 @@ def float32_on_emulating_cpu(model: nn.Module) -> AbstractContextManager[object]
     """
     slow = any(is_emulated(p.dtype) for p in model.parameters() if p.device.type == "cpu")
     return _Float32Products() if slow else nullcontext()
+
+
+def has_bfloat16_products(tensor: Tensor) -> bool:
+    """Whether the tensor is bfloat16 on a CPU that has instructions for products of bfloat16 numbers."""
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not is_emulated(tensor.dtype)
 
 
 def is_emulated(dtype: torch.dtype) -> bool:

@@ -8,6 +8,8 @@ Values beyond the largest finite value of the format, infinities and NaN are rou
 Values within the finite range never become infinite.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -68,16 +70,21 @@ def _store_bfloat16_(weight: Tensor, exact: Tensor, draw: torch.Generator) -> No
     is therefore (lower 16 bits) / 2^16 = (|value| - |lower neighbour|) / spacing.
     """
     bits = exact.view(torch.int32)
-    # Signed noise plus 2^15 is in 0 .. 2^16 - 1. 2^15 is added first, because -0.0 is the smallest int32 and would
-    # overflow.
-    bits.add_(1 << 15).add_(_int16_noise(exact.numel(), draw).view(exact.shape)).bitwise_right_shift_(16)
+    bits.add_(_noise(exact.shape, draw)).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(bits)
 
 
-def _int16_noise(count: int, draw: torch.Generator) -> Tensor:
-    """`count` integers, uniform over int16; one 64-bit draw gives four, because drawing dominates the time."""
-    drawn = scratch("rounding", (-(-count // 4),), torch.int64, draw.device)
-    return drawn.random_(-(2**63), None, generator=draw).view(torch.int16)[:count]
+def _noise(shape: torch.Size, draw: torch.Generator) -> Tensor:
+    """Integers, uniform over 0 ... 2^16 - 1 and pairwise independent, of this shape; int32.
+
+    Entry (i, j) is a_i xor b_j, because a draw for every entry would take longer than the rest of the write. Pairwise
+    independence is enough: the errors of two entries are uncorrelated, as with independent noise.
+    """
+    width = shape[-1] if shape else 1
+    a_M1 = torch.empty(math.prod(shape) // max(1, width), 1, dtype=torch.int32).random_(0, 1 << 16, generator=draw)
+    b_N = torch.empty(width, dtype=torch.int32).random_(0, 1 << 16, generator=draw)
+    noise_MN = scratch("rounding", (len(a_M1), width), torch.int32, draw.device)
+    return torch.bitwise_xor(a_M1, b_N, out=noise_MN).view(shape)
 
 
 def _to_a_neighbour(exact: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
