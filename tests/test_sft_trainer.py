@@ -16,7 +16,7 @@ from tezo.models.quantization import stay_packed
 from tezo.training.integrations.trainer_loss import StepLoss
 
 trl = pytest.importorskip("trl", reason="of the extra `trainer`")
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="of the extra `peft`")
 
 
 def sft(folder, model=None, *, rows=None, method="lozo-adam", **named):
@@ -122,7 +122,7 @@ def test_a_head_that_trl_reads_past_its_module_is_refused(tmp_path):
 
 
 def test_a_base_that_trl_packs_is_tuned(tmp_path):
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="of the extra `quantization`")
     # TRL puts what is not packed into bfloat16
     base = saved(llama(hidden_size=64, intermediate_size=128).bfloat16(), TOKENIZER, tmp_path / "base")
     packing = transformers.BitsAndBytesConfig(

@@ -344,7 +344,7 @@ def test_what_is_pushed_is_the_adapter(tmp_path, monkeypatch):
 
 
 def test_a_packed_base_is_tuned_and_keeps_its_bits(tmp_path):
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="of the extra `quantization`")
     plain = llama(hidden_size=64, intermediate_size=128)
     plain.save_pretrained(tmp_path / "base")
     packing = transformers.BitsAndBytesConfig(

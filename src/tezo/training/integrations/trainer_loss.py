@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tezo.errors import RequestError
+from tezo.tasks.objectives.labelled_tensors import NOT_COUNTED
 
-IGNORED = -100
-"""Label of a token, or a row, that the loss leaves out."""
 CLOSE = 1e-4
 """Largest difference of two sums of the same losses, as a part of their size: rounding."""
 
@@ -97,15 +96,15 @@ def _row_sums(outputs: Any, labels: Any) -> Iterator[tuple[Tensor, Tensor]]:
         if logits.numel() == labels.numel():
             yield (logits.flatten() - labels.flatten()).square(), torch.tensor(labels.numel(), device=labels.device)
     elif labels.ndim == 1 and logits.ndim == 2:
-        yield cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED), _count(labels)
+        yield cross_entropy(logits, labels, reduction="none", ignore_index=NOT_COUNTED), _count(labels)
     elif labels.ndim == 2 and logits.shape[:2] == labels.shape:
         yield _token_losses(logits[:, :-1], labels[:, 1:]), _count(labels[:, 1:])  # of the next token
         yield _token_losses(logits, labels), _count(labels)
 
 
 def _token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    return cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none", ignore_index=IGNORED).sum(1)
+    return cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none", ignore_index=NOT_COUNTED).sum(1)
 
 
 def _count(labels: Tensor) -> Tensor:
-    return (labels != IGNORED).sum()
+    return (labels != NOT_COUNTED).sum()
