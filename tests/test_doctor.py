@@ -19,6 +19,7 @@ from tezo.optim.estimate_error import AROUND, ENOUGH, EstimateError, measure_est
 from tezo.optim.memory_forecast import forecasts
 from tezo.optim.methods import METHODS, adam
 from tezo.optim.methods import tezo as plain_tezo
+from tezo.runs import environment
 from tezo.training import diagnosis, memory_ways
 from tezo.training.dry_pass import dry_pass
 from tezo.training.memory_ways import (
@@ -245,11 +246,11 @@ def test_a_model_that_cannot_be_forecast_says_why(home, monkeypatch):
 
 
 def test_the_memory_is_that_of_the_container(tmp_path, monkeypatch):
-    whole = diagnosis.usable_memory()
+    whole = environment.usable_memory()
     for text, expected in (("max\n", whole), ("1048576\n", 1048576), (f"{10**18}\n", whole)):
         (tmp_path / "memory.max").write_text(text)
-        monkeypatch.setattr(diagnosis, "CONTAINER_LIMIT", tmp_path / "memory.max")
-        assert diagnosis.usable_memory() == min(expected, whole)
+        monkeypatch.setattr(environment, "CONTAINER_LIMIT", tmp_path / "memory.max")
+        assert environment.usable_memory() == min(expected, whole)
 
 
 def test_the_sketches_of_a_basis_that_sees_data_are_forecast(home, monkeypatch):
