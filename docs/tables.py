@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from drawing import RESULTS, SHORT, grid, head, machine, read
+from reward_tables import reward, reward_samples
 from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
 from when_tables import WHEN_TABLES
 
@@ -320,6 +321,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "encoder": partial(reproduced, "encoder"),
     **{name: partial(reproduced, name) for name in COSTS},
     "agreement": agreement,
+    "reward": reward,
+    "reward-samples": reward_samples,
     **{name: partial(study, name) for name in STUDIES},
     "study-decoder": study_decoder,
     **{f"{name}-accuracy": partial(study_accuracy, name) for name in STUDIES},

@@ -42,7 +42,7 @@ def home(tmp_path_factory):
     said = write_rows(home / "said.jsonl", completion_rows(12))
     labelled = write_rows(home / "labelled.jsonl", label_rows(24))
     text = TASK.format(name="said", rows=said, output_type="loglikelihood", text="{{prompt}}", target="{{completion}}")
-    (home / "tasks/said.yaml").write_text(text)
+    (home / "tasks/said.yaml").write_text(text + "  - metric: perplexity\n")
     text = TASK.format(
         name="mood", rows=labelled, output_type="multiple_choice", text="{{text}}\\nLabel:", target="{{label}}"
     )
@@ -91,7 +91,7 @@ def test_the_model_of_a_run_is_tuned_again_after_the_harness_as_before(home):
 
 def test_the_accuracy_of_the_harness_is_that_of_tezo_eval(home):
     done = [
-        tezo("eval", name, "--lm-eval", "mood", "--task-folder", home / "tasks", "--json")
+        tezo("eval", name, "--lm-eval", "mood,said", "--task-folder", home / "tasks", "--json")
         for name in (home / "mood-run", model_folder(home, "opt"))
     ]
     assert all(d.code == 0 for d in done), done[0].err
@@ -108,7 +108,8 @@ def test_patterns_name_tasks_and_the_table_has_their_metrics(home):
     done = tezo("eval", home / "mood-run", "--lm-eval", "mo*,said", "--task-folder", home / "tasks")
     assert done.code == 0, done.err
     lines = [line.split() for line in done.out.splitlines()]
-    assert [line[0] for line in lines] == ["mood", "acc", "said", "acc"] and lines[1][2] == "+-"
+    assert [line[0] for line in lines[:3]] == ["mood", "acc", "said"] and lines[1][2] == "+-"
+    assert {line[0] for line in lines[3:]} == {"acc", "perplexity"}
 
 
 @pytest.mark.skipif(not DECODER.is_dir(), reason=f"there is no {DECODER}")

@@ -311,6 +311,12 @@ def test_a_loss_that_is_never_finite_is_an_error_after_all(home, tmp_path):
     assert len(read_log(tmp_path / "run/steps.log").rollbacks) == MOST_ROLLBACKS
 
 
+def _reward(before: float, after: float) -> dict[str, Any]:
+    """What a summary has of the dev and the test rows of a run by a reward."""
+    return {"dev_loss_before": -before, "dev_loss": -after, "before": {"loss": -before, "reward": before},
+            "after": {"loss": -after, "reward": after}}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -322,6 +328,9 @@ def test_a_loss_that_is_never_finite_is_an_error_after_all(home, tmp_path):
         ({"dev_loss": 3.0, "rows": {"train": 9}}, "9 training rows may be too few"),
         ({"dev_loss": 3.0, "rollbacks": [{"lr_scale": 0.1}]}, "to 1.0e-04, still too high: try --lr 3.3e-05."),
         ({"dev_loss": None}, "Better: the test loss fell from 3.5000 to 2.5000."),
+        (_reward(0.1, 0.3), "Better: the dev reward rose from 0.1000 to 0.3000. It was rising to the end"),
+        (_reward(0.1, 0.1), "No better: the dev reward was 0.1000 and is 0.1000. Try another rate, or a larger"),
+        (_reward(0.1, 0.3) | {"after": {"loss": 4.0, "reward": -4.0}}, "On the test rows it fell"),
     ],
 )  # fmt: skip
 def test_a_verdict_says_what_to_try(changes, said):

@@ -19,6 +19,9 @@ options = Options()
 
 SetOption = typer.Option([], "--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as method.lr=1e-4.")
 BaseOption = Annotated[str | None, typer.Option("--model", help="Base model of the run, if it has moved.")]
+RewardOption = Annotated[
+    str | None, typer.Option("--reward", metavar="FILE.py:FUNCTION", help="Scorer of completions; its code runs.")
+]
 TrustOption = typer.Option(False, "--trust-remote-code", help="Let code run that comes with the base model.")
 JsonOption = typer.Option(False, "--json", help="Print JSON.")
 

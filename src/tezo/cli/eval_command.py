@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json
+from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json
 from tezo.errors import RequestError
 from tezo.models.quiet import quiet_libraries
 from tezo.training.result_words import metric_text
@@ -26,6 +26,7 @@ def evaluate(
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
     shots: Annotated[int, typer.Option(help="Training rows shown, solved, before each question.")] = 0,
     calibrate: Annotated[bool, typer.Option(help="Score options against a prompt without the row's text.")] = False,
+    reward: RewardOption = None,
     probe: Annotated[bool, typer.Option(help="Fit a linear probe to the training rows, and measure that.")] = False,
     lm_eval: Annotated[
         str | None, typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness, by commas, instead of rows.")
@@ -38,28 +39,31 @@ def evaluate(
     from tezo.training.config import parse_setting
 
     quiet_libraries()
-    from tezo.tasks.probing import probe as fit_probe
-    from tezo.tasks.splits import rows_to_report
-    from tezo.training.answering import measure_rows
-    from tezo.training.opening import open_model, run_config
+    from tezo.training.opening import run_config
 
-    named = [("data.task", task), ("data.dir", data_dir)]
+    named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]
     given = [(key, value) for key, value in named if value is not None]
     config = run_config(run, [*given, *(parse_setting(text) for text in settings)])
     if lm_eval is not None or task_folder is not None:
-        if data is not None or probe or calibrate:
-            raise RequestError("--lm-eval has rows of its own; leave out --data, --probe and --calibrate.")
+        if data is not None or probe or calibrate or reward is not None:
+            raise RequestError("--lm-eval has rows of its own; leave out --data, --probe, --calibrate and --reward.")
         _print_harness(run, config, lm_eval, task_folder, shots, json)
-        return
-    if probe and (data is not None or shots or calibrate):
-        raise RequestError(
-            "--probe is fitted to the rows of the run and measured on its test rows; leave out --data, "
-            "--shots and --calibrate, or name rows with --set data.train and --set data.test."
-        )
-    if probe:
-        sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
-        _print_probe(fit_probe(config.data, open_model(run, config), **sizes), json)
-        return
+    elif probe:
+        if data is not None or shots or calibrate or reward is not None:
+            raise RequestError(
+                "--probe is fitted to the rows of the run and measured on its test rows; leave out --data, --shots, "
+                "--calibrate and --reward, or name rows with --set data.train and --set data.test."
+            )
+        _print_probe(run, config, json)
+    else:
+        _print_metrics(run, config, data, shots, calibrate, json)
+
+
+def _print_metrics(run: str, config: "Config", data: str | None, shots: int, calibrate: bool, json: bool) -> None:
+    from tezo.tasks.splits import rows_to_report
+    from tezo.training.answering import measure_rows
+    from tezo.training.opening import open_model
+
     rows, source = rows_to_report(config.data, config.train.seed, data)
     metrics, notices = measure_rows(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
     if json:
@@ -98,8 +102,12 @@ def _print_harness(
                 print(f"  {name:<15} {value:.4g}{spread}" if isinstance(value, float) else f"  {name:<15} {value}")
 
 
-def _print_probe(found: tuple[dict[str, float], dict[str, int]], json: bool) -> None:
-    metrics, rows = found
+def _print_probe(run: str, config: "Config", json: bool) -> None:
+    from tezo.tasks.probing import probe
+    from tezo.training.opening import open_model
+
+    sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
+    metrics, rows = probe(config.data, open_model(run, config), **sizes)
     if json:
         print_json({"rows": rows, **metrics})
         return

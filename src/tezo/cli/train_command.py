@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json
+from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json
 from tezo.cli.forecast import print_dry_run
 from tezo.errors import RequestError
 from tezo.files import reading
@@ -38,6 +38,7 @@ def train(
     lr: Annotated[
         str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; default auto: by short trials.")
     ] = None,
+    reward: RewardOption = None,
     steps: Annotated[str | None, typer.Option(metavar="INTEGER", help="Number of steps.")] = None,
     quantization: Annotated[str | None, typer.Option(help="Quantization of linear layers: nf4, int8, int8wo.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of directions, data order and sampling.")] = None,
@@ -62,6 +63,7 @@ def train(
         ("method.name", method),
         ("method.lr", lr),
         ("model.quantization", quantization),
+        ("train.reward", reward),
         ("train.steps", steps),
         ("train.seed", seed),
     ]

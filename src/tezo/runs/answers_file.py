@@ -44,7 +44,10 @@ class LabelCounts:
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """A row with its text, the right answer and the answers before and after; `outcome` is empty for free text."""
+    """A row with its text, the right answer and the answers before and after.
+
+    `right` is empty where there is none, as with a reward; `outcome` is empty for free text.
+    """
 
     row: str
     text: str

@@ -1,6 +1,6 @@
 """Evaluation of a model on encoded examples, and prediction of answers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,9 @@ from tezo.models.loading import LoadedModel
 from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.tasks import Measure, Row
 from tezo.tasks.data_config import DataConfig
+from tezo.tasks.generation import by_length, completions
 from tezo.tasks.objectives import CausalObjective, Encoded, Objective
+from tezo.tasks.rewards import EVALUATION, Reward, prompt_of
 from tezo.tasks.setup import make_format, make_objective, with_shots
 from tezo.tasks.token_notices import token_notices
 
@@ -28,8 +30,12 @@ def evaluate(
     measures: Sequence[Measure] = (),
     max_new_tokens: int = 0,
     calibrate: bool = False,
+    reward: Reward | None = None,
+    step: int = EVALUATION,
 ) -> Metrics:
     """Metrics of a model over all examples.
+
+    With a reward: "reward" (mean score of the completions) and "loss" (minus that), nothing else.
 
     Examples with options: "loss" (mean cross-entropy over the options), "accuracy", and, if all examples have the same
     options, "macro_f1" (mean over the labels that occur among answers or predictions). Free text: "loss" (mean
@@ -45,6 +51,8 @@ def evaluate(
             example; their means are returned as well.
         max_new_tokens: maximum length of a continuation in tokens.
         calibrate: see `option_scores`.
+        reward: what is measured in place of the answers; the examples are those of `prompt_of`.
+        step: whose random numbers the reward samples with.
     """
     return evaluate_and_answer(
         model,
@@ -54,6 +62,8 @@ def evaluate(
         measures=measures,
         max_new_tokens=max_new_tokens,
         calibrate=calibrate,
+        reward=reward,
+        step=step,
     )[0]
 
 
@@ -67,10 +77,18 @@ def evaluate_and_answer(
     measures: Sequence[Measure] = (),
     max_new_tokens: int = 0,
     calibrate: bool = False,
+    reward: Reward | None = None,
+    step: int = EVALUATION,
 ) -> tuple[Metrics, list[str]]:
-    """(what `evaluate` returns, the answer to each example as `predict` gives it); no answers to unmeasured text."""
+    """(what `evaluate` returns, the answer to each example as `predict` gives it).
+
+    With a reward the answers are the completions that it scored. There are no answers to text that is not measured.
+    """
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
+        if reward is not None:
+            mean, texts = reward.mean_and_completions(model, objective, encoded, batch_size, step)
+            return {"loss": -mean, "reward": mean}, texts
         if encoded[0].example.options:
             scores = option_scores(model, objective, encoded, batch_size, calibrate=calibrate)
             best = [int(row.argmax()) for row in scores]
@@ -79,7 +97,7 @@ def evaluate_and_answer(
         else:
             assert isinstance(objective, CausalObjective)
             metrics = _evaluate_text(model, objective, encoded, batch_size)
-            answers = _texts(model, objective, encoded, batch_size, max_new_tokens) if measures else []
+            answers = completions(model, objective, encoded, batch_size, max_new_tokens) if measures else []
     return metrics | _measured(measures, answers, encoded), answers
 
 
@@ -92,6 +110,7 @@ def measure(
     seed: int = 0,
     shots: int = 0,
     calibrate: bool = False,
+    reward: Reward | None = None,
 ) -> tuple[Metrics, list[str]]:
     """(metrics, notices for the user) of a model on rows with answers.
 
@@ -103,14 +122,15 @@ def measure(
         seed: seed of the choice of demonstrations.
         shots: number of training rows shown, with their answers, before each question.
         calibrate: see `option_scores`.
+        reward: what is measured in place of the answers, which rows then need not have.
     """
     form = with_shots(make_format(data, loaded, rows), data, loaded, shots, seed)
-    objective = make_objective(data, loaded, form)
-    encoded = [objective.encode(form.example(row)) for row in rows]
-    new = form.max_new_tokens or 0
-    metrics = evaluate(
-        loaded.model, objective, encoded, batch_size, measures=form.measures, max_new_tokens=new, calibrate=calibrate
-    )
+    new = reward.max_new_tokens if reward is not None else form.max_new_tokens or 0
+    objective = make_objective(data, loaded, form, new)
+    examples = [form.example(row) if reward is None else prompt_of(form, row) for row in rows]
+    options: dict[str, Any] = {"measures": form.measures, "max_new_tokens": new, "calibrate": calibrate}
+    encoded = [objective.encode(example) for example in examples]
+    metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
     return metrics, token_notices(objective)
 
 
@@ -200,58 +220,9 @@ def predict(
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if not encoded[0].example.options:
-            return _texts(model, objective, encoded, batch_size, max_new_tokens)
+            return completions(model, objective, encoded, batch_size, max_new_tokens)
         scores = option_scores(model, objective, encoded, batch_size)
         return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
-
-
-def _texts(
-    model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, max_new_tokens: int
-) -> list[str]:
-    answers = [""] * len(encoded)
-    for part in by_length(encoded, batch_size):
-        texts = _generate(model, objective, [encoded[i] for i in part], max_new_tokens)
-        for i, text in zip(part, texts, strict=True):
-            answers[i] = text
-    return answers
-
-
-_GREEDY: dict[str, Any] = {
-    "do_sample": False,
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-}
-"""Options of greedy decoding; they override the model's own generation_config."""
-
-
-def _generate(model: Any, objective: Objective, encoded: Sequence[Encoded], max_new_tokens: int) -> list[str]:
-    tokenizer = objective.tokenizer
-    prompts = [e.sequences[0][: len(e.sequences[0]) - e.answers[0]] for e in encoded]
-    length = max(map(len, prompts))
-    padded = [(tokenizer.pad_token_id,) * (length - len(p)) + tuple(p) for p in prompts]
-    mask = [[0] * (length - len(p)) + [1] * len(p) for p in prompts]
-    one_line = not encoded[0].example.ends
-    stop = {"stop_strings": ["\n"], "tokenizer": tokenizer} if one_line else {}
-    output = model.generate(
-        input_ids=torch.tensor(padded, device=objective.device),
-        attention_mask=torch.tensor(mask, device=objective.device),
-        max_new_tokens=max_new_tokens,
-        **_GREEDY,
-        pad_token_id=tokenizer.pad_token_id,
-        **stop,
-    )
-    texts = [str(text) for text in tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)]
-    return [(text.partition("\n")[0] if one_line else text).strip() for text in texts]
-
-
-def by_length(encoded: Sequence[Encoded], batch_size: int) -> Iterator[list[int]]:
-    """Indices of the examples in batches of similar length, which keeps padding short."""
-    order = sorted(range(len(encoded)), key=lambda i: encoded[i].length)
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
 
 
 def macro_f1(predictions: Sequence[int], labels: Sequence[int | None]) -> float:

@@ -1,7 +1,8 @@
 """The two records of this package: a row of a data file, and an example with prompt and answer."""
 
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tezo.errors import RequestError
@@ -66,6 +67,7 @@ class Example:
         references: correct answers to compare a predicted text with.
         ends: whether the end-of-text token is learnt as part of the answer.
         whole: whether the answer is a whole text without a prompt; all of its tokens after the first are learnt.
+        fields: the fields of the row, for a reward; otherwise empty.
     """
 
     prompt: str
@@ -81,6 +83,7 @@ class Example:
     references: tuple[str, ...] = ()
     ends: bool = True
     whole: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         longest = max(map(len, (self.prompt, self.answer, *self.options)))

@@ -12,7 +12,8 @@ from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
 from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.tasks.data_config import DataConfig
-from tezo.tasks.evaluation import Metrics, by_length, choice_metrics
+from tezo.tasks.evaluation import Metrics, choice_metrics
+from tezo.tasks.generation import by_length
 from tezo.tasks.objectives import Encoded, Objective
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import divide, read_splits

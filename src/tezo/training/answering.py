@@ -10,9 +10,11 @@ from tezo.files import write_file
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Row
 from tezo.tasks.evaluation import Metrics, measure, predict
+from tezo.tasks.rewards import Score
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.token_notices import token_notices
-from tezo.training.recipe import Config
+from tezo.training.recipe import REWARD, Config
+from tezo.training.reward_setup import make_reward
 
 ANSWER = "prediction"
 """The field that a row gains in a file of answers."""
@@ -22,7 +24,13 @@ MAX_NEW_TOKENS = 64
 
 
 def measure_rows(
-    config: Config, loaded: LoadedModel, rows: Sequence[Row], *, shots: int = 0, calibrate: bool = False
+    config: Config,
+    loaded: LoadedModel,
+    rows: Sequence[Row],
+    *,
+    shots: int = 0,
+    calibrate: bool = False,
+    score: Score | None = None,
 ) -> tuple[Metrics, list[str]]:
     """(metrics, notices for the user) of a model on rows with answers.
 
@@ -32,9 +40,18 @@ def measure_rows(
         rows: as they were read.
         shots: number of training rows shown before each question.
         calibrate: see `tezo.tasks.evaluation.option_scores`.
+        score: scorer of completions that is an object. With it, or with train.reward, the reward is what is measured.
     """
     sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
-    return measure(config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate)
+    given = score is not None or config.train.reward is not None
+    reward = make_reward(config, score) if given else None
+    metrics, notices = measure(config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate, reward=reward)
+    if not given and config.train.objective == REWARD:
+        notices = [
+            *notices,
+            "the run maximised a reward, which --reward FILE.py:FUNCTION measures (in Python, reward=...).",
+        ]
+    return metrics, notices
 
 
 def check_new_tokens(count: int | None) -> None:

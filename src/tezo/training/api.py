@@ -14,6 +14,7 @@ from tezo.models.in_memory import dtype_name, from_objects
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import IN_MEMORY, ModelConfig
 from tezo.runs.folder import CONFIG, SUMMARY, read_summary
+from tezo.tasks.rewards import Score
 from tezo.tasks.row_objects import Rows, is_named, splits_of
 from tezo.training import loop
 from tezo.training.config import overlay, parse_config, read_run_config
@@ -30,6 +31,7 @@ def train(
     data: Rows | None = None,
     *,
     method: str = "lozo-adam",
+    reward: Score | str | None = None,
     tokenizer: Any = None,
     output: str | Path | None = None,
     dev: Rows | None = None,
@@ -47,6 +49,8 @@ def train(
         data: rows to train on: a file, the name of a hub data set, a list of dicts, or a split of a `datasets` data
             set. None where the setting `task` names them.
         method: name of a method, see `tezo.METHODS`, or "adam".
+        reward: what is maximised in place of the likelihood of answers: a function (prompt, completion, fields of the
+            row) -> score, or FILE.py:FUNCTION. The model writes the completions; rows need only prompts.
         tokenizer: of a model in memory.
         output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process.
         dev: rows that choose the parameters to keep; as `data`. A name may be a split of the hub data set.
@@ -68,13 +72,17 @@ def train(
             After any error a model in memory is as before, unless the method writes weights or has an adapter of PEFT.
     """
     parts = {part: rows for part, rows in (("train", data), ("dev", dev), ("test", test)) if rows is not None}
-    config, base = _configured(model, tokenizer, parts, method, dotted_settings(named, settings or {}))
+    given = dotted_settings(named, settings or {})
+    if reward is not None:
+        given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
+    score = None if isinstance(reward, str) else reward
+    config, base = _configured(model, tokenizer, parts, method, given)
     objects = {part: rows for part, rows in parts.items() if not is_named(rows)}
     rows = splits_of(config.data, objects) if objects else None
     folder = _folder(output, resume=resume)
     watcher = _Watcher()
     try:
-        summary = loop.train(config, folder, [*listeners, watcher], resume=resume, loaded=base, rows=rows)
+        summary = loop.train(config, folder, [*listeners, watcher], resume=resume, loaded=base, rows=rows, score=score)
     except BaseException:
         watcher.release()
         if output is None:
@@ -86,6 +94,7 @@ def train(
         base=base,
         tuned=watcher.tuned,
         rows=rows,
+        reward=reward,
         temporary=output is None,
         trust_remote_code=config.model.trust_remote_code,
     )

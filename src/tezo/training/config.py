@@ -20,7 +20,7 @@ from tezo.runs.manifest import check_manifest
 from tezo.tasks.data_config import DataConfig
 from tezo.training.aliases import suggestion
 from tezo.training.coercion import coerce
-from tezo.training.recipe import Config, MethodConfig, TrainConfig
+from tezo.training.recipe import LOSS, REWARD, Config, MethodConfig, TrainConfig
 
 _SHORT = {"model": "name", "data": "train", "method": "name"}
 
@@ -31,10 +31,10 @@ Run folders of those versions have them: with this value they are read as if the
 """
 
 
-ONLY_FROM_THE_USER = frozenset({"model.trust_remote_code"})
+ONLY_FROM_THE_USER = frozenset({"model.trust_remote_code", "train.reward"})
 """Settings that count from the command line, Python and a recipe that the user names, never from a run folder.
 
-A run folder may come from a stranger, and these let code run that comes with the model.
+A run folder may come from a stranger, and these let code run: that of a model, and that of a scorer.
 """
 
 
@@ -92,11 +92,22 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         model=_build(ModelConfig, sections["model"], "model"),
         data=_build(DataConfig, sections.get("data", {}), "data"),
         method=_method(sections.get("method", {})),
-        train=_build(TrainConfig, sections.get("train", {}), "train"),
+        train=_with_reward(_build(TrainConfig, sections.get("train", {}), "train")),
     )
     _check(config)
     _check_lr(config)
     return config
+
+
+def _with_reward(train: TrainConfig) -> TrainConfig:
+    """The settings with the objective that a scorer implies."""
+    if train.reward is None:
+        return train
+    if train.objective not in (LOSS, REWARD):
+        raise RequestError(
+            f"train.reward is {train.reward}, and train.objective is {train.objective}; leave one of them out."
+        )
+    return dataclasses.replace(train, objective=REWARD)
 
 
 def without_removed(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -212,6 +223,8 @@ _LEAST = {
     "model.prefix_length": 1,
     "train.steps": 1,
     "train.batch_size": 1,
+    "train.max_new_tokens": 1,
+    "train.temperature": 0,
     "train.eval_batch_size": 1,
     "train.log_every": 1,
     "train.warmup_steps": 0,

@@ -126,7 +126,7 @@ def _closure(job: Job, rows: Sequence[Encoded]) -> Callable[[], Any]:
 def _metrics(job: Job, rows: Sequence[Encoded], *, written: bool) -> dict[str, float]:
     measures = job.format.measures if written else ()
     size, new = job.config.train.eval_batch_size, job.format.max_new_tokens or 0
-    return evaluate(job.model, job.objective, rows, size, measures=measures, max_new_tokens=new)
+    return evaluate(job.model, job.objective, rows, size, measures=measures, max_new_tokens=new, reward=job.reward)
 
 
 def _evaluations(job: Job) -> float:

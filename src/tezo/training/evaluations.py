@@ -6,6 +6,7 @@ from tezo.runs.environment import memory_for
 from tezo.runs.folder import RunFolder
 from tezo.tasks.evaluation import Metrics, evaluate_and_answer
 from tezo.tasks.objectives import Encoded
+from tezo.tasks.rewards import EVALUATION
 from tezo.training.job import Job
 from tezo.training.kept_answers import answers_to_keep
 from tezo.training.listeners import Listener
@@ -52,19 +53,31 @@ class Evaluations:
             listener.evaluated(split, step, metrics)
         return metrics
 
-    def metrics(self, encoded: Sequence[Encoded], *, written: bool) -> Metrics:
+    def metrics(self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION) -> Metrics:
         """Metrics of the model on some rows.
 
         Args:
             encoded: the rows.
             written: whether answers are generated and measured, which takes a pass for each token.
+            step: whose random numbers a reward samples with.
         """
-        return self._measured(encoded, written=written)[0]
+        return self._measured(encoded, written=written, step=step)[0]
 
-    def _measured(self, encoded: Sequence[Encoded], *, written: bool) -> tuple[Metrics, list[str]]:
+    def _measured(
+        self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION
+    ) -> tuple[Metrics, list[str]]:
         """(metrics, answers to the rows)."""
         job, form = self.job, self.job.format
         measures = form.measures if written else ()
         new = form.max_new_tokens or 0
         size = job.config.train.eval_batch_size
-        return evaluate_and_answer(job.model, job.objective, encoded, size, measures=measures, max_new_tokens=new)
+        return evaluate_and_answer(
+            job.model,
+            job.objective,
+            encoded,
+            size,
+            measures=measures,
+            max_new_tokens=new,
+            reward=job.reward,
+            step=step,
+        )

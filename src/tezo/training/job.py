@@ -21,12 +21,14 @@ from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, Tuner, method
 from tezo.tasks import Format
 from tezo.tasks.objectives import Batch, BatchClosure, Encoded, Objective
+from tezo.tasks.rewards import Reward, Score, prompt_of
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.tasks.token_notices import token_notices
 from tezo.training.recipe import LOSS as LOSS
 from tezo.training.recipe import Config
 from tezo.training.resolution import Resources, RowFacts, resolve, resolve_before_building
+from tezo.training.reward_setup import make_reward, reward_notice
 from tezo.training.schedule import BatchSampler
 
 BASIS_ROWS = 64
@@ -50,6 +52,7 @@ class Job:
         test: rows for the figures before and after.
         optimizer: on the model.
         untrained: parameters that the loss does not depend on, or reads past their modules.
+        reward: what is maximised, where it is the objective.
         notices: what the user should know before the start: cuts, label words that are alike, parameters left out,
             held-out rows.
     """
@@ -63,6 +66,7 @@ class Job:
     test: list[Encoded]
     optimizer: Tuner
     untrained: tuple[str, ...] = ()
+    reward: Reward | None = None
     notices: tuple[str, ...] = field(default=())
 
     @property
@@ -86,20 +90,24 @@ class Job:
         return self.objective.batches([self.train[i] for i in indices])
 
 
-def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits | None = None) -> Job:
+def prepare(
+    config: Config, *, loaded: LoadedModel | None = None, rows: Splits | None = None, score: Score | None = None
+) -> Job:
     """Loads, reads, encodes and plans.
 
     Args:
         config: of the run.
         loaded: a model that is in memory, in place of the one that the configuration names.
         rows: rows that are in memory, in place of those that the configuration names.
+        score: scorer of completions that is an object, in place of the file that train.reward names.
 
     Raises:
         RequestError: something does not fit.
     """
+    reward = make_reward(config, score)
     found = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
-    used = _encode(config, loaded, found)
+    used = _encode(config, loaded, found, reward)
     untrained = _untrained(loaded, used.objective, used.train)
     build = partial(make_optimizer, loaded=loaded, untrained=untrained)
     resources = _resources(config, loaded, used)
@@ -117,7 +125,9 @@ def prepare(config: Config, *, loaded: LoadedModel | None = None, rows: Splits |
         test=used.test or used.dev,
         optimizer=optimizer,
         untrained=tuple(untrained),
+        reward=reward,
         notices=(
+            *reward_notice(reward),
             *used.notices,
             *_untrained_notice(untrained),
             *_left_out_notice(config, optimizer, untrained),
@@ -140,13 +150,14 @@ class _EncodedRows:
     notices: Sequence[str]
 
 
-def _encode(config: Config, loaded: LoadedModel, found: Splits) -> _EncodedRows:
+def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward | None) -> _EncodedRows:
     form = make_format(config.data, loaded, found.train)
     used = divide(found, form, config.data, config.train.seed)
-    objective = make_objective(config.data, loaded, form)
-    example_of = form.training_example if config.train.minimises_loss else form.example
-    train = [objective.encode(example_of(row)) for row in used.train]
-    dev, test = ([objective.encode(form.example(row)) for row in part] for part in (used.dev, used.test))
+    objective = make_objective(config.data, loaded, form, reward.max_new_tokens if reward is not None else None)
+    example_of = form.example if reward is None else partial(prompt_of, form)
+    learnt_of = form.training_example if config.train.minimises_loss else example_of
+    train = [objective.encode(learnt_of(row)) for row in used.train]
+    dev, test = ([objective.encode(example_of(row)) for row in part] for part in (used.dev, used.test))
     _check_use(config, dev)
     objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]

@@ -12,6 +12,7 @@ PARAMETERS = {
     "data.dev": "dev",
     "data.test": "test",
     "method.name": "method",
+    "train.reward": "reward",
 }
 """Keys that `tezo.train` has a parameter for, which takes objects too."""
 

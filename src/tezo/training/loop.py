@@ -22,6 +22,7 @@ from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
 from tezo.tasks.evaluation import Metrics
+from tezo.tasks.rewards import Score
 from tezo.tasks.splits import Splits
 from tezo.training.best_state import BestState
 from tezo.training.config import dump_config, read_config
@@ -47,6 +48,7 @@ def train(
     resume: bool = False,
     loaded: LoadedModel | None = None,
     rows: Splits | None = None,
+    score: Score | None = None,
 ) -> dict[str, Any]:
     """Runs a configuration from start to end; returns the summary that is also in `output`/summary.json.
 
@@ -58,6 +60,7 @@ def train(
             Of one that has ended only the summary is returned.
         loaded: a model that is in memory, see `prepare`.
         rows: rows that are in memory, see `prepare`.
+        score: scorer of completions that is an object, see `prepare`.
 
     Raises:
         RequestError: the request is wrong; nothing has been written.
@@ -78,7 +81,7 @@ def train(
         with ranks.together("prepare the run"):
             if resume and (begun := folder.header()) is not None:
                 config = with_choices_of(begun, config)
-            job = prepare(config, loaded=loaded, rows=rows)
+            job = prepare(config, loaded=loaded, rows=rows, score=score)
             check_shareable(job, ranks)
         job = job.with_lr(
             *ranks.first([float(job.config.method.options["lr"])])
@@ -268,9 +271,9 @@ class Loop:
         if is_feedback(step, self.settings):  # every rank takes it on all rows
             optimizer.take_step(job.objective.closure(job.model, job.batches(indices)), FEEDBACK)
         else:
-            optimizer.take_step(self._closure(indices), optimizer.kinds[0])
+            optimizer.take_step(self._closure(step, indices), optimizer.kinds[0])
 
-    def _closure(self, indices: Sequence[int]) -> Closure:
+    def _closure(self, step: int, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""
         job, name = self.job, self.settings.objective
         if self.ranks.size > 1 and self.settings.parallel == "rows":
@@ -278,7 +281,7 @@ class Loop:
         if name == LOSS:
             return job.objective.closure(job.model, job.batches(indices))
         rows = [job.train[i] for i in indices]
-        return lambda: -self.evaluations.metrics(rows, written=True)[name]
+        return lambda: -self.evaluations.metrics(rows, written=True, step=step)[name]
 
     def _check_objective(self) -> None:
         """An error where the objective is not a metric of these rows, or has no gradient and needs one."""

@@ -10,10 +10,12 @@ from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
 from tezo.optim.estimate_error import AROUND, measure_estimate_error, recommended
 from tezo.optim.methods import AUTO, Tuner, method
-from tezo.training.recipe import Config
+from tezo.training.recipe import REWARD, Config
 
 DEFAULT_RHO = 1e-3
 """The paper's, for models that compute in float32: rounding is then far below the noise of a batch."""
+REWARD_RHO = 1e-2
+"""For a reward: completions do not change at all within a shorter distance of the parameters."""
 SCALES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3)
 """Scales that are measured otherwise."""
 
@@ -45,7 +47,7 @@ def resolve_rho(
         )
     rounds = any(is_packed(p) or p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     if not config.train.minimises_loss or not rounds:
-        return config.with_options(rho=DEFAULT_RHO), []
+        return config.with_options(rho=REWARD_RHO if config.train.objective == REWARD else DEFAULT_RHO), []
     cheap = {"basis": "gaussian", "lr": 0.0}
     optimizer = build(config.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
     try:

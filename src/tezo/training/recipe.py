@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from tezo.models.model_config import ModelConfig
 from tezo.tasks.data_config import DataConfig
+from tezo.training.result_words import REWARD as REWARD
 
 LOSS = "loss"
 """The objective that batches have of themselves; any other is a metric."""
@@ -33,7 +34,13 @@ class TrainConfig:
     batch_size: int = 16
     """Rows per step. The paper uses 16 for LLMs and 64 for RoBERTa."""
     objective: str = LOSS
-    """What is minimised: the loss, or the negative of a metric such as accuracy, f1 or exact_match."""
+    """What is minimised: the loss, or the negative of the reward or a metric such as accuracy, f1 or exact_match."""
+    reward: str | None = None
+    """Scorer of completions that is maximised, FILE.py:FUNCTION; train.objective is then reward. Default: none."""
+    max_new_tokens: int = 64
+    """Longest completion that a reward scores, in tokens; each takes a forward pass."""
+    temperature: float = 0.0
+    """Temperature that a reward's completions are sampled at, with random numbers that both signs share; 0: greedy."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+REWARD = "reward"
+"""The metric, and the objective, that a scorer of the user's defines."""
 TEXT_LOSS = "negative log-likelihood per answer token, in nats"
 OPTIONS_LOSS = "cross-entropy over the options, in nats"
 
@@ -14,7 +16,7 @@ def metric_text(name: str, value: float) -> str:
 
 def is_plain(name: str, value: float) -> bool:
     """Whether a metric is shown as it is, not as a percentage."""
-    return name.endswith("loss") or not -1 <= value <= 1
+    return name == REWARD or name.endswith("loss") or not -1 <= value <= 1
 
 
 def change_text(name: str, before: float, after: float) -> str:
@@ -63,4 +65,4 @@ def work_text(summary: Mapping[str, Any]) -> str:
 
 def minus(metric: str) -> str:
     """The loss of steps that raise a metric, in words."""
-    return f"minus {metric}"
+    return f"minus {'the mean reward' if metric == REWARD else metric}"

@@ -14,6 +14,7 @@ from tezo.models.loading import LoadedModel
 from tezo.runs.folder import CONFIG, METRICS
 from tezo.runs.manifest import check_manifest
 from tezo.tasks import Row
+from tezo.tasks.rewards import Score
 from tezo.tasks.row_objects import Rows, reported_rows, rows_of
 from tezo.tasks.setup import make_format
 from tezo.tasks.splits import Splits, rows_to_report
@@ -22,6 +23,7 @@ from tezo.training.config import read_run_config
 from tezo.training.exporting import LORA, MERGED, check_mergeable, export_run, export_tuned
 from tezo.training.opening import TunedModel, open_tuned
 from tezo.training.recipe import Config
+from tezo.training.reward_setup import with_reward
 
 MOST_METRICS = 1 << 28
 """Bytes of metrics.jsonl, at most."""
@@ -52,6 +54,7 @@ class Run:
         base: str | LoadedModel | None = None,
         tuned: TunedModel | None = None,
         rows: Splits | None = None,
+        reward: Score | str | None = None,
         temporary: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -64,6 +67,7 @@ class Run:
         self.config: Config = read_run_config(folder / CONFIG, [trust, *named])
         self._tuned = tuned
         self._rows = rows
+        self._reward = reward
         self._merged = self._closed = False
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True) if temporary else None
 
@@ -101,19 +105,23 @@ class Run:
         """The model's tokenizer."""
         return self.loaded.tokenizer
 
-    def evaluate(self, data: Rows | None = None) -> dict[str, float]:
+    def evaluate(self, data: Rows | None = None, *, reward: Score | str | None = None) -> dict[str, float]:
         """Metrics of the tuned model on rows with answers.
 
         Args:
             data: a file, the name of a hub data set, a list of dicts, or a split of a `datasets` data set; None: what
                 the run was tested on, its dev rows where it had no test rows.
 
+            reward: scorer of completions, see `tezo.train`, that is measured in place of the answers; None: the one
+                that this process trained the run by.
+
         Raises:
             RequestError: rows cannot be read, or do not fit the run.
         """
-        loaded = self._open().loaded
+        loaded = self.loaded
         rows = self._reported(loaded) if data is None else rows_of(data, "data")
-        metrics, notices = measure_rows(self.config, loaded, rows)
+        config, score = with_reward(self.config, reward if reward is not None else self._reward)
+        metrics, notices = measure_rows(config, loaded, rows, score=score)
         _warn(notices)
         return metrics
 

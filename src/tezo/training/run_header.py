@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tezo.errors import RequestError
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import AUTO, method
 from tezo.optim.optimizer import SHARED
@@ -26,6 +27,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "model.device",
         "model.placement",
         "model.trust_remote_code",
+        "train.reward",
     }
 )
 """Settings that may change between the parts of a run: they don't change what it computes on one device."""
@@ -38,7 +40,9 @@ LEGACY_OPTIONS = {"directions": SHARED}
 
 def log_header(job: Job) -> dict[str, Any]:
     """JSON for the head of a step log: with the base model, all that its steps are taken again from."""
+    reward = {} if job.reward is None else {"reward": job.reward.digest}
     return {
+        **reward,
         "directions": job.optimizer.num_directions,
         "kinds": list(job.optimizer.kinds),
         "config": json.loads(json.dumps(to_tree(job.config))),  # tuples become lists, as JSON has them
@@ -54,7 +58,8 @@ def log_header(job: Job) -> dict[str, Any]:
 
 def _answer(row: Encoded) -> tuple[Any, ...]:
     example = row.example
-    return example.answer, example.options, example.label, example.right, example.references
+    answer = example.answer, example.options, example.label, example.right, example.references
+    return (*answer, tuple(sorted(example.fields.items()))) if example.fields else answer
 
 
 def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tuner) -> list[str]:
@@ -72,6 +77,8 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
     known["method"] = {key: value for key, value in legacy.items() if key in chosen.options()} | known["method"]
     check_settings(_defaults() | _flat(known), _flat(own["config"]))
     check_rows(found, own)
+    if found.get("reward") != own.get("reward"):
+        raise RequestError("train.reward: the scorer is not the one that the run began with; restore it.")
     check_model(found, own["model"])
     return check_place(found, own, optimizer.drawn_on_the_device)
 

@@ -16,6 +16,7 @@ from tezo.tasks.evaluation import Metrics
 from tezo.tasks.objectives import Encoded
 from tezo.training.job import Job
 from tezo.training.plan import parameter_counts, plan
+from tezo.training.recipe import REWARD
 from tezo.training.result_words import OPTIONS_LOSS, TEXT_LOSS, minus
 from tezo.training.verdict import verdict
 
@@ -104,7 +105,7 @@ def _losses(job: Job) -> dict[str, str]:
     """In words, what the loss of a step is, and what the metric "loss" of dev and test rows is."""
     train = job.config.train
     steps = _loss_text(job.train) if train.minimises_loss else minus(train.objective)
-    return {"steps": steps, "rows": _loss_text(job.test)}
+    return {"steps": steps, "rows": _loss_text(job.test) if job.reward is None else minus(REWARD)}
 
 
 def _loss_text(rows: Sequence[Encoded]) -> str:

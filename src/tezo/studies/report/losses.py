@@ -2,7 +2,7 @@
 
 from tezo.runs.reader import Run
 from tezo.studies.run_config import run_config
-from tezo.training.result_words import OPTIONS_LOSS, TEXT_LOSS, minus
+from tezo.training.result_words import OPTIONS_LOSS, REWARD, TEXT_LOSS, minus
 
 UNKNOWN = "loss"
 """Of a run that has ended without saying it, and has no metric that tells."""
@@ -14,6 +14,8 @@ def row_loss(run: Run) -> str:
     names = {name for evaluation in run.evaluations for name in evaluation.metrics}
     if said is not None:
         return said
+    if REWARD in names:
+        return minus(REWARD)
     if "token_accuracy" in names:
         return TEXT_LOSS
     return OPTIONS_LOSS if "accuracy" in names else UNKNOWN

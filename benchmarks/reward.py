@@ -1,0 +1,79 @@
+"""The worked example of docs/rewards.md: a decoder of 260K parameters, and the share of happy words in its stories.
+
+    python benchmarks/reward.py --shared FOLDER [--json benchmarks/results/reward.json]
+
+One run for each way to decode, perturbation scale and seed, some minutes each. Does what the file does not have.
+"""
+
+import argparse
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import tezo
+from tezo.models.quiet import quiet_libraries
+from tezo.runs.environment import hardware, versions
+from tezo.studies.bench.result_files import commit
+
+EXAMPLE = Path(__file__).parents[1] / "examples/reward"
+SETTINGS = {"method": "lozo-adam", "lr": 1e-3, "steps": 60, "max_new_tokens": 24}
+RUNS = [
+    *((temperature, 1e-2, seed) for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
+    *((temperature, 1e-3, 0) for temperature in (0.0, 1.0)),
+]
+"""(temperature, rho, seed)."""
+SAMPLES = 3
+KEYS = ("before", "after", "dev_loss_before", "dev_loss", "steps", "kept_step", "num_forward_passes", "rows",
+        "seconds_stepping", "verdict")  # fmt: skip
+
+
+def main() -> None:
+    """Runs what the file does not have, and writes it after each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, required=True, help="folder with models/stories260K")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results/reward.json")
+    given = parser.parse_args()
+    quiet_libraries()
+    runpy.run_path(str(EXAMPLE / "prompts.py"), run_name="__main__")
+    found: list[dict[str, Any]] = json.loads(given.json.read_text())["runs"] if given.json.is_file() else []
+    head = {"command": "python benchmarks/reward.py --shared FOLDER", "settings": SETTINGS, "hardware": hardware(),
+            "versions": versions(("tezo", "torch", "transformers"))}  # fmt: skip
+    for temperature, rho, seed in RUNS:
+        what = {"temperature": temperature, "rho": rho, "seed": seed}
+        if any(what.items() <= entry.items() for entry in found):
+            continue
+        found.append(what | measured(str(given.shared / "models/stories260K"), what) | {"commit": commit()})
+        given.json.write_text(json.dumps({**head, "runs": found}, indent=1) + "\n")
+        print(what, found[-1]["before"], found[-1]["after"], flush=True)
+
+
+def measured(model: str, what: dict[str, Any]) -> dict[str, Any]:
+    """How a run ended, and what the model writes before and after it."""
+    parts = {part: str(EXAMPLE / f"{part}.jsonl") for part in ("dev", "test")}
+    reward = f"{EXAMPLE / 'score.py'}:happy"
+    run = tezo.train(model, str(EXAMPLE / "train.jsonl"), reward=reward, **parts, **SETTINGS, **what)
+    after = stories(run.model, run.tokenizer)
+    before = stories(AutoModelForCausalLM.from_pretrained(model), run.tokenizer)
+    entry = {key: run.summary[key] for key in KEYS}
+    run.close()
+    return entry | {"samples": [{"before": b, "after": a} for b, a in zip(before, after, strict=True)]}
+
+
+def stories(model: Any, tokenizer: Any) -> list[str]:
+    """The first test prompts with their greedy continuations."""
+    rows = [json.loads(line) for line in (EXAMPLE / "test.jsonl").read_text().splitlines()[:SAMPLES]]
+    found = []
+    for row in rows:
+        ids = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
+        written = model.generate(input_ids=ids, max_new_tokens=SETTINGS["max_new_tokens"], do_sample=False,
+                                 attention_mask=torch.ones_like(ids), pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+        found.append(tokenizer.decode(written[0], skip_special_tokens=True))
+    return found
+
+
+if __name__ == "__main__":
+    main()

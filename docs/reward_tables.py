@@ -1,0 +1,28 @@
+"""The tables of docs/rewards.md."""
+
+from drawing import grid, machine, read
+
+
+def reward() -> str:
+    """The mean reward of the test rows before and after each run."""
+    results = read("reward")
+    rows = [
+        [
+            "greedy" if run["temperature"] == 0 else f"sampled at {run['temperature']:g}",
+            f"{run['rho']:g}",
+            f"{run['seed']}",
+            *(f"{run[when]['reward']:.3f}" for when in ("before", "after")),
+            f"{run['kept_step']} of {run['steps']}",
+            f"{run['num_forward_passes']}",
+        ]
+        for run in sorted(results["runs"], key=lambda run: (-run["rho"], run["temperature"], run["seed"]))
+    ]
+    heads = ["completions", "`rho`", "seed", "before", "after", "step kept", "evaluations in steps"]
+    settings = ", ".join(f"{key} {value}" for key, value in results["settings"].items())
+    return grid(heads, rows) + f"\nSettings: {settings}. `{results['command']}`; {machine(results)}.\n"
+
+
+def reward_samples() -> str:
+    """What the model writes before and after the first greedy run, for the first test rows."""
+    run = next(run for run in read("reward")["runs"] if run["temperature"] == 0)
+    return grid(["before", "after"], [[" ".join(s[k].split()) for k in ("before", "after")] for s in run["samples"]])

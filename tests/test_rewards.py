@@ -1,0 +1,307 @@
+"""Rewards: a scorer of completions as the objective, from the first evaluation to a replay that needs no scorer."""
+
+import json
+
+import pytest
+import torch
+from folders import (
+    completion_rows,
+    label_rows,
+    model_folder,
+    read_jsonl,
+    refused,
+    tezo,
+    tiny_model,
+    words_tokenizer,
+    write_rows,
+)
+from kills import contents
+from short_runs import result, same, stopped
+
+import tezo as library
+from tezo.errors import RequestError
+from tezo.optim.methods import METHODS
+from tezo.runs.reader import read_run
+from tezo.studies.report.losses import row_loss, step_loss
+from tezo.tasks import Example
+from tezo.tasks.generation import Sampling, completions
+from tezo.tasks.objectives import CausalObjective
+from tezo.tasks.rewards import Reward
+from tezo.training.config import parse_config
+from tezo.training.loop import train
+from tezo.training.replay import replay
+from tezo.training.result_words import change_text, metric_text
+
+SCORER = """
+from pathlib import Path
+
+with Path({marker!r}).open("a") as file:
+    file.write("ran ")
+
+def short_words(prompt, completion, row):
+    words = completion.split()
+    return sum(len(word) <= row["most"] for word in words) / max(1, len(words))
+
+def fails(prompt, completion, row):
+    raise KeyError("no such thing")
+
+def is_nan(prompt, completion, row):
+    return float("nan")
+"""
+
+
+def short_words(prompt, completion, row):
+    words = completion.split()
+    return sum(len(word) <= row["most"] for word in words) / max(1, len(words))
+
+
+@pytest.fixture
+def home(tmp_path_factory):
+    """A model, prompts without answers, and a scorer that leaves a mark where its file is run."""
+    home = tmp_path_factory.mktemp("rewards")
+    model_folder(home, "opt")
+    for seed, name in enumerate(("train", "dev")):
+        rows = [{"prompt": row["prompt"], "most": 4} for row in completion_rows(12, seed)]
+        write_rows(home / f"{name}.jsonl", rows)
+    (home / "score.py").write_text(SCORER.format(marker=str(home / "marker")))
+    return home
+
+
+def config(home, **more):
+    named = {"reward": f"{home / 'score.py'}:short_words", "steps": 6, "batch_size": 4, "max_new_tokens": 6,
+             "temperature": 1.0, "eval_every": 2, "checkpoint_every": 2} | more  # fmt: skip
+    return parse_config(
+        {
+            "model": {"name": str(home / "opt"), "device": "cpu"},
+            "data": {"train": str(home / "train.jsonl"), "dev": str(home / "dev.jsonl")},
+            "method": {"name": "tezo", "rank": 4, "lr": 0.05, "rho": 0.05},
+            "train": named,
+        }
+    )
+
+
+def flags(home, *more):
+    return ("--model", home / "opt", "--data", home / "train.jsonl", "--output", home / "run", *more)
+
+
+def reward_of(temperature: float = 0.0) -> Reward:
+    return Reward(short_words, "short_words", "", 6, temperature, 0)
+
+
+def prompts(tokenizer) -> list:
+    objective = CausalObjective(tokenizer, torch.device("cpu"), 100, ())
+    rows = completion_rows(6)
+    return objective, [
+        objective.encode(Example(row["prompt"], "", (), None, "", fields={"most": 3 + i % 3}))
+        for i, row in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("name", ["tezo", "lozo", "mezo"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_reward_under_perturbation_is_that_of_perturbed_weights(name, temperature):
+    tokenizer, probes = words_tokenizer(), []
+    for in_forward in (True, False):  # by hooks in each pass of the generation, and by weights written in place
+        model = tiny_model("opt", len(tokenizer)).double()
+        objective, encoded = prompts(tokenizer)
+        optimizer = METHODS[name].build(model, lr=0.05, rho=0.05, in_forward=in_forward)
+        reward = reward_of(temperature)
+        for step in range(4):
+            optimizer.step(lambda r=reward, m=model, o=objective, e=encoded, t=step: -r.mean(m, o, e, 3, t))
+            probes.append([(probe.loss_plus, probe.loss_minus) for probe in optimizer.last_step.probes])
+        optimizer.close()
+    assert probes[:4] == probes[4:]
+    assert any(plus != minus for ((plus, minus),) in probes)
+
+
+def test_a_reward_is_the_mean_score_of_what_the_model_writes():
+    tokenizer = words_tokenizer()
+    model, (objective, encoded) = tiny_model("opt", len(tokenizer)), prompts(tokenizer)
+    scores = []
+    for e in encoded:
+        ids = list(tokenizer(e.example.prompt).input_ids)
+        for _ in range(6):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+        text = tokenizer.decode(ids[len(tokenizer(e.example.prompt).input_ids) :], skip_special_tokens=True)
+        scores.append(short_words(e.example.prompt, text, e.example.fields))
+    assert reward_of().mean(model, objective, encoded, 4) == pytest.approx(sum(scores) / len(scores))
+
+
+def test_sampling_follows_the_softmax_and_is_a_function_of_seed_step_row_and_place():
+    logits, draws, temperature = torch.tensor([1.0, 0.0, -1.0, 0.5]), 4000, 0.7
+    counts = torch.zeros(4)
+    for step in range(draws):
+        noise = Sampling(temperature, 3, step).noise(1, 2, 4)
+        counts[int((logits / temperature + noise).argmax())] += 1
+    expected = (logits / temperature).softmax(0)
+    assert ((counts / draws - expected).abs() < 4.5 * (expected * (1 - expected) / draws).sqrt()).all()
+    own = Sampling(temperature, 3, 5).noise(1, 2, 4)
+    assert torch.equal(own, Sampling(temperature, 3, 5).noise(1, 2, 4))
+    keys = ((4, 5, 1, 2), (3, 6, 1, 2), (3, 5, 0, 2), (3, 5, 1, 1))
+    others = [Sampling(temperature, *key[:2]).noise(*key[2:], 4) for key in keys]
+    assert not any(torch.equal(own, other) for other in others)
+
+
+def test_samples_do_not_depend_on_the_batches_and_change_with_the_step():
+    tokenizer = words_tokenizer()
+    model, (objective, encoded) = tiny_model("opt", len(tokenizer)), prompts(tokenizer)
+    texts = [completions(model, objective, encoded, size, 6, Sampling(1.0, 0, 7)) for size in (1, 2, 6)]
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] != completions(model, objective, encoded, 6, 6, Sampling(1.0, 0, 8))
+    greedy = completions(model, objective, encoded, 6, 6)
+    assert texts[0] != greedy == completions(model, objective, encoded, 6, 6, Sampling(1e-6, 0, 7))
+
+
+def test_a_run_raises_its_reward_and_keeps_the_best_of_it(home):
+    rows = [{"prompt": row["prompt"], "most": 3} for row in completion_rows(12)]
+    run = library.train(
+        home / "opt", rows, dev=rows, reward=short_words, method="tezo", rank=4, steps=30, batch_size=12, lr=0.1,
+        rho=0.1, max_new_tokens=6, eval_every=10, guard=False,
+    )  # fmt: skip
+    before, after = run.summary["before"], run.summary["after"]
+    assert before["loss"] == -before["reward"] and after["reward"] > before["reward"] + 0.1
+    dev = {line["step"]: line["reward"] for line in run.metrics if line.get("split")}
+    kept = run.summary["kept_step"]
+    assert after["reward"] == max(dev.values()) == dev.get(kept, before["reward"])
+    assert run.evaluate() == run.evaluate(rows) == run.evaluate(rows, reward=short_words) == after
+    assert run.evaluate(rows, reward=lambda *_: 2)["reward"] == 2
+    assert run.predict(rows[:2], max_new_tokens=6)
+    run.close()
+
+
+def test_both_signs_share_random_numbers_and_steps_do_not(home):
+    rows = [{"prompt": "question : the film was answer :", "most": 3}] * 12  # batches are all alike
+    run = library.train(
+        home / "opt", rows, dev=rows, reward=short_words, method="tezo", rank=4, steps=4,
+        batch_size=12, temperature=1.0, max_new_tokens=6, log_every=1, guard=False, lr=1e-12, rho=1e-9,
+    )  # fmt: skip
+    lines = [line for line in run.metrics if "projected_grads" in line]
+    assert all(line["projected_grads"] == [0.0] for line in lines)
+    assert len({line["loss"] for line in lines}) > 1
+    run.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stopped_run_goes_on_to_the_bit_and_is_replayed_without_the_scorer(home, tmp_path, temperature):
+    made = config(home, temperature=temperature)
+    train(made, tmp_path / "whole")
+    stopped(made, tmp_path / "run", 4)
+    train(made, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    (home / "score.py").unlink()
+    replay(tmp_path / "whole", tmp_path / "replayed")
+    assert same(result(tmp_path / "replayed"), result(tmp_path / "whole"))
+
+
+def test_a_run_goes_on_only_with_its_own_scorer(home, tmp_path):
+    stopped(config(home), tmp_path / "run", 4)
+    (home / "score.py").rename(home / "moved.py")
+    moved = config(home, reward=f"{home / 'moved.py'}:short_words")
+    stopped(moved, tmp_path / "run", 5)
+    (home / "moved.py").write_text((home / "moved.py").read_text() + "\n# another\n")
+    with pytest.raises(RequestError, match=r"train\.reward: the scorer is not the one"):
+        train(moved, tmp_path / "run", resume=True)
+
+
+def test_no_command_runs_a_scorer_because_a_run_folder_says_so(home):
+    stopped(config(home), home / "begun", 3)
+    train(config(home), home / "run")
+    assert f"reward: {home / 'score.py'}:short_words" in (home / "run/config.yaml").read_text()
+    rows = write_rows(home / "answered.jsonl", [row | {"most": 4} for row in completion_rows(4)])
+    (home / "marker").unlink()
+    refused(tezo("train", "--output", home / "begun", "--resume"), "no scorer is given", "--reward")
+    for command in (
+        ["eval", home / "run", "--data", rows],
+        ["predict", home / "run", "--input", rows, "--output", home / "answers.jsonl"],
+        ["export", home / "run", "--output", home / "export"],
+        ["replay", home / "run", "--output", home / "replayed"],
+        ["replay", home / "begun", "--output", home / "replayed too"],
+    ):
+        assert tezo(*command).code == 0, command
+    with pytest.warns(UserWarning, match="maximised a reward"):
+        assert library.open_run(home / "run").evaluate(rows)["loss"] > 0
+    assert not (home / "marker").exists()
+    scorer = ("--reward", f"{home / 'score.py'}:short_words")
+    assert tezo("train", "--output", home / "begun", "--resume", *scorer).code == 0
+    done = tezo("eval", home / "run", "--data", home / "dev.jsonl", *scorer, "--json")
+    assert json.loads(done.out)["reward"] == json.loads((home / "run/summary.json").read_text())["after"]["reward"]
+    assert (home / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        (("--reward", "score.py"), ["train.reward", "FILE.py:FUNCTION"]),
+        (("--reward", "{home}/score.py:long"), ["train.reward", "no function 'long'"]),
+        (("--reward", "{home}/score.py:fails"), ["fails raised KeyError", "train.jsonl, line", "correct it"]),
+        (("--reward", "{home}/score.py:is_nan"), ["returned nan", "finite"]),
+        (("--reward", "{home}/broken.py:score"), ["broken.py cannot be run", "SyntaxError"]),
+        (("--set", "train.objective=reward"), ["no scorer is given", "--reward"]),
+        (("--set", "train.temperature=1"), ["train.temperature", "train.reward"]),
+        (("--reward", "{home}/score.py:short_words", "--set", "train.objective=accuracy"), ["leave one of them out"]),
+        (("--reward", "{home}/score.py:short_words", "--lr", "auto"), ["method.lr is auto", "reward"]),
+        (("--reward", "{home}/score.py:short_words", "--method", "adam"), ["no gradient"]),
+        (("--reward", "{home}/score.py:short_words", "--set", "method.directions=per-example"), ["directions=shared"]),
+        (("--reward", "{home}/score.py:short_words", "--data", "{home}/labels.jsonl"), ["free text", "options"]),
+        (("--data", "{home}/train.jsonl"), ["there is no field 'completion'"]),
+    ],
+)
+def test_what_cannot_be_had(home, more, parts):
+    (home / "broken.py").write_text("def score(:\n")
+    write_rows(home / "labels.jsonl", label_rows(8))
+    given = [text.format(home=home) for text in more]
+    few = ("--set", "train.max_new_tokens=4") if "--reward" in more else ()
+    done = tezo("train", *flags(home, *few), *given)
+    refused(done, *parts)
+    assert not (home / "run").exists()
+
+
+def test_the_completions_that_a_run_keeps_are_those_that_it_scored(home):
+    rows = [{"prompt": row["prompt"], "most": 3} for row in completion_rows(4)]
+    scored = []
+
+    def noted(prompt, completion, row):
+        scored.append((prompt, completion))
+        return short_words(prompt, completion, row)
+
+    run = library.train(
+        home / "opt", rows, dev=rows, reward=noted, method="mezo", steps=2, batch_size=4, lr=1e-3, max_new_tokens=6,
+        temperature=1.0,
+    )  # fmt: skip
+    shown = json.loads((run.folder / "answers.json").read_text())["shown"]
+    for when, evaluation in (("before", scored[:4]), ("after", scored[-4:])):
+        assert [(one["text"], one[when]) for one in shown] == evaluation[: len(shown)] != []
+    run.close()
+
+
+def test_a_dry_run_forecasts_a_run_by_its_reward(home):
+    scorer = ("--reward", f"{home / 'score.py'}:short_words", "--steps", 3, "--set", "train.max_new_tokens=4")
+    forecast, summary = (json.loads(tezo("train", *flags(home, *scorer, *more), "--json").out)
+                         for more in (["--dry-run"], []))  # fmt: skip
+    assert all(forecast[key] == summary[key] for key in ("num_forward_passes", "notices", "parameters"))
+
+
+def test_words_and_numbers_of_a_report_are_those_of_a_reward(home):
+    train(config(home), home / "run")
+    words = {"steps": "minus the mean reward", "rows": "minus the mean reward"}
+    assert json.loads((home / "run/summary.json").read_text())["losses"] == words
+    done = tezo("report", home / "run", "--output", home / "report.html")
+    assert done.code == 0, done.err
+    page = (home / "report.html").read_text()
+    assert words["rows"] in page and "<dt>before</dt>" in page and "<dt>right answer</dt>" not in page
+    for name in ("summary.json", "manifest.json"):  # as in a run that has not ended
+        (home / "run" / name).unlink(missing_ok=True)
+    run = read_run(home / "run")
+    assert {"steps": step_loss(run), "rows": row_loss(run)} == words
+    assert (metric_text("reward", 0.5), change_text("reward", 0.25, 0.5)) == ("0.5000", "+0.2500")
+
+
+def test_the_folder_of_a_run_says_what_its_evaluations_take(home):
+    done = tezo("train", *flags(home), "--reward", f"{home / 'score.py'}:short_words", "--steps", 2, "--json",
+                "--set", "train.max_new_tokens=4", "--set", "train.log_every=1")  # fmt: skip
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert summary["num_forward_passes"] == 4 and any("up to 4 tokens" in notice for notice in summary["notices"])
+    assert all(-1 <= line["loss"] <= 0 for line in read_jsonl(home / "run/metrics.jsonl") if "loss" in line)
