@@ -77,6 +77,27 @@ def test_layers_that_write_the_residual_stream_are_told_from_the_others(make):
     assert [t.name for t in writers] == [t.name for t in targets if t.name.endswith(ends)]
 
 
+def test_a_phase_that_tells_no_layers_apart_has_those_of_the_start(tmp_path):
+    def grown(*, checked: bool) -> list[str]:
+        model = tiny_roberta()
+        optimizer, closure, store = built(model), closure_of(model, batch=16), FactorFiles(tmp_path, writes=True)
+        optimizer.set_factor_store(store)
+        if checked:
+            optimizer.check_kind("feedback", closure)
+        with torch.no_grad():  # the outputs of attention drown what they are added to, and differ by a constant alone
+            for name, weight in model.named_parameters():
+                weight.mul_(1e12 if name.endswith("dense.weight") else 0.0 if name.endswith("dense.bias") else 1.0)
+        optimizer.step(closure, kind="feedback")
+        return list(store.load("feedback", 0).factors)
+
+    assert sorted({name.split(".", 4)[-1] for name in grown(checked=True)}) == [
+        "attention.output.dense.weight",
+        "output.dense.weight",
+    ]
+    with pytest.raises(RequestError, match="found no tuned layer"):
+        grown(checked=False)
+
+
 def without_norm() -> nn.Module:
     """OPT whose last layer's fc2 is added to the last hidden states, with nothing after it."""
     model = tiny_opt()

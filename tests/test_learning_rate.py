@@ -157,6 +157,38 @@ def test_a_loss_that_no_direction_changes_leaves_the_default_and_that_is_said():
     assert (flat.lr, flat.trials) == (3e-5, ()) and "method.lr: 3.0e-05, the method's default" in flat.notice
 
 
+@pytest.mark.parametrize("name", ["mezo", "tezo", "tezo-cadam", "lozo"])
+def test_a_loss_that_cannot_rise_far_bounds_the_rate_all_the_same(name):
+    top, case = Noisy().start(), CASES[name]
+
+    def bounded(loss: Any) -> float:  # at the start 0.96 of its bound
+        return math.tanh(2 * float(loss) / top)
+
+    def batch(model: Noisy, step: int) -> Callable[[], float]:
+        loss = model.batch(step)
+        return lambda: bounded(loss())
+
+    def after(lr: float) -> float:
+        model = Noisy()
+        optimizer = case.build(model, **(case.options | {"lr": lr}))
+        for step in range(120):
+            optimizer.step(batch(model, step))
+        return sum(map(bounded, model.held_out())) / HELD_OUT
+
+    model = Noisy()
+    with torch.no_grad():
+        found = choose_lr(
+            case.build(model),
+            lambda step: batch(model, step),
+            lambda: [bounded(loss) for loss in model.held_out()],
+            HELD_OUT_PASSES,
+            200,
+        )
+    grid = {found.lr * 4.0**k: after(found.lr * 4.0**k) for k in range(-3, 4)}
+    before = after(0.0)
+    assert before - grid[found.lr] > 0.5 * (before - min(grid.values())), grid
+
+
 def test_where_no_trial_lowers_the_loss_the_rate_is_low_and_that_is_said():
     model = Noisy()
     optimizer = CASES["mezo"].build(model)
@@ -165,15 +197,18 @@ def test_where_no_trial_lowers_the_loss_the_rate_is_low_and_that_is_said():
     def rising() -> list[float]:  # with the distance from the start, whatever the direction
         return [1 + float((model.layer.weight - start).square().sum())] * 8
 
-    def apart() -> list[float]:  # and as much for one half of the rows as it falls for the other
-        return [1 + float((model.layer.weight - start).norm()) * (-1.0) ** row for row in range(8)]
+    def apart() -> list[float]:  # and as much for one half of the rows as it falls for the other, in exact sums
+        moved = round(2**20 * float((model.layer.weight - start).norm())) / 2**20
+        return [1 + moved * (-1.0) ** row for row in range(8)]
 
     with torch.no_grad():
         up, none = (choose_lr(optimizer, model.batch, held_out, 1, 100) for held_out in (rising, apart))
     assert "all trials failed, so it is below the lowest" in up.notice
     assert all(trial.failed for trial in up.trials) and up.lr == pytest.approx(CAUTION * up.trials[-1].lr, rel=0.05)
     assert "no trial lowered the loss, so it is below the highest that did not fail" in none.notice
-    assert len(none.trials) == ENOUGH and none.lr == pytest.approx(CAUTION**2 * none.trials[0].lr, rel=0.05)
+    sound = [trial for trial in none.trials if not trial.failed]
+    assert none.trials[0].failed, "rows that were moved as far as this should have become better on average"
+    assert len(sound) == ENOUGH and none.lr == pytest.approx(CAUTION**2 * sound[0].lr, rel=0.05)
 
 
 def test_a_held_out_loss_that_is_not_finite_is_an_error():

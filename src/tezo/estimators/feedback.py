@@ -51,7 +51,8 @@ class DirectFeedback(Estimator):
     """The estimate g = sum_t e_t (V^T x_t)^T for the tuned layers that write the residual stream.
 
     Consecutive steps of this kind are a phase. The first step of a phase finds the layers, with two additional forward
-    passes. The loss must be a tensor that is differentiable with respect to the last hidden states.
+    passes. Where it finds none, as in a model whose layers have grown far apart in size, it takes those that `check`
+    found at the start. The loss must be a tensor that is differentiable with respect to the last hidden states.
 
     Args:
         fixed_sides: target -> roles of its fixed factors; a layer qualifies if only its input side is fixed.
@@ -64,6 +65,7 @@ class DirectFeedback(Estimator):
         self._store: FactorStore | None = None
         self._writers: tuple[nn.Module, list[Target]] | None = None
         self._resumed: Sequence[str] = ()
+        self._at_start: list[Target] = []
 
     def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
         self._model, self._seed = model, seed
@@ -77,7 +79,7 @@ class DirectFeedback(Estimator):
 
     def check(self, closure: Closure) -> None:
         with evaluation_mode(self._model):
-            base, _ = self._find_writers(closure)
+            base, self._at_start = self._find_writers(closure)
             last_errors(base, closure, {})  # a loss may depend on more than the last hidden states, or on none of them
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
@@ -124,6 +126,7 @@ class DirectFeedback(Estimator):
     def _find_writers(self, closure: Closure) -> tuple[nn.Module, list[Target]]:
         candidates = [t for t in self._targets if t.is_matrix and self._fixed_sides(t) == (t.input_role,)]
         base, writers = residual_writers(self._model, candidates, closure, self._seed)
+        writers = writers or self._at_start
         if not writers:
             raise RequestError(
                 "a feedback step found no tuned layer whose output is added to the residual stream; tune such layers "
