@@ -197,18 +197,15 @@ def test_where_no_trial_lowers_the_loss_the_rate_is_low_and_that_is_said():
     def rising() -> list[float]:  # with the distance from the start, whatever the direction
         return [1 + float((model.layer.weight - start).square().sum())] * 8
 
-    def apart() -> list[float]:  # and as much for one half of the rows as it falls for the other, in exact sums
-        moved = round(2**20 * float((model.layer.weight - start).norm())) / 2**20
-        return [1 + moved * (-1.0) ** row for row in range(8)]
+    def apart() -> list[float]:  # and as much for one half of the rows as it falls for the other
+        return [1 + float((model.layer.weight - start).norm()) * (-1.0) ** row for row in range(8)]
 
     with torch.no_grad():
         up, none = (choose_lr(optimizer, model.batch, held_out, 1, 100) for held_out in (rising, apart))
     assert "all trials failed, so it is below the lowest" in up.notice
     assert all(trial.failed for trial in up.trials) and up.lr == pytest.approx(CAUTION * up.trials[-1].lr, rel=0.05)
     assert "no trial lowered the loss, so it is below the highest that did not fail" in none.notice
-    sound = [trial for trial in none.trials if not trial.failed]
-    assert none.trials[0].failed, "rows that were moved as far as this should have become better on average"
-    assert len(sound) == ENOUGH and none.lr == pytest.approx(CAUTION**2 * sound[0].lr, rel=0.05)
+    assert len(none.trials) == ENOUGH and none.lr == pytest.approx(CAUTION**2 * none.trials[0].lr, rel=0.05)
 
 
 def test_a_held_out_loss_that_is_not_finite_is_an_error():

@@ -4,13 +4,13 @@ First the rate grows by `GROWTH` from step to step on one batch, from a rate tha
 
     lr_0 = 1e-5 f D / kappa^2   (a plain step lowers the loss f by about lr kappa^2; D is `Update.divisor`),
 
-until a step raises the loss of that batch by 5 %, or `FLAT` steps in a row do not lower it: a loss over few labels is
-bounded, and need not rise however high the rate is. On the same rows a step along their own estimate lowers the loss
-until curvature prevails, so the rate with the lowest loss bounds the search from above. From there trials of the run's
-own first steps go down by factors of 2: each starts at the same parameters, takes the same batches and directions, and
-is judged by the loss on held-out rows. A trial fails as soon as that loss is above the start's by twice the standard
-error of the rows' differences, or if it is not below the start's although the rows' losses have changed by 5 %. The
-search ends when a trial is worse than the one before.
+until a step raises the loss of that batch by 5 %. On the same rows a step along their own estimate lowers the loss, in
+proportion to the rate, until curvature prevails. The growth therefore also ends after `FLAT` steps in a row that lower
+it by less than an earlier one did: a loss over few labels is bounded, and need not rise however high the rate is.
+The rate with the lowest loss bounds the search from above. From there trials of the run's own first steps go down by
+factors of 2: each starts at the same parameters, takes the same batches and directions, and is judged by the loss on
+held-out rows. A trial fails as soon as that loss is above the start's by twice the standard error of the rows'
+differences. The search ends when a trial is worse than the one before.
 
 A few steps favour higher rates than a run, whose signal decreases while its noise does not: the result is `CAUTION`
 times the best rate of the trials.
@@ -41,10 +41,8 @@ GROWTH, MOST_GROWTH = 4.0, 20
 """Factor of the growing rate, and its number of steps at most."""
 RISE = 0.05
 """Relative rise of the loss that ends the growth."""
-FLAT = 3
-"""Steps in a row without a lower loss that end it."""
-MOVED = 0.05
-"""Relative change of the rows' losses (root mean square) that should have lowered their mean."""
+FLAT = 4
+"""Steps in a row that end it if each lowers the loss by less than an earlier one."""
 TRIAL_STEPS = 16
 """Steps of a trial: fewer favour higher rates."""
 MOST_TRIALS = 12
@@ -184,21 +182,23 @@ class _Search:
         return len(sound) == ENOUGH
 
     def _bound(self, lr: float) -> float:
-        """The growing rate with the lowest loss of its own batch."""
+        """The growing rate with the lowest loss of its own batch; the last one before the end if none lowered it."""
         fixed = self.batch(0)
         start = lowest = self._loss(fixed)
-        bound, flat = lr, 0
+        largest_fall, flat, best = 0.0, 0, None
         for _ in range(MOST_GROWTH):
             self._step(fixed, lr)
             loss = self._loss(fixed)
-            flat = 0 if loss < lowest else flat + 1
+            fall = lowest - loss
+            flat = 0 if fall > 0 and fall >= largest_fall else flat + 1
             if not loss <= lowest + RISE * abs(start) or flat == FLAT or self._left_out():
                 break
-            if loss < lowest:
-                lowest, bound = loss, lr
+            if fall > 0:
+                lowest, best = loss, lr
+            largest_fall = max(largest_fall, fall)
             lr *= GROWTH
         self._restart()
-        return bound
+        return lr / GROWTH if best is None else best
 
     def _left_out(self) -> bool:
         """Whether the last step was refused by its method, because it would have raised the loss."""
@@ -218,8 +218,6 @@ class _Search:
             failed = change > 2 * standard_error(changes)
             if failed:
                 break
-        else:
-            failed = change >= 0 and _size(changes) > MOVED * _size(start)
         self._restart()
         return Trial(lr, taken, change, failed)
 
@@ -250,11 +248,6 @@ class _Search:
 
     def _restart(self) -> None:
         self.optimizer.load_resumable_state(self.start, [])
-
-
-def _size(values: Sequence[float]) -> float:
-    """Root mean square."""
-    return math.sqrt(statistics.fmean(value * value for value in values))
 
 
 def standard_error(values: Sequence[float]) -> float:
