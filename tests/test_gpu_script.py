@@ -113,6 +113,9 @@ def test_without_a_file_the_table_says_how_to_measure(scripts, tmp_path, monkeyp
     assert "Not measured" in said and "python benchmarks/gpu.py" in said
 
 
+NUMBERS = {"seconds": {"median": 1.0}, "to_F2": 1.0, "peak": 1, "tokens_per_second": 1.0}
+
+
 def fake(monkeypatch, scripts, of_label):
     """Cases that take no time; `of_label` may raise. Gives the labels in the order in which they were measured."""
     asked = []
@@ -120,7 +123,7 @@ def fake(monkeypatch, scripts, of_label):
     def case(label, *base):
         asked.append(label)
         of_label(label)
-        return {"seconds": {"median": 1.0}, "to_F2": 1.0, "peak": 1, "tokens_per_second": 1.0}
+        return NUMBERS
 
     monkeypatch.setattr(scripts.gpu, "measure_case", case)
     monkeypatch.setattr(scripts.gpu.faulthandler, "dump_traceback_later", lambda *_, **__: None)
@@ -148,6 +151,38 @@ def test_a_case_that_fails_loses_no_other(scripts, rehearse, monkeypatch, error,
     lost = found.pop("tiny/bfloat16/none/lora")
     assert reason in lost["reason"] and "begun" not in lost
     assert [result["to_F2"] for result in found.values()] == [1.0, 1.0]
+
+
+DYING = """
+import os, signal, sys, time
+sys.path.insert(0, {benchmarks!r})
+import gpu
+
+def main():
+    gpu.TIME_LIMIT, gpu.LABELS = 3, {labels}
+    gpu.measure_case = case
+    gpu.main()
+
+def case(label, *base):
+    if label == "lora":
+        {fate}
+    return {result}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fate", "reason"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", "ended with -9"), ("time.sleep(60)", "it took more than 100 s")],
+)
+def test_a_case_in_which_its_process_ends_loses_no_other(scripts, rehearse, monkeypatch, tmp_path, fate, reason):
+    labels = {"none": ("F", "lora", "tezo")}
+    monkeypatch.setattr(scripts.gpu, "LABELS", labels)
+    parts = {"benchmarks": str(ROOT / "benchmarks"), "labels": labels, "fate": fate, "result": NUMBERS}
+    script = tmp_path / "dying.py"
+    script.write_text(DYING.format(**parts), encoding="utf-8")
+    found = rehearse(lambda line, **how: in_a_fork([line[0], str(script), *line[2:]], **how))["cases"]
+    assert reason in found.pop("tiny/bfloat16/none/lora")["reason"]
+    assert list(found.values()) == [NUMBERS | {"commit": result["commit"]} for result in found.values()]
 
 
 def test_after_a_cut_it_goes_on_with_the_case_that_was_cut(scripts, rehearse, monkeypatch):
@@ -250,3 +285,21 @@ def test_a_twin_of_a_packed_model_has_no_scales_of_its_own():
 def test_cuda_graphs_without_a_gpu_are_refused_in_words():
     with pytest.raises(RequestError, match="CUDA graphs need a GPU"):
         make_case("cuda-graphs:tezo", Work(WORK))
+
+
+class LikeGpu(str):
+    """A device by name that takes itself for a GPU."""
+
+    type = "cuda"
+
+
+def test_what_was_compiled_without_hooks_is_not_taken_for_a_model_with_them(monkeypatch):
+    compiled, work = torch.compile, Work(WORK)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compiled(model, backend="eager"))
+    work.device = LikeGpu("cpu")
+    make_case("cuda-graphs:F2", work).run()
+    case = make_case("cuda-graphs:tezo", work)
+    for _ in range(3):
+        case.run()
+    case.close()
+    torch.compiler.reset()

@@ -123,8 +123,12 @@ class GradientCase(Case):
 
     def __init__(self, label: str, work: Work) -> None:
         self._base = [parameter for parameter in work.model.parameters() if parameter.requires_grad]
-        model = trainable(work.twin(), "lora", checkpointed=GRADIENTS[label])
-        self._optimizer, self._closure = method("adam").build(model), work.closure(model)
+        try:
+            model = trainable(work.twin(), "lora", checkpointed=GRADIENTS[label])
+            self._optimizer, self._closure = method("adam").build(model), work.closure(model)
+        except BaseException:
+            self.close()
+            raise
         super().__init__(label, trained=sum(target.parameter.numel() for target in self._optimizer.targets))
 
     def run(self) -> None:
