@@ -11,9 +11,7 @@ another goes on after the case in which it did. No case begins after --seconds.
 """
 
 import argparse
-import ctypes
 import faulthandler
-import json
 import subprocess
 import sys
 import tempfile
@@ -25,11 +23,12 @@ from typing import Any
 import torch
 
 from tezo.errors import TezoError
-from tezo.files import one_line, write_file
+from tezo.files import one_line
 from tezo.models.loading import choose_device
 from tezo.models.quantization import quantizer
 from tezo.models.quiet import quiet_libraries
-from tezo.runs.environment import usable_memory, versions
+from tezo.runs.environment import driver_cuda, usable_memory, versions
+from tezo.studies.bench.case_results import CaseResults
 from tezo.studies.bench.cases import Case, make_case
 from tezo.studies.bench.packed_model import packed
 from tezo.studies.bench.result_files import commit, cpu
@@ -95,58 +94,17 @@ class Part:
         return work, make_case("F2", work)
 
 
-class Results:
-    """The file: what it was measured on, and the cases so far. A case that is being measured is in it as begun."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.content: dict[str, Any] = {"cases": {}}
-        if path.is_file():
-            self.content = json.loads(path.read_text(encoding="utf-8"))
-
-    @property
-    def cases(self) -> dict[str, dict[str, Any]]:
-        """Name -> result, or {"reason": why there is none}."""
-        cases: dict[str, dict[str, Any]] = self.content["cases"]
-        return cases
-
-    def begun(self) -> list[str]:
-        """The names of cases that were begun and not ended."""
-        return [name for name, result in self.cases.items() if result.get("begun")]
-
-    def put(self, name: str, result: dict[str, Any]) -> None:
-        """Writes the file with this result in it."""
-        self.cases[name] = result
-        write_file(self._path, (json.dumps(self.content, indent=1) + "\n").encode())
-
-    def of_this_machine(self, given: argparse.Namespace) -> None:
-        """Names the machine in the file; ends the process if the file is of another, or of other settings."""
-        device = choose_device(given.device)
-        head = machine(device) | {"batch": given.batch, "length": given.length, "rank": given.rank}
-        for key in ("hardware", "batch", "length", "rank"):
-            if self.cases and self.content[key] != head[key]:
-                raise SystemExit(f"{self._path} has {key} {self.content[key]}, not {head[key]}; give another --json.")
-        self.content = {"command": "python benchmarks/gpu.py", **head, "cases": self.cases}
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """The card, its memory in bytes, CUDA of its driver and of torch, versions."""
+def head(given: argparse.Namespace) -> dict[str, Any]:
+    """The card, its memory in bytes, CUDA of its driver and of torch, versions, and the settings of all cases."""
+    device = choose_device(given.device)
     on_gpu = device.type == "cuda"
     return {
-        "device": device.type, "hardware": torch.cuda.get_device_name(device) if on_gpu else cpu(),
+        "command": "python benchmarks/gpu.py", "device": device.type,
+        "hardware": torch.cuda.get_device_name(device) if on_gpu else cpu(),
         "memory": torch.cuda.get_device_properties(device).total_memory if on_gpu else usable_memory(),
         "driver_cuda": driver_cuda(), "torch_cuda": torch.version.cuda, "versions": versions(LIBRARIES),
+        "batch": given.batch, "length": given.length, "rank": given.rank,
     }  # fmt: skip
-
-
-def driver_cuda() -> str | None:
-    """The newest CUDA that the driver runs, such as "12.8"; None without a driver."""
-    number = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def main() -> None:
@@ -158,7 +116,8 @@ def main() -> None:
     if given.part is not None:
         measure(parts[given.part])
         return
-    given.until = given.until or time.time() + given.seconds
+    CaseResults(given.json).forget_begun()
+    given.until = time.time() + given.seconds
     for number, part in enumerate(parts):
         while time.time() < given.until and (left := missing(part)):
             supervise(number, left, given)
@@ -189,7 +148,7 @@ def arguments() -> argparse.Namespace:
 
 def missing(part: Part) -> dict[str, str]:
     """The cases of a part that are not in the file, or were cut."""
-    results = Results(part.given.json)
+    results = CaseResults(part.given.json)
     begun = results.begun()
     return {name: label for name, label in part.cases().items() if name in begun or name not in results.cases}
 
@@ -205,7 +164,7 @@ def supervise(number: int, left: dict[str, str], given: argparse.Namespace) -> N
             return
         errors.seek(0)
         said = errors.read().strip()
-    results = Results(given.json)
+    results = CaseResults(given.json)
     begun = [name for name in results.begun() if name in left]
     if code == 0 or (begun and time.time() > given.until):
         return
@@ -219,8 +178,11 @@ def supervise(number: int, left: dict[str, str], given: argparse.Namespace) -> N
 
 def measure(part: Part) -> None:
     """Measures the cases of a part that are missing; ends after an error that may have left the GPU unusable."""
-    results = Results(part.given.json)
-    results.of_this_machine(part.given)
+    results = CaseResults(part.given.json)
+    try:
+        results.of_this_machine(head(part.given))
+    except TezoError as error:
+        raise SystemExit(str(error)) from None
     base: tuple[Work, Case] | None = None
     version = {"commit": commit()}
     for name, label in missing(part).items():

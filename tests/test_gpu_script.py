@@ -13,6 +13,7 @@ from forks import forked
 
 from tezo.errors import RequestError
 from tezo.models.quantization import quantization_config
+from tezo.runs.environment import driver_cuda
 from tezo.studies.bench.cases import make_case
 from tezo.studies.bench.packed_model import packed
 from tezo.studies.bench.settings import GRADIENTS, Settings
@@ -220,6 +221,40 @@ def test_a_file_of_another_machine_or_setting_is_not_mixed_with_this(scripts, re
     monkeypatch.setattr(scripts.gpu, "cpu", lambda: "another processor")
     with pytest.raises(SystemExit, match="has hardware"):
         rehearse(here(scripts), shapes="tiny,tiny-llama")
+
+
+def test_a_cut_case_is_no_reason_for_another_machine(scripts, rehearse, monkeypatch):
+    def cut(label):
+        if label == "lora":
+            raise KeyboardInterrupt
+
+    asked = fake(monkeypatch, scripts, cut)
+    monkeypatch.setattr(scripts.gpu, "LABELS", {"none": ("F", "lora")})
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(here(scripts))
+    with pytest.raises(SystemExit, match="has rank 4"):
+        rehearse(here(scripts), "--rank", 8)
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(here(scripts))
+    assert asked == ["F", "lora", "lora"]
+
+
+@pytest.mark.parametrize(("number", "text"), [(12080, "12.8"), (13000, "13.0")])
+def test_the_cuda_of_the_driver_is_asked_for(monkeypatch, number, text):
+    def ask(pointer):
+        pointer._obj.value = number
+        return 0
+
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(cuDriverGetVersion=ask))
+    assert driver_cuda() == text
+
+
+def test_without_a_driver_there_is_no_cuda(monkeypatch):
+    def load(name):
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    assert driver_cuda() is None
 
 
 def test_the_plan_names_shapes_and_its_first_parts_are_the_most_telling(scripts):
