@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tezo.errors import TezoError
+from tezo.errors import TezoError, nearest
 from tezo.files import one_line
 from tezo.models.loading import choose_device
 from tezo.models.quantization import quantizer
@@ -33,6 +33,7 @@ from tezo.studies.bench.cases import Case, make_case
 from tezo.studies.bench.packed_model import packed
 from tezo.studies.bench.result_files import commit, cpu
 from tezo.studies.bench.settings import Settings
+from tezo.studies.bench.shapes import SHAPES
 from tezo.studies.bench.single_case import measure_case
 from tezo.studies.bench.workload import Work
 
@@ -140,6 +141,9 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("there is no GPU here; --device cpu --shapes tiny rehearses.")
+    for shape in given.shapes.split(",") if given.shapes else ():
+        if shape not in SHAPES:
+            parser.error(f"there is no shape {shape!r}. {nearest(shape, SHAPES)}")
     rehearsal = Path(tempfile.gettempdir()) / "gpu-rehearsal.json"
     own = Path(__file__).parent / "results/gpu.json" if given.device.startswith("cuda") else rehearsal
     given.json = given.json or own

@@ -173,7 +173,10 @@ def case(label, *base):
 
 @pytest.mark.parametrize(
     ("fate", "reason"),
-    [("os.kill(os.getpid(), signal.SIGKILL)", "ended with -9"), ("time.sleep(60)", "it took more than 100 s")],
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "ended with -9"),
+        pytest.param("time.sleep(60)", "it took more than 100 s", marks=pytest.mark.slow),
+    ],
 )
 def test_a_case_in_which_its_process_ends_loses_no_other(scripts, rehearse, monkeypatch, tmp_path, fate, reason):
     labels = {"none": ("F", "lora", "tezo")}
@@ -264,6 +267,12 @@ def test_the_plan_names_shapes_and_its_first_parts_are_the_most_telling(scripts)
     assert {kind for _, kind in scripts.gpu.PLAN} == scripts.gpu.LABELS.keys()
 
 
+def test_a_shape_that_is_not_known_is_refused(rehearse, capsys):
+    with pytest.raises(SystemExit):
+        rehearse(None, shapes="tiny,opt-125")
+    assert "Did you mean 'opt-125m'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_without_a_gpu_it_says_how_to_rehearse():
     if torch.cuda.is_available():
@@ -331,6 +340,7 @@ class LikeGpu(str):
     type = "cuda"
 
 
+@pytest.mark.slow
 def test_what_was_compiled_without_hooks_is_not_taken_for_a_model_with_them(monkeypatch):
     compiled, work = torch.compile, Work(WORK)
     monkeypatch.setattr(torch, "compile", lambda model, **_: compiled(model, backend="eager"))
