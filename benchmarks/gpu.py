@@ -1,118 +1,223 @@
-"""One GPU of the H100 or H200 class: time and memory of a step at the shapes of OPT 125M to 30B and LLaMA 7B to 30B.
+"""One GPU of the H100 class: time and memory of a step of OPT-125M to 13B and LLaMA-7B and 13B, in bf16 and nf4.
 
-    python benchmarks/gpu.py [--shapes opt-125m,...] [--seconds 600] [--json benchmarks/results/gpu.json]
+    python benchmarks/gpu.py [--seconds 550] [--json benchmarks/results/gpu.json]
+    python benchmarks/gpu.py --device cpu --shapes tiny      rehearses every kind of case where there is no GPU
 
-bf16, batch 16, lengths like RTE's. The result is written after each shape, so that a run that is cut leaves what it
-has; shapes that do not fit, or for which no time is left, are listed with the reason. `--shapes tiny --device cpu`
-shows that it runs where there is no GPU.
+Random weights, batch 16, lengths like RTE's. Cases: plain passes (F, F2, J2), methods with shared and per-example
+directions, published MeZO, LoRA with and without gradient checkpointing (over nf4: QLoRA), and CUDA graphs by
+torch.compile. Each case is in the file as soon as it is done, with numbers or with the reason why it has none, the most
+telling first; the same command goes on with what is missing. A process measures the cases of one base; where it dies,
+another goes on after the case in which it did. No case begins after --seconds.
 """
 
 import argparse
-import gc
+import faulthandler
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tezo.errors import TezoError
-from tezo.studies.bench.peak_memory import measure_memory
-from tezo.studies.bench.result_files import print_table, write_json
-from tezo.studies.bench.settings import PREFIX, Settings, entries
-from tezo.studies.bench.shapes import SHAPES, skeleton
-from tezo.studies.bench.step_time import measure_step
+from tezo.errors import TezoError, nearest
+from tezo.files import one_line
+from tezo.models.loading import choose_device
+from tezo.models.quantization import quantizer
+from tezo.models.quiet import quiet_libraries
+from tezo.runs.environment import driver_cuda, usable_memory, versions
+from tezo.studies.bench.case_results import CaseResults
+from tezo.studies.bench.cases import Case, make_case
+from tezo.studies.bench.packed_model import packed
+from tezo.studies.bench.result_files import commit, cpu
+from tezo.studies.bench.settings import Settings
+from tezo.studies.bench.shapes import SHAPES
+from tezo.studies.bench.single_case import measure_case
+from tezo.studies.bench.workload import Work
 
-ALL = "opt-125m,opt-350m,opt-1.3b,opt-2.7b,opt-6.7b,llama-7b,opt-13b,llama-13b,opt-30b,llama-30b"
-METHODS = "tezo,tezo-adam,mezo,published:mezo"
-ROOM = 0.9
-"""Share of the GPU's memory that weights may take; the rest is for activations and factors."""
+PLAIN = ("F", "F2", "J2")
+READING = (
+    "tezo", "lozo-adam", "tezo-cadam", "per-example:tezo", "per-example:lozo-adam", "per-example:tezo-cadam",
+)  # fmt: skip
+BY_GRADIENT = ("lora-checkpointed", "lora")
+WRITING = ("tezo-adam", "mezo", "published:mezo")
+LABELS = {
+    "none": (*PLAIN, *READING[:2], *BY_GRADIENT, *READING[2:], *WRITING),
+    "nf4": (*PLAIN, *READING[:2], *BY_GRADIENT, *READING[2:]),
+    "graphs": ("plain-closure:tezo", "cuda-graphs:F2", "cuda-graphs:tezo"),
+}
+"""Part -> its cases. "none" and "nf4" are quantizations of the base; "graphs" is over one that is not quantised."""
+PLAN = (
+    ("opt-1.3b", "none"), ("llama-7b", "none"), ("llama-7b", "nf4"), ("opt-13b", "none"), ("opt-125m", "none"),
+    ("llama-13b", "nf4"), ("opt-125m", "graphs"), ("opt-1.3b", "graphs"), ("llama-13b", "none"), ("opt-1.3b", "nf4"),
+    ("opt-6.7b", "none"), ("opt-13b", "nf4"), ("opt-2.7b", "none"), ("opt-350m", "none"),
+)  # fmt: skip
+ROUNDS, REHEARSED_ROUNDS, CASE_SECONDS = 15, 3, 4.0
+"""Rounds of a case on a GPU and in a rehearsal; none but the first three begins after so many seconds."""
+TIME_LIMIT, GRACE = 100, 15
+"""Seconds after which a case is given up, and for which one that is running at the end is waited for."""
+LIBRARIES = ("tezo", "torch", "transformers", "peft", "bitsandbytes", "triton")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured, and until when."""
+class Part:
+    """The cases of one base, which one process measures.
 
-    device: str
-    targets: str
-    rank: int
-    methods: list[str]
-    deadline: float
+    Attributes:
+        shape: key of `SHAPES`.
+        kind: key of `LABELS`.
+        given: the arguments of the command.
+    """
 
-    def settings(self, shape: str, shapes_left: int) -> Settings:
-        """Of one shape, with its share of the time that is left: two thirds for the steps."""
-        share = max(1.0, (self.deadline - time.perf_counter()) / shapes_left)
-        rounds, warmup = (15, 3) if self.device == "cuda" else (3, 1)
-        return Settings(
-            model=shape, dtype="bfloat16", device=self.device, batch=16, length="rte", rank=self.rank,
-            targets=self.targets, rounds=rounds, warmup=warmup, seconds=share * 2 / 3,
+    shape: str
+    kind: str
+    given: argparse.Namespace
+
+    def cases(self) -> dict[str, str]:
+        """Name in the file -> label."""
+        return {f"{self.shape}/bfloat16/{self.kind}/{label}": label for label in LABELS[self.kind]}
+
+    def base(self) -> tuple[Work, Case]:
+        """The model with its batch, and two plain passes of it."""
+        if self.kind == "nf4":
+            quantizer("nf4")  # asks for bitsandbytes before there is a model
+        given = self.given
+        rounds = ROUNDS if given.device.startswith("cuda") else REHEARSED_ROUNDS
+        settings = Settings(
+            model=self.shape, dtype="bfloat16", device=given.device, batch=given.batch, length=given.length,
+            rank=given.rank, rounds=rounds, seconds=CASE_SECONDS,
         )  # fmt: skip
+        work = Work(settings)
+        if self.kind == "nf4":
+            work.model = packed(work.model)
+        return work, make_case("F2", work)
+
+
+def head(given: argparse.Namespace) -> dict[str, Any]:
+    """The card, its memory in bytes, CUDA of its driver and of torch, versions, and the settings of all cases."""
+    device = choose_device(given.device)
+    on_gpu = device.type == "cuda"
+    return {
+        "command": "python benchmarks/gpu.py", "device": device.type,
+        "hardware": torch.cuda.get_device_name(device) if on_gpu else cpu(),
+        "memory": torch.cuda.get_device_properties(device).total_memory if on_gpu else usable_memory(),
+        "driver_cuda": driver_cuda(), "torch_cuda": torch.version.cuda, "versions": versions(LIBRARIES),
+        "batch": given.batch, "length": given.length, "rank": given.rank,
+    }  # fmt: skip
 
 
 def main() -> None:
-    """Measures the shapes, smallest first."""
+    """Measures what the file does not have."""
+    given = arguments()
+    quiet_libraries()
+    chosen = [(shape, kind) for shape in given.shapes.split(",") for kind in LABELS] if given.shapes else PLAN
+    parts = [Part(shape, kind, given) for shape, kind in chosen]
+    if given.part is not None:
+        measure(parts[given.part])
+        return
+    CaseResults(given.json).forget_begun()
+    given.until = time.time() + given.seconds
+    for number, part in enumerate(parts):
+        while time.time() < given.until and (left := missing(part)):
+            supervise(number, left, given)
+    left = [name for part in parts for name in missing(part)]
+    print(f"{given.json}: {len(left)} cases are left" + ("; the same command goes on." if left else "."), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line. The default file of a rehearsal is a temporary one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=ALL)
-    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--shapes", help="with commas; all their cases in this order")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--targets", default="all-linear")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", default="rte")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results/gpu.json")
-    a = parser.parse_args()
-    methods = entries(a.methods.split(","), published=False)
-    plan = Plan(a.device, a.targets, a.rank, methods, time.perf_counter() + a.seconds)
-    results: list[dict[str, Any]] = []
-    shapes = a.shapes.split(",")
-    for done, shape in enumerate(shapes):
-        for result in measured(plan, shape, len(shapes) - done):
-            results.append(result)
-            write_json(a.json, results)
-            if "rows" in result:
-                print_table(result)
-            else:
-                print(f"{shape}: {result['kind']} skipped: {result['reason']}", flush=True)
+    parser.add_argument("--seconds", type=float, default=550)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("there is no GPU here; --device cpu --shapes tiny rehearses.")
+    for shape in given.shapes.split(",") if given.shapes else ():
+        if shape not in SHAPES:
+            parser.error(f"there is no shape {shape!r}. {nearest(shape, SHAPES)}")
+    rehearsal = Path(tempfile.gettempdir()) / "gpu-rehearsal.json"
+    own = Path(__file__).parent / "results/gpu.json" if given.device.startswith("cuda") else rehearsal
+    given.json = given.json or own
+    return given
 
 
-def measured(plan: Plan, shape: str, shapes_left: int) -> list[dict[str, Any]]:
-    """The results of a shape: time, and memory; or why it was left out."""
-    if time.perf_counter() >= plan.deadline:
-        return [{"kind": "shape", "shape": shape, "reason": "no time was left"}]
-    need = bytes_of(shape)
-    if plan.device == "cuda" and need > ROOM * torch.cuda.get_device_properties(0).total_memory:
-        return [{"kind": "shape", "shape": shape, "reason": f"its weights take {need / 2**30:.0f} GiB"}]
-    settings = plan.settings(shape, shapes_left)
-    return [attempt(measure_step, settings, plan.methods), memory(settings, plan)]
+def missing(part: Part) -> dict[str, str]:
+    """The cases of a part that are not in the file, or were cut."""
+    results = CaseResults(part.given.json)
+    begun = results.begun()
+    return {name: label for name, label in part.cases().items() if name in begun or name not in results.cases}
 
 
-def memory(settings: Settings, plan: Plan) -> dict[str, Any]:
-    """The peaks: one round on a GPU, where they repeat exactly. Published forms are left out when short of time."""
-    late = time.perf_counter() > plan.deadline
-    if late:
-        return {"kind": "memory", "shape": settings.model, "reason": "no time was left"}
-    methods = [label for label in plan.methods if not label.startswith(PREFIX) or settings.model.endswith("m")]
-    one = Settings(**vars(settings) | {"rounds": 1})
-    return attempt(measure_memory, one, methods)
+def supervise(number: int, left: dict[str, str], given: argparse.Namespace) -> None:
+    """Has a process measure a part. If it died in a case, the case gets the reason; if before one, the run ends."""
+    line = [sys.executable, __file__, *sys.argv[1:], "--part", str(number), "--until", str(given.until)]
+    patience = given.until - time.time() + 2 * GRACE
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe would wait for what the process has started, too
+        try:
+            code = subprocess.run(line, stderr=errors, timeout=patience, check=False).returncode
+        except subprocess.TimeoutExpired:
+            return
+        errors.seek(0)
+        said = errors.read().strip()
+    results = CaseResults(given.json)
+    begun = [name for name in results.begun() if name in left]
+    if code == 0 or (begun and time.time() > given.until):
+        return
+    if not begun and not left.keys() & results.cases.keys():
+        raise SystemExit(said[-2000:] or f"a process ended with {code}")
+    why = f"it took more than {TIME_LIMIT} s" if "Timeout (" in said else (said.splitlines() or ["no error"])[-1][:300]
+    for name in begun:
+        results.put(name, {"reason": f"its process ended with {code}: {why}"})
+        print(f"{name}: {told(results.cases[name])}", flush=True)
 
 
-def attempt(measure: Callable[..., Any], settings: Settings, labels: list[str]) -> dict[str, Any]:
-    """A result, or the reason why there is none."""
+def measure(part: Part) -> None:
+    """Measures the cases of a part that are missing; ends after an error that may have left the GPU unusable."""
+    results = CaseResults(part.given.json)
     try:
-        result: dict[str, Any] = measure(settings, labels)
-    except (TezoError, torch.OutOfMemoryError) as error:
-        kind = measure.__name__.removeprefix("measure_")
-        result = {"kind": kind, "shape": settings.model, "reason": " ".join(str(error).split())[:300]}
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return result
+        results.of_this_machine(head(part.given))
+    except TezoError as error:
+        raise SystemExit(str(error)) from None
+    base: tuple[Work, Case] | None = None
+    version = {"commit": commit()}
+    for name, label in missing(part).items():
+        left = part.given.until - time.time()
+        if left <= 0:
+            return
+        results.put(name, {"begun": True, "reason": "it was cut"})
+        faulthandler.dump_traceback_later(min(TIME_LIMIT, left + GRACE), exit=True)
+        unusable = False
+        try:
+            base = base or part.base()
+            result = measure_case(label, *base) | version
+        except (TezoError, torch.OutOfMemoryError) as error:
+            result = {"reason": one_line(error)}
+        except Exception as error:
+            result, unusable = {"reason": f"{type(error).__name__}: {one_line(error)}"}, True
+        faulthandler.cancel_dump_traceback_later()
+        results.put(name, result)
+        print(f"{name}: {told(result)}", flush=True)
+        if unusable:
+            raise SystemExit(1)
 
 
-def bytes_of(shape: str) -> int:
-    """Of a shape's weights in bf16."""
-    model = skeleton(SHAPES[shape].make(), torch.bfloat16, torch.device("meta"))
-    return sum(parameter.numel() * 2 for parameter in model.parameters())
+def told(result: dict[str, Any]) -> str:
+    """A result in a line."""
+    if "reason" in result:
+        return f"not measured ({result['reason']})"
+    return (
+        f"{result['seconds']['median']:.4f} s, {result['to_F2']:.2f} of F2, {result['peak'] / 2**30:.2f} GiB, "
+        f"{result['tokens_per_second']:,.0f} tokens/s"
+    )
 
 
 if __name__ == "__main__":

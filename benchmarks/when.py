@@ -72,8 +72,6 @@ def cells(shared: Path, *, quick: bool) -> Iterator[tuple[str, dict[str, Any]]]:
 def cost_cells(name: str, base: dict[str, Any], *, quick: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The forecast for a model, and memory and time of each way to train it."""
     yield f"{name}/forecast", base | {"part": "forecast"}
-    if quick and base["quantization"] == "nf4":  # on a CPU a tiny layer is not packed
-        return
     for way, how in WAYS.items():
         if way == FULL and base["quantization"] == "nf4":
             continue

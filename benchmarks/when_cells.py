@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 
-from tezo.directions.targets import is_packed, select_targets
-from tezo.models.loading import LoadedModel
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
-from tezo.models.quantization import quantization_config, quantizer
+from tezo.directions.targets import select_targets
 from tezo.models.quiet import quiet_libraries
 from tezo.optim.methods import method
+from tezo.studies.bench.packed_model import packed
 from tezo.studies.bench.peak_memory import forget_peak, peak_now
 from tezo.studies.bench.settings import Settings
+from tezo.studies.bench.trainable_model import trainable
 from tezo.studies.bench.workload import Work
 from tezo.studies.cost_tables.meta_models import meta_model
 from tezo.tasks.evaluation import Metrics
@@ -74,29 +72,11 @@ def settings_of(cell: dict[str, Any]) -> Settings:
     return Settings(model=cell["shape"], dtype=cell["dtype"], batch=cell["rows"], length=str(cell["length"]))
 
 
-def packed(model: Any) -> Any:
-    """The model with its linear layers in nf4, as `from_pretrained` packs them; the given one is used up."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        kind, dtype, config = type(model), model.dtype, model.config
-        options, _ = quantization_config("nf4", dtype, CPU, lambda: kind(config))
-        loaded = kind.from_pretrained(folder, dtype=dtype, quantization_config=options, device_map={"": CPU})
-    quantizer("nf4").settle(loaded)
-    for parameter in loaded.parameters():
-        if not is_packed(parameter):  # it lies in the file, whose other pages would be counted with it
-            parameter.data = parameter.data.clone()
-    return loaded.eval()
-
-
 def step_of(cell: dict[str, Any], work: Work) -> Callable[[], object]:
     """What is measured: a forward pass without a gradient, or a step."""
     if cell["method"] is None:
         return torch.no_grad()(work.needed_loss(work.model))
-    model = work.model
-    if cell["peft"] != "none":
-        model = add_adapter(LoadedModel(model, None, "causal"), ModelConfig(name="", peft=cell["peft"]), seed=0).model
-    if cell["checkpointed"]:
-        work.model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = trainable(work.model, cell["peft"], checkpointed=cell["checkpointed"])
     optimizer, closure = method(cell["method"]).build(model), work.closure(model)
     return lambda: optimizer.take_step(closure, optimizer.kinds[0])
 

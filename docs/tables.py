@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from drawing import RESULTS, SHORT, grid, head, machine, read
+from gpu_tables import GPU_TABLES
 from reward_tables import reward, reward_samples
 from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
 from when_tables import WHEN_TABLES
@@ -330,5 +331,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"{name}-ranked": partial(study_ranked, name) for name in STUDIES},
     **{f"{name}-removed": partial(study_removed, name) for name in STUDIES},
     **{f"figure-{name}": partial(figure, name) for name in FIGURES},
+    **GPU_TABLES,
     **WHEN_TABLES,
 }

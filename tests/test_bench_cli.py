@@ -1,7 +1,6 @@
 """`tezo bench`: what it refuses, what it prints and writes; the scripts that draw on it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,18 +104,6 @@ def test_help_comes_without_torch(command):
 
 
 @pytest.mark.slow
-def test_the_gpu_script_runs_where_there_is_none(tmp_path):
-    path = tmp_path / "gpu.json"
-    options = ("--device", "cpu", "--seconds", 20, "--rank", 4, "--methods", "tezo")
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--shapes", "tiny", *map(str, options), "--json", path]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": ""})
-    assert done.returncode == 0, done.stderr
-    step, memory = json.loads(path.read_text(encoding="utf-8"))
-    assert [row["label"] for row in step["rows"]] == ["F2", "N2", "J2", "tezo"]
-    assert memory["kind"] == "memory" and step["settings"]["batch"] == 16 and step["settings"]["length"] == "rte"
-
-
-@pytest.mark.slow
 def test_the_script_of_example_directions_writes_both_files(tmp_path):
     # a process of its own, which finds benchmarks/cpu.py beside it
     command = [sys.executable, BENCHMARKS / "per_example.py", "--quick", "--out", tmp_path]
@@ -127,11 +114,3 @@ def test_the_script_of_example_directions_writes_both_files(tmp_path):
     for result in (*steps, *memories):
         assert [row["label"] for row in result["rows"]][-2:] == ["lozo-adam", "per-example:lozo-adam"]
     assert all(row["to_shared"] > 0 for result in steps for row in result["rows"] if "per-" in row["label"])
-
-
-def test_the_gpu_script_says_what_it_left_out_and_why(tmp_path):
-    path = tmp_path / "gpu.json"
-    flags = ("--shapes", "tiny,tiny-llama", "--device", "cpu", "--seconds", 0)
-    done = forked(BENCHMARKS / "gpu.py", *flags, "--json", path)
-    assert done.returncode == 0, done.stderr
-    assert [r["reason"] for r in json.loads(path.read_text(encoding="utf-8"))] == ["no time was left"] * 2

@@ -1,5 +1,6 @@
 """The environment of a run: hardware, memory and package versions."""
 
+import ctypes
 import os
 import platform
 import sys
@@ -90,3 +91,13 @@ def hardware() -> str:
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def driver_cuda() -> str | None:
+    """The newest CUDA that the driver runs, such as "12.8"; None without a driver."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"

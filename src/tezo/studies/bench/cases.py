@@ -9,9 +9,11 @@ from torch import Tensor
 
 from tezo.directions.targets import select_targets
 from tezo.errors import RequestError
+from tezo.estimators.estimate import Closure
 from tezo.optim.methods import METHODS, method
 from tezo.studies.bench.published import PUBLISHED
-from tezo.studies.bench.settings import PREFIX, WHOLE, name_of
+from tezo.studies.bench.settings import GRADIENTS, GRAPHS, PREFIX, WHOLE, name_of
+from tezo.studies.bench.trainable_model import trainable
 from tezo.studies.bench.workload import Work
 
 
@@ -19,7 +21,7 @@ class Case(ABC):
     """One row of the table.
 
     Attributes:
-        label: F, F2, N, N2, J2, or a method's name, after one of the prefixes or nothing.
+        label: F, F2, N, N2, J2, a key of `GRADIENTS`, or a method's name, after one of the prefixes or nothing.
         interval: steps between refreshes of lazy factors; None if there are none.
         trained: number of trained parameter entries.
     """
@@ -67,9 +69,9 @@ class LibraryCase(Case):
         optimizer = METHODS[name].build(self._model, **work.settings.options(label))
         self._optimizer = optimizer
         interval = optimizer.perturbation.interval
-        trained = sum(target.parameter.numel() for target in self._optimizer.targets)
+        trained = sum(target.shape.numel() for target in self._optimizer.targets)
         super().__init__(label, interval=interval, trained=trained)
-        self._closure = (work.stock_loss if label.startswith(WHOLE) else work.closure)(self._model)
+        self._closure = _closure_of(label, work)(self._model)
 
     def run(self) -> None:
         past_refresh(self._optimizer.progress, self.interval)
@@ -116,13 +118,46 @@ class PublishedCase(Case):
         return stored_bytes(self._algorithm.state)
 
 
+class GradientCase(Case):
+    """LoRA of PEFT with its default layers and rank, and AdamW: a forward and a backward pass, and an update."""
+
+    def __init__(self, label: str, work: Work) -> None:
+        self._base = [parameter for parameter in work.model.parameters() if parameter.requires_grad]
+        try:
+            model = trainable(work.twin(), "lora", checkpointed=GRADIENTS[label])
+            self._optimizer, self._closure = method("adam").build(model), work.closure(model)
+        except BaseException:
+            self.close()
+            raise
+        super().__init__(label, trained=sum(target.parameter.numel() for target in self._optimizer.targets))
+
+    def run(self) -> None:
+        self._optimizer.take_step(self._closure, self._optimizer.kinds[0])
+
+    def state_bytes(self) -> int:
+        return stored_bytes(self._optimizer.resumable_state())
+
+    def close(self) -> None:
+        for parameter in self._base:  # shared with the other cases, and frozen beneath an adapter
+            parameter.requires_grad_(True)
+
+
+def _closure_of(label: str, work: Work) -> Callable[[Any], Closure]:
+    if label.startswith(GRAPHS):
+        return work.graphed_loss
+    return work.stock_loss if label.startswith(WHOLE) else work.closure
+
+
 def make_case(label: str, work: Work) -> Case:
     """The case with this label, on the model and batch of `work`."""
     plain = {"F": (work.stock_loss, 1), "N": (work.needed_loss, 1)}
     plain |= {"F2": (work.stock_loss, 2), "N2": (work.needed_loss, 2), "J2": (work.joint_loss, 1)}
+    plain |= {GRAPHS + "F2": (work.graphed_loss, 2)}
     if label in plain:
         make, count = plain[label]
         return PlainPasses(label, make(work.twin()), count)
+    if label in GRADIENTS:
+        return GradientCase(label, work)
     return PublishedCase(label, work) if label.startswith(PREFIX) else LibraryCase(label, work)
 
 

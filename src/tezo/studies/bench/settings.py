@@ -16,9 +16,13 @@ from tezo.studies.bench.shapes import SHAPES
 PREFIX = "published:"
 EACH = "per-example:"
 WHOLE = "plain-closure:"
+GRAPHS = "cuda-graphs:"
 """Prefixes of a method's name: as its authors wrote it; with directions of their own for the examples; with a closure
-that calls the stock model with its default logits, as a user's own does."""
+that calls the stock model with its default logits, as a user's own does; with such a closure of the model as
+torch.compile makes it with mode "reduce-overhead", whose passes are CUDA graphs."""
 PLAIN = ("F2", "N2", "J2")
+GRADIENTS = {"lora": False, "lora-checkpointed": True}
+"""Label of training by backpropagation -> whether activations are recomputed. Over a packed base it is QLoRA."""
 TARGETS = ("all-linear", "all")
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -105,7 +109,9 @@ class Settings:
 
 def name_of(label: str) -> str:
     """The method's name in the label of a case."""
-    return label.removeprefix(PREFIX).removeprefix(EACH).removeprefix(WHOLE)
+    for prefix in (PREFIX, EACH, WHOLE, GRAPHS):
+        label = label.removeprefix(prefix)
+    return label
 
 
 def entries(methods: Sequence[str], *, published: bool) -> list[str]:

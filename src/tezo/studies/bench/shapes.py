@@ -36,8 +36,8 @@ def _llama(hidden: int, layers: int, heads: int, ffn: int, **more: Any) -> Shape
 
 
 SHAPES: dict[str, Shape] = {
-    "tiny": _opt(32, 2, 2, vocab_size=96, max_position_embeddings=512),
-    "tiny-llama": _llama(32, 2, 2, 64, vocab_size=96),
+    "tiny": _opt(64, 2, 2, vocab_size=96, max_position_embeddings=512),
+    "tiny-llama": _llama(64, 2, 2, 128, vocab_size=96),
     "opt-125m": _opt(768, 12, 12),
     "opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
     "opt-1.3b": _opt(2048, 24, 32),

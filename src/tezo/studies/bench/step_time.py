@@ -83,6 +83,7 @@ def run_rounds(
     synchronize: Callable[[], None],
     started: float,
     tell: Callable[[str], None] = silent,
+    most_repeats: int = REPEATS,
 ) -> None:
     """Warms up, then runs every case once per round; the order is rotated by one in each round.
 
@@ -94,12 +95,13 @@ def run_rounds(
         synchronize: waits for the device.
         started: `time.perf_counter()` at the start of the benchmark.
         tell: called with progress messages.
+        most_repeats: runs of a quick case in a round, at most.
     """
     for entry in timed:
         for _ in range(settings.warmup):
             tell(f"warm-up: {entry.case.label}")
             seconds = _clock(entry.case.run, synchronize)
-            entry.repeats = min(REPEATS, max(1, int(PATIENCE / max(seconds, 1e-9))))
+            entry.repeats = min(most_repeats, max(1, int(PATIENCE / max(seconds, 1e-9))))
     for number in range(settings.rounds):
         begun = time.perf_counter()
         turn = number % len(timed)
@@ -133,15 +135,16 @@ def _row(entry: Timed, steps: dict[str, list[float]]) -> dict[str, Any]:
     label, own = entry.case.label, steps[entry.case.label]
     published = steps.get(PREFIX + label)
     shared = steps.get(label.removeprefix(EACH)) if label.startswith(EACH) else None
-    row: dict[str, Any] = {"label": label, "seconds": spread(own), "to_F2": _ratio(own, steps["F2"])}
-    row |= {"to_N2": _ratio(own, steps["N2"]), "to_J2": _ratio(own, steps["J2"])}
-    row |= {"speed_up": _ratio(published, own) if published else None}
-    row |= {"to_shared": _ratio(own, shared) if shared else None}
+    row: dict[str, Any] = {"label": label, "seconds": spread(own), "to_F2": ratio(own, steps["F2"])}
+    row |= {"to_N2": ratio(own, steps["N2"]), "to_J2": ratio(own, steps["J2"])}
+    row |= {"speed_up": ratio(published, own) if published else None}
+    row |= {"to_shared": ratio(own, shared) if shared else None}
     row |= {"trained": entry.case.trained, "runs_a_round": entry.repeats, "rounds": own}
     if entry.case.interval is not None:
         row |= {"interval": entry.case.interval, "plain": entry.rounds, "refreshes": entry.refreshes}
     return row
 
 
-def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
+def ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """The median over rounds of the ratio of two cases within a round."""
     return round(statistics.median(a / b for a, b in zip(of, to, strict=True)), 4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
 from tezo.models.loading import choose_device
 from tezo.studies.bench.settings import Settings
@@ -56,13 +57,25 @@ class Work:
 
     def twin(self) -> Any:
         """Another module tree with the same weight tensors, so that hooks on one tree do not affect another."""
-        tensors = chain(self.model.parameters(), self.model.buffers())
-        return copy.deepcopy(self.model, {id(tensor): tensor for tensor in tensors})
+        scales = [getattr(parameter, "quant_state", None) for parameter in self.model.parameters()]  # bitsandbytes'
+        shared = chain(self.model.parameters(), self.model.buffers(), filter(None, scales))
+        return copy.deepcopy(self.model, {id(part): part for part in shared})
 
     def stock_loss(self, model: Any) -> Callable[[], Tensor]:
         """The loss by a plain forward pass that computes the logits of all positions."""
         rows_S1 = torch.arange(len(self._last_S1), device=self.device).unsqueeze(1)
         return lambda: self._cross_entropy(model(**self.inputs).logits[rows_S1, self._last_S1])
+
+    def graphed_loss(self, model: Any) -> Callable[[], Tensor]:
+        """`stock_loss` of the compiled model: CUDA graphs, split where a hook adds a direction.
+
+        Raises:
+            RequestError: the device is not a GPU.
+        """
+        if self.device.type != "cuda":
+            raise RequestError(f"CUDA graphs need a GPU, and the device is {self.device.type}.")
+        torch.compiler.reset()  # what was compiled for a twin without hooks would be taken for this one
+        return self.stock_loss(torch.compile(model, mode="reduce-overhead"))
 
     def needed_loss(self, model: Any) -> Callable[[], Tensor]:
         """The loss by a plain forward pass that applies the head only at the last positions."""
