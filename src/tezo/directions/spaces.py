@@ -28,8 +28,8 @@ from tezo.directions.coefficients import CoefficientDraw, FixedCoefficient, Sign
 from tezo.numerics.random import Signs, fill_normal_
 from tezo.numerics.scratch import row_slices, scratch
 
-TILE = 1 << 18
-"""Entries of a dense tile, the largest temporary of a dense draw or write."""
+TILE = 3 << 18
+"""Entries of a dense tile, the largest temporary of a dense draw or write: a 768 x 768 matrix is one tile."""
 
 Tile = tuple[slice, Tensor]
 
@@ -84,11 +84,20 @@ class Dense(Direction):
 
     def tile(self, rows: slice) -> Tensor:
         """Z[rows] for a slice of `row_tiles(shape)`, in a scratch buffer that the next tile overwrites."""
-        return self.noise(rows, self.role)
+        return self.fill_(scratch(self.role, self._shape_of(rows), self.dtype, self.device), rows)
+
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        """Out <- Z[rows] for a slice of `row_tiles(shape)`, rounded to nearest where `out` is bfloat16."""
+        return self._fill_noise_(out, rows, self.role)
 
     def noise(self, rows: slice, role: str) -> Tensor:
         """Standard normal numbers of the shape of Z[rows], in the scratch buffer of `role`."""
-        out = scratch(role, (rows.stop - rows.start, *self.shape[1:]), self.dtype, self.device)
+        return self._fill_noise_(scratch(role, self._shape_of(rows), self.dtype, self.device), rows, role)
+
+    def _shape_of(self, rows: slice) -> tuple[int, ...]:
+        return rows.stop - rows.start, *self.shape[1:]
+
+    def _fill_noise_(self, out: Tensor, rows: slice, role: str) -> Tensor:
         return fill_normal_(out, seed=self.seed, step=self.step, name=self.name, role=f"{role}.{rows.start}")
 
     @cached_property
