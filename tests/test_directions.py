@@ -1,6 +1,7 @@
 """The direction a step takes is the one that was measured; and what a direction is."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tezo.directions.coefficients import FixedCoefficient
 from tezo.directions.perturbations import DrawKey
-from tezo.directions.spaces import CP, Core, Dense, Direction, LowRank
+from tezo.directions.spaces import CP, Core, Dense, Direction, LowRank, TransposedLowRank
 from tezo.directions.targets import select_targets
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
@@ -283,3 +284,33 @@ def test_a_low_rank_method_gives_vectors_dense_noise_and_matrices_factors():
     for target in select_targets(optimizer.model, ("all",)):
         direction = optimizer.perturbation.direction(target, DrawKey(0, 0), {})
         assert isinstance(direction, CP if target.parameter.ndim == 2 else Dense)
+
+
+@pytest.mark.parametrize(
+    ("kind", "product"),
+    [(LowRank, "linear"), (LowRank, "transposed"), (LowRank, "lookup"), (TransposedLowRank, "linear"),
+     (TransposedLowRank, "transposed")],
+)  # fmt: skip
+def test_a_term_beside_scaled_points_is_added_to_each_block_once(kind, product):
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    draw = torch.Generator().manual_seed(0)
+    u, beside, v, scales = numbers(6, 2), numbers(6, 2), numbers(5, 2), (0.5, -2.0)
+    point = replace(kind(draw=FixedCoefficient(u), v_NR=v, refresh_step=0, gram=1.0).scaled(scales), beside=beside)
+    exact_GMN = torch.stack([(beside + scale * u) @ v.T for scale in scales])
+    if kind is TransposedLowRank:
+        exact_GMN = exact_GMN.mT
+    rows, columns = exact_GMN.shape[1:]
+    if product == "linear":
+        x = numbers(2, 3, columns)
+        out, expected, add_ = numbers(2, 3, rows), x @ exact_GMN.mT, point.add_linear_
+    elif product == "transposed":
+        x = numbers(2, 3, rows)
+        out, expected, add_ = numbers(2, 3, columns), x @ exact_GMN, point.add_transposed_
+    else:
+        x = torch.tensor([[0, 5, 3], [3, 1, 3]])
+        out, expected, add_ = numbers(2, 3, columns), exact_GMN[torch.arange(2)[:, None], x], point.add_lookup_
+    before = out.clone()
+    add_(out, x)
+    torch.testing.assert_close(out, before + expected)

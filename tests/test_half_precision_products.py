@@ -30,6 +30,9 @@ def dense(points, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     for _, point in points:
         coefficient = point.coefficient.to(dtype) if point.casts_coefficient else point.coefficient
         ((scale,),) = [getattr(point, "scales", None) or (1.0,)]
+        if (beside := getattr(point, "beside", None)) is not None:
+            left, right = replace(point, beside=None, scales=None).with_coefficient(beside.to(dtype).float()).factors()
+            total += (left.double() @ right.double().T).view(shape)
         fixed = {key: getattr(point, key).double() for key in ("u_MR", "v_NR") if hasattr(point, key)}
         exact = replace(point.with_coefficient(coefficient.double().squeeze(0)), **fixed)
         left, right = exact.factors()

@@ -110,6 +110,15 @@ def test_a_half_precision_write_goes_to_a_neighbour_and_is_right_on_average(writ
         assert p.numel() > 100 and abs(float(z)) < 5.5
 
 
+def test_products_in_bfloat16_leave_a_step_within_its_rounding(monkeypatch):
+    monkeypatch.setattr("tezo.numerics.factored_adam.multiplies_bfloat16", lambda _: True)
+    weight, factors = problem(70, 90, 5, torch.bfloat16)
+    weight.zero_()
+    exact = exact_step(weight, factors, 1.0)
+    factored_adam_(weight, factors, 1.0, generator(0))
+    assert 0 < float((weight.double() - exact).norm()) < 2**-6 * float(exact.norm())
+
+
 @HALF
 def test_values_beyond_the_range_and_nan_stay_what_they_are(write, dtype):
     largest = torch.finfo(dtype).max

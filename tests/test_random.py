@@ -94,23 +94,12 @@ def test_draws_are_standard_normal_by_their_moments(draw):
         assert abs(float((x**k).mean()) - mean) < 6 * math.sqrt(variance / len(x)), k
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(1,), (7,), (0,), (3, 5), (1, 70), (70, 1), (2, 3, 4), (0, 4)])
-@pytest.mark.parametrize("at_a_time", [random._AT_A_TIME, 8], ids=["whole", "in-parts"])
-def test_dense_noise_has_the_quantiles_that_its_bits_name(monkeypatch, shape, dtype, at_a_time):
-    monkeypatch.setattr(random, "_AT_A_TIME", at_a_time)
-    key = {"seed": 3, "step": 1, "name": "w", "role": "z"}
-    drawn = random.fill_normal_(torch.empty(shape, dtype=dtype), **key)
-    bits = np.random.SFC64(random._digest(*key.values(), 16)).random_raw(-(-drawn.numel() // 4))
-    k = torch.from_numpy(bits.view(np.int16)[: drawn.numel()]).double()
-    quantiles = math.sqrt(2) * torch.special.erfinv((2 * k + 1) / 2**16)
-    torch.testing.assert_close(drawn.flatten(), quantiles.to(dtype))
-
-
 def test_dense_noise_fills_a_tensor_however_it_lies_in_memory():
     key = {"seed": 3, "step": 1, "name": "w", "role": "z"}
     transposed = random.fill_normal_(torch.empty(4, 3).T, **key)
     assert torch.equal(transposed, random.fill_normal_(torch.empty(3, 4), **key))
+    unaligned = random.fill_normal_(torch.empty(257)[1:], **key)
+    assert torch.equal(unaligned, random.fill_normal_(torch.empty(256), **key))
 
 
 def test_factor_draws_are_float64_on_the_cpu_in_the_shape_asked_for():
@@ -183,7 +172,7 @@ def test_dense_noise_covers_a_parameter_of_several_tiles_once(monkeypatch):
     assert [row for rows, _ in tiles for row in range(7)[rows]] == list(range(7))
     assert len(tiles) == 4 and all(values.numel() <= 8 for _, values in tiles)
     z = torch.cat([values for _, values in tiles])
-    assert len(torch.unique(z)) == 21, "tiles repeat one another"
+    assert not any(torch.equal(a[1][:1], b[1][:1]) for a, b in itertools.combinations(tiles, 2)), "tiles repeat"
     weight = torch.zeros(7, 3, dtype=torch.float64)
     noise.add_to_(weight, 1.0)
     assert torch.equal(weight, z)

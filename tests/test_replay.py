@@ -106,6 +106,23 @@ def test_on_another_device_what_was_drawn_on_the_first_is_refused(home, tmp_path
     assert same(result(tmp_path / "out"), result(run))
 
 
+@pytest.mark.parametrize(("name", "drawn"), [("tezo", False), ("mezo", True), ("lozo", True)])
+@pytest.mark.parametrize("kept", [{}, {"noise": 1}], ids=["before-versions", "another-version"])
+def test_dense_noise_of_another_version_of_the_generator_is_refused(home, tmp_path, name, drawn, kept):
+    run = tmp_path / "run"
+    train(config(home, name, keep_best=False), run)
+    found = read_log(run / LOG)
+    header = {key: value for key, value in found.header.items() if key != "noise"} | kept
+    earlier = rewritten(tmp_path / "earlier", header, found.steps)
+    if drawn:
+        with pytest.raises(RequestError, match=r"drew noise for .* with version 1 .* use the earlier tezo"):
+            replay(earlier, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return
+    replay(earlier, tmp_path / "out")
+    assert same(result(tmp_path / "out"), result(run))
+
+
 def rewritten(run: Path, header: dict[str, Any], steps: list[StepRecord]) -> Path:
     run.mkdir()
     log = StepLog(run / LOG, header, 0)

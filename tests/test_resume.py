@@ -143,6 +143,22 @@ def test_a_run_that_began_before_there_was_a_setting_goes_on_with_its_default(ho
         check_same(found, log_header(other), other.optimizer)
 
 
+@pytest.mark.parametrize(
+    ("name", "model", "drawn"),
+    [("tezo", "opt", False), ("mezo", "opt", True), ("lozo", "opt", True), ("tezo-adam", "opt", False),
+     ("tezo-adam", "optbfloat16", True)],
+)  # fmt: skip
+def test_a_run_that_drew_noise_with_another_version_of_the_generator_does_not_go_on(home, name, model, drawn):
+    job = prepare(config(home, name, model=model))
+    own = log_header(job)
+    begun = {key: value for key, value in own.items() if key != "noise"}  # as before there were versions
+    if not drawn:
+        assert check_same(begun, own, job.optimizer) == []
+        return
+    with pytest.raises(RequestError, match=r"drew noise for .* with version 1 .* has version 2.*use the earlier tezo"):
+        check_same(begun, own, job.optimizer)
+
+
 def test_a_run_of_a_version_with_settings_that_were_removed_goes_on_and_is_replayed(home, tmp_path):
     made = config(home)
     train(made, tmp_path / "whole")

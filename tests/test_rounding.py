@@ -160,6 +160,36 @@ def test_the_patterns_method_and_the_neighbours_method_agree_on_the_chance():
     assert ((fast - slow).mean(dim=0).div(gap).abs() <= 5.5 * (2 * p * (1 - p) / draws).sqrt() + 1e-12).all()
 
 
+@pytest.mark.parametrize("rows", [3, 9], ids=["drawn-each", "from-a-pool"])
+def test_the_noise_of_two_entries_is_independent(rows):
+    # n draws of every entry: with independent pairs, means, correlations and counts of both below a bound are within
+    # 5.5 standard errors (4e-8 each).
+    n, shape, draw = 40_000, torch.Size((rows, 4)), generator()
+    noise = torch.stack([rounding._noise(shape, draw).flatten().clone() for _ in range(n)]).double() / 2**16
+    assert noise.min() >= 0 and noise.max() < 1
+    assert ((noise.mean(0) + 2**-17 - 0.5).abs() < 5.5 * (12 * n) ** -0.5).all()
+    correlations = torch.corrcoef(noise.T) - torch.eye(noise.shape[1], dtype=torch.float64)
+    assert correlations.abs().max() < 5.5 * n**-0.5
+    for p in (0.1, 0.5, 0.9):
+        low = (noise < p).double()
+        both = low.T @ low / n - p * p
+        assert (both - both.diag().diag()).abs().max() < 5.5 * (p * p * (1 - p * p) / n) ** 0.5
+
+
+@pytest.mark.parametrize("chance", ["alike", "random"])
+def test_rounding_errors_of_a_matrix_are_not_close_to_low_rank(chance):
+    # The largest singular value of an M x N matrix of independent errors of variance s^2 is close to
+    # s (sqrt(M) + sqrt(N)). Noise b_j xor a_i has the same variances, and a singular value near s sqrt(M N).
+    size, p = 512, torch.tensor(0.5)
+    if chance == "random":
+        p = torch.rand(size, size, generator=generator(1))
+    exact = (1 + p * 2.0**-7).expand(size, size).contiguous()
+    rounded = rounding.stochastic(exact, torch.bfloat16, generator())
+    errors = (rounded.double() - exact.double()) * 2**7
+    largest = float(torch.linalg.matrix_norm(errors, 2))
+    assert largest < 1.3 * float(errors.square().mean().sqrt()) * 2 * size**0.5
+
+
 @DTYPES
 def test_a_transposed_weight_is_stored_in_its_places(dtype):
     exact = torch.randn(30, 50, generator=generator(1))

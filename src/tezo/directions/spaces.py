@@ -28,8 +28,8 @@ from tezo.directions.coefficients import CoefficientDraw, FixedCoefficient, Sign
 from tezo.numerics.random import Signs, fill_normal_
 from tezo.numerics.scratch import row_slices, scratch
 
-TILE = 1 << 18
-"""Entries of a dense tile, the largest temporary of a dense draw or write."""
+TILE = 3 << 18
+"""Entries of a dense tile, the largest temporary of a dense draw or write: a 768 x 768 matrix is one tile."""
 
 Tile = tuple[slice, Tensor]
 
@@ -84,11 +84,20 @@ class Dense(Direction):
 
     def tile(self, rows: slice) -> Tensor:
         """Z[rows] for a slice of `row_tiles(shape)`, in a scratch buffer that the next tile overwrites."""
-        return self.noise(rows, self.role)
+        return self.fill_(scratch(self.role, self._shape_of(rows), self.dtype, self.device), rows)
+
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        """Out <- Z[rows] for a slice of `row_tiles(shape)`, rounded to nearest where `out` is bfloat16."""
+        return self._fill_noise_(out, rows, self.role)
 
     def noise(self, rows: slice, role: str) -> Tensor:
         """Standard normal numbers of the shape of Z[rows], in the scratch buffer of `role`."""
-        out = scratch(role, (rows.stop - rows.start, *self.shape[1:]), self.dtype, self.device)
+        return self._fill_noise_(scratch(role, self._shape_of(rows), self.dtype, self.device), rows, role)
+
+    def _shape_of(self, rows: slice) -> tuple[int, ...]:
+        return rows.stop - rows.start, *self.shape[1:]
+
+    def _fill_noise_(self, out: Tensor, rows: slice, role: str) -> Tensor:
         return fill_normal_(out, seed=self.seed, step=self.step, name=self.name, role=f"{role}.{rows.start}")
 
     @cached_property
@@ -225,11 +234,14 @@ class LowRank(FixedFactors):
     """Z = U V^T with V fixed over an interval: the coefficient is u_MR.
 
     `gram` is the diagonal of V^T V (its expectation if V is random), a number or (R,). `carry_over` divides by it.
-    `scales` are factors of the points of G blocks that share one coefficient; None: it is the point of all.
+    `scales` are factors of the points of G blocks that share one coefficient; None: it is the point of all. `beside`
+    is the coefficient of a term that the points of all blocks have in addition, without a factor: in half precision,
+    the sum of both coefficients would be rounded. Both terms are computed by the same products.
     """
 
     gram: float | Tensor
     scales: tuple[float, ...] | None = None
+    beside: Tensor | None = None
 
     casts_coefficient = True
 
@@ -240,20 +252,31 @@ class LowRank(FixedFactors):
         return self.coefficient, self.v_NR
 
     def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
-        _add_product_(out_GTM, self._scaled(_product(x_GTN, self.v_NR)), self.coefficient.mT)
+        h_GTR = _product(x_GTN, self.v_NR)
+        _add_product_(out_GTM, self._scaled(self._twice(h_GTR)), self._both(out_GTM.dtype).mT)
 
     def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
-        _add_product_(out_GTN, self._scaled(x_GTM @ self.coefficient.to(x_GTM.dtype)), self.v_NR.T)
+        _add_product_(out_GTN, self._scaled(x_GTM @ self._both(x_GTM.dtype)), self._twice(self.v_NR).T)
 
     def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
-        u_GMR = self.coefficient if self.coefficient.ndim == 3 else self.coefficient.unsqueeze(0)
+        u_MR = self._both(out_GTN.dtype)
+        u_GMR = u_MR if u_MR.ndim == 3 else u_MR.unsqueeze(0)
         rows_GTR = torch.take_along_dim(u_GMR, ids_GT.unsqueeze(-1), dim=1)
-        _add_product_(out_GTN, self._scaled(rows_GTR.to(out_GTN.dtype)), self.v_NR.T)
+        _add_product_(out_GTN, self._scaled(rows_GTR), self._twice(self.v_NR).T)
+
+    def _both(self, dtype: torch.dtype) -> Tensor:
+        u_MR = self.coefficient.to(dtype)
+        return u_MR if self.beside is None else torch.cat([u_MR, self.beside.to(dtype)], -1)
+
+    def _twice(self, values: Tensor) -> Tensor:
+        return values if self.beside is None else torch.cat([values, values], -1)
 
     def _scaled(self, h_GTR: Tensor) -> Tensor:
-        if self.scales is None:
-            return h_GTR
-        return torch.cat([scale * h_TR for scale, h_TR in zip(self.scales, h_GTR, strict=True)]).view(h_GTR.shape)
+        """The columns of `coefficient` times the scale of their block; those of `beside`, if any, as they are."""
+        if self.scales is not None:
+            for scale, h_TR in zip(self.scales, h_GTR, strict=True):
+                h_TR[:, : self.v_NR.shape[1]].mul_(scale)
+        return h_GTR
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         if self.before is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.coefficients import CoefficientDraw, Stack
-from tezo.directions.spaces import Direction, FixedFactors
+from tezo.directions.spaces import Direction, FixedFactors, LowRank
 from tezo.forward.moving_parameter import Shift
 
 STACK = 1 << 19
@@ -35,22 +35,28 @@ def block_points(change: FixedFactors, moved: bool, shifts: Sequence[Shift], dty
     """
     # In half precision c + rho u would lose u once c is large, so they are separate terms where a product rounds them.
     apart = change.casts_coefficient and dtype.itemsize < 4
+    origin = None if apart or not moved else change.coefficient
+    if shifts and all(len(shift.examples) == 1 for shift in shifts):
+        yield from _shared(change, origin, shifts, change.coefficient if apart and moved else None)
+        return
     if moved and (apart or not shifts):
         yield None, change
-    origin = None if apart or not moved else change.coefficient
-    if all(len(shift.examples) == 1 for shift in shifts):
-        yield from _shared(change, origin, shifts)
-    else:
+    if shifts:
         yield from _of_examples(replace(change, v_NR=change.v_NR.to(dtype)), origin, shifts)  # cast for all parts
 
 
-def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift]) -> Iterator[Points]:
+def _shared(
+    change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift], beside: Tensor | None
+) -> Iterator[Points]:
     start = 0
     for _, group in groupby(shifts, key=lambda shift: (id(shift.direction), *shift.examples)):
         own = list(group)
         blocks, start = slice(start, start + len(own)) if len(own) < len(shifts) else None, start + len(own)
         z, scales = _draw(own[0].direction).of(own[0].examples[0]), [shift.scale for shift in own]
-        if origin is None:
+        if beside is not None:
+            assert isinstance(change, LowRank)
+            yield blocks, replace(change.with_coefficient(z).scaled(scales), beside=beside)
+        elif origin is None:
             yield blocks, change.with_coefficient(z).scaled(scales)
         else:
             yield (

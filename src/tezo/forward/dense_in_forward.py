@@ -3,21 +3,35 @@
 W is read but not written, so it does not drift in half precision. Z is drawn once for all blocks of a pass: a two-point
 step with both signs in one pass draws it twice, once for the evaluations and once for the update. The temporaries are
 tiles of Z, and a tile of W + rho Z for every block.
+
+bfloat16 weights on a CPU that multiplies bfloat16 are treated in one of two ways. With few rows of inputs the weight is
+multiplied as it is, and rho times a product with Z is added. With more rows two products take longer than making
+W + rho Z, which is then rounded stochastically: rounded to nearest it would be W wherever rho is far below the spacing.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tezo.directions.spaces import Dense, Direction
+from tezo.directions.spaces import Dense
 from tezo.directions.targets import Layout, Target
 from tezo.forward.blocks import Blocks
 from tezo.forward.interception import ADDMM, EMBEDDING, LINEAR, Interception, Replacement, unintercepted
 from tezo.forward.moving_parameter import MovingParameter, Shift, require_writable
-from tezo.numerics.products import Tiles, tiled_linear, tiled_transposed
+from tezo.numerics import rounding
+from tezo.numerics.emulation import multiplies_bfloat16
+from tezo.numerics.products import (
+    SharedTiles,
+    Tiles,
+    add_tiled_linear_,
+    add_tiled_transposed_,
+    tiled_linear,
+    tiled_transposed,
+)
+from tezo.numerics.random import generator
 from tezo.numerics.scratch import scratch
 
 PRODUCT_ENTRIES = 5 << 18
@@ -25,12 +39,15 @@ PRODUCT_ENTRIES = 5 << 18
 the products slower, larger ones need more memory. In float32, both signs of OPT-125M's largest matrices fit into one
 tile, whose product is written contiguously."""
 
+FEW_ROWS = 160
+"""Largest number of input rows for which bfloat16 products with W and Z are computed separately."""
+
 
 class DenseInForward(MovingParameter):
     """A matrix with dense directions, perturbed inside the forward of its modules.
 
-    On a CPU the products are computed in float32 or wider: W + rho Z is not rounded to half precision, and CPUs without
-    half-precision instructions multiply float32 faster. On other devices they are computed in the weight's dtype.
+    On a CPU without instructions for the weight's dtype the products are computed in float32 or wider, which is faster,
+    and W + rho Z is not rounded to half precision. Elsewhere they are computed in the weight's dtype.
     """
 
     in_blocks = True
@@ -44,8 +61,9 @@ class DenseInForward(MovingParameter):
         self._blocks = blocks
         self._shifts: tuple[Shift, ...] = ()
         self._scales_G11 = torch.empty(0)
-        on_cpu = target.parameter.device.type == "cpu"
-        self._dtype = target.state_dtype if on_cpu else target.parameter.dtype
+        self._in_bfloat16 = multiplies_bfloat16(target.parameter)
+        widens = target.parameter.device.type == "cpu" and not self._in_bfloat16
+        self._dtype = target.state_dtype if widens else target.parameter.dtype
         replacements: dict[Layout | None, dict[object, Replacement]] = {
             "linear": {LINEAR: self._linear},
             "transposed": {ADDMM: self._transposed},
@@ -62,14 +80,21 @@ class DenseInForward(MovingParameter):
 
     @unintercepted
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._adds_products(x):
+            out: Tensor = LINEAR(x, weight, bias).contiguous()
+            add_tiled_linear_(self._split(out), self._scaled(x), self._shifts[0].scale, self._noise_tiles())
+            return out
         # out[:, rows] = x (W + scale Z)[rows]^T
         out_GTM = tiled_linear(self._split(x), bias, weight.shape[0], self._tiles())
         return out_GTM.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
     @unintercepted
     def _transposed(self, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        if self._adds_products(x):
+            out: Tensor = ADDMM(bias, x, weight).contiguous()
+            add_tiled_transposed_(self._split(out), self._scaled(x), self._shifts[0].scale, self._noise_tiles())
+            return out
         # out = sum over tiles of x[:, rows] (W + scale Z)[rows]
-        del weight
         width = self.target.stored_shape[1]
         return tiled_transposed(self._split(x), bias, self._tiles()).view(*x.shape[:-1], width).to(x.dtype)
 
@@ -81,7 +106,7 @@ class DenseInForward(MovingParameter):
         for rows in self.row_tiles():
             in_tile_GT = (ids_GT >= rows.start) & (ids_GT < rows.stop)
             if in_tile_GT.any():
-                drawn = self._draw(rows)
+                drawn = self._draw(rows, self.target.state_dtype)
                 for g, shift in enumerate(self._shifts):
                     z = drawn[id(shift.direction)][ids_GT[g][in_tile_GT[g]] - rows.start]
                     out_GTN[g, in_tile_GT[g]] += (z * shift.scale).to(output.dtype)
@@ -90,23 +115,61 @@ class DenseInForward(MovingParameter):
     def _split(self, x: Tensor) -> Tensor:
         return self._blocks.split(x, len(self._shifts), 1).to(self._dtype)
 
+    def _adds_products(self, x: Tensor) -> bool:
+        return self._in_bfloat16 and x.dtype == self._dtype and x.numel() <= FEW_ROWS * x.shape[-1]
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        # X_g scale_g / scale_0: one product serves all blocks with the same Z; exact for both signs of one rho
+        return self._split(x) * (self._scales_G11 / self._scales_G11[0])
+
     def _tiles(self) -> Tiles:
-        """Yields (rows, g, (W + scale_g Z_g)[rows]): large tiles, for fast products, filled from smaller draws."""
-        width, count = self.target.stored_shape[1], len(self._shifts)
+        """Yields (rows, g, (W + scale_g Z_g)[rows])."""
+        count, fill = len(self._shifts), self._fill_rounded if self._in_bfloat16 else self._fill
+        for rows, moved_GTN in self._large_tiles(count, fill):
+            for g in range(count):
+                yield rows, g, moved_GTN[g]
+
+    def _noise_tiles(self) -> SharedTiles:
+        """Yields (rows, blocks, Z_g[rows])."""
+        own = [id(shift.direction) for shift in self._shifts]
+        drawn = list(self._directions())
+        for rows, z_DTN in self._large_tiles(len(drawn), self._fill_noise):
+            for direction, run in itertools.groupby(range(len(own)), own.__getitem__):
+                first, *others = run
+                yield rows, slice(first, first + 1 + len(others)), z_DTN[drawn.index(direction)]
+
+    def _large_tiles(self, count: int, fill: Callable[[Tensor, slice], None]) -> Iterator[tuple[slice, Tensor]]:
+        """Yields (rows, `count` tiles of these rows): large tiles, for fast products, filled from smaller draws."""
+        width = self.target.stored_shape[1]
         most = PRODUCT_ENTRIES * self.weight.element_size() // (count * width)
         for parts in _groups(self.row_tiles(), most):
             rows = slice(parts[0].start, parts[-1].stop)
-            moved_GTN = scratch("moved", (count, rows.stop - rows.start, width), self._dtype, self.weight.device)
+            tiles = scratch("moved", (count, rows.stop - rows.start, width), self._dtype, self.weight.device)
             for part in parts:
-                self._fill(moved_GTN[:, part.start - rows.start : part.stop - rows.start], part)
-            for g in range(count):
-                yield rows, g, moved_GTN[g]
+                fill(tiles[:, part.start - rows.start : part.stop - rows.start], part)
+            yield rows, tiles
+
+    def _fill_noise(self, z_DTN: Tensor, rows: slice) -> None:
+        self.was_called = True
+        for z, direction in zip(z_DTN, self._directions().values(), strict=True):
+            direction.fill_(z, rows)
+
+    def _fill_rounded(self, moved_GTN: Tensor, rows: slice) -> None:
+        wide = self.target.state_dtype
+        base, exact = scratch("base", (2, *moved_GTN.shape[1:]), wide, self.weight.device)
+        base.copy_(self.weight[rows])
+        drawn, name = self._draw(rows, wide), self.target.name
+        key, device = self._key, self.weight.device
+        noise = generator(device, seed=key.seed, step=key.step, name=name, role=f"perturbed.{rows.start}")
+        for moved, shift in zip(moved_GTN, self._shifts, strict=True):
+            torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=exact)
+            rounding.store_(moved, exact, noise.clone_state())  # the same noise as in a pass of its own
 
     def _fill(self, moved_GTN: Tensor, rows: slice) -> None:
         base = self.weight[rows]
         if base.dtype != self._dtype:
             base = scratch("base", tuple(base.shape), self._dtype, base.device).copy_(base)
-        drawn = self._draw(rows)
+        drawn = self._draw(rows, self._dtype)
         if len(drawn) == 1:  # all blocks have the same Z: one operation fills them all
             (z,) = drawn.values()
             torch.addcmul(base, z, self._scales_G11, out=moved_GTN)
@@ -114,11 +177,18 @@ class DenseInForward(MovingParameter):
         for moved, shift in zip(moved_GTN, self._shifts, strict=True):
             torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=moved)
 
-    def _draw(self, rows: slice) -> dict[int, Tensor]:
+    def _draw(self, rows: slice, dtype: torch.dtype) -> dict[int, Tensor]:
         """id(direction) -> Z[rows], for every direction of the current perturbations."""
         self.was_called = True
-        directions = {id(shift.direction): shift.direction for shift in self._shifts}
-        return {key: _tile(direction, rows).to(self._dtype) for key, direction in directions.items()}
+        return {key: direction.tile(rows).to(dtype) for key, direction in self._directions().items()}
+
+    def _directions(self) -> dict[int, Dense]:
+        """id(direction) -> direction, for the current perturbations."""
+        directions: dict[int, Dense] = {}
+        for shift in self._shifts:
+            assert isinstance(shift.direction, Dense)
+            directions[id(shift.direction)] = shift.direction
+        return directions
 
 
 def _groups(tiles: Iterable[slice], most: int) -> Iterator[list[slice]]:
@@ -128,8 +198,3 @@ def _groups(tiles: Iterable[slice], most: int) -> Iterator[list[slice]]:
     count = -(-total // max(1, most))
     for _, group in itertools.groupby(tiles, lambda tile: tile.start * count // total):
         yield list(group)
-
-
-def _tile(direction: Direction, rows: slice) -> Tensor:
-    assert isinstance(direction, Dense)
-    return direction.tile(rows)

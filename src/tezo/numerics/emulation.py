@@ -37,6 +37,11 @@ def arithmetic_dtype(values: Tensor) -> torch.dtype:
     return torch.float32 if values.device.type == "cpu" and is_emulated(values.dtype) else values.dtype
 
 
+def multiplies_bfloat16(values: Tensor) -> bool:
+    """Whether `values` are bfloat16 on a CPU that multiplies bfloat16 without emulating it."""
+    return values.device.type == "cpu" and arithmetic_dtype(values) == torch.bfloat16
+
+
 @functools.cache
 def relative_time(dtype: torch.dtype) -> float:
     """Seconds of a product in `dtype` over those in float32 with casts; measured once for a machine and a torch."""

@@ -10,6 +10,9 @@ from tezo.numerics.scratch import row_slices, scratch
 Tiles = Iterator[tuple[slice, int, Tensor]]
 """Yields (rows, g, W_g[rows]); the next item may overwrite the tensor."""
 
+SharedTiles = Iterator[tuple[slice, slice, Tensor]]
+"""Yields (rows, blocks, W_g[rows]), the same for all these blocks; the next item may overwrite the tensor."""
+
 TILE = 1 << 19
 """Number of entries of a tile that is cast to float32 (2 MB)."""
 
@@ -20,6 +23,18 @@ def tiled_linear(x_GTN: Tensor, bias_M: Tensor | None, height: int, tiles: Tiles
     for rows, g, tile in tiles:
         torch.mm(x_GTN[g], tile.T, out=out_GTM[g, :, rows])
     return out_GTM if bias_M is None else out_GTM.add_(bias_M)
+
+
+def add_tiled_linear_(out_GTM: Tensor, x_GTN: Tensor, scale: float, tiles: SharedTiles) -> None:
+    """Out_g += scale * X_g W_g^T, in place; both are contiguous."""
+    for rows, blocks, tile in tiles:
+        out_GTM[blocks].flatten(0, 1)[:, rows].addmm_(x_GTN[blocks].flatten(0, 1), tile.T, alpha=scale)
+
+
+def add_tiled_transposed_(out_GTN: Tensor, x_GTM: Tensor, scale: float, tiles: SharedTiles) -> None:
+    """Out_g += scale * X_g W_g, in place; both are contiguous."""
+    for rows, blocks, tile in tiles:
+        out_GTN[blocks].flatten(0, 1).addmm_(x_GTM[blocks].flatten(0, 1)[:, rows], tile, alpha=scale)
 
 
 def tiled_transposed(x_GTM: Tensor, bias_N: Tensor, tiles: Tiles) -> Tensor:

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tezo.numerics.scratch import row_slices, scratch
+from tezo.numerics.noise_table import fill_from_table_
 
 Key = tuple[int, int, str, str]
 
@@ -137,39 +136,18 @@ class Signs:
         return torch.from_numpy(negative).to(device, dtype).mul_(-2).add_(1)
 
 
-_AT_A_TIME = 1 << 18
-"""Numbers looked up at a time; each needs an index of 8 bytes in a scratch buffer."""
-
-
-@cache
-def _quantiles(dtype: torch.dtype) -> Tensor:
-    """The quantiles z_k, (2^16,); z_k is stored at the index given by the 16 bits of k read as an unsigned number."""
-    k = torch.arange(2**16, device="cpu").to(torch.int16).to(dtype)
-    return k.mul_(2.0**-15).add_(2.0**-16).erfinv_().mul_(2**0.5)
-
-
 def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> Tensor:
     """Fills `out` with standard normal numbers, drawn on its device; the numbers depend on the device type.
 
-    On a CPU each number is one of the 2^16 equally likely quantiles
-
-        z_k = sqrt(2) erf^-1((2k + 1) / 2^16),   k = -2^15 ... 2^15 - 1,
-
-    with mean 0, variance 0.99998, fourth moment 2.9991 and largest magnitude 4.3: 16 random bits are drawn per number
-    and looked up in a table of all quantiles.
+    On a CPU four consecutive numbers are one of 2^16 equally likely groups, see `tezo.numerics.noise_table`. A number
+    has mean 0, variance 1, fourth moment 2.9992 and largest magnitude 4.3. Different groups are independent. The joint
+    moments within a group are those of independent normal numbers: exactly up to rounding in degrees 1 and 2, up to
+    2e-4 in degree 3 and 2e-3 in degree 4.
     """
     _count((seed, step, name, role), out.numel())
     if out.device.type != "cpu":
         return out.normal_(generator=generator(out.device, seed=seed, step=step, name=name, role=role))
-    bits = np.random.SFC64(_digest(seed, step, name, role, 16)).random_raw(-(-out.numel() // 4))
-    k = torch.from_numpy(bits.view(np.uint16)[: out.numel()])
-    shape = (1, len(out)) if out.ndim == 1 else (len(out), math.prod(out.shape[1:]))
-    k_MN, out_MN, table = k.view(shape), out.view(shape), _quantiles(out.dtype)
-    for rows in row_slices(shape, _AT_A_TIME):
-        places = scratch("places", tuple(k_MN[rows].shape), torch.int64, out.device).copy_(k_MN[rows])
-        # torch.gather uses several threads; index_select along one dimension does not
-        torch.gather(table.expand(len(places), -1), 1, places, out=out_MN[rows])
-    return out
+    return fill_from_table_(out, _digest(seed, step, name, role, 32))
 
 
 def seed_of(seed: int, step: int, name: str) -> int:

@@ -8,6 +8,8 @@ Values beyond the largest finite value of the format, infinities and NaN are rou
 Values within the finite range never become infinite.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -68,16 +70,37 @@ def _store_bfloat16_(weight: Tensor, exact: Tensor, draw: torch.Generator) -> No
     is therefore (lower 16 bits) / 2^16 = (|value| - |lower neighbour|) / spacing.
     """
     bits = exact.view(torch.int32)
-    # Signed noise plus 2^15 is in 0 .. 2^16 - 1. 2^15 is added first, because -0.0 is the smallest int32 and would
-    # overflow.
-    bits.add_(1 << 15).add_(_int16_noise(exact.numel(), draw).view(exact.shape)).bitwise_right_shift_(16)
+    bits.add_(_noise(exact.shape, draw)).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(bits)
 
 
-def _int16_noise(count: int, draw: torch.Generator) -> Tensor:
-    """`count` integers, uniform over int16; one 64-bit draw gives four, because drawing dominates the time."""
-    drawn = scratch("rounding", (-(-count // 4),), torch.int64, draw.device)
-    return drawn.random_(-(2**63), None, generator=draw).view(torch.int16)[:count]
+POOL = 8
+"""Rows of random bits that the rounding noise of a larger tile is made of."""
+
+
+def _noise(shape: torch.Size, draw: torch.Generator) -> Tensor:
+    """Integers, uniform over 0 ... 2^16 - 1 and pairwise independent, of this shape; int32.
+
+    Entry (i, j) is pool[o_i + j] xor a_i, with a random offset o_i and random bits a_i for each row, because a draw for
+    every entry would take longer than the rest of the write. Pairwise independence makes the errors of two entries
+    uncorrelated, as with a draw for every entry. Rows begin at different places of the pool, so that the errors of a
+    matrix are not close to a matrix of low rank, as they would be with noise of the form b_j xor a_i.
+    """
+    width = shape[-1] if shape else 1
+    count = math.prod(shape) // max(1, width)
+    pool = _bits(min(count, POOL) * width, draw)
+    if count <= POOL:
+        return pool.view(shape)
+    windows = pool.as_strided((len(pool) - width + 1, width), (1, 1))
+    offsets = torch.randint(len(windows), (count,), generator=draw, device=draw.device)
+    noise = scratch("rounding", (count, width), torch.int32, draw.device)
+    return torch.index_select(windows, 0, offsets, out=noise).bitwise_xor_(_bits(count, draw).unsqueeze(1)).view(shape)
+
+
+def _bits(count: int, draw: torch.Generator) -> Tensor:
+    """`count` integers, uniform over 0 ... 2^16 - 1; int32. One 64-bit draw gives four."""
+    drawn = torch.empty(-(-count // 4), dtype=torch.int64, device=draw.device).random_(-(2**63), None, generator=draw)
+    return drawn.view(torch.int16)[:count].to(torch.int32).bitwise_and_(0xFFFF)
 
 
 def _to_a_neighbour(exact: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:

@@ -63,8 +63,9 @@ def check_place(
     """Messages for the user about a changed device or changed package versions.
 
     Args:
-        header: "device" and "versions" at the beginning of the run.
-        own: "device" and "versions" of this process.
+        header: "device", "versions" and "noise" at the beginning of the run; "noise" is the version of the generator
+            of dense noise and rounding on a CPU, 1 if it is missing.
+        own: the same of this process.
         drawn_on_the_device: returns the name of a parameter whose steps depend on the device type, or None.
 
     Raises:
@@ -79,6 +80,13 @@ def check_place(
                 f"cannot be reproduced on another device; set model.device={header['device']}."
             )
         notices.append(f"the run began on {header['device']}: on {own['device']} steps may differ in rounding.")
+    elif header["device"] == "cpu" and header.get("noise", 1) != own["noise"]:
+        name = drawn_on_the_device()
+        if name is not None:
+            raise RequestError(
+                f"steps.log: the run drew noise for {name} with version {header.get('noise', 1)} of the generator, and "
+                f"this version of tezo has version {own['noise']}, which gives other weights; use the earlier tezo."
+            )
     for package, version in own["versions"].items():
         if header["versions"].get(package) != version:
             before = header["versions"].get(package)

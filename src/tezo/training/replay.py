@@ -10,6 +10,7 @@ from tezo.directions.bases.activation import KIND
 from tezo.errors import RequestError
 from tezo.files import check_free, new_folder
 from tezo.models.saving import save_result
+from tezo.numerics.noise_table import NOISE_VERSION
 from tezo.optim.tuner import Tuner
 from tezo.runs.environment import versions
 from tezo.runs.factor_files import FactorFiles
@@ -57,7 +58,7 @@ def replay(
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
     optimizer.set_factor_store(FactorFiles(run, writes=False, digests=contents.files))
     optimizer.set_calibration_passes(partial(_no_data, run))
-    own = {"device": loaded.device.type, "versions": versions(("tezo", "torch"))}
+    own = {"device": loaded.device.type, "noise": NOISE_VERSION, "versions": versions(("tezo", "torch"))}
     notices = check_place(contents.header, own, optimizer.drawn_on_the_device)
     wanted = _wanted(run, contents, step)
     take_again(optimizer, contents, wanted)

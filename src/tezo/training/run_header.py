@@ -6,6 +6,7 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.models.model_config import ModelConfig
+from tezo.numerics.noise_table import NOISE_VERSION
 from tezo.optim.methods import AUTO, method
 from tezo.optim.optimizer import SHARED
 from tezo.optim.tuner import Tuner
@@ -52,6 +53,7 @@ def log_header(job: Job) -> dict[str, Any]:
         "answers": hash_of([_answer(row) for row in job.train]),
         "held_rows": hash_of([(row.sequences, _answer(row)) for part in (job.dev, job.test) for row in part]),
         "device": job.loaded.device.type,
+        "noise": NOISE_VERSION,
         "versions": versions(("tezo", "torch")),
     }
 

@@ -64,9 +64,10 @@ class MomentumNoise(Dense):
     beta2: float
     history: Tensor | None
 
-    def tile(self, rows: slice) -> Tensor:
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
         z1, z2 = self.parts(rows)
-        return z1.mul_(self.beta1).add_(z2, alpha=1 - self.beta1)
+        z = z1.mul_(self.beta1).add_(z2, alpha=1 - self.beta1)
+        return z if out is z1 else out.copy_(z)
 
     def parts(self, rows: slice) -> tuple[Tensor, Tensor]:
         """(z1[rows], z2[rows])."""

@@ -18,9 +18,9 @@ class MaskedNoise(Dense):
 
     masks: Mapping[int, Tensor]
 
-    def tile(self, rows: slice) -> Tensor:
-        z = super().tile(rows)
-        return z.mul_(unpacked(self.masks[rows.start], z.numel()).view(z.shape))
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        mask = unpacked(self.masks[rows.start], out.numel())
+        return super().fill_(out, rows).mul_(mask.view(out.shape))
 
 
 class SmallEntries(Perturbation):

@@ -8,6 +8,7 @@ from tezo.estimators.estimate import ParameterEstimate
 from tezo.forward import MovingParameter
 from tezo.numerics.adam_factors import AdamFactors
 from tezo.numerics.factored_adam import factored_adam_
+from tezo.numerics.scratch import scratch
 from tezo.optim.updates.update import State, Update, check_average, zeros_like_coefficient
 
 
@@ -56,18 +57,30 @@ class Adam(Update):
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
     def corrected(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Both moments as new tensors with bias correction, or unchanged if `bias_correction` is False."""
+        """Both moments as new tensors, with bias correction if configured."""
+        first, second = self._corrections(step)
+        return exp_avg / first, exp_avg_sq / second
+
+    def _corrections(self, step: int) -> tuple[float, float]:
+        """What bias correction divides m and v by."""
         if not self.bias_correction:
-            return exp_avg, exp_avg_sq
+            return 1.0, 1.0
         beta1, beta2 = self.betas
-        return exp_avg / (1 - beta1 ** (step + 1)), exp_avg_sq / (1 - beta2 ** (step + 1))
+        return 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)
 
     def ratio(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
-        """The step m / sqrt(v + eps) or m / (sqrt(v) + eps), with bias correction if configured; a new tensor."""
-        exp_avg, exp_avg_sq = self.corrected(exp_avg, exp_avg_sq, step)
+        """The step m / sqrt(v + eps) or m / (sqrt(v) + eps), with bias correction if configured.
+
+        It is in a scratch buffer that the next call overwrites.
+        """
+        first, second = self._corrections(step)
+        out = scratch("adam", tuple(exp_avg.shape), exp_avg.dtype, exp_avg.device)
+        torch.div(exp_avg_sq, second, out=out)
         if self.eps_in_sqrt:
-            return torch.add(exp_avg_sq, self.eps).rsqrt_().mul_(exp_avg)
-        return torch.sqrt(exp_avg_sq).add_(self.eps).reciprocal_().mul_(exp_avg)
+            out.add_(self.eps).rsqrt_()
+        else:
+            out.sqrt_().add_(self.eps).reciprocal_()
+        return out.mul_(exp_avg).div_(first)
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
         # the divisor of the largest step: without bias correction m grows before v does, so early steps are larger
