@@ -28,7 +28,16 @@ _LANES = 64
 """Rows of a lookup: torch.gather divides rows among threads, index_select uses one."""
 _AT_A_TIME = 1 << 20
 """Numbers looked up at a time; their indices take 2 MB in a scratch buffer."""
-_own = threading.local()
+
+
+class _OfThread(threading.local):
+    """The generator of a thread: making one takes longer than drawing a small tile."""
+
+    def __init__(self) -> None:
+        self.bits = np.random.SFC64(0)
+
+
+_own = _OfThread()
 
 
 def fill_from_table_(out: Tensor, state: int) -> Tensor:
@@ -102,10 +111,7 @@ def _reversed(k: np.ndarray) -> np.ndarray:
 
 def _indices(state: int, count: int) -> np.ndarray:
     """`count` indices, a multiple of 4, from an SFC64 generator in this state: (count,), uint16."""
-    if not hasattr(_own, "generator"):
-        _own.generator = np.random.SFC64(0)  # seeding one takes longer than drawing a small tile
-    bits: np.random.SFC64 = _own.generator
     words = np.frombuffer(state.to_bytes(32, "little"), "<u8").astype(np.uint64)
-    bits.state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
-    drawn: np.ndarray = bits.random_raw(count // 4).view(np.uint16)
+    _own.bits.state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
+    drawn: np.ndarray = _own.bits.random_raw(count // 4).view(np.uint16)
     return drawn
