@@ -432,7 +432,7 @@ def test_mixed_precision_is_off_and_says_so(tmp_path, caplog, half):
 
 
 def test_a_model_in_half_precision_gets_a_scale_that_its_rounding_allows(tmp_path):
-    run = trainer(tmp_path, llama().to(torch.bfloat16), method="lozo-adam")
+    run = trainer(tmp_path, llama().to(torch.bfloat16), method="lozo-adam", seed=1)
     run.train()
     assert run.tuner.rho > 1e-3
 
