@@ -216,6 +216,8 @@ TABLES: dict[str, Callable[[], str]] = {
         step, "all-linear", labels=("F2", "tezo", "lozo-adam", "tezo-adam", "mezo", "published:mezo")
     ),
     "step-to-J2": partial(step, "all-linear", labels=("tezo", "lozo", "lozo-adam", "subzo"), ratio="to_J2"),
+    "step-all": partial(step, "all"),
+    "step-sizes": step_sizes,
     "step-emulated": partial(step, "all-linear", "step_cpu_emulated"),
     "step-all-emulated": partial(step, "all", "step_cpu_emulated"),
     "step-sizes-emulated": partial(step_sizes, "step_cpu_emulated"),
