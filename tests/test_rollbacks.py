@@ -63,7 +63,7 @@ def config(home: Path, method: str = "tezo-cadam", lr: float = 0.03, **train_set
     )  # fmt: skip
 
 
-RATES = {"tezo-cadam": 0.03, "lozo": 0.05, "mezo": 0.01, "adam": 0.03}
+RATES = {"tezo-cadam": 0.03, "lozo": 0.05, "mezo": 0.05, "adam": 0.03}
 """Method -> a rate at which its run of tiny models returns, with steps after it."""
 
 
