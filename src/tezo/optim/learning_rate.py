@@ -6,11 +6,11 @@ First the rate grows by `GROWTH` from step to step on one batch, from a rate tha
 
 until a step raises the loss of that batch by 5 %. On the same rows a step along their own estimate lowers the loss, in
 proportion to the rate, until curvature prevails. The growth therefore also ends after `FLAT` steps in a row that lower
-it by less than an earlier one did: a loss over few labels is bounded, and need not rise however high the rate is.
-The rate with the lowest loss bounds the search from above. From there trials of the run's own first steps go down by
-factors of 2: each starts at the same parameters, takes the same batches and directions, and is judged by the loss on
-held-out rows. A trial fails as soon as that loss is above the start's by twice the standard error of the rows'
-differences. The search ends when a trial is worse than the one before.
+it by less than an earlier one did: a loss over few labels is bounded, and need not rise however high the rate is. The
+last rate before the rise, or else the one with the lowest loss, bounds the search from above. From there trials of the
+run's own first steps go down by factors of 2: each starts at the same parameters, takes the same batches and directions,
+and is judged by the loss on held-out rows. A trial fails as soon as that loss is above the start's by twice the standard
+error of the rows' differences. The search ends when a trial is worse than the one before.
 
 A few steps favour higher rates than a run, whose signal decreases while its noise does not: the result is `CAUTION`
 times the best rate of the trials.
@@ -182,23 +182,27 @@ class _Search:
         return len(sound) == ENOUGH
 
     def _bound(self, lr: float) -> float:
-        """The growing rate with the lowest loss of its own batch; the last one before the end if none lowered it."""
+        """The last of the growing rates before the loss rose; if it never did, the one with the lowest loss."""
         fixed = self.batch(0)
         start = lowest = self._loss(fixed)
-        largest_fall, flat, best = 0.0, 0, None
+        largest_fall, flat, best = 0.0, 0, lr
         for _ in range(MOST_GROWTH):
             self._step(fixed, lr)
             loss = self._loss(fixed)
+            if not loss <= lowest + RISE * abs(start) or self._left_out():
+                best = lr / GROWTH
+                break
             fall = lowest - loss
             flat = 0 if fall > 0 and fall >= largest_fall else flat + 1
-            if not loss <= lowest + RISE * abs(start) or flat == FLAT or self._left_out():
+            if flat == FLAT:
+                best = best if lowest < start else lr / GROWTH
                 break
             if fall > 0:
                 lowest, best = loss, lr
             largest_fall = max(largest_fall, fall)
             lr *= GROWTH
         self._restart()
-        return lr / GROWTH if best is None else best
+        return best
 
     def _left_out(self) -> bool:
         """Whether the last step was refused by its method, because it would have raised the loss."""
