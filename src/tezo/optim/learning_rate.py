@@ -8,9 +8,9 @@ until a step raises the loss of that batch by 5 %. On the same rows a step along
 proportion to the rate, until curvature prevails. The growth therefore also ends after `FLAT` steps in a row that lower
 it by less than an earlier one did: a loss over few labels is bounded, and need not rise however high the rate is. The
 last rate before the rise, or else the one with the lowest loss, bounds the search from above. From there trials of the
-run's own first steps go down by factors of 2: each starts at the same parameters, takes the same batches and directions,
-and is judged by the loss on held-out rows. A trial fails as soon as that loss is above the start's by twice the standard
-error of the rows' differences. The search ends when a trial is worse than the one before.
+run's own first steps go down by factors of 2: each starts at the same parameters, takes the same batches and
+directions, and is judged by the loss on held-out rows. A trial fails as soon as that loss is above the start's by twice
+the standard error of the rows' differences. The search ends when a trial is worse than the one before.
 
 A few steps favour higher rates than a run, whose signal decreases while its noise does not: the result is `CAUTION`
 times the best rate of the trials.
