@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tezo.runs.environment import hardware, versions
-from tezo.studies.bench.result_files import commit
+from tezo.runs.environment import versions
+from tezo.studies.bench.result_files import commit, processor
 
 LABELLED = {"data.num_train": 160, "data.num_dev": 64, "data.num_test": 64}
 """Rows of a task: few, as a first run has them."""
@@ -147,7 +147,8 @@ def command(
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()
     head |= {
-        "command": f"python benchmarks/{name}.py --shared FOLDER", "hardware": hardware(),
+        "command": f"python benchmarks/{name}.py --shared FOLDER",
+        "hardware": f"{processor()}, one thread for each run",
         "versions": versions(("tezo", "torch", "transformers")),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

@@ -90,7 +90,13 @@ def hardware() -> str:
     """Description of the GPU, or of the CPU and its number of threads."""
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {threads()}"
+
+
+def threads() -> str:
+    """The number of threads that torch computes with, in words: "1 thread", "2 threads"."""
+    count = torch.get_num_threads()
+    return f"{count} thread{'' if count == 1 else 's'}"
 
 
 def driver_cuda() -> str | None:

@@ -111,7 +111,6 @@ class Run:
         Args:
             data: a file, the name of a hub data set, a list of dicts, or a split of a `datasets` data set; None: what
                 the run was tested on, its dev rows where it had no test rows.
-
             reward: scorer of completions, see `tezo.train`, that is measured in place of the answers; None: the one
                 that this process trained the run by.
 

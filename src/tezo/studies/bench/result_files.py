@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tezo.errors import RequestError
-from tezo.runs.environment import hardware, versions
+from tezo.runs.environment import hardware, threads, versions
 from tezo.studies.bench.settings import Settings
 
 if TYPE_CHECKING:
@@ -37,11 +37,16 @@ def circumstances(work: "Work") -> dict[str, Any]:
 
 
 def cpu() -> str:
-    """The processor's name, or "CPU" if the system does not give it, and the number of threads."""
+    """The processor's name and the number of threads."""
+    return f"{processor()}, {threads()}"
+
+
+def processor() -> str:
+    """The processor's name, or "CPU" if the system does not give it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} threads"
+    return names[0] if names else "CPU"
 
 
 def features() -> list[str]:
