@@ -1,13 +1,16 @@
 """A basis that sees the data spans the leading directions of each layer's inputs, whatever keeps or moves them."""
 
+import itertools
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import lm_loss, sines, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.directions.bases import BASES, ActivationBasis, GaussianBasis, find_basis
-from tezo.directions.bases.activation import groups
+from tezo.directions.bases import BASES, ActivationBasis, GaussianBasis, activation, find_basis
+from tezo.directions.bases.activation import collecting_bytes, groups, input_size
+from tezo.directions.bases.sketch import sketch_bytes
 from tezo.errors import RequestError
 from tezo.numerics.hashing import content_hash
 from tezo.optim.methods import METHODS, lozo_adam, tezo_cadam
@@ -120,6 +123,24 @@ def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
     assert parts.cost_of_basis[0] == number * len(batches) > whole.cost_of_basis[0] == len(batches)
     for name, factor in factors_of(whole).items():
         assert torch.equal(factor, factors_of(parts)[name]), name
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 1 << 28), (7000, 1 << 28), (7000, 5000)])
+def test_sketches_take_a_share_of_the_layers_bytes_within_two_bounds(least, most, monkeypatch):
+    monkeypatch.setattr(activation, "LEAST_BYTES", least)
+    monkeypatch.setattr(activation, "MOST_BYTES", most)
+    optimizer, _ = watched(tiny_llama(), "activation")
+    targets, ranks = optimizer.targets, dict.fromkeys(optimizer.moving, RANK)
+    own = {t.name: sketch_bytes(input_size(t), RANK, t.state_dtype) for t in targets}
+    allowed = min(most, max(least, sum(t.parameter.nbytes for t in targets) / activation.SHARE))
+    found = [[t.name for t in group] for group in groups(targets, ranks)]
+    assert [name for group in found for name in group] == [t.name for t in targets]
+    for group, following in itertools.pairwise(found):
+        taken = sum(own[name] for name in group)
+        assert taken <= allowed or len(group) == 1
+        assert taken + own[following[0]] > allowed  # no group more than is needed
+    assert len(found) > 1
+    assert collecting_bytes(targets, ranks) == max(sum(own[name] for name in group) for group in found)
 
 
 def test_looking_changes_neither_the_model_nor_its_mode():

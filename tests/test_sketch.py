@@ -32,7 +32,7 @@ def test_a_sketch_that_keeps_all_second_moments_is_their_eigendecomposition():
 
 
 def test_a_narrow_sketch_finds_the_same_directions_in_a_fraction_of_the_memory():
-    size = EXACT + 200
+    size = 1224
     x = decaying(size, 400)
     columns = width(size, RANK)
     assert columns <= size // 16

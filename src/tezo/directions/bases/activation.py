@@ -21,8 +21,9 @@ from tezo.directions.bases.sketch import Sketch, sketch_bytes, width
 from tezo.directions.targets import Target, only_input
 from tezo.errors import RequestError
 
-MOST_BYTES = 1 << 28
-"""Of sketches at a time: the layers of a larger model are sketched in groups, each with forward passes of its own."""
+SHARE, LEAST_BYTES, MOST_BYTES = 16, 1 << 25, 1 << 28
+"""Sketches take at most a sixteenth of the layers' bytes at a time, or `LEAST_BYTES` where that is more, and never more
+than `MOST_BYTES`. Layers that do not fit are sketched in groups, each with forward passes of its own."""
 
 KIND = "basis"
 """The kind under which a factor store keeps the factors."""
@@ -163,12 +164,13 @@ def _sketch(target: Target, rank: int) -> Sketch:
 
 
 def groups(targets: Sequence[Target], ranks: Mapping[str, int]) -> Iterator[list[Target]]:
-    """Splits the targets into groups whose sketches take at most `MOST_BYTES` together, or that have one target."""
+    """Splits the targets into groups that have one target, or whose sketches fit into the bytes for them together."""
+    most = min(MOST_BYTES, max(LEAST_BYTES, sum(target.parameter.nbytes for target in targets) // SHARE))
     group: list[Target] = []
     taken = 0
     for target in targets:
         own = sketch_bytes(input_size(target), ranks[target.name], target.state_dtype)
-        if group and taken + own > MOST_BYTES:
+        if group and taken + own > most:
             yield group
             group, taken = [], 0
         group.append(target)

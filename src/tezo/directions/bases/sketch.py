@@ -5,8 +5,8 @@ from torch import Tensor
 
 from tezo.numerics.random import normal
 
-EXACT = 1024
-"""Largest vector size whose second moments are kept in full: 4 MB in float32."""
+EXACT = 512
+"""Largest vector size whose second moments are kept in full: 1 MB in float32."""
 
 
 def width(size: int, rank: int) -> int:
@@ -37,17 +37,17 @@ class Sketch:
     """
 
     def __init__(self, size: int, columns: int, device: torch.device, dtype: torch.dtype, name: str) -> None:
-        self._omega_IK = self._test_IK = None
+        self._omega_IK = None
         if columns < size:
-            self._omega_IK, _ = torch.linalg.qr(normal((size, columns), seed=0, step=0, name=name, role="sketch"))
-            self._test_IK = self._omega_IK.to(device, dtype)
+            omega_IK, _ = torch.linalg.qr(normal((size, columns), seed=0, step=0, name=name, role="sketch"))
+            self._omega_IK = omega_IK.to(device, dtype)
         self._sum_IK = torch.zeros(size, columns, device=device, dtype=dtype)
         self.count = 0
 
     def add(self, x_TI: Tensor) -> None:
         """Adds T vectors."""
         x_TI = x_TI.to(self._sum_IK.dtype)
-        self._sum_IK.addmm_(x_TI.T, x_TI if self._test_IK is None else x_TI @ self._test_IK)
+        self._sum_IK.addmm_(x_TI.T, x_TI if self._omega_IK is None else x_TI @ self._omega_IK)
         self.count += len(x_TI)
 
     def leading(self, rank: int) -> Tensor:
@@ -62,10 +62,10 @@ class Sketch:
         y_IK = self._sum_IK.double().cpu()
         if not torch.isfinite(y_IK).all():
             raise FloatingPointError
-        gram_KK = y_IK if self._omega_IK is None else self._omega_IK.T @ y_IK
+        gram_KK = y_IK if self._omega_IK is None else self._omega_IK.double().cpu().T @ y_IK
         core_K, turns_KK = torch.linalg.eigh((gram_KK + gram_KK.T) / 2)
         leading_IK = turns_KK.flip(1)
-        if self._test_IK is not None:
+        if self._omega_IK is not None:
             # eigenvalues below the rounding error of the sums are noise, which their inverse would amplify
             floor = 10 * torch.finfo(self._sum_IK.dtype).eps * float(torch.linalg.matrix_norm(y_IK))
             inverse_K = torch.where(core_K > floor, core_K, torch.inf).rsqrt()
