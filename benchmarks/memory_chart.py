@@ -2,7 +2,7 @@
 
     python benchmarks/memory_chart.py [--out docs/figures]
 
-Writes memory.png and memory.svg. Needs the extra `figures`.
+Writes memory-ways.png and memory-ways.svg. Needs the extra `figures`.
 """
 
 import argparse
@@ -33,8 +33,8 @@ def main() -> None:
     given = parser.parse_args()
     cells = json.loads((HERE / "results/when.json").read_text(encoding="utf-8"))["cells"]
     figure = drawn(Analysis("memory", "", "runs", dict, lambda _, __: {}, draw, lambda _: ""), cells)
-    figure.savefig(given.out / "memory.png", dpi=150, metadata={"Software": None})
-    figure.savefig(given.out / "memory.svg", metadata={"Date": None})
+    figure.savefig(given.out / "memory-ways.png", dpi=150, metadata={"Software": None})
+    figure.savefig(given.out / "memory-ways.svg", metadata={"Date": None})
 
 
 def peak(cells: dict[str, Any], shape: str, way: str) -> float | None:
