@@ -164,13 +164,13 @@ def _sketch(target: Target, rank: int) -> Sketch:
 
 
 def groups(targets: Sequence[Target], ranks: Mapping[str, int]) -> Iterator[list[Target]]:
-    """Splits the targets into groups that have one target, or whose sketches fit into the bytes for them together."""
-    most = min(MOST_BYTES, max(LEAST_BYTES, sum(target.parameter.nbytes for target in targets) // SHARE))
+    """Splits the targets into groups whose sketches together take no more than allowed, or that have one target."""
+    allowed = min(MOST_BYTES, max(LEAST_BYTES, sum(target.parameter.nbytes for target in targets) // SHARE))
     group: list[Target] = []
     taken = 0
     for target in targets:
         own = sketch_bytes(input_size(target), ranks[target.name], target.state_dtype)
-        if group and taken + own > most:
+        if group and taken + own > allowed:
             yield group
             group, taken = [], 0
         group.append(target)

@@ -25,8 +25,8 @@ class Sketch:
 
         C ~ Y (Omega^T Y)^-1 Y^T,
 
-    with the inverse restricted to eigenvalues above the rounding error of the sums. Omega is I x K and orthonormal; for
-    K = I it is the identity, and C is exact.
+    with the inverse restricted to eigenvalues above the rounding error of the sums. Omega is I x K and orthonormal, up
+    to rounding; for K = I it is the identity, and C is exact.
 
     Args:
         size: I, of the vectors.
