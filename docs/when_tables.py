@@ -32,9 +32,12 @@ def _costs(measure: str, shown: Callable[[dict[str, Any], float], str], what: st
     done = [name.split("/") for name in cells if name.endswith(f"/{measure}")]
     if not done:
         return ""
-    columns, ways = list(dict.fromkeys((n[1], n[2]) for n in done)), list(dict.fromkeys((n[3], n[4]) for n in done))
+    # the order of the file is that in which cells were measured
+    shapes, dtypes = (list(dict.fromkeys(name[place] for name in done)) for place in (1, 2))
+    columns = sorted({(n[1], n[2]) for n in done}, key=lambda key: (shapes.index(key[0]), dtypes.index(key[1])))
+    order = list(next(cell["ways"] for name, cell in cells.items() if name.endswith("/forecast")))
     rows = []
-    for packed, way in sorted(ways, key=lambda key: key[0] == "nf4"):
+    for packed, way in sorted({(n[3], n[4]) for n in done}, key=lambda key: (key[0] == "nf4", order.index(key[1]))):
         row = [_label(way, packed)]
         for shape, dtype in columns:
             start = f"costs/{shape}/{dtype}/{packed}"
