@@ -20,8 +20,8 @@ from tezo.directions.bases.activation import recording
 from tezo.directions.bases.sketch import Sketch
 from tezo.directions.targets import Target
 from tezo.runs.environment import hardware, versions
-from tezo.training.config import parse_config
-from tezo.training.job import prepare
+from tezo.training.configuration.config import parse_config
+from tezo.training.preparation.job import prepare
 
 EDGES = (0, 1, 4, 16, 64, 384)
 """Of the groups, in the order of falling eigenvalues; layers with more inputs are cut there."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tezo.studies.analysis.figure import COLOURS, Analysis, drawn
-from tezo.training.memory_ways import FULL, INFERENCE, LORA, LORA_CHECKPOINTED
+from tezo.training.forecasts.memory_ways import FULL, INFERENCE, LORA, LORA_CHECKPOINTED
 
 HERE = Path(__file__).parent
 DTYPE = "bfloat16"

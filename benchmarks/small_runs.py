@@ -112,8 +112,8 @@ def run(job: Job) -> dict[str, Any]:
 
     from tezo.errors import TezoError
     from tezo.models.quiet import quiet_libraries
-    from tezo.training.config import read_config
-    from tezo.training.loop import train
+    from tezo.training.configuration.config import read_config
+    from tezo.training.execution.loop import train
 
     torch.set_num_threads(1)
     quiet_libraries()

@@ -80,12 +80,13 @@ def methods_page() -> str:
 
 def method_page(name: str) -> str:
     """A method: its mathematics, its options with their defaults, its recipe."""
-    method, recipe = EVERY[name], ROOT / f"recipes/{name}.yaml"
+    method, recipe = EVERY[name], ROOT / f"src/tezo/training/recipes/{name}.yaml"
     lines = [f"# {name}", "", inspect.getdoc(method.build) or "", "", "## Options", "", "| option | default |"]
     lines += ["|---|---|", *(f"| `method.{key}` | {shown(value)} |" for key, value in method.defaults().items())]
     lines += ["", f"In Python: [`tezo.{method.build.__name__}`](../api/methods.md#tezo.{method.build.__name__})."]
     if recipe.is_file():
-        lines += ["", f"## `recipes/{recipe.name}`", "", "```yaml", recipe.read_text(encoding="utf-8").rstrip(), "```"]
+        lines += ["", f"## The recipe of `tezo train {name}`", ""]
+        lines += ["```yaml", recipe.read_text(encoding="utf-8").rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 

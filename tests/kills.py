@@ -25,9 +25,9 @@ from tezo.runs import checkpoints as checkpoint
 from tezo.runs import folder as run_folder
 from tezo.runs import step_log as steplog
 from tezo.runs.environment import hardware, versions
-from tezo.training.config import parse_config
-from tezo.training.loop import train
-from tezo.training.recipe import Config
+from tezo.training.configuration.config import parse_config
+from tezo.training.configuration.recipe import Config
+from tezo.training.execution.loop import train
 
 OPERATIONS = ("open", "write", "fsync", "replace")
 

@@ -18,10 +18,10 @@ import torch
 
 from tezo import distributed
 from tezo.errors import TezoError
-from tezo.training import resolution
-from tezo.training.config import parse_setting, read_config
-from tezo.training.listeners import Listener
-from tezo.training.loop import train
+from tezo.training.configuration.config import parse_setting, read_config
+from tezo.training.execution.listeners import Listener
+from tezo.training.execution.loop import train
+from tezo.training.preparation import resolution
 
 KINDS = ("die", "drift", "term", "flat")
 

@@ -12,8 +12,8 @@ from typer.main import get_command
 import tezo as library
 from tezo.cli.main import app
 from tezo.errors import RequestError
-from tezo.training.aliases import ALIASES, OPTIONS, keys_by_name
 from tezo.training.api import train as train_in_python
+from tezo.training.configuration.aliases import ALIASES, OPTIONS, keys_by_name
 
 KEYS = {key for keys in keys_by_name().values() for key in keys}
 

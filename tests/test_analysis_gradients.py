@@ -26,9 +26,9 @@ from tezo.studies.analysis.gradient_subspace import (
 from tezo.studies.analysis.gradients import Sketch, singular_values
 from tezo.studies.analysis.weight_rank import WeightRankOptions, measure_weight_rank, rank_correlation
 from tezo.studies.paper_costs import GIGABYTES, MILLISECONDS, MODELS
-from tezo.training.config import parse_config
-from tezo.training.job import prepare
-from tezo.training.schedule import BatchSampler
+from tezo.training.configuration.config import parse_config
+from tezo.training.preparation.job import prepare
+from tezo.training.preparation.schedule import BatchSampler
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 

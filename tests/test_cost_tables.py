@@ -30,7 +30,7 @@ from tezo.studies.cost_tables.drawn_elements import count_elements, elements_aft
 from tezo.studies.cost_tables.gpu_forecast import BANDWIDTH, least_seconds, step_cost
 from tezo.studies.cost_tables.gpu_measurement import _fitting, measured_bytes, measured_seconds
 from tezo.studies.cost_tables.meta_models import meta_model
-from tezo.training.dry_pass import META, LiveBytes, dry_pass, valueless
+from tezo.training.forecasts.dry_pass import META, LiveBytes, dry_pass, valueless
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from tezo.optim.memory_forecast import forecasts
 from tezo.optim.methods import METHODS, adam
 from tezo.optim.methods import tezo as plain_tezo
 from tezo.runs import environment
-from tezo.training import diagnosis, memory_ways
-from tezo.training.dry_pass import dry_pass
-from tezo.training.memory_ways import (
+from tezo.training.forecasts import diagnosis, memory_ways
+from tezo.training.forecasts.dry_pass import dry_pass
+from tezo.training.forecasts.memory_ways import (
     FULL,
     INFERENCE,
     LORA,

@@ -21,9 +21,9 @@ from tezo.runs import step_log as steplog
 from tezo.runs.checkpoints import DamagedError, checkpoints, load_checkpoint, newest
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
-from tezo.training.config import dump_config
-from tezo.training.listeners import Listener
-from tezo.training.loop import train
+from tezo.training.configuration.config import dump_config
+from tezo.training.execution.listeners import Listener
+from tezo.training.execution.loop import train
 
 
 @pytest.fixture(scope="module")

@@ -28,12 +28,12 @@ from tezo.estimators.feedback import DirectFeedback
 from tezo.runs.folder import LOG
 from tezo.runs.reader import read_run
 from tezo.runs.step_log import read_log
-from tezo.training.config import read_config
-from tezo.training.feedback_schedule import LEAST_STEPS
-from tezo.training.job import prepare
-from tezo.training.loop import train
-from tezo.training.replay import replay
-from tezo.training.run_header import check_same, log_header
+from tezo.training.configuration.config import read_config
+from tezo.training.execution.loop import train
+from tezo.training.execution.replay import replay
+from tezo.training.execution.run_header import check_same, log_header
+from tezo.training.preparation.feedback_schedule import LEAST_STEPS
+from tezo.training.preparation.job import prepare
 
 FIRST, LAST = 3, 4
 

@@ -31,6 +31,17 @@ ORDER = [
     "__main__",
 ]
 
+# Likewise the packages of training.
+ORDER_IN_TRAINING = [
+    "configuration",
+    "preparation",
+    "execution",
+    "integrations",
+    "finished_runs",
+    "forecasts",
+    "api",
+]
+
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 
@@ -40,6 +51,11 @@ def package_of(path: Path) -> str:
 
 def imported_packages(path: Path) -> list[tuple[int, str]]:
     """(line, package) of every import of this library, in functions and under TYPE_CHECKING too."""
+    return [(line, parts[1] if len(parts) > 1 else "tezo itself") for line, parts in imports(path)]
+
+
+def imports(path: Path) -> list[tuple[int, list[str]]]:
+    """(line, parts of the name) of every import of this library."""
     found = []
     package = ("tezo", *path.relative_to(SOURCE).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -52,7 +68,7 @@ def imported_packages(path: Path) -> list[tuple[int, str]]:
             names = [f"{module}.{alias.name}" for alias in node.names]
         for parts in (name.split(".") for name in names):
             if parts[0] == "tezo":
-                found.append((node.lineno, parts[1] if len(parts) > 1 else "tezo itself"))
+                found.append((node.lineno, parts))
     return found
 
 
@@ -75,13 +91,23 @@ def test_a_package_imports_only_itself_and_the_packages_before_it():
     assert upward_imports() == []
 
 
+def test_a_package_of_training_imports_only_itself_and_those_before_it():
+    training = SOURCE / "training"
+    found = []
+    for path in sorted(path for path in training.rglob("*.py") if path != training / "__init__.py"):
+        own = ORDER_IN_TRAINING.index(path.relative_to(training).parts[0].removesuffix(".py"))
+        others = [(line, parts[2]) for line, parts in imports(path) if parts[1:2] == ["training"]]
+        found += [f"{path.name}:{line}: {other}" for line, other in others if ORDER_IN_TRAINING.index(other) > own]
+    assert found == []
+
+
 def test_no_module_or_package_has_the_name_of_another():
     names = [path.stem if path.stem != "__init__" else path.parent.name for path in FILES]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 def test_every_package_says_what_it_is_what_it_gives_and_what_it_may_import():
-    for name in {package_of(path) for path in FILES}:
+    for name in [*map(package_of, FILES), *(f"training/{name}" for name in ORDER_IN_TRAINING)]:
         path = SOURCE / name / "__init__.py"
         if path.exists():
             said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -18,9 +18,9 @@ from tezo.errors import NonFiniteResultError
 from tezo.optim.learning_rate import CAUTION, ENOUGH, MOST_PASSES, MOST_TRIALS, TRIAL_STEPS, ChosenRate, choose_lr
 from tezo.optim.updates import SGD, Adam, AdaMU, FactoredAdam, NormalizedSGD
 from tezo.runs.step_log import read_log
-from tezo.training.config import read_config
-from tezo.training.listeners import Listener
-from tezo.training.loop import train
+from tezo.training.configuration.config import read_config
+from tezo.training.execution.listeners import Listener
+from tezo.training.execution.loop import train
 
 HELD_OUT, HELD_OUT_PASSES = 8, 2
 

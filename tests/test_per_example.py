@@ -25,11 +25,11 @@ from tezo.models.loading import load_model
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
-from tezo.training.config import dump_config, overlay, parse_config, to_tree
-from tezo.training.job import prepare
-from tezo.training.loop import train
-from tezo.training.replay import replay
-from tezo.training.run_header import check_same, log_header
+from tezo.training.configuration.config import dump_config, overlay, parse_config, to_tree
+from tezo.training.execution.loop import train
+from tezo.training.execution.replay import replay
+from tezo.training.execution.run_header import check_same, log_header
+from tezo.training.preparation.job import prepare
 
 LOW_RANK = [name for name, case in CASES.items() if case.low_rank]
 RHO = 1e-3

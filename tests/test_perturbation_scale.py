@@ -9,9 +9,9 @@ from folders import completion_rows, model_folder, refused, train, write_rows
 
 from tezo.optim.estimate_error import ENOUGH, measure_estimate_error, recommended
 from tezo.optim.methods import METHODS
-from tezo.training.config import parse_config, read_config
-from tezo.training.job import make_optimizer, prepare
-from tezo.training.perturbation_scale import DEFAULT_RHO, SCALES
+from tezo.training.configuration.config import parse_config, read_config
+from tezo.training.preparation.job import make_optimizer, prepare
+from tezo.training.preparation.perturbation_scale import DEFAULT_RHO, SCALES
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ from tezo.models.quantization import QUANTIZERS, stored_bytes
 from tezo.numerics.hashing import digest
 from tezo.optim.methods import METHODS, mezo, tezo_cadam
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.training.config import parse_config
-from tezo.training.job import load, make_optimizer
+from tezo.training.configuration.config import parse_config
+from tezo.training.preparation.job import load, make_optimizer
 
 BESIDE = ("tezo", "tezo-m", "tezo-cadam", "lozo-adam")
 FOLDED = ("lozo", "lozo-m", "subzo")
@@ -173,7 +173,7 @@ def test_replay_and_resume_on_a_packed_base(home, tmp_path):
 def test_lora_over_a_packed_base_trains_the_adapter_alone(home):
     tree = {"name": str(home / "opt"), "quantization": "nf4", "peft": "lora", "lora_rank": 2}
     config = parse_config({"model": tree, "data": "-", "method": {"name": "mezo"}})
-    from tezo.training.job import load_for_tuning
+    from tezo.training.preparation.job import load_for_tuning
 
     loaded = load_for_tuning(config)
     optimizer = make_optimizer(config, loaded, ())

@@ -11,8 +11,8 @@ from torch import nn
 from tezo.errors import RequestError
 from tezo.optim.methods import METHODS, method
 from tezo.studies.reproduce import TABLES
-from tezo.training.config import dump_config, parse_config, read_config
-from tezo.training.own_recipes import find_recipe, recipe_folder, recipe_names
+from tezo.training.configuration.config import dump_config, parse_config, read_config
+from tezo.training.configuration.own_recipes import find_recipe, recipe_folder, recipe_names
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(recipe_folder().glob("*.yaml"))

@@ -25,9 +25,9 @@ from tezo.numerics.hashing import digest
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import LOG
-from tezo.training.config import parse_config
-from tezo.training.loop import train as run_config
-from tezo.training.replay import replay
+from tezo.training.configuration.config import parse_config
+from tezo.training.execution.loop import train as run_config
+from tezo.training.execution.replay import replay
 
 RANK, INTERVAL = 3, 4
 REFRESHED = ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "lozo-adam")

@@ -20,8 +20,8 @@ from tezo.files import new_folder
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import StepLog, read_log
-from tezo.training.loop import train
-from tezo.training.replay import replay
+from tezo.training.execution.loop import train
+from tezo.training.execution.replay import replay
 
 
 @pytest.fixture(scope="module")

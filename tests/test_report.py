@@ -17,11 +17,11 @@ from reports import HOSTILE, Page, hostile, made, two_runs
 
 from tezo.runs.answers_file import OUTCOMES
 from tezo.runs.reader import read_run
+from tezo.runs.result_words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_text
 from tezo.runs.step_log import MAGIC, StepLog, read_log
 from tezo.studies.report import charts, page, result_block
 from tezo.studies.report import curves as numbers
 from tezo.studies.report.losses import row_loss, step_loss
-from tezo.training.result_words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_text
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from tezo.studies.reproduce.layout import tied_with_the_best
 from tezo.studies.reproduce.results import Entry, all_cells, entries, is_finished
 from tezo.studies.reproduce.small_models import small_model
 from tezo.tasks import TASKS
-from tezo.training.config import overlay, parse_config, read_config
-from tezo.training.own_recipes import recipe_folder
+from tezo.training.configuration.config import overlay, parse_config, read_config
+from tezo.training.configuration.own_recipes import recipe_folder
 
 
 def grid_of(name: str, **options):

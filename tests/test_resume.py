@@ -21,12 +21,12 @@ from tezo.optim.methods import METHODS, method
 from tezo.runs.checkpoints import checkpoints
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import StepLog, read_log
-from tezo.training.config import parse_config, to_tree
-from tezo.training.job import prepare
-from tezo.training.listeners import Listener
-from tezo.training.loop import train
-from tezo.training.replay import replay
-from tezo.training.run_header import check_same, check_unchanged, log_header
+from tezo.training.configuration.config import parse_config, to_tree
+from tezo.training.execution.listeners import Listener
+from tezo.training.execution.loop import train
+from tezo.training.execution.replay import replay
+from tezo.training.execution.run_header import check_same, check_unchanged, log_header
+from tezo.training.preparation.job import prepare
 
 
 @pytest.fixture(scope="module")

@@ -22,15 +22,15 @@ import tezo as library
 from tezo.errors import RequestError
 from tezo.optim.methods import METHODS
 from tezo.runs.reader import read_run
+from tezo.runs.result_words import change_text, metric_text
 from tezo.studies.report.losses import row_loss, step_loss
 from tezo.tasks import Example
 from tezo.tasks.generation import Sampling, completions
 from tezo.tasks.objectives import CausalObjective
 from tezo.tasks.rewards import Reward
-from tezo.training.config import parse_config
-from tezo.training.loop import train
-from tezo.training.replay import replay
-from tezo.training.result_words import change_text, metric_text
+from tezo.training.configuration.config import parse_config
+from tezo.training.execution.loop import train
+from tezo.training.execution.replay import replay
 
 SCORER = """
 from pathlib import Path

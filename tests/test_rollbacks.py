@@ -17,11 +17,11 @@ from tiny import lm_loss, tiny_opt, tokens
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.estimators.estimate import StepRecord
 from tezo.runs.step_log import Rollback, StepLog, read_log
-from tezo.training.config import dump_config, parse_config
-from tezo.training.listeners import Listener
-from tezo.training.loop import train
-from tezo.training.recipe import Config
-from tezo.training.rollbacks import (
+from tezo.training.configuration.config import dump_config, parse_config
+from tezo.training.configuration.recipe import Config
+from tezo.training.execution.listeners import Listener
+from tezo.training.execution.loop import train
+from tezo.training.execution.rollbacks import (
     DEV_ROSE,
     LOWERED,
     MOST_ROLLBACKS,
@@ -34,7 +34,7 @@ from tezo.training.rollbacks import (
     Rollbacks,
     in_words,
 )
-from tezo.training.verdict import verdict
+from tezo.training.execution.verdict import verdict
 
 STEPS = 48
 FIRST, THEN = 7, 13  # of a run that returns after THEN steps to where it was after FIRST

@@ -13,6 +13,7 @@ from test_docs import BLOCKS
 
 import tezo
 from tezo.optim.methods import BASELINES, METHODS
+from tezo.training.configuration.own_recipes import recipe_folder
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -47,6 +48,14 @@ def test_every_method_has_a_page_with_its_mathematics_and_options(site):
         equations = re.findall(r"^    (\S.*)$", inspect.getdoc(method.build), flags=re.M)
         assert all(equation.strip() in said for equation in equations), name
         assert all(f"method.{option}" in said for option in method.defaults()), name
+
+
+def test_the_page_of_a_method_has_its_recipe(site):
+    recipes = sorted(recipe_folder().glob("*.yaml"))
+    assert len(recipes) > 10
+    for recipe in recipes:
+        said = text_of(site / f"methods/{recipe.stem}.html")
+        assert all(line.strip() in said for line in recipe.read_text(encoding="utf-8").splitlines()), recipe.stem
 
 
 def test_every_public_name_is_in_the_api_pages(site):

@@ -14,7 +14,7 @@ import pytest
 from tezo.estimators.estimate import Probe, StepRecord
 from tezo.runs.step_log import StepLog
 from tezo.studies.reproduce import Cell, Grid, find_table, make_grid
-from tezo.training.feedback_schedule import FIRST, LAST
+from tezo.training.preparation.feedback_schedule import FIRST, LAST
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -17,11 +17,11 @@ from tezo.errors import NonFiniteLossError, NonFiniteResultError, RunError
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import WritableRunFolder
 from tezo.tasks.evaluation import evaluate
-from tezo.training.config import parse_config
-from tezo.training.interruption import Interruption
-from tezo.training.job import prepare
-from tezo.training.listeners import Listener
-from tezo.training.loop import Loop, train
+from tezo.training.configuration.config import parse_config
+from tezo.training.execution.interruption import Interruption
+from tezo.training.execution.listeners import Listener
+from tezo.training.execution.loop import Loop, train
+from tezo.training.preparation.job import prepare
 
 
 @pytest.fixture(scope="module")

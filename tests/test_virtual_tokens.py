@@ -37,8 +37,8 @@ from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.copies import whole_rows
 from tezo.tasks.objectives.encoder import mean_over_tokens, mean_pooled
 from tezo.tasks.objectives.logits import hidden_at, logits_at
-from tezo.training.config import parse_config
-from tezo.training.loop import train as training
+from tezo.training.configuration.config import parse_config
+from tezo.training.execution.loop import train as training
 
 COUNT, SEED = 3, 7
 MAKERS = {

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from tezo.training.api import load_adapter as load_adapter
     from tezo.training.api import open_run as open_run
     from tezo.training.api import train as train
+    from tezo.training.finished_runs.lm_evaluation import lm_eval as lm_eval
     from tezo.training.integrations.tezo_sft_trainer import TezoSFTTrainer as TezoSFTTrainer
     from tezo.training.integrations.tezo_trainer import TezoTrainer as TezoTrainer
-    from tezo.training.lm_evaluation import lm_eval as lm_eval
 
 __version__ = version("tezo")
 
@@ -61,7 +61,7 @@ _HOMES = {
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
     "closure": "tezo.tasks.objectives.labelled_tensors",
     "export_adapter": "tezo.models.saving",
-    "lm_eval": "tezo.training.lm_evaluation",
+    "lm_eval": "tezo.training.finished_runs.lm_evaluation",
 }
 """Name -> the module that has it; tests compare it with what is imported above for type checkers."""
 

@@ -31,7 +31,7 @@ def analyze(
     """Draw a figure of the paper from your own model, runs or benchmarks, and write its numbers."""
     quiet_libraries()
     from tezo.studies.analysis import ANALYSES, Given, analysis, save
-    from tezo.training.config import overlay, parse_config, parse_setting
+    from tezo.training.configuration.config import overlay, parse_config, parse_setting
 
     if name is None and json:
         print_json([{"name": e.name, "paper": e.paper, "summary": e.summary} for e in ANALYSES.values()])

@@ -21,8 +21,8 @@ def doctor(
 ) -> None:
     """Say what is installed, what this machine has, and what a model can take."""
     quiet_libraries()
-    from tezo.training.config import parse_setting
-    from tezo.training.diagnosis import machine_report, model_report
+    from tezo.training.configuration.config import parse_setting
+    from tezo.training.forecasts.diagnosis import machine_report, model_report
 
     report = machine_report()
     if model:

@@ -8,10 +8,10 @@ import typer
 from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json
 from tezo.errors import RequestError
 from tezo.models.quiet import quiet_libraries
-from tezo.training.result_words import metric_text
+from tezo.runs.result_words import metric_text
 
 if TYPE_CHECKING:
-    from tezo.training.recipe import Config
+    from tezo.training.configuration.recipe import Config
 
 
 def register(app: typer.Typer) -> None:
@@ -36,10 +36,10 @@ def evaluate(
     json: bool = JsonOption,
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
-    from tezo.training.config import parse_setting
+    from tezo.training.configuration.config import parse_setting
 
     quiet_libraries()
-    from tezo.training.opening import run_config
+    from tezo.training.finished_runs.opening import run_config
 
     named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]
     given = [(key, value) for key, value in named if value is not None]
@@ -61,8 +61,8 @@ def evaluate(
 
 def _print_metrics(run: str, config: "Config", data: str | None, shots: int, calibrate: bool, json: bool) -> None:
     from tezo.tasks.splits import rows_to_report
-    from tezo.training.answering import measure_rows
-    from tezo.training.opening import open_model
+    from tezo.training.finished_runs.answering import measure_rows
+    from tezo.training.finished_runs.opening import open_model
 
     rows, source = rows_to_report(config.data, config.train.seed, data)
     metrics, notices = measure_rows(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
@@ -79,8 +79,8 @@ def _print_metrics(run: str, config: "Config", data: str | None, shots: int, cal
 def _print_harness(
     run: str, config: "Config", tasks: str | None, task_folder: Path | None, shots: int, json: bool
 ) -> None:
-    from tezo.training.lm_evaluation import check_harness, harness_results
-    from tezo.training.opening import open_model
+    from tezo.training.finished_runs.lm_evaluation import check_harness, harness_results
+    from tezo.training.finished_runs.opening import open_model
 
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if not names:
@@ -104,7 +104,7 @@ def _print_harness(
 
 def _print_probe(run: str, config: "Config", json: bool) -> None:
     from tezo.tasks.probing import probe
-    from tezo.training.opening import open_model
+    from tezo.training.finished_runs.opening import open_model
 
     sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
     metrics, rows = probe(config.data, open_model(run, config), **sizes)

@@ -28,7 +28,7 @@ def export(
     quiet_libraries()
     from tezo.models.gguf_lora import GGUF_FILE
     from tezo.models.padded_rank import ALLOWED_RANKS
-    from tezo.training.exporting import GGUF, export_run
+    from tezo.training.finished_runs.exporting import GGUF, export_run
 
     rank = export_run(Path(run), output, form, model=model, trust_remote_code=trust_remote_code)
     if json:

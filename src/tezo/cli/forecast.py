@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 from tezo.cli.common import print_json
 
 if TYPE_CHECKING:
-    from tezo.training.recipe import Config
+    from tezo.training.configuration.recipe import Config
 
 
 def print_dry_run(config: "Config", *, json: bool) -> None:
     """Prepares and times a run, and prints what it would do; nothing is written."""
-    from tezo.training.dry_run import dry_run
+    from tezo.training.forecasts.dry_run import dry_run
 
     found = dry_run(config)
     if json:

@@ -29,7 +29,7 @@ def check_options(app: typer.Typer, arguments: Sequence[str]) -> None:
 
 
 def _suggest(option: str, known: set[str]) -> None:
-    from tezo.training.aliases import OPTIONS, key_meant
+    from tezo.training.configuration.aliases import OPTIONS, key_meant
 
     meant = key_meant(option)
     if meant is None:

@@ -28,13 +28,13 @@ def predict(
     json: bool = JsonOption,
 ) -> None:
     """Answer new rows with a tuned model, or with a model as it is."""
-    from tezo.training.config import parse_setting
+    from tezo.training.configuration.config import parse_setting
 
     quiet_libraries()
     from tezo.tasks import read_rows
     from tezo.tasks.row_files import standard_input_rows
-    from tezo.training import answering
-    from tezo.training.opening import open_model, run_config
+    from tezo.training.finished_runs import answering
+    from tezo.training.finished_runs.opening import open_model, run_config
 
     answering.check_new_tokens(max_new_tokens)
     answering.check_answer_file(output)

@@ -5,14 +5,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tezo.runs.result_words import metric_text
 from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
-from tezo.training.job import Job
-from tezo.training.listeners import Listener
-from tezo.training.listeners import Progress as StepProgress
-from tezo.training.plan import plan
-from tezo.training.result_words import metric_text
-from tezo.training.rollbacks import in_words
+from tezo.training.execution.listeners import Listener
+from tezo.training.execution.listeners import Progress as StepProgress
+from tezo.training.execution.rollbacks import in_words
+from tezo.training.preparation.job import Job
+from tezo.training.preparation.plan import plan
 
 WIDE = 110
 """Columns of a terminal from which on there is a bar beside the figures."""

@@ -22,7 +22,7 @@ def push(
 ) -> None:
     """Upload a run's adapter, or its model, with a model card to the Hugging Face hub; private unless --public."""
     quiet_libraries()
-    from tezo.training.publishing import push_run
+    from tezo.training.finished_runs.publishing import push_run
 
     url = push_run(run, name, public=public)
     if json:

@@ -27,7 +27,7 @@ def replay(
 ) -> None:
     """Rebuild the tuned model from its base and the run's steps.log, without data."""
     quiet_libraries()
-    from tezo.training.replay import replay as replay_run
+    from tezo.training.execution.replay import replay as replay_run
 
     done = replay_run(run, output, step=step, device=device, model=model, trust_remote_code=trust_remote_code)
     if json:

@@ -46,7 +46,7 @@ def reproduce(
     from tezo.errors import RequestError, RunError
     from tezo.studies.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo.studies.reproduce.small_models import small_model
-    from tezo.training.config import parse_setting
+    from tezo.training.configuration.config import parse_setting
 
     quiet_libraries()
     if json and not plan:

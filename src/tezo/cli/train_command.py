@@ -14,8 +14,8 @@ from tezo.files import reading
 from tezo.models.quiet import quiet_libraries
 
 if TYPE_CHECKING:
-    from tezo.training.listeners import Listener
-    from tezo.training.recipe import Config
+    from tezo.training.configuration.recipe import Config
+    from tezo.training.execution.listeners import Listener
 
 
 def register(app: typer.Typer) -> None:
@@ -74,12 +74,12 @@ def train(
         return
     assert output is not None
     from tezo.cli.progress import Screen
-    from tezo.training.loop import train as run
+    from tezo.training.execution.loop import train as run
 
     is_first = int(os.environ.get("RANK", "0")) == 0  # of the processes that torchrun starts, one prints
     listeners: list[Listener] = [] if json or not is_first else [Screen()]
     if report_to is not None and is_first:
-        from tezo.training.trackers import trackers
+        from tezo.training.integrations.trackers import trackers
 
         listeners.append(trackers(report_to, output))
     summary = run(config, output, listeners, resume=resume)
@@ -100,8 +100,8 @@ def _configured(
     recipe: Path | None, begun: Path | None, named: Sequence[tuple[str, Any]], settings: Sequence[str]
 ) -> "Config":
     """Of the recipe, or without one of the run that goes on, with settings over it."""
-    from tezo.training.config import parse_setting, read_config, read_run_config
-    from tezo.training.own_recipes import find_recipe
+    from tezo.training.configuration.config import parse_setting, read_config, read_run_config
+    from tezo.training.configuration.own_recipes import find_recipe
 
     flags = [(key, value) for key, value in named if value is not None]
     given = [
@@ -118,7 +118,7 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tezo.training.result_words import change_text, measured_rows_text, metric_text, work_text
+    from tezo.runs.result_words import change_text, measured_rows_text, metric_text, work_text
 
     table = Table(title=measured_rows_text(summary), title_justify="left")
     for column in ("metric", "before", "after", "change"):

@@ -1,4 +1,4 @@
-"""answers.json of a run read back, with every value checked; `tezo.training.kept_answers` makes its content."""
+"""answers.json of a run read back, with every value checked; `tezo.training.execution.kept_answers` makes it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

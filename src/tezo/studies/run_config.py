@@ -2,8 +2,8 @@
 
 from tezo.errors import RequestError
 from tezo.runs.reader import Run
-from tezo.training.config import parse_config
-from tezo.training.recipe import Config
+from tezo.training.configuration.config import parse_config
+from tezo.training.configuration.recipe import Config
 
 
 def run_config(run: Run) -> Config:

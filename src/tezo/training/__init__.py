@@ -1,4 +1,6 @@
-"""One run from its configuration to its result: configuration, job, loop, schedules, listeners, processes, replay.
+"""One run from its configuration to its result, in six packages; it gives `train`, `open_run` and `Config`.
 
-It gives `train`, `open_run` and `Config`. May import runs and what that may import.
+In the order in which they import: `configuration` (what the user asks for), `preparation` (all that a run needs, before
+anything is written), `execution` (the run), `integrations` (other libraries' training loops and trackers),
+`finished_runs` (a result opened again), `forecasts` (what a run would take). May import runs and what that may import.
 """

@@ -16,14 +16,14 @@ from tezo.models.model_config import IN_MEMORY, ModelConfig
 from tezo.runs.folder import CONFIG, SUMMARY, read_summary
 from tezo.tasks.rewards import Score
 from tezo.tasks.row_objects import Rows, is_named, splits_of
-from tezo.training import loop
-from tezo.training.config import overlay, parse_config, read_run_config
-from tezo.training.job import Job
-from tezo.training.keywords import dotted_settings
-from tezo.training.listeners import Listener
-from tezo.training.opening import TunedModel, check_is_run
-from tezo.training.recipe import Config
-from tezo.training.run import Run as Run
+from tezo.training.configuration.config import overlay, parse_config, read_run_config
+from tezo.training.configuration.keywords import dotted_settings
+from tezo.training.configuration.recipe import Config
+from tezo.training.execution import loop
+from tezo.training.execution.listeners import Listener
+from tezo.training.finished_runs.opening import TunedModel, check_is_run
+from tezo.training.finished_runs.run import Run as Run
+from tezo.training.preparation.job import Job
 
 
 def train(

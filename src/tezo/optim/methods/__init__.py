@@ -47,8 +47,8 @@ T = TypeVar("T", bound=Tuner, covariant=True)
 
 AUTO = "auto"
 """The value of an option that a run chooses: of lr, a rate found by trials before the first step
-(`tezo.optim.learning_rate`); of rho, a scale for the model's precision (`tezo.training.perturbation_scale`); of
-directions, those of each example where the rows allow it."""
+(`tezo.optim.learning_rate`); of rho, a scale for the model's precision
+(`tezo.training.preparation.perturbation_scale`); of directions, those of each example where the rows allow it."""
 Rate = float | Literal["auto"]
 """Type of lr and rho in a recipe; methods are built with numbers."""
 

@@ -15,8 +15,8 @@ from tezo.files import write_file
 from tezo.runs.environment import hardware, versions
 from tezo.studies.plotting import COLOURS as COLOURS
 from tezo.studies.plotting import figure_style
-from tezo.training.coercion import coerce
-from tezo.training.recipe import Config
+from tezo.training.configuration.coercion import coerce
+from tezo.training.configuration.recipe import Config
 
 Numbers = dict[str, Any]
 """What was computed: JSON."""

@@ -19,8 +19,8 @@ from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.errors import RequestError
 from tezo.estimators.estimate import GRADIENT
 from tezo.studies.analysis.figure import Given, Numbers
-from tezo.training.job import Job, prepare
-from tezo.training.recipe import MethodConfig
+from tezo.training.configuration.recipe import MethodConfig
+from tezo.training.preparation.job import Job, prepare
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
 from tezo.optim.methods import METHODS
 from tezo.studies.cost_tables.cost_line import CostLine, settings_of
 from tezo.studies.cost_tables.meta_models import meta_model
-from tezo.training.dry_pass import DryPass, dry_pass, valueless
+from tezo.training.forecasts.dry_pass import DryPass, dry_pass, valueless
 
 BANDWIDTH = 3.35e12
 """Bytes per second of the memory of an H100 SXM, by its data sheet."""

@@ -10,7 +10,7 @@ from tezo.models.model_config import ModelConfig
 from tezo.models.peft_adapters import add_adapter
 from tezo.studies.bench.settings import Settings
 from tezo.studies.bench.shapes import SHAPES, skeleton
-from tezo.training.dry_pass import META
+from tezo.training.forecasts.dry_pass import META
 
 
 def meta_model(settings: Settings, peft: str = "none") -> Any:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tezo.runs.answers_file import OUTCOMES, KeptAnswers, LabelCounts, ShownAnswer
+from tezo.runs.result_words import count_text
 from tezo.studies.report.report_tables import ARROW, MISSING, Cell, Table
-from tezo.training.result_words import count_text
 
 MOST_LABELS = 100
 MOST_SHOWN = 12

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tezo.runs.reader import Run
+from tezo.runs.result_words import minus
 from tezo.studies.report.curves import (
     Points,
     half_life,
@@ -16,7 +17,6 @@ from tezo.studies.report.curves import (
     subsample,
 )
 from tezo.studies.report.losses import dev_losses, row_loss, step_loss
-from tezo.training.result_words import minus
 
 MAX_VALUE = 1e150
 """Larger values are left out: the span of an axis could overflow."""

@@ -1,8 +1,8 @@
 """What the losses of a run are, in words: runs share a chart where their words are the same."""
 
 from tezo.runs.reader import Run
+from tezo.runs.result_words import OPTIONS_LOSS, REWARD, TEXT_LOSS, minus
 from tezo.studies.run_config import run_config
-from tezo.training.result_words import OPTIONS_LOSS, REWARD, TEXT_LOSS, minus
 
 UNKNOWN = "loss"
 """Of a run that has ended without saying it, and has no metric that tells."""

@@ -15,7 +15,7 @@ from tezo.studies.report.answer_tables import answered_rows
 from tezo.studies.report.chart_svg import LARGE, chart_svg
 from tezo.studies.report.result_block import compared, result
 from tezo.studies.run_config import run_config
-from tezo.training.rollbacks import in_words
+from tezo.training.execution.rollbacks import in_words
 
 MAX_RUNS = 8
 """As many as there are colours."""

@@ -9,13 +9,13 @@ from typing import Any
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import method
 from tezo.runs.reader import Run
+from tezo.runs.result_words import change_text, count_text, duration_text, measured_rows_text, metric_text
 from tezo.studies.report.curves import OUTLIER_RMS, group_parameters, kappa_statistics, kappas
 from tezo.studies.report.losses import row_loss
 from tezo.studies.run_config import run_config
 from tezo.tasks.data_config import DataConfig
-from tezo.training.config import to_tree
-from tezo.training.recipe import Config, TrainConfig
-from tezo.training.result_words import change_text, count_text, duration_text, measured_rows_text, metric_text
+from tezo.training.configuration.config import to_tree
+from tezo.training.configuration.recipe import Config, TrainConfig
 
 MISSING = "\N{EN DASH}"
 ARROW = "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW} "

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tezo.runs.reader import Run
+from tezo.runs.result_words import change_text, measured_rows_text, metric_text, work_text
 from tezo.studies.report.report_tables import ARROW, MISSING, Cell, Table, costs, model_text
 from tezo.studies.run_config import run_config
-from tezo.training.result_words import change_text, measured_rows_text, metric_text, work_text
 
 CHOSEN_ON = "The step that was kept had the lowest loss on these very rows: new rows may do a little worse."
 

@@ -10,7 +10,7 @@ from tezo.errors import RequestError, nearest
 from tezo.optim.methods import method
 from tezo.studies.reproduce.overrides import Setting, check_settings, settings_of
 from tezo.studies.reproduce.table import Column, Line, Table, key_of
-from tezo.training.config import overlay, parse_config
+from tezo.training.configuration.config import overlay, parse_config
 
 RHO = 1e-3
 """Perturbation scale of all runs: the paper's."""

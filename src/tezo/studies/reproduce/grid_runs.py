@@ -21,10 +21,10 @@ from tezo.studies.reproduce.results import FAILED, SUMMARY, chooser, is_finished
 from tezo.tasks.evaluation import Metrics, measure
 from tezo.tasks.probing import probe
 from tezo.tasks.splits import evaluation_rows
-from tezo.training.config import overlay, parse_config
-from tezo.training.job import load
-from tezo.training.loop import train
-from tezo.training.recipe import Config
+from tezo.training.configuration.config import overlay, parse_config
+from tezo.training.configuration.recipe import Config
+from tezo.training.execution.loop import train
+from tezo.training.preparation.job import load
 
 
 def run_grid(grid: Grid, output: Path, devices: Sequence[str], tell: Callable[[str], None]) -> int:

@@ -8,7 +8,7 @@ from tezo.estimators.residual_writers import PASSES
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
 from tezo.studies.reproduce.table import Column, CompletionsColumn, Line, Table
-from tezo.training.feedback_schedule import FIRST, LAST
+from tezo.training.preparation.feedback_schedule import FIRST, LAST
 
 STEPS, EVERY = 240, 24
 """Of each line, and between the evaluations that its curve is read off."""

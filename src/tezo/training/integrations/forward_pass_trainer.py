@@ -23,7 +23,7 @@ from tezo.training.integrations.trainer_arguments import check_precision, forwar
 from tezo.training.integrations.trainer_loss import StepLoss
 from tezo.training.integrations.trainer_method import build, check_same, closure_of, parse_method, resolve, with_method
 from tezo.training.integrations.trainer_state import method_of, read_state, restore, save_state
-from tezo.training.job import BASIS_ROWS
+from tezo.training.preparation.job import BASIS_ROWS
 
 logger = logging.getLogger(__name__)
 

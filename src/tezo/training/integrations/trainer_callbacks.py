@@ -8,8 +8,8 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from tezo.errors import RequestError
 from tezo.tasks.evaluation import Metrics
-from tezo.training.job import Job
-from tezo.training.listeners import Listener, Progress
+from tezo.training.execution.listeners import Listener, Progress
+from tezo.training.preparation.job import Job
 
 
 class TrainerCallbacks(Listener):

@@ -12,11 +12,11 @@ from tezo.models.model_config import IN_MEMORY
 from tezo.models.untied_head import check_head_not_tied
 from tezo.optim.methods import AUTO, METHODS
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED, ZerothOrderOptimizer
-from tezo.training.config import parse_config
-from tezo.training.example_directions import resolve_directions
+from tezo.training.configuration.config import parse_config
+from tezo.training.configuration.recipe import Config, MethodConfig
 from tezo.training.integrations.trainer_loss import StepLoss
-from tezo.training.perturbation_scale import DEFAULT_RHO, resolve_rho
-from tezo.training.recipe import Config, MethodConfig
+from tezo.training.preparation.example_directions import resolve_directions
+from tezo.training.preparation.perturbation_scale import DEFAULT_RHO, resolve_rho
 
 logger = logging.getLogger(__name__)
 

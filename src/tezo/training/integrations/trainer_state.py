@@ -14,7 +14,7 @@ from tezo.files import storing
 from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint, DamagedError, checkpoints, load_checkpoint, save_checkpoint
-from tezo.training.recipe import MethodConfig
+from tezo.training.configuration.recipe import MethodConfig
 
 FOLDER = "tezo_state"
 _COUNTS = ("rule", "num_steps", "num_forward_passes", "counts", "seed")

@@ -1,0 +1,51 @@
+"""Who follows a run: called after each step and evaluation."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tezo.estimators.estimate import StepRecord
+from tezo.runs.step_log import Rollback
+from tezo.tasks.evaluation import Metrics
+from tezo.training.preparation.job import Job
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A finished step: its record, seconds since the first, bytes of memory at the peak."""
+
+    record: StepRecord
+    seconds: float
+    memory: int
+
+
+class Listener:
+    """Follows a run; a subclass overrides what it wants to hear of. Calls come in the order of what they report."""
+
+    def started(self, job: Job) -> None:
+        """All is ready; nothing has been evaluated yet."""
+
+    def stepping(self, step: int) -> None:
+        """Step number `step`, from 0, is about to be taken."""
+
+    def stepped(self, progress: Progress) -> None:
+        """A step is finished."""
+
+    def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
+        """`split` ("dev" or "test") was evaluated after `step` steps."""
+
+    def rolled_back(self, rollback: Rollback) -> None:
+        """The run has returned to an earlier state, and goes on at a lower rate."""
+
+    def compared(self, answers: dict[str, Any]) -> None:
+        """Answers to test rows before and after, as in answers.json; not called where there are none."""
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        """The result is saved."""
+
+    def closed(self) -> None:
+        """The run is over, finished or not; the last call, and the only one that always comes."""
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether the run should end after this step."""
+        return False

@@ -1,0 +1,135 @@
+"""The summary of a finished run, summary.json."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tezo.distributed import Ranks
+from tezo.files import reading
+from tezo.models.model_card import Tuning
+from tezo.models.quantization import stored_bytes
+from tezo.runs.environment import hardware, peak_memory, versions
+from tezo.runs.folder import SUMMARY, read_summary
+from tezo.runs.result_words import OPTIONS_LOSS, TEXT_LOSS, minus
+from tezo.runs.step_log import Rollback
+from tezo.tasks.evaluation import Metrics
+from tezo.tasks.objectives import Encoded
+from tezo.training.configuration.recipe import REWARD
+from tezo.training.execution.verdict import verdict
+from tezo.training.preparation.job import Job
+from tezo.training.preparation.plan import parameter_counts, plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a finished run.
+
+    Attributes:
+        steps: number of steps taken.
+        kept_step: number of steps after which the kept parameters were reached.
+        dev_loss: loss on the dev rows with the kept parameters; None if there are no dev rows.
+        seconds: time spent on steps.
+        before: metrics of the test rows before training.
+        after: metrics of the test rows after training.
+        dev_loss_before: loss on the dev rows before training; None if there are no dev rows.
+        rollbacks: returns to earlier states.
+        stopped: reason why the run ended before its last step, see `REASONS` in
+            `tezo.training.execution.rollbacks`; None: it did not, or was asked to.
+    """
+
+    steps: int
+    kept_step: int
+    dev_loss: float | None
+    seconds: float
+    before: Metrics
+    after: Metrics
+    dev_loss_before: float | None
+    rollbacks: Sequence[Rollback]
+    stopped: str | None
+
+
+def row_counts(job: Job) -> dict[str, int]:
+    """Split -> number of its rows. Where there are no test rows the dev rows are counted for both."""
+    return {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)}
+
+
+def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) -> dict[str, Any]:
+    """The summary as JSON: metrics, cost, hardware and versions.
+
+    Args:
+        job: the job that ran.
+        outcome: its outcome.
+        ranks: the processes of the run.
+        result: what was saved, as `save_result` returns it.
+    """
+    optimizer = job.optimizer
+    calls, seconds = optimizer.cost_of_basis
+    summary = {
+        "method": job.config.method.name,
+        "model": job.config.model.name,
+        "losses": _losses(job),
+        "before": outcome.before,
+        "after": outcome.after,
+        "rows": row_counts(job),
+        "steps": outcome.steps,
+        "test_rows_chose": job.test is job.dev,
+        "kept_step": outcome.kept_step,
+        "dev_loss": outcome.dev_loss,
+        "dev_loss_before": outcome.dev_loss_before,
+        "rollbacks": [asdict(rollback) for rollback in outcome.rollbacks],
+        "stopped": outcome.stopped,
+        "num_forward_passes": optimizer.num_forward_passes,
+        "basis_passes": calls,
+        "seconds_stepping": round(outcome.seconds, 3),
+        "seconds_on_basis": round(seconds, 3),
+        "compression_error": optimizer.compression_error,
+        "peak_memory": peak_memory(job.loaded.device),
+        "model_bytes": stored_bytes(job.model),
+        "parameters": parameter_counts(plan(job.model, optimizer)),
+        "result": result,
+        "prompt_shared_by_options": job.objective.packs,
+        "notices": list(job.notices),
+        "seed": job.config.train.seed,
+        "ranks": ranks.size,
+        "bytes_sent": ranks.bytes_sent,
+        "exchanges": ranks.exchanges,
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+    train = job.config.train
+    return summary | {"verdict": verdict(summary, float(job.config.method.options["lr"]), train.num_steps)}
+
+
+def _losses(job: Job) -> dict[str, str]:
+    """In words, what the loss of a step is, and what the metric "loss" of dev and test rows is."""
+    train = job.config.train
+    steps = _loss_text(job.train) if train.minimises_loss else minus(train.objective)
+    return {"steps": steps, "rows": _loss_text(job.test) if job.reward is None else minus(REWARD)}
+
+
+def _loss_text(rows: Sequence[Encoded]) -> str:
+    return OPTIONS_LOSS if rows[0].example.options else TEXT_LOSS
+
+
+def tuning_of(run: Path) -> Tuning | None:
+    """What a model card says of a run; None if the run has no summary.
+
+    Raises:
+        RequestError: the summary is damaged.
+    """
+    summary = read_summary(run)
+    if summary is None:
+        return None
+    with reading(f"{run}: {SUMMARY} is not that of a run", "restore it"):
+        return Tuning(
+            method=str(summary["method"]),
+            steps=int(summary["kept_step"]),
+            rows={str(split): int(count) for split, count in summary["rows"].items()},
+            before=_finite(summary["before"]),
+            after=_finite(summary["after"]),
+        )
+
+
+def _finite(metrics: Metrics) -> dict[str, float]:
+    return {str(name): float(value) for name, value in metrics.items() if value is not None}

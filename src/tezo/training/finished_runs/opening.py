@@ -1,0 +1,135 @@
+"""A run or a base model, opened for evaluation, prediction or export."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tezo.errors import RequestError
+from tezo.models.loading import LoadedModel
+from tezo.models.lora import attach_adapter, load_adapter, merge_adapter
+from tezo.models.peft_adapters import open_adapter
+from tezo.runs.fingerprint import check_model
+from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
+from tezo.runs.manifest import check_manifest
+from tezo.runs.step_log import read_header
+from tezo.tasks.splits import NO_ROWS
+from tezo.training.configuration.config import overlay, parse_config, read_run_config
+from tezo.training.configuration.recipe import Config
+from tezo.training.preparation.job import load
+
+
+@dataclass(frozen=True)
+class TunedModel:
+    """A tuned model in memory.
+
+    Attributes:
+        loaded: model and tokenizer; the model computes with the tuned parameters.
+        merge: writes what is kept beside the weights into them, and removes the hooks.
+        close: removes the hooks alone.
+    """
+
+    loaded: LoadedModel
+    merge: Callable[[], object]
+    close: Callable[[], object]
+
+
+def is_run(name: str | Path) -> bool:
+    """Whether `name` is a run folder."""
+    return (Path(name) / CONFIG).is_file()
+
+
+def check_is_run(name: str | Path) -> None:
+    """An error where `name` is not a run folder."""
+    if not is_run(name):
+        raise RequestError(f"{name} is not a run folder (it has no {CONFIG}); give one that tezo train made.")
+
+
+def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
+    """The configuration of a run folder, or one made for a base model, with settings laid over it."""
+    if is_run(name):
+        return read_run_config(Path(name) / CONFIG, settings)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise RequestError(f"{name} is neither a run folder (no {CONFIG}) nor a model (no config.json).")
+    config = overlay({"model": {"name": name}}, settings)
+    if not {"task", "train"} & set(config.get("data", {})):
+        config = overlay(config, [("data.train", NO_ROWS)])
+    return parse_config(config)
+
+
+def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> LoadedModel:
+    """The base model that a run's adapter belongs to; an error where it is the same but for its weights.
+
+    Args:
+        folder: of the run.
+        config: of the run, with settings laid over it.
+        base: the base model, where it is in memory already; None: as the configuration names it.
+    """
+    loaded, log = base or load(config), folder / LOG
+    own = read_run_config(folder / CONFIG, []).model
+    alike = (own.dtype, own.quantization) == (config.model.dtype, config.model.quantization)
+    if alike and log.is_file():
+        header = read_header(log)
+        if header.get("device") == loaded.device.type:
+            check_model(header, loaded.fingerprint)
+    return loaded
+
+
+def open_model(name: str, config: Config) -> LoadedModel:
+    """The tuned model of a run folder (the base with its adapter, or the saved model), or a base model."""
+    return open_tuned(Path(name), config).loaded if is_run(name) else load(config)
+
+
+def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) -> TunedModel:
+    """The tuned model of a run folder: the base model with the run's adapter, or the saved model.
+
+    Args:
+        folder: of the run.
+        config: of the run, with settings laid over it.
+        base: see `open_base`; a saved model is loaded anew all the same.
+
+    Raises:
+        RequestError: the base model is another one, a file is damaged, or the run did not end.
+    """
+    check_manifest(folder, [LOG, ADAPTER, MODEL])
+    saved = folder / ADAPTER
+    if saved.is_dir():
+        loaded = open_base(folder, config, base)
+        if config.model.peft != "none":
+            return _plain(open_adapter(loaded, config.model, saved))
+        return _attached(loaded, saved)
+    if (folder / MODEL).is_dir():
+        settings = [
+            ("model.name", str(folder / MODEL)),
+            ("model.dtype", config.model.dtype),
+            ("model.trust_remote_code", config.model.trust_remote_code),
+        ]
+        return _plain(load(read_run_config(folder / CONFIG, settings)))
+    raise no_result(str(folder))
+
+
+def _plain(loaded: LoadedModel) -> TunedModel:
+    """A model that has no hooks."""
+    return TunedModel(loaded, lambda: None, lambda: None)
+
+
+def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
+    adapter = load_adapter(saved)
+    handles = attach_adapter(loaded.model, adapter)
+
+    def close() -> None:
+        for handle in handles:
+            handle.remove()
+
+    def merge() -> None:
+        close()
+        merge_adapter(loaded.model, adapter)
+
+    return TunedModel(loaded, merge, close)
+
+
+def no_result(name: str) -> RequestError:
+    """Of a run that left neither an adapter nor a model."""
+    return RequestError(
+        f"{name} has neither adapter/ nor model/: the run did not end; `tezo train --output {name} --resume` goes on."
+    )

@@ -1,0 +1,128 @@
+"""What this machine has, what a model can be tuned with, and how well its projected gradients can be measured."""
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from tezo.directions.targets import find_targets, select_targets
+from tezo.errors import RequestError
+from tezo.models.loading import EMBEDDED, LoadedModel, embedded_folder
+from tezo.models.quantization import bytes_of, stored_bytes
+from tezo.optim.estimate_error import DIRECTIONS, EstimateError, measure_estimate_error, recommended
+from tezo.optim.memory_forecast import forecasts
+from tezo.optim.methods import tezo
+from tezo.runs.environment import hardware, usable_memory, versions
+from tezo.tasks import Row, TaskFormat, task
+from tezo.tasks.data_config import DataConfig
+from tezo.tasks.setup import make_objective
+from tezo.training.configuration.recipe import Config
+from tezo.training.finished_runs.opening import run_config
+from tezo.training.forecasts.memory_ways import LENGTH, advice, memory_of_model
+from tezo.training.preparation.job import load
+
+PACKAGES = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
+"""Packages whose versions are reported."""
+
+REVIEWS = {
+    "a quiet film that stays with you": 1,
+    "the plot falls apart in the second half": 0,
+    "sharp, funny and over too soon": 1,
+    "two hours that feel like four": 0,
+    "the cast is a delight from start to finish": 1,
+    "every joke arrives late and limps away": 0,
+    "a small story told with great care": 1,
+    "loud, hollow and badly cut": 0,
+}
+"""Rows of the task sst2, for models that are looked at without any."""
+
+
+def machine_report() -> dict[str, Any]:
+    """JSON: versions, processor or GPU, cores, memory in bytes, and the state of the embedded models."""
+    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    return {
+        "versions": versions(PACKAGES),
+        "hardware": hardware(),
+        "cores": os.cpu_count(),
+        "memory": usable_memory(),
+        "gpu_memory": gpu,
+        "embedded": {name: _embedded_state(name) for name in EMBEDDED},
+    }
+
+
+def _embedded_state(name: str) -> str:
+    try:
+        embedded_folder(name)
+    except RequestError as error:
+        return str(error)
+    return "installed, weights verified"
+
+
+def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON: a model's sizes, what each method trains and keeps, the memory of training, the noise of its gradients.
+
+    Memory is compared with training by gradients; noise is that of projected gradients. Where one of the two cannot
+    be had, the reason stands in its place.
+
+    Args:
+        name: a folder, a hub name or a run folder.
+        settings: (dotted key, value) pairs laid over its configuration.
+
+    Raises:
+        RequestError: the model cannot be loaded so.
+    """
+    config = run_config(name, settings)
+    loaded = load(config)
+    linear = select_targets(loaded.model)
+    report: dict[str, Any] = {
+        "name": name,
+        "kind": loaded.kind,
+        "dtype": str(loaded.model.dtype),
+        "quantization": config.model.quantization,
+        "bytes": stored_bytes(loaded.model),
+        "parameters": sum(target.shape.numel() for target in find_targets(loaded.model)),
+        "linear_parameters": sum(target.shape.numel() for target in linear),
+        "linear_bytes": sum(bytes_of(target.parameter) for target in linear),
+        "methods": [asdict(forecast) for forecast in forecasts(loaded.model)],
+        "memory": memory_report(config, loaded),
+    }
+    try:
+        noise = model_estimate_error(config.data, loaded)
+    except RequestError as error:
+        return report | {"noise": str(error), "recommended_rho": None}
+    return report | {"noise": [asdict(at) for at in noise], "recommended_rho": recommended(noise).rho}
+
+
+def memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
+    """JSON: the memory of inference, of zeroth-order steps and of training by gradients, and what fits here.
+
+    Rows are those of a batch of the run, tokens as many as `data.max_length` or `LENGTH`. The reason in words where
+    there is no forecast.
+    """
+    if config.model.placement != "device":
+        return f"model.placement is {config.model.placement}, and the forecast is for a model on one device."
+    rows, length = config.train.batch_size, min(config.data.max_length or LENGTH, loaded.max_length)
+    try:
+        ways = memory_of_model(loaded, rows, length)
+    except RequestError as error:
+        return str(error)
+    cuda = loaded.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(loaded.device).total_memory if cuda else usable_memory()
+    told = [asdict(way) | {"total": way.total} for way in ways]
+    return {"rows": rows, "length": length, "available": memory, "ways": told, "advice": advice(ways, memory)}
+
+
+def model_estimate_error(data: DataConfig, loaded: LoadedModel) -> list[EstimateError]:
+    """`measure_estimate_error` on `REVIEWS`, along directions of rank 32, or less where a matrix is smaller."""
+    entry = task("sst2")
+    form = TaskFormat(entry, entry.wording(loaded.kind))
+    objective = make_objective(data, loaded, form)
+    rows = [Row({"sentence": text, "label": label}, text) for text, label in REVIEWS.items()]
+    encoded = [objective.encode(form.example(row)) for row in rows]
+    side = min(min(target.matrix_shape) for target in select_targets(loaded.model))
+    optimizer = tezo(loaded.model, rank=min(32, side), num_directions=DIRECTIONS)
+    try:
+        return measure_estimate_error(optimizer, objective.closure(loaded.model, objective.batches(encoded)))
+    finally:
+        optimizer.close()
