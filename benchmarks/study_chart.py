@@ -33,7 +33,7 @@ DECODER: dict[str, tuple[str, Any]] = {
         ("tezo", COLOURS[5]), ("tezo-cadam", COLOURS[4]), ("cadam-act", COLOURS[0]), ("lozo-adam-act", COLOURS[1]),
     )
     for suffix, stroke in (("", "--"), ("-per-example", "-"))
-}  # fmt: skip
+} | {"lozo-adam-act-feedback-per-example": (COLOURS[2], "-")}  # fmt: skip
 """Dashed where directions are shared."""
 
 

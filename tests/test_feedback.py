@@ -1,6 +1,8 @@
 """A feedback step: what the readout says of the last hidden states, handed to the layers that write them."""
 
 import math
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ from tezo.estimators.readout import last_errors, last_hidden
 from tezo.estimators.residual_writers import residual_writers
 from tezo.optim.methods import lozo_adam
 from tezo.runs.factor_files import FactorFiles
+from tezo.tasks import Example
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.objective import Encoded
 
 RANK = 4
 LR, SCALE = 1e-2, 0.5
@@ -66,6 +71,43 @@ def test_the_error_is_the_gradient_at_the_last_hidden_states_and_no_layer_record
     assert e.shape == hidden.shape and torch.is_grad_enabled()
     torch.testing.assert_close(loss, closure().detach())
     torch.testing.assert_close(e, true_errors(base, closure))
+
+
+class Saved:
+    """A tensor that a graph has stored for its backward pass."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_of_a_batch_in_parts_the_graph_of_one_part_exists_at_a_time():
+    model = tiny_opt()
+    objective = CausalObjective(SimpleNamespace(pad_token_id=0), torch.device("cpu"), 100, ())
+    texts = [*tokens(8, 4, seed=1).tolist(), *tokens(2, 20, seed=2).tolist()]
+    rows = [Encoded((tuple(ids),), (len(ids) - 2,), Example("", "", (), None, "a row")) for ids in texts]
+    closure = objective.closure(model, objective.batches(rows))
+    parts = len(closure.batches)
+    assert parts > 1
+    base, _ = last_hidden(model, closure)
+    outputs: list[Tensor] = []
+    handle = base.register_forward_hook(lambda _, __, out: outputs.append(out.last_hidden_state))
+    expected_loss = closure()
+    expected = torch.autograd.grad(expected_loss, outputs)
+    handle.remove()
+    alive: weakref.WeakSet[Saved] = weakref.WeakSet()
+    stored, at_calls = [0], []
+
+    def pack(tensor: Tensor) -> Saved:
+        stored[0] += 1
+        alive.add(saved := Saved(tensor))
+        return saved
+
+    base.register_forward_pre_hook(lambda *_: at_calls.append(len(alive)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        loss, found = last_errors(base, closure, {})
+    assert stored[0] > parts and at_calls == [0] * parts
+    torch.testing.assert_close(loss, expected_loss.detach())
+    torch.testing.assert_close([e for _, e in found], list(expected))
 
 
 @pytest.mark.parametrize("make", WRITERS)

@@ -125,11 +125,11 @@ def test_what_does_not_fit_is_refused(home, tmp_path, more, parts):
         (1000, "lozo-adam", "train", (15, 60)),
         (100, "lozo-adam", "train", (5, 20)),
         (99, "lozo-adam", "train", (0, 0)),
-        (1000, "lozo-adam", "completions", (0, 0)),
+        (1000, "lozo-adam", "completions", (15, 60)),
         (1000, "tezo", "train", (0, 0)),
     ],
 )
-def test_what_is_left_open_goes_by_steps_method_and_rows(home, steps, method, rows, expected):
+def test_what_is_left_open_goes_by_steps_and_method_whatever_the_rows(home, steps, method, rows, expected):
     write_rows(home / "completions.jsonl", completion_rows(6))
     wanted = config(home, method, steps=steps, feedback_first=None, feedback_last=None)
     wanted = replace(wanted, data=replace(wanted.data, train=str(home / f"{rows}.jsonl"), dev=None, test=None))

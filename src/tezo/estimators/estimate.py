@@ -61,6 +61,14 @@ class ExampleClosure(Protocol):
         """
 
 
+@runtime_checkable
+class SummedClosure(Protocol):
+    """An objective in terms whose graphs need not exist at the same time."""
+
+    def summands(self) -> Iterator[Tensor]:
+        """Terms whose sum is the objective, computed one after another, no two of which share a graph."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """The measurement along one direction.

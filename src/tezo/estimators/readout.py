@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tezo.directions.targets import only_input
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure
+from tezo.estimators.estimate import Closure, SummedClosure
 from tezo.forward.interception import untraced
 
 Tap = tuple[Sequence[nn.Module], Callable[[Tensor], Tensor]]
@@ -74,6 +74,8 @@ def last_errors(
 ) -> tuple[Tensor, list[tuple[dict[str, list[Tensor]], Tensor]]]:
     """(L, [(tap results by name, e (B, L, D)), ...] for each call of `base`); calls that do not affect L are omitted.
 
+    The graph of a summand of L is freed before the next one is computed: it has the logits of one part of the batch.
+
     Args:
         base: base model, from `last_hidden`.
         closure: returns the loss as a tensor.
@@ -82,17 +84,20 @@ def last_errors(
     Raises:
         RequestError: the loss has no gradient.
     """
+    losses: list[Tensor] = []
+    errors: list[Tensor | None] = []
     with _recording(base, taps) as calls, torch.enable_grad():
-        loss = closure()
-    leaves = [call.leaf for call in calls if call.leaf is not None]
-    loss = torch.as_tensor(loss)
-    errors = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+        for summand in closure.summands() if isinstance(closure, SummedClosure) else [torch.as_tensor(closure())]:
+            leaves = [call.leaf for call in calls[len(errors) :] if call.leaf is not None]
+            unused = [None] * len(leaves)
+            errors += torch.autograd.grad(summand, leaves, allow_unused=True) if summand.requires_grad else unused
+            losses.append(summand.detach())
     if all(error is None for error in errors):
         raise RequestError(
             "a feedback step needs a loss that is a tensor and differentiable in the model's last hidden states; "
             "return one, or set train.feedback_first=0 and train.feedback_last=0."
         )
-    return loss.detach(), [(c.kept, e) for c, e in zip(calls, errors, strict=True) if e is not None]
+    return torch.stack(losses).sum(0), [(c.kept, e) for c, e in zip(calls, errors, strict=True) if e is not None]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from tezo.estimators.residual_writers import PASSES
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
 from tezo.studies.reproduce.table import Column, CompletionsColumn, Line, Table
-from tezo.training.preparation.feedback_schedule import FIRST, LAST
+from tezo.training.preparation.feedback_schedule import FIRST, LAST, default_counts
 
 STEPS, EVERY = 240, 24
 """Of each line, and between the evaluations that its curve is read off."""
@@ -43,7 +43,14 @@ def _factor(label: str, options: dict[str, Any], *settings: tuple[str, Any]) -> 
 _DIRECTIONS = 4
 
 
-def _feedback(label: str, budget: int, first: int, last: int, options: Mapping[str, Any] | None = None) -> Line:
+def _feedback(
+    label: str,
+    budget: int,
+    first: int,
+    last: int,
+    options: Mapping[str, Any] | None = None,
+    rates: tuple[float, ...] = BASIS_RATES,
+) -> Line:
     """A line whose first and last steps are along the error at the last hidden states, within as many forward passes.
 
     Each of those takes one pass, and each stretch of them two more.
@@ -51,7 +58,8 @@ def _feedback(label: str, budget: int, first: int, last: int, options: Mapping[s
     passes = sum(count + PASSES for count in (first, last) if count)
     steps = first + last + (budget - passes) // 2
     places = (("train.feedback_first", first), ("train.feedback_last", last))
-    return _factor(f" + act, {label}", dict(options or {}), ("train.steps", steps), *places)
+    own = {**_FACTOR, **(options or {})}
+    return _line(f"LOZO-Adam + act, {label}", "lozo-adam", rates, own, ("train.steps", steps), *places)
 
 
 _EACH = {"directions": PER_EXAMPLE}
@@ -147,6 +155,7 @@ STUDY_LONG = replace(
 )
 
 _DECODER_STEPS, _DECODER_EVERY = 200, 25
+_DECODER_FEEDBACK = default_counts(_DECODER_STEPS)
 
 
 def _both(label: str, method: str, rates: tuple[float, ...], options: dict[str, Any]) -> tuple[Line, Line]:
@@ -172,6 +181,7 @@ STUDY_DECODER = replace(
         *_both("TeZO-cAdam", "tezo-cadam", ADAPTIVE_RATES, _TEZO),
         *_both("cAdam + act", "tezo-cadam", ADAPTIVE_RATES, _TEZO | _ACT),
         *_both("LOZO-Adam + act", "lozo-adam", ADAPTIVE_RATES, _FACTOR),
+        _feedback("feedback, per example", 2 * _DECODER_STEPS, *_DECODER_FEEDBACK, _EACH, ADAPTIVE_RATES),
     ),
     seeds=(0, 1, 2),
     search_seeds=1,
@@ -186,6 +196,7 @@ STUDY_DECODER = replace(
         f"the most likely ones. FT has {_DECODER_STEPS // 2} steps of 8 rows. The model is a toy: nothing here says "
         "what happens at another size.",
         "act: the leading directions of each layer's inputs. per example: each row of a batch has its own direction. "
-        "Every method tunes the linear layers.",
+        f"feedback: the first {_DECODER_FEEDBACK[0]} and the last {_DECODER_FEEDBACK[1]} steps are along the error at "
+        "the last hidden states. Every method tunes the linear layers.",
     ),
 )  # fmt: skip

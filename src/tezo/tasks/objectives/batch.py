@@ -53,6 +53,11 @@ class Batch:
     places: tuple[int, ...]
 
     @property
+    def num_terms(self) -> int:
+        """Number of terms of the loss: one for each example with a label, or one for each answer token."""
+        return len(self.labels_B) if self.labels_B is not None else int(self.valid_SK.sum())
+
+    @property
     def examples_of_rows(self) -> list[int]:
         """The example of each row."""
         examples = self.row_S.new_zeros(len(self.input_ids_RL))

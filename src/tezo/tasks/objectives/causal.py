@@ -162,6 +162,9 @@ class CausalObjective(Objective):
             return super().terms(model, batch, copies)
         chosen, _ = self.log_probs(model, batch, copies)
         examples_T = batch.example_S.repeat_interleave(batch.tokens_SK.shape[1])
-        counts_B = batch.example_S.new_zeros(batch.shape_BO[0])
-        counts_B.index_add_(0, batch.example_S, batch.valid_SK.sum(1))
-        return Terms(-chosen.view(copies, -1), examples_T, counts_B)
+        return Terms(-chosen.view(copies, -1), examples_T, batch.shape_BO[0])
+
+    def summands(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        count = sum(batch.num_terms for batch in batches)
+        for batch in batches:
+            yield self.total(model, batch)[0][0] / count

@@ -69,16 +69,16 @@ class Terms:
     Attributes:
         values_CT: the terms of each copy, float32 or wider, 0 for padding.
         example_T: int64, example of each term.
-        counts_B: int64, number of terms of each example.
+        num_examples: B.
     """
 
     values_CT: Tensor
     example_T: Tensor
-    counts_B: Tensor
+    num_examples: int
 
     def of_examples(self) -> Tensor:
         """The sum of the terms of each example: (copies, B)."""
-        sums_CB = self.values_CT.new_zeros(len(self.values_CT), len(self.counts_B))
+        sums_CB = self.values_CT.new_zeros(len(self.values_CT), self.num_examples)
         return sums_CB.index_add_(1, self.example_T, self.values_CT)
 
 
@@ -134,12 +134,11 @@ class Objective(ABC):
         scores = self.scores(model, batch, copies)
         losses = functional.cross_entropy(scores, batch.labels_B.repeat(copies), reduction="none")
         examples = torch.arange(len(batch.labels_B), device=losses.device)
-        return Terms(losses.view(copies, -1), examples, torch.ones_like(examples))
+        return Terms(losses.view(copies, -1), examples, len(examples))
 
     def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
         """(sum of the terms of each copy (copies,), number of terms)."""
-        terms = self.terms(model, batch, copies)
-        return terms.values_CT.sum(1), int(terms.counts_B.sum())
+        return self.terms(model, batch, copies).values_CT.sum(1), batch.num_terms
 
     def losses(self, model: Any, batches: Sequence[Batch], copies: int) -> Tensor:
         """The mean loss of each copy over the parts of a batch: (copies,), float32 or wider.
@@ -170,7 +169,7 @@ class Objective(ABC):
         places = [place for batch in batches for place in batch.places]
         in_order = torch.argsort(torch.tensor(places))
         sums = torch.cat([own.of_examples() for own in terms], 1)
-        return sums[:, in_order.to(sums.device)], sum(int(own.counts_B.sum()) for own in terms)
+        return sums[:, in_order.to(sums.device)], sum(batch.num_terms for batch in batches)
 
     def example_passes(self, batch: Batch) -> list[list[int]]:
         """For each forward pass over a batch in `example_totals`, the example of each row of one copy."""
@@ -179,6 +178,10 @@ class Objective(ABC):
     def loss(self, model: Any, *batches: Batch) -> Tensor:
         """The mean loss over the parts of a batch: scalar, float32 or wider."""
         return self.losses(model, batches, 1)[0]
+
+    def summands(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """Terms whose sum is the loss, computed one after another, no two of which share a graph."""
+        yield self.loss(model, *batches)
 
     def closure(self, model: Any, batches: Sequence[Batch]) -> "BatchClosure":
         """The loss on the parts of a batch, for one set of parameters or for several copies at once."""
@@ -255,6 +258,10 @@ class BatchClosure:
     def __call__(self) -> Tensor:
         """The loss: scalar, float32 or wider."""
         return self.losses(1)[0]
+
+    def summands(self) -> Iterator[Tensor]:
+        """Terms whose sum is the loss; see `Objective.summands`."""
+        return self.objective.summands(self.model, self.batches)
 
     def losses(self, copies: int) -> Tensor:
         """The loss of each copy (copies,), from passes with `copies` blocks of rows; see `Objective.losses`."""

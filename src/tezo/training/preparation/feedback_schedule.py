@@ -15,21 +15,21 @@ LEAST_STEPS = 100
 KEYS = ("feedback_first", "feedback_last")
 
 
-def resolve_feedback(
-    train: TrainConfig, method: str, optimizer: Tuner, loss: Closure, *, labelled: bool
-) -> tuple[TrainConfig, list[str]]:
+def default_counts(steps: int) -> tuple[int, int]:
+    """The default numbers of feedback steps at the start and at the end of a run of so many steps."""
+    return (min(FIRST, steps // 20), min(LAST, steps // 5)) if steps >= LEAST_STEPS else (0, 0)
+
+
+def resolve_feedback(train: TrainConfig, method: str, optimizer: Tuner, loss: Closure) -> tuple[TrainConfig, list[str]]:
     """Replaces None in train.feedback_first and train.feedback_last; returns (settings, notices for the user).
 
-    The defaults are `FIRST` and `LAST` if the method takes feedback steps, the rows have labels (as in the study) and
-    the run has at least `LEAST_STEPS` steps; otherwise 0. Free text gets none by default, because the graph of the
-    output head takes too much memory there.
+    They become `default_counts` if the method takes feedback steps and the objective is the loss; otherwise 0.
 
     Args:
         train: settings with numbers or None for the two keys.
         method: name of the method.
         optimizer: optimizer on the model.
         loss: the loss on some training rows.
-        labelled: whether all rows have options to choose from.
 
     Raises:
         RequestError: feedback steps are set, but the method, the objective or the model does not support them.
@@ -40,8 +40,7 @@ def resolve_feedback(
         raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use lozo-adam.")
     if asked and not train.minimises_loss:
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
-    fits = available and labelled and train.minimises_loss and train.num_steps >= LEAST_STEPS
-    defaults = (min(FIRST, train.num_steps // 20), min(LAST, train.num_steps // 5)) if fits else (0, 0)
+    defaults = default_counts(train.num_steps) if available and train.minimises_loss else (0, 0)
     notices: list[str] = []
     if asked or any(default for key, default in zip(KEYS, defaults, strict=True) if getattr(train, key) is None):
         try:

@@ -189,7 +189,6 @@ def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows) -> Resou
         model=loaded.model,
         rows=RowFacts(
             count=len(train),
-            labelled=all(row.example.label is not None for row in train),
             shared_tokens=objective.shared_tokens,
             held_out=len(held_out),
         ),

@@ -45,13 +45,11 @@ class RowFacts:
 
     Attributes:
         count: number of training rows.
-        labelled: whether all of them have options to choose among.
         shared_tokens: tokens of inputs that a pass has for all its rows together; see `Objective`.
         held_out: number of rows that learning rates are compared on.
     """
 
     count: int
-    labelled: bool
     shared_tokens: int
     held_out: int
 
@@ -98,7 +96,7 @@ def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Con
     """
     train = with_steps(config.train, resources.rows.count)
     loss = resources.loss(train.batch_size)
-    train, notices = resolve_feedback(train, config.method.name, optimizer, loss, labelled=resources.rows.labelled)
+    train, notices = resolve_feedback(train, config.method.name, optimizer, loss)
     config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
     lr, more = _resolved_lr(config, resources, optimizer)
     return config.with_options(lr=lr), [*notices, *more]
