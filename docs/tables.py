@@ -119,6 +119,22 @@ def per_example() -> str:
     )
 
 
+def feedback_memory() -> str:
+    """Peak memory of each kind of step on free text, over that of inference, in percent of the model's bytes."""
+    made = read("feedback_memory")
+    rows = []
+    for case in made["rows"]:
+        batch = f"{SHORT[case['dtype']]}, {case['rows']} rows up to {case['longest']} tokens"
+        inference = case["inference"]
+        kinds = ("two-point", "feedback")
+        over = [100 * (case[kind]["peak"] - inference["peak"]) / inference["model"] for kind in kinds]
+        rows.append([batch, str(inference["parts"]), *(f"{percent:+.1f} %" for percent in over)])
+    return grid(["", "parts of the batch", "two-point step", "feedback step"], rows) + (
+        f"\nPeak resident set of a fresh process each, over that of a forward pass; {made['model']}, random weights, "
+        f"`lozo-adam` without its look at the inputs. `{made['command']}`; {machine(made)}.\n"
+    )
+
+
 def products() -> str:
     """The weight of a half-precision layer cast first, against the emulated product."""
     result = read("products")
@@ -223,6 +239,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-sizes-emulated": partial(step_sizes, "step_cpu_emulated"),
     "memory": memory,
     "per-example": per_example,
+    "feedback-memory": feedback_memory,
     "evaluation": evaluation,
     "products": products,
     "kills": kills,

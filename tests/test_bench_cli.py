@@ -104,6 +104,15 @@ def test_help_comes_without_torch(command):
 
 
 @pytest.mark.slow
+def test_the_script_of_feedback_steps_memory_writes_a_row_with_every_kind(tmp_path):
+    command = [sys.executable, BENCHMARKS / "feedback_memory.py", "--quick", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "feedback_memory.json").read_text(encoding="utf-8"))["rows"]
+    assert all(row[kind]["peak"] > row[kind]["model"] > 0 for kind in ("inference", "two-point", "feedback"))
+
+
+@pytest.mark.slow
 def test_the_script_of_example_directions_writes_both_files(tmp_path):
     # a process of its own, which finds benchmarks/cpu.py beside it
     command = [sys.executable, BENCHMARKS / "per_example.py", "--quick", "--out", tmp_path]
