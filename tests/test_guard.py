@@ -63,8 +63,8 @@ def test_after_a_return_the_lowest_means_are_known_and_the_noise_of_the_rise_is_
     for _ in range(64):
         assert not guard.add(loss := draw.gauss(3, 0.1)) and not sound.add(loss)
     assert any(guard.add(draw.gauss(3 + 2 * t, 0.1)) for t in range(1, 9))
-    guard.restart()
-    sound.restart()
+    guard.restart(keep_lowest=True)
+    sound.restart(keep_lowest=True)
     later = [draw.gauss(3.4, 0.1) for _ in range(40)]
     alarms = [(guard.add(loss), sound.add(loss)) for loss in later]
     assert all(one == other for one, other in alarms)

@@ -112,8 +112,8 @@ def test_the_state_after_a_return_is_saved_and_restored(case):
 # The decision
 
 
-def control(steps: int = 100, every: int = 10, rows_ratio: float = 0.25) -> Rollbacks:
-    return Rollbacks(steps, rows_ratio, every)
+def control(steps: int = 100, every: int = 10, rows_ratio: float = 0.25, *, by_dev_loss: bool = False) -> Rollbacks:
+    return Rollbacks(steps, rows_ratio, every, by_dev_loss=by_dev_loss)
 
 
 def fed(made: Rollbacks, losses: list[float]) -> Rollbacks:
@@ -160,11 +160,23 @@ def test_the_rate_falls_by_a_third_each_time_and_a_run_ends_where_that_did_not_h
     assert once.planned(70, BEST, DEV_ROSE) is not None
 
 
-def test_the_decisions_after_a_restart_are_those_without_one():
+def test_a_state_that_dev_rows_chose_is_not_compared_with_losses_of_rows_learnt_by_heart():
+    by_heart = [loss - 2 for loss in NOISE[:32]]
+    for by_dev_loss in (False, True):
+        made = fed(control(200, by_dev_loss=by_dev_loss), by_heart)
+        made.add(Rollback(32, 0, LOWERED, STAGNATED))
+        reasons = [fed(made, [loss]).reason(33 + step, BEST, None) for step, loss in enumerate(NOISE[32:96])]
+        assert set(reasons) == {None} if by_dev_loss else STEPS_ROSE in reasons
+    assert fed(made, [9.0] * 16).reason(112, BEST, None) == STEPS_ROSE, "a rise since the return is seen"
+
+
+@pytest.mark.parametrize("by_dev_loss", [False, True])
+def test_the_decisions_after_a_restart_are_those_without_one(by_dev_loss):
     losses = NOISE[:40] + [9.0] * 8 + NOISE[40:90] + [9.0] * 16
     records = [StepRecord(step, loss, 1e-3) for step, loss in enumerate(losses)]
     for cut in range(len(losses)):
-        whole, restored, done = control(200), control(200), dict[int, Rollback]()
+        whole, restored = (control(200, by_dev_loss=by_dev_loss) for _ in range(2))
+        done = dict[int, Rollback]()
         for step, loss in enumerate(losses):
             if step == cut:
                 restored.load(records[:cut], done, len(done))

@@ -48,7 +48,10 @@ class BestState:
         self.stopped: str | None = None
         self._every = interval(self.settings.eval_every, self.settings) if job.dev else 0
         self._rollbacks = Rollbacks(
-            self.settings.num_steps, self.settings.batch_size / max(1, len(job.dev)), self._every or 1
+            self.settings.num_steps,
+            self.settings.batch_size / max(1, len(job.dev)),
+            self._every or 1,
+            by_dev_loss=self._every > 0 and self.settings.minimises_loss,
         )
         self._losses: list[float] = []
         self._resumed = ResumeState()

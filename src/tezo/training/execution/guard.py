@@ -64,15 +64,21 @@ class Guard:
         """
         return self._is_large(rise / math.sqrt(2 * ratio))
 
-    def restart(self) -> None:
-        """Goes on after a return to an earlier state; the lowest means are kept.
+    def restart(self, *, keep_lowest: bool) -> None:
+        """Goes on after a return to an earlier state.
 
         The noise is estimated anew: a rise may have begun in the first steps, and would have been taken for noise.
+
+        Args:
+            keep_lowest: whether the lowest means count from now on. They should not if other rows chose the state: a
+                state that has learnt the training rows by heart has lower losses on them than a better one.
         """
         self._last = None
         self._squares, self._differences = 0.0, 0
         for window in self._windows:
             window.restart()
+            if not keep_lowest:
+                window.lowest = math.inf
 
     def _is_large(self, rise: float) -> bool:
         """Whether a difference of two means, scaled to the variance of one loss, is above its quantile."""
@@ -83,12 +89,16 @@ class Guard:
 
 
 class _Window:
-    """Means of windows of `size` losses, one after the other."""
+    """Means of windows of `size` losses, one after the other.
+
+    Attributes:
+        lowest: the lowest of them.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._sum, self._count = 0.0, 0
-        self._lowest = math.inf
+        self.lowest = math.inf
 
     def add(self, loss: float) -> float | None:
         """At the end of a window, how far its mean is above the lowest, times sqrt(size / 2); otherwise None."""
@@ -97,8 +107,8 @@ class _Window:
         if self._count < self.size:
             return None
         mean = self._sum / self.size
-        rise = (mean - self._lowest) * math.sqrt(self.size / 2)
-        self._lowest = min(self._lowest, mean)
+        rise = (mean - self.lowest) * math.sqrt(self.size / 2)
+        self.lowest = min(self.lowest, mean)
         self.restart()
         return rise
 

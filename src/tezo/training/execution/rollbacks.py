@@ -65,14 +65,16 @@ class Rollbacks:
         steps: number of steps of the run.
         rows_ratio: rows of a step over dev rows.
         every: steps between evaluations.
+        by_dev_loss: whether the dev loss chooses the state to return to, and is what the steps minimise.
     """
 
-    def __init__(self, steps: int, rows_ratio: float, every: int) -> None:
+    def __init__(self, steps: int, rows_ratio: float, every: int, *, by_dev_loss: bool) -> None:
         self.done: list[Rollback] = []
         self._steps = steps
         self._guard = Guard(steps)
         self._rows_ratio = rows_ratio
         self._every = every
+        self._by_dev_loss = by_dev_loss
         self._have_risen = False
 
     @property
@@ -120,7 +122,7 @@ class Rollbacks:
     def add(self, rollback: Rollback) -> None:
         """Takes in a rollback that was made."""
         self.done.append(rollback)
-        self._guard.restart()
+        self._guard.restart(keep_lowest=not self._by_dev_loss)
         self._have_risen = False
 
     def load(self, records: Sequence[StepRecord], done: Mapping[int, Rollback], count: int) -> None:
