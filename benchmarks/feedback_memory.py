@@ -3,7 +3,7 @@
     python benchmarks/feedback_memory.py [--out benchmarks/results] [--quick]
 
 Rows of different lengths, every token but the first is an answer token, so that the head gives logits for almost all
-positions. A fresh process for each case. Writes feedback_memory.json, in a minute.
+positions. A fresh process for each case. Writes feedback_memory.json, in some minutes.
 """
 
 import argparse

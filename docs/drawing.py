@@ -17,7 +17,9 @@ def head(settings: dict[str, Any]) -> str:
 def machine(result: dict[str, Any]) -> str:
     """What it ran on."""
     versions = result["versions"]
-    return f"{result['hardware']}, torch {versions['torch']}, transformers {versions['transformers']}"
+    # results of several runs name what each ran on, earlier ones in another spelling
+    named = dict.fromkeys(name.replace(" 1 threads", " 1 thread") for name in result["hardware"].split("; "))
+    return f"{'; '.join(named)}, torch {versions['torch']}, transformers {versions['transformers']}"
 
 
 def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
