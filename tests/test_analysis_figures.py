@@ -5,6 +5,7 @@ import math
 
 import pytest
 from analyses import SMALL, options_of
+from cases import mostly_slow
 from folders import refused, settings, tezo
 
 from tezo.studies.analysis import ANALYSES, Given, analysis, drawn
@@ -117,7 +118,10 @@ def finite(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-@pytest.mark.parametrize("name", SMALL)
+SLOWEST = ("second-moment", "convergence")
+
+
+@pytest.mark.parametrize("name", mostly_slow(SMALL, *(name for name in SMALL if name not in SLOWEST)))
 def test_the_command_writes_figure_and_numbers(name, tmp_path):
     done = tezo("analyze", name, "--output", tmp_path, *settings(**SMALL[name]))
     assert done.code == 0, done.err

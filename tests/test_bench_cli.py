@@ -69,7 +69,8 @@ def test_a_folder_is_measured_as_a_shape_is(tmp_path):
     assert json.loads(done.out)["settings"]["model"] == str(folder)
 
 
-@pytest.mark.parametrize("start", ["forked", pytest.param("as it is", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["forked", "as it is"])
 def test_memory_is_measured_in_fresh_processes(tmp_path, monkeypatch, start):
     if start == "forked":  # each of its own imports for seconds
 

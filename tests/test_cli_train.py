@@ -68,6 +68,7 @@ def test_help_of_every_command_works_without_importing_torch():
         assert f"tezo {name}" in done.stdout or f"{name} [OPTIONS]" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_installed_program_fails_in_words_and_with_debug_in_full(home, tmp_path):
     flags = ("train", "--model", home / "opt", "--data", tmp_path / "no.jsonl", "--output", tmp_path / "out")
     done = program(*flags)

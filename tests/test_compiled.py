@@ -32,10 +32,7 @@ WITH_NORMS = pytest.param(CASES["tezo"], tiny_llama, id="tezo-llama")
 @pytest.mark.parametrize(
     ("case", "build"),
     [
-        *(
-            pytest.param(case, tiny_opt, id=name, marks=() if name == "mezo" else pytest.mark.slow)
-            for name, case in CASES.items()
-        ),
+        *(pytest.param(case, tiny_opt, id=name, marks=pytest.mark.slow) for name, case in CASES.items()),
         WITH_NORMS,
     ],
 )

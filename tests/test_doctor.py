@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import torch
+from cases import mostly_slow
 from folders import model_folder, refused, saved, tezo, tiny_model, tokenizer_for
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -117,7 +118,7 @@ def test_forecasts_are_what_a_step_keeps(home, family):
         assert not any(module._forward_hooks for module in loaded.model.modules()), "a forecast leaves nothing behind"
 
 
-@pytest.mark.parametrize("family", ["opt", "bert", "roberta"])
+@pytest.mark.parametrize("family", mostly_slow(["opt", "bert", "roberta"], "bert"))
 def test_doctor_answers_for_every_kind_of_model(home, family):
     done = tezo("doctor", "--model", home / family, "--json")
     assert done.code == 0, done.err
@@ -221,7 +222,7 @@ def test_the_advice_names_the_fastest_way_that_fits(least, said):
     assert said not in advice(ways, int(least * GIB / USABLE) - 2 * GIB // 10)
 
 
-@pytest.mark.parametrize("family", ["opt", "roberta"])
+@pytest.mark.parametrize("family", mostly_slow(["opt", "roberta"], "roberta"))
 def test_doctor_says_whether_lora_fits_with_the_numbers(home, family, monkeypatch):
     report = json.loads(tezo("doctor", "--model", home / family, "--json", "--set", "data.max_length=8").out)
     memory = report["model"]["memory"]

@@ -83,7 +83,8 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(None, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [FEW, None], ids=["few", "all"])
 def test_the_rehearsal_has_every_case_with_numbers_or_a_reason(scripts, rehearse, tmp_path, monkeypatch, cases):
     pytest.importorskip("bitsandbytes", reason="packs models in nf4")
     pytest.importorskip("peft", reason="LoRA is an adapter of PEFT")

@@ -162,6 +162,7 @@ def test_importing_the_package_imports_no_heavy_library():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_package_gives_every_public_name_when_it_is_first_asked_for():
     left = [] if find_spec("trl") else ["TezoSFTTrainer"]  # of an extra
     code = (

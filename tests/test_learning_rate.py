@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, choose, effective_weights, every_method_fast_for_kinds, mostly_slow, run
+from cases import (
+    CASES,
+    ONE_OF_EACH_KIND,
+    effective_weights,
+    every_method_fast_for_kinds,
+    mostly_slow,
+    run,
+)
 from folders import Result, completion_rows, label_rows, model_folder, refused, tezo, write_rows
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
@@ -70,7 +77,12 @@ def progress(name: str, lr: float, steps: int, **options: Any) -> float:
 
 
 # sparse-mezo: entries that grow are left out from then on, which a few steps do not show
-@choose(*(name for name in CASES if name != "sparse-mezo"))
+RATED = [name for name in CASES if name != "sparse-mezo"]
+
+
+@pytest.mark.parametrize(
+    "case", mostly_slow([CASES[name] for name in RATED], *(CASES[name] for name in ONE_OF_EACH_KIND)), ids=RATED
+)
 def test_a_run_at_the_chosen_rate_is_as_good_as_the_best_of_a_grid(case):
     # 15 dimensions: with one direction a step, luck decides. With four, about one seed of eight is short for lozo-m.
     steps, model, options = 120, Noisy(), {"num_directions": 1 if case.single_direction else 4, "seed": 1}

@@ -426,6 +426,7 @@ def test_a_run_goes_on_to_the_bit_and_is_replayed(home, tmp_path, name):
     assert same(result(tmp_path / "again"), result(tmp_path / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_take_the_steps_of_one_process(home, tmp_path):
     made = run_of(home, batch_size=5, keep_best=False)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from folders import label_rows, model_folder, write_rows
 
 import tezo
@@ -44,6 +45,7 @@ for arguments in {commands!r}:
 """
 
 
+@pytest.mark.slow
 def test_a_run_needs_nothing_that_windows_lacks(tmp_path):
     rows = str(write_rows(tmp_path / "rows.jsonl", label_rows(24)))
     base, run = str(model_folder(tmp_path, "opt")), str(tmp_path / "run")

@@ -132,8 +132,9 @@ def test_ranks_choose_one_learning_rate(home, tmp_path):
     assert 0 < shared != 5.0, "and all ranks had the same parameters after every step"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("start", [torchrun, pytest.param(accelerate, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", [torchrun, accelerate])
 def test_the_usual_programs_start_ranks(home, tmp_path, start):
     made = recipe(home, tmp_path)
     done = start(2, made, tmp_path / "run")
@@ -246,6 +247,7 @@ def test_where_one_rank_is_refused_the_others_end_and_name_it(home, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rank_that_never_comes_is_named_after_a_time(home, tmp_path):
     done = ranks(3, recipe(home, tmp_path), tmp_path / "run", "--late", 1, "--patience", 6)

@@ -275,9 +275,9 @@ def small(name: str, output: Path, data: Path, *more: str):
         ("llama-7b", "rte,wic"),
         ("roberta-large", "trec"),
         ("opt-13b", "squad,copa"),
-        ("encoder", "sst2"),
+        pytest.param("encoder", "sst2", marks=pytest.mark.slow),
         ("study", "sst2"),
-        ("study-long", "sst2"),
+        pytest.param("study-long", "sst2", marks=pytest.mark.slow),
     ],
 )
 def test_a_small_table_is_run_and_written_in_the_papers_layout(tmp_path, data, in_this_process, name, tasks):
