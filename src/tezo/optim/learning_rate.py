@@ -10,8 +10,7 @@ it by less than an earlier one did: a loss over few labels is bounded, and need 
 last rate before the rise, or else the one with the lowest loss, bounds the search from above. From there trials of the
 run's own first steps go down by factors of 2: each starts at the same parameters, takes the same batches and
 directions, and is judged by the loss on held-out rows. A trial fails as soon as that loss is above the start's by twice
-the standard error of the rows' differences, or at the trial's end by once. The search ends when a trial is worse than
-the one before.
+the standard error of the rows' differences. The search ends when a trial is worse than the one before.
 
 A few steps favour higher rates than a run, whose signal decreases while its noise does not: the result is `CAUTION`
 times the best rate of the trials.
@@ -220,7 +219,7 @@ class _Search:
             taken = stop
             changes = [after - before for after, before in zip(self._held_out(), start, strict=True)]
             change = statistics.fmean(changes) if all(map(math.isfinite, changes)) else math.inf
-            failed = change > (1 if stop == self.trial_steps else 2) * standard_error(changes)
+            failed = change > 2 * standard_error(changes)
             if failed:
                 break
         self._restart()
