@@ -9,28 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import (
-    CASES,
-    ONE_OF_EACH_KIND,
-    effective_weights,
-    every_method_fast_for_kinds,
-    mostly_slow,
-    run,
-)
+from cases import CASES, ONE_OF_EACH_KIND, effective_weights, every_method_fast_for_kinds, mostly_slow, run
 from folders import Result, completion_rows, label_rows, model_folder, refused, tezo, write_rows
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
 
 from tezo.errors import NonFiniteResultError
-from tezo.optim.learning_rate import (
-    CAUTION,
-    ENOUGH,
-    MOST_PASSES,
-    MOST_TRIALS,
-    TRIAL_STEPS,
-    ChosenRate,
-    choose_lr,
-)
+from tezo.optim.learning_rate import CAUTION, ENOUGH, MOST_PASSES, MOST_TRIALS, TRIAL_STEPS, ChosenRate, choose_lr
 from tezo.optim.updates import SGD, Adam, AdaMU, FactoredAdam, NormalizedSGD
 from tezo.runs.step_log import read_log
 from tezo.training.configuration.config import read_config
@@ -75,8 +60,8 @@ def progress(name: str, lr: float, steps: int, **options: Any) -> float:
     return model.start() / before
 
 
-# sparse-mezo: entries that grow are left out from then on, which a few steps do not show
 RATED = [name for name in CASES if name != "sparse-mezo"]
+"""Not sparse-mezo: entries that grow are left out from then on, which a few steps do not show."""
 
 
 @pytest.mark.parametrize(
