@@ -33,6 +33,7 @@ KINDS = (INFERENCE, TWO_POINT, FEEDBACK)
 BATCHES = (("bfloat16", 4, 128), ("bfloat16", 16, 64), ("float32", 4, 128), ("float32", 16, 64))
 """dtype, rows, tokens of the longest row; the others are shorter in equal steps."""
 STEPS = 2
+"""Steps before the peak is read."""
 
 
 def peak(kind: str, shape: str, dtype: str, rows: int, longest: int) -> dict[str, int]:

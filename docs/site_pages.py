@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 from render import ROOT, shown
 
 from tezo.optim.methods import BASELINES, METHODS, Method
+from tezo.training.configuration.own_recipes import recipe_folder
 
 ELSEWHERE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md", "CONTRIBUTING.md": "contributing.md"}
 """Documents outside docs/ -> their page."""
@@ -80,7 +81,7 @@ def methods_page() -> str:
 
 def method_page(name: str) -> str:
     """A method: its mathematics, its options with their defaults, its recipe."""
-    method, recipe = EVERY[name], ROOT / f"src/tezo/training/recipes/{name}.yaml"
+    method, recipe = EVERY[name], recipe_folder() / f"{name}.yaml"
     lines = [f"# {name}", "", inspect.getdoc(method.build) or "", "", "## Options", "", "| option | default |"]
     lines += ["|---|---|", *(f"| `method.{key}` | {shown(value)} |" for key, value in method.defaults().items())]
     lines += ["", f"In Python: [`tezo.{method.build.__name__}`](../api/methods.md#tezo.{method.build.__name__})."]

@@ -361,9 +361,8 @@ def test_ctrl_c_before_the_first_step_is_said_and_leaves_nothing(home, tmp_path,
     def pressed(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(
-        "tezo.training.preparation.job.load_model", pressed
-    )  # by hand: workers of pytest-xdist ignore the signal
+    # by hand: workers of pytest-xdist ignore the signal
+    monkeypatch.setattr("tezo.training.preparation.job.load_model", pressed)
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run")
     assert done.code == 130 and done.says("interrupted", "--resume")
     assert not (tmp_path / "run").exists()

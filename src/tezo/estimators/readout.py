@@ -87,10 +87,13 @@ def last_errors(
     losses: list[Tensor] = []
     errors: list[Tensor | None] = []
     with _recording(base, taps) as calls, torch.enable_grad():
-        for summand in closure.summands() if isinstance(closure, SummedClosure) else [torch.as_tensor(closure())]:
+        summands = closure.summands() if isinstance(closure, SummedClosure) else [torch.as_tensor(closure())]
+        for summand in summands:
             leaves = [call.leaf for call in calls[len(errors) :] if call.leaf is not None]
-            unused = [None] * len(leaves)
-            errors += torch.autograd.grad(summand, leaves, allow_unused=True) if summand.requires_grad else unused
+            if summand.requires_grad:
+                errors += torch.autograd.grad(summand, leaves, allow_unused=True)
+            else:
+                errors += [None] * len(leaves)
             losses.append(summand.detach())
     if all(error is None for error in errors):
         raise RequestError(

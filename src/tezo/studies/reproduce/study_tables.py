@@ -36,8 +36,10 @@ def _line(
     return Line(label, "train", method, rates, rates[1], {**open_ones, **options}, settings=settings)
 
 
-def _factor(label: str, options: dict[str, Any], *settings: tuple[str, Any]) -> Line:
-    return _line(f"LOZO-Adam{label}", "lozo-adam", BASIS_RATES, {**_FACTOR, **options}, *settings)
+def _factor(
+    label: str, options: Mapping[str, Any], *settings: tuple[str, Any], rates: tuple[float, ...] = BASIS_RATES
+) -> Line:
+    return _line(f"LOZO-Adam{label}", "lozo-adam", rates, {**_FACTOR, **options}, *settings)
 
 
 _DIRECTIONS = 4
@@ -58,8 +60,7 @@ def _feedback(
     passes = sum(count + PASSES for count in (first, last) if count)
     steps = first + last + (budget - passes) // 2
     places = (("train.feedback_first", first), ("train.feedback_last", last))
-    own = {**_FACTOR, **(options or {})}
-    return _line(f"LOZO-Adam + act, {label}", "lozo-adam", rates, own, ("train.steps", steps), *places)
+    return _factor(f" + act, {label}", options or {}, ("train.steps", steps), *places, rates=rates)
 
 
 _EACH = {"directions": PER_EXAMPLE}
