@@ -7,7 +7,7 @@ successive losses, which a slow change of the mean hardly enlarges:
     s^2 = mean of (x_{t+1} - x_t)^2 / 2.
 
 For windows of n = 8, 16, 32, ... steps, at every multiple of n, the mean of the last n losses is compared with the
-lowest mean of n losses of an earlier window (where dev rows choose the state to return to, since the last return),
+lowest mean of n losses of an earlier window (since the last return, where dev rows chose its state),
 
     z = (mean of the last n - lowest mean of n) / (s sqrt(2 / n)).
 
