@@ -32,7 +32,7 @@ from tezo.training.configuration.config import read_config
 from tezo.training.execution.loop import train
 from tezo.training.execution.replay import replay
 from tezo.training.execution.run_header import check_same, log_header
-from tezo.training.preparation.feedback_schedule import LEAST_STEPS
+from tezo.training.preparation.feedback_schedule import EARLY_RATE, LEAST_STEPS
 from tezo.training.preparation.job import prepare
 
 FIRST, LAST = 3, 4
@@ -100,7 +100,7 @@ def test_the_log_tells_steps_apart_and_passes_are_counted_from_it(home, tmp_path
 def test_the_schedule_of_the_rate_holds_for_them_too(home, tmp_path):
     train(made(home), tmp_path / "run")
     rates = [step.lr for step in read_log(tmp_path / "run" / LOG).steps]
-    scale = [0.3] * FIRST + [1.0] * (STEPS - FIRST - LAST) + [0.3] * LAST
+    scale = [0.3 * EARLY_RATE] * FIRST + [1.0] * (STEPS - FIRST - LAST) + [0.3] * LAST
     assert rates == pytest.approx([3e-3 * (1 - i / STEPS) * s for i, s in enumerate(scale)])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import effective_weights, every_method, every_method_fast_for_kinds, mostly_slow, run
-from folders import completion_rows, model_and_rows, settings, tezo, write_rows
+from folders import BAD, GOOD, completion_rows, model_and_rows, settings, tezo, write_rows
 from forks import forked
 from kills import contents
 from short_runs import result, same, stopped
@@ -23,6 +23,7 @@ from tezo.training.execution.listeners import Listener
 from tezo.training.execution.loop import train
 from tezo.training.execution.rollbacks import (
     DEV_ROSE,
+    FEEDBACK_ROSE,
     LOWERED,
     MOST_ROLLBACKS,
     NOT_FINITE,
@@ -112,8 +113,10 @@ def test_the_state_after_a_return_is_saved_and_restored(case):
 # The decision
 
 
-def control(steps: int = 100, every: int = 10, rows_ratio: float = 0.25, *, by_dev_loss: bool = False) -> Rollbacks:
-    return Rollbacks(steps, rows_ratio, every, by_dev_loss=by_dev_loss)
+def control(
+    steps: int = 100, every: int = 10, rows_ratio: float = 0.25, *, by_dev_loss: bool = False, feedback_first: int = 0
+) -> Rollbacks:
+    return Rollbacks(steps, rows_ratio, every, by_dev_loss=by_dev_loss, feedback_first=feedback_first)
 
 
 def fed(made: Rollbacks, losses: list[float]) -> Rollbacks:
@@ -134,7 +137,18 @@ def test_each_reason_and_none():
     assert fed(control(), NOISE[:20]).reason(20, BEST, 4.0) == DEV_ROSE
     assert fed(control(), NOISE[:20]).reason(20, BEST, math.nan) == NOT_FINITE
     assert fed(control(), NOISE[:40] + [9.0] * 8).reason(48, GoodState(48, 2.8, {}), 2.8) is None, "the best state"
-    assert REASONS.keys() == {STAGNATED, STEPS_ROSE, DEV_ROSE, NOT_FINITE}
+    assert REASONS.keys() == {STAGNATED, STEPS_ROSE, DEV_ROSE, NOT_FINITE, FEEDBACK_ROSE}
+
+
+def test_feedback_steps_that_raised_the_dev_loss_are_undone_at_the_same_rate():
+    made = fed(control(by_dev_loss=True, feedback_first=20), NOISE[:20])
+    assert made.reason(20, BEST, 2.91) == made.reason(20, BEST, 4.0) == FEEDBACK_ROSE, "however little, however much"
+    assert made.reason(20, GoodState(20, 2.8, {}), 2.8) is None, "they lowered it"
+    assert made.reason(20, BEST, math.nan) == NOT_FINITE, "the rate is too high for any step"
+    assert made.reason(19, BEST, 2.91) is None and made.reason(21, BEST, 4.0) == DEV_ROSE
+    planned = made.planned(20, BEST, FEEDBACK_ROSE)
+    assert planned == Rollback(20, BEST.step, 1.0, FEEDBACK_ROSE)
+    assert in_words(planned).endswith("back to step 10, with the first learning rate")
 
 
 def test_patience_is_of_steps_as_well_as_of_evaluations():
@@ -278,6 +292,47 @@ def test_a_return_that_was_decided_and_not_yet_written_is_decided_again(home, tm
     assert not read_log(log).rollbacks and len(read_log(log).steps) == steps[0]
     train(made, tmp_path / "run", resume=True)
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def opposed(tmp_path_factory, home):
+    """Train and dev rows of the same prompts, with completions of nothing in common: what helps one harms the other."""
+    root = tmp_path_factory.mktemp("opposed")
+    (root / "opt").symlink_to(home / "opt")
+    for part, words in (("train", GOOD), ("dev", BAD), ("test", BAD)):
+        rows = [row | {"completion": " ".join(["", *words[:3]])} for row in completion_rows(12)]
+        write_rows(root / f"{part}.jsonl", rows)
+    return root
+
+
+def after_feedback(home: Path, **train_settings: Any) -> Config:
+    """A run with three feedback steps at the start, after which no evaluation is due by `eval_every`."""
+    made = config(home, "lozo-adam", 3e-4, feedback_first=3, steps=8, **train_settings)
+    return made.with_options(feedback_scale=300.0)
+
+
+def test_a_run_whose_feedback_steps_raised_the_dev_loss_begins_again_without_them(opposed, tmp_path):
+    made = after_feedback(opposed)
+    train(made, tmp_path / "whole")
+    log = read_log(tmp_path / "whole/steps.log")
+    assert log.rollbacks == {3: Rollback(3, 0, 1.0, FEEDBACK_ROSE)}
+    dev = {step: metrics["loss"] for (split, step), metrics in log.evaluations.items() if split == "dev"}
+    assert sorted(dev) == [0, 3, 4, 8] and dev[3] > dev[0] + 0.05
+    assert dev[4] == pytest.approx(dev[0], abs=0.02), "one step from the start"
+    assert [step.lr for step in log.steps[3:]] == pytest.approx([3e-4] * 5)
+    for step in (2, 3, 4):
+        stopped(made, tmp_path / "run", step)
+    train(made, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("rows", "settings"), [("home", {}), ("opposed", {"guard": False}),
+                                                ("opposed", {"eval_every": 0})])  # fmt: skip
+def test_feedback_steps_stay_that_lowered_it_or_are_not_judged(request, tmp_path, rows, settings):
+    train(after_feedback(request.getfixturevalue(rows), **settings), tmp_path / "run")
+    log = read_log(tmp_path / "run/steps.log")
+    assert not any(rollback.reason == FEEDBACK_ROSE for rollback in log.rollbacks.values())
+    assert (("dev", 3) in log.evaluations) is not bool(settings), "the state before is in memory where it is judged"
 
 
 @pytest.mark.timeout(600)

@@ -97,7 +97,7 @@ def lozo_adam(
 
     Feedback steps, `step(closure, kind="feedback")`, update A along the error at the last hidden states, with the
     learning rate `feedback_scale * lr` (`tezo.estimators.feedback`). A run takes them according to
-    `train.feedback_first` and `train.feedback_last`.
+    `train.feedback_first` and `train.feedback_last`; those at the start have three times that rate.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
     perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)

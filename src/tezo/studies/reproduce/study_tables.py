@@ -159,11 +159,13 @@ _DECODER_STEPS, _DECODER_EVERY = 200, 25
 _DECODER_FEEDBACK = default_counts(_DECODER_STEPS)
 
 
-def _both(label: str, method: str, rates: tuple[float, ...], options: dict[str, Any]) -> tuple[Line, Line]:
+def _both(
+    label: str, method: str, rates: tuple[float, ...], options: dict[str, Any], *settings: tuple[str, Any]
+) -> tuple[Line, Line]:
     """A line with shared directions, and one with a direction for each example."""
     return (
-        _line(label, method, rates, options),
-        _line(f"{label}, per example", method, rates, options | _EACH),
+        _line(label, method, rates, options, *settings),
+        _line(f"{label}, per example", method, rates, options | _EACH, *settings),
     )
 
 
@@ -179,6 +181,7 @@ STUDY_DECODER = replace(
         Line("ZERO-SHOT", "zero-shot"),
         Line("FT", "train", "adam", (3e-4, 1e-3, 3e-3), 1e-3),
         *_both("TeZO", "tezo", (3e-5, 1e-4, 3e-4), _TEZO),
+        *_both("TeZO, linear", "tezo", LINEAR_RATES, _TEZO, ("train.schedule", "linear")),
         *_both("TeZO-cAdam", "tezo-cadam", ADAPTIVE_RATES, _TEZO),
         *_both("cAdam + act", "tezo-cadam", ADAPTIVE_RATES, _TEZO | _ACT),
         *_both("LOZO-Adam + act", "lozo-adam", ADAPTIVE_RATES, _FACTOR),
@@ -197,6 +200,7 @@ STUDY_DECODER = replace(
         f"the most likely ones. FT has {_DECODER_STEPS // 2} steps of 8 rows. The model is a toy: nothing here says "
         "what happens at another size.",
         "act: the leading directions of each layer's inputs. per example: each row of a batch has its own direction. "
+        "linear: the learning rate falls to zero. "
         f"feedback: the first {_DECODER_FEEDBACK[0]} and the last {_DECODER_FEEDBACK[1]} steps are along the error at "
         "the last hidden states. Every method tunes the linear layers.",
     ),

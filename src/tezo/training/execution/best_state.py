@@ -47,11 +47,14 @@ class BestState:
         self.dev_loss: float | None = None
         self.stopped: str | None = None
         self._every = interval(self.settings.eval_every, self.settings) if job.dev else 0
+        by_dev_loss = self._every > 0 and self.settings.minimises_loss
+        self._judged_feedback = (self.settings.feedback_first or 0) if by_dev_loss and self.settings.guard else 0
         self._rollbacks = Rollbacks(
             self.settings.num_steps,
             self.settings.batch_size / max(1, len(job.dev)),
             self._every or 1,
-            by_dev_loss=self._every > 0 and self.settings.minimises_loss,
+            by_dev_loss=by_dev_loss,
+            feedback_first=self._judged_feedback,
         )
         self._losses: list[float] = []
         self._resumed = ResumeState()
@@ -90,7 +93,7 @@ class BestState:
             last: whether no step follows.
         """
         self.dev_loss = None
-        if self._every and (steps % self._every == 0 or last):
+        if self._every and (steps % self._every == 0 or last or steps == self._judged_feedback):
             same = before is not None and self.job.dev is self.job.test
             loss = before["loss"] if same and before is not None else self.evaluations.of("dev", steps)["loss"]
             (self.dev_loss,) = self.ranks.first([loss])

@@ -4,6 +4,9 @@ A run keeps the parameters with the lowest dev loss. It returns to them, drops t
 rate by `LOWERED`, for one of the `REASONS`. It ends if it stagnates again after a return for stagnation. Without dev
 rows the state to return to is that with the lowest mean loss of a tenth of the steps.
 
+Feedback steps are biased. If the dev loss after those at the start is above the lowest one, the run returns at the same
+learning rate: it was not the rate that was wrong.
+
 Decisions depend on nothing but losses that are in the step log, and are written there themselves.
 """
 
@@ -26,11 +29,13 @@ MOST_ROLLBACKS = 8
 """Rollbacks of a run. After as many the rate is below a thousandth of the first, and the run ends."""
 
 STEPS_ROSE, DEV_ROSE, STAGNATED, NOT_FINITE = "steps rose", "dev rose", "stagnated", "not finite"
+FEEDBACK_ROSE = "feedback rose"
 REASONS = {
     STEPS_ROSE: "the losses of the steps have risen",
     DEV_ROSE: "the dev loss has risen",
     STAGNATED: "the dev loss was no lower for long",
     NOT_FINITE: "the loss was not finite",
+    FEEDBACK_ROSE: "the feedback steps raised the dev loss",
 }
 """Reason for a rollback, as in the step log -> in words."""
 
@@ -38,7 +43,8 @@ REASONS = {
 def in_words(rollback: Rollback) -> str:
     """A sentence on a rollback, without its end."""
     reason = REASONS.get(rollback.reason, rollback.reason)
-    return f"{reason}: back to step {rollback.to}, with {rollback.lr_scale:.3g} of the first learning rate"
+    share = "" if rollback.lr_scale == 1 else f"{rollback.lr_scale:.3g} of "
+    return f"{reason}: back to step {rollback.to}, with {share}the first learning rate"
 
 
 @dataclass
@@ -66,15 +72,19 @@ class Rollbacks:
         rows_ratio: rows of a step over dev rows.
         every: steps between evaluations.
         by_dev_loss: whether the dev loss chooses the state to return to, and is what the steps minimise.
+        feedback_first: number of feedback steps at the start.
     """
 
-    def __init__(self, steps: int, rows_ratio: float, every: int, *, by_dev_loss: bool) -> None:
+    def __init__(
+        self, steps: int, rows_ratio: float, every: int, *, by_dev_loss: bool, feedback_first: int = 0
+    ) -> None:
         self.done: list[Rollback] = []
         self._steps = steps
         self._guard = Guard(steps)
         self._rows_ratio = rows_ratio
         self._every = every
         self._by_dev_loss = by_dev_loss
+        self._feedback_first = feedback_first
         self._have_risen = False
 
     @property
@@ -96,12 +106,14 @@ class Rollbacks:
         """
         if best.step == steps:
             return None
+        if dev_loss is not None and not math.isfinite(dev_loss):
+            return NOT_FINITE
+        if dev_loss is not None and steps == self._feedback_first:
+            return FEEDBACK_ROSE
         if self._have_risen:
             return STEPS_ROSE
         if dev_loss is None:
             return None
-        if not math.isfinite(dev_loss):
-            return NOT_FINITE
         if self._guard.is_above(dev_loss - best.loss, self._rows_ratio):
             return DEV_ROSE
         return STAGNATED if self._stagnates(steps, best) else None
@@ -117,7 +129,8 @@ class Rollbacks:
         again = last is not None and (last.reason, last.to) == (STAGNATED, best.step)
         if len(self.done) == MOST_ROLLBACKS or (reason == STAGNATED and again):
             return None
-        return Rollback(steps, best.step, self.lr_scale * LOWERED, reason)
+        lowered = 1.0 if reason == FEEDBACK_ROSE else LOWERED
+        return Rollback(steps, best.step, self.lr_scale * lowered, reason)
 
     def add(self, rollback: Rollback) -> None:
         """Takes in a rollback that was made."""

@@ -62,8 +62,8 @@ def _of_better(summary: Mapping[str, Any], planned_steps: int, words: _Words) ->
 
 
 def _of_no_better(summary: Mapping[str, Any], lr: float, words: _Words) -> str:
-    if summary["rollbacks"]:
-        lowest = lr * summary["rollbacks"][-1]["lr_scale"]
+    lowest = lr * summary["rollbacks"][-1]["lr_scale"] if summary["rollbacks"] else lr
+    if lowest < lr:
         return (
             f"The learning rate was lowered from {lr:.1e} to {lowest:.1e}, still too high: try --lr {lowest / 3:.1e}."
         )
