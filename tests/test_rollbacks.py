@@ -114,9 +114,9 @@ def test_the_state_after_a_return_is_saved_and_restored(case):
 
 
 def control(
-    steps: int = 100, every: int = 10, rows_ratio: float = 0.25, *, by_dev_loss: bool = False, feedback_first: int = 0
+    steps: int = 100, every: int = 10, rows_ratio: float = 0.25, *, by_dev_loss: bool = False, judged_feedback: int = 0
 ) -> Rollbacks:
-    return Rollbacks(steps, rows_ratio, every, by_dev_loss=by_dev_loss, feedback_first=feedback_first)
+    return Rollbacks(steps, rows_ratio, every, by_dev_loss=by_dev_loss, judged_feedback=judged_feedback)
 
 
 def fed(made: Rollbacks, losses: list[float]) -> Rollbacks:
@@ -141,7 +141,7 @@ def test_each_reason_and_none():
 
 
 def test_feedback_steps_that_raised_the_dev_loss_are_undone_at_the_same_rate():
-    made = fed(control(by_dev_loss=True, feedback_first=20), NOISE[:20])
+    made = fed(control(by_dev_loss=True, judged_feedback=20), NOISE[:20])
     assert made.reason(20, BEST, 2.91) == made.reason(20, BEST, 4.0) == FEEDBACK_ROSE, "however little, however much"
     assert made.reason(20, GoodState(20, 2.8, {}), 2.8) is None, "they lowered it"
     assert made.reason(20, BEST, math.nan) == NOT_FINITE, "the rate is too high for any step"

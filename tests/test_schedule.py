@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tezo.numerics.random import permutation
 from tezo.training.configuration.recipe import TrainConfig
-from tezo.training.preparation.schedule import BatchSampler, lr_factor
+from tezo.training.preparation.schedule import BatchSampler, evaluation_steps, lr_factor
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(14, 4), (5, 16), (16, 16), (1, 3), (7, 7)])
@@ -43,3 +44,11 @@ def test_the_schedules_are_what_they_are_called():
     assert factors(schedule="cosine") == pytest.approx(cosine)
     assert factors(schedule="linear", warmup_steps=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2])
     assert [lr_factor(TrainConfig(steps=3, warmup_steps=9))(step) for step in (0, 8)] == pytest.approx([1 / 9, 1])
+
+
+def test_dev_rows_are_evaluated_at_intervals_at_the_end_and_after_feedback_steps_that_may_be_undone():
+    settings = TrainConfig(steps=10, eval_every=4, feedback_first=3)
+    assert evaluation_steps(settings) == {0, 3, 4, 8, 10}
+    assert evaluation_steps(replace(settings, guard=False)) == {0, 4, 8, 10}
+    assert evaluation_steps(replace(settings, feedback_first=None)) == {0, 4, 8, 10}
+    assert evaluation_steps(replace(settings, eval_every=0)) == set()

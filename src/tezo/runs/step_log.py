@@ -51,7 +51,7 @@ _ENTRY, _FIXED = struct.Struct("<4sI"), struct.Struct("<QddIII")
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return of a run to parameters that it had before, with other learning rates from there on, as a rule lower ones.
+    """A return of a run to parameters that it had before, with other, as a rule lower, learning rates from there on.
 
     Attributes:
         step: number of steps taken before it; they stay in the log, and the next one has the next number.

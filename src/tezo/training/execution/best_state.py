@@ -14,8 +14,9 @@ from tezo.tasks.evaluation import Metrics
 from tezo.training.execution.evaluations import Evaluations
 from tezo.training.execution.listeners import Listener
 from tezo.training.execution.rollbacks import NOT_FINITE, GoodState, Rollbacks
+from tezo.training.preparation.feedback_schedule import judged_feedback
 from tezo.training.preparation.job import Job
-from tezo.training.preparation.schedule import interval
+from tezo.training.preparation.schedule import evaluation_steps, interval
 
 
 class BestState:
@@ -47,14 +48,13 @@ class BestState:
         self.dev_loss: float | None = None
         self.stopped: str | None = None
         self._every = interval(self.settings.eval_every, self.settings) if job.dev else 0
-        by_dev_loss = self._every > 0 and self.settings.minimises_loss
-        self._judged_feedback = (self.settings.feedback_first or 0) if by_dev_loss and self.settings.guard else 0
+        self._evaluation_steps = evaluation_steps(self.settings) if job.dev else frozenset[int]()
         self._rollbacks = Rollbacks(
             self.settings.num_steps,
             self.settings.batch_size / max(1, len(job.dev)),
             self._every or 1,
-            by_dev_loss=by_dev_loss,
-            feedback_first=self._judged_feedback,
+            by_dev_loss=self._every > 0 and self.settings.minimises_loss,
+            judged_feedback=judged_feedback(self.settings),
         )
         self._losses: list[float] = []
         self._resumed = ResumeState()
@@ -93,7 +93,7 @@ class BestState:
             last: whether no step follows.
         """
         self.dev_loss = None
-        if self._every and (steps % self._every == 0 or last or steps == self._judged_feedback):
+        if steps in self._evaluation_steps or (self._every and last):
             same = before is not None and self.job.dev is self.job.test
             loss = before["loss"] if same and before is not None else self.evaluations.of("dev", steps)["loss"]
             (self.dev_loss,) = self.ranks.first([loss])

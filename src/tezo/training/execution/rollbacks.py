@@ -72,11 +72,11 @@ class Rollbacks:
         rows_ratio: rows of a step over dev rows.
         every: steps between evaluations.
         by_dev_loss: whether the dev loss chooses the state to return to, and is what the steps minimise.
-        feedback_first: number of feedback steps at the start.
+        judged_feedback: number of feedback steps at the start that are undone if the dev loss is above the lowest one.
     """
 
     def __init__(
-        self, steps: int, rows_ratio: float, every: int, *, by_dev_loss: bool, feedback_first: int = 0
+        self, steps: int, rows_ratio: float, every: int, *, by_dev_loss: bool, judged_feedback: int = 0
     ) -> None:
         self.done: list[Rollback] = []
         self._steps = steps
@@ -84,7 +84,7 @@ class Rollbacks:
         self._rows_ratio = rows_ratio
         self._every = every
         self._by_dev_loss = by_dev_loss
-        self._feedback_first = feedback_first
+        self._judged_feedback = judged_feedback
         self._have_risen = False
 
     @property
@@ -108,7 +108,7 @@ class Rollbacks:
             return None
         if dev_loss is not None and not math.isfinite(dev_loss):
             return NOT_FINITE
-        if dev_loss is not None and steps == self._feedback_first:
+        if dev_loss is not None and steps == self._judged_feedback:
             return FEEDBACK_ROSE
         if self._have_risen:
             return STEPS_ROSE

@@ -22,7 +22,7 @@ from tezo.training.configuration.recipe import Config
 from tezo.training.preparation.feedback_schedule import is_feedback
 from tezo.training.preparation.job import Job, prepare
 from tezo.training.preparation.plan import parameter_counts, plan
-from tezo.training.preparation.schedule import interval
+from tezo.training.preparation.schedule import evaluation_steps
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,7 @@ def _metrics(job: Job, rows: Sequence[Encoded], *, written: bool) -> dict[str, f
 def _evaluations(job: Job) -> float:
     """Seconds of all evaluations, by one batch of dev and one of test rows."""
     settings = job.config.train
-    every = interval(settings.eval_every, settings)
-    of_dev = 1 + settings.num_steps // every if every else 0
+    of_dev = len(evaluation_steps(settings))
     total = 0.0
     for rows, count, written in ((job.dev, of_dev, False), (job.test, 2, True)):
         if rows and count:

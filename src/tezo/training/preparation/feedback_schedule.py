@@ -68,3 +68,8 @@ def is_feedback(step: int, settings: TrainConfig) -> bool:
 def rate_factor(step: int, settings: TrainConfig) -> float:
     """Factor of the learning rate of a step; `settings` and `step` as in `is_feedback`."""
     return EARLY_RATE if step < (settings.feedback_first or 0) else 1.0
+
+
+def judged_feedback(settings: TrainConfig) -> int:
+    """Number of feedback steps at the start that a run with dev rows undoes if they raise the dev loss; 0: none."""
+    return (settings.feedback_first or 0) if settings.guard and settings.minimises_loss else 0

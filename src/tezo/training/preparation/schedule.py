@@ -5,6 +5,7 @@ from typing import Any
 
 from tezo.numerics.random import permutation
 from tezo.training.configuration.recipe import TrainConfig
+from tezo.training.preparation.feedback_schedule import judged_feedback
 
 
 class BatchSampler:
@@ -51,3 +52,12 @@ def lr_factor(settings: TrainConfig) -> Any:
 def interval(every: int | None, settings: TrainConfig) -> int:
     """Steps between evaluations, or checkpoints: ten a run unless `every` says; 0 is never."""
     return max(1, settings.num_steps // 10) if every is None else every
+
+
+def evaluation_steps(settings: TrainConfig) -> frozenset[int]:
+    """After how many steps a run evaluates its dev rows.
+
+    Every `interval`, after the last step, and after the feedback steps at the start if they may be undone.
+    """
+    every, steps = interval(settings.eval_every, settings), settings.num_steps
+    return frozenset((*range(0, steps, every), steps, judged_feedback(settings))) if every else frozenset()
