@@ -175,9 +175,10 @@ def test_lines_of_the_decoders_study_differ_in_their_directions_alone():
     by_line = {line.key: line for line in grid.table.lines}
     each_own = [key for key in {cell.line.key for cell in cells} if "per-example" in key]
     pairs = [(by_line[key.removesuffix("-per-example")], by_line[key]) for key in each_own]
-    assert len(pairs) == 4
+    assert len(pairs) == 5
     for shared, each in pairs:
         assert each.rates == shared.rates and each.options == {**shared.options, "directions": "per-example"}
+        assert each.settings == shared.settings
         assert shared.options.get("directions", "shared") == "shared"
     config = parse_config(cells[0].tree)
     assert config.data.train == "rows/completions/train.jsonl" and config.data.test == "rows/completions/test.jsonl"
