@@ -158,7 +158,7 @@ def command(
 
 
 def run_all(jobs: Iterable[Job], path: Path, head: Mapping[str, Any], workers: int) -> None:
-    """Runs what the file does not have, and writes the file after each. Each run names its commit.
+    """Runs what the file does not have; writes the file after each, in the order of the jobs. Each names its commit.
 
     Args:
         jobs: all runs.
@@ -167,10 +167,12 @@ def run_all(jobs: Iterable[Job], path: Path, head: Mapping[str, Any], workers: i
         workers: processes at a time.
     """
     found: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.is_file() else []
-    have, at = [_own(entry) for entry in found], commit()
-    for entry in _results([job for job in jobs if _own(job[0]) not in have], workers):
+    planned = list(jobs)
+    order, have, at = [_own(entry) for entry, _ in planned], [_own(entry) for entry in found], commit()
+    for entry in _results([job for job in planned if _own(job[0]) not in have], workers):
         if "error" not in entry:
             found.append(entry | {"commit": at})
+            found.sort(key=lambda run: order.index(_own(run)))
             path.write_text(json.dumps({**head, "runs": found}, indent=1) + "\n")
         said = {key: entry.get(key) for key in ("lr", "dev_loss_before", "dev_loss", "error")}
         print(len(found), *_own(entry).values(), said, flush=True)

@@ -6,8 +6,6 @@ from typing import Any
 
 from drawing import grid, machine, read
 
-from tezo.optim.methods import METHODS
-
 NEAR = 1.05
 """A dev loss below this multiple of the best is near it."""
 
@@ -32,8 +30,7 @@ def first_runs_models() -> str:
     """The dev loss at the start and at the end, by model, data and method."""
     results = read("first_runs")
     finished = _finished(results)
-    # the order of the file is that in which runs ended
-    methods = sorted((name for name in _by(finished, "method") if name != results["paper"]), key=list(METHODS).index)
+    methods = [name for name in _by(finished, "method") if name != results["paper"]]
     rows = []
     for model, of_model in _by(finished, "model").items():
         for data, runs in _by(of_model, "data").items():

@@ -56,7 +56,7 @@ class TrainConfig:
     patience: int | None = None
     """Stop after this number of evaluations without a lower dev loss. Default: never."""
     guard: bool = True
-    """Return to the best state at a lower rate when the loss has risen; undo first feedback steps that raised it."""
+    """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     sync_every: int = 10

@@ -34,7 +34,7 @@ from tezo.training.execution.kept_answers import compare
 from tezo.training.execution.listeners import Listener, Progress
 from tezo.training.execution.run_header import check_same, check_unchanged, log_header, request_of, with_choices_of
 from tezo.training.execution.summary import Outcome, row_counts, summarize
-from tezo.training.preparation.feedback_schedule import is_feedback, rate_factor
+from tezo.training.preparation.feedback_schedule import is_feedback
 from tezo.training.preparation.job import LOSS, Job, prepare
 from tezo.training.preparation.plan import plan
 from tezo.training.preparation.schedule import interval, lr_factor
@@ -266,9 +266,8 @@ class Loop:
 
     def _take_step(self, step: int, indices: Sequence[int]) -> None:
         job, optimizer = self.job, self.job.optimizer
-        lr = self.lr * self.lr_factor(step) * rate_factor(step, self.settings) * self.best.lr_scale
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = self.lr * self.lr_factor(step) * self.best.lr_scale
         if is_feedback(step, self.settings):  # every rank takes it on all rows
             optimizer.take_step(job.objective.closure(job.model, job.batches(indices)), FEEDBACK)
         else:

@@ -12,9 +12,8 @@ FIRST, LAST = 15, 60
 most 5 % and 20 % of the steps."""
 EARLY_RATE = 3.0
 """Factor of the learning rate of feedback steps at the start, over that of those at the end. Far from an optimum their
-bias matters less than how far they get; at the end of a run this rate raised the loss. Chosen on dev rows: on TREC
-(encoder, two seeds) twelve such steps get to a loss that took sixty steps at the lower rate, on completions (decoder,
-three seeds, batches of 64) TeZO's loss takes 17 % of its passes instead of 22 %."""
+bias matters less than how far they get. Chosen by trials on dev rows of TREC (encoder) and completions (decoder), which
+are not committed; docs/experiments.md has the decoder's study with it."""
 LEAST_STEPS = 100
 """Shorter runs have no feedback steps by default: a few steps are not worth the extra passes before them."""
 KEYS = ("feedback_first", "feedback_last")
@@ -67,7 +66,7 @@ def is_feedback(step: int, settings: TrainConfig) -> bool:
 
 
 def rate_factor(step: int, settings: TrainConfig) -> float:
-    """Factor of the learning rate of a step; `settings` and `step` as in `is_feedback`."""
+    """Factor of the learning rate of a step beside the schedule's; `settings` and `step` as in `is_feedback`."""
     return EARLY_RATE if step < (settings.feedback_first or 0) else 1.0
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tezo.numerics.random import permutation
 from tezo.training.configuration.recipe import TrainConfig
-from tezo.training.preparation.feedback_schedule import judged_feedback
+from tezo.training.preparation.feedback_schedule import judged_feedback, rate_factor
 
 
 class BatchSampler:
@@ -36,9 +36,12 @@ class BatchSampler:
 
 
 def lr_factor(settings: TrainConfig) -> Any:
-    """The schedule: step -> factor of the learning rate."""
+    """Step -> factor of the learning rate: that of the schedule, times that of feedback steps."""
 
     def factor(step: int) -> float:
+        return of_schedule(step) * rate_factor(step, settings)
+
+    def of_schedule(step: int) -> float:
         if step < settings.warmup_steps:
             return (step + 1) / settings.warmup_steps
         left = (step - settings.warmup_steps) / max(1, settings.num_steps - settings.warmup_steps)
