@@ -27,7 +27,9 @@ def train(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="Recipe file, or the name of one of tezo's, such as lozo.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file, hub name, or embedded:smollm2-135m.")
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Training rows: file, folder or pattern of files, or hub data set.")
     ] = None,

@@ -8,7 +8,7 @@ import torch
 
 from tezo.directions.targets import find_targets, select_targets
 from tezo.errors import RequestError
-from tezo.models.loading import EMBEDDED, LoadedModel, embedded_folder
+from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.estimate_error import DIRECTIONS, EstimateError, measure_estimate_error, recommended
 from tezo.optim.memory_forecast import forecasts
@@ -53,7 +53,7 @@ def machine_report() -> dict[str, Any]:
 
 def _embedded_state(name: str) -> str:
     try:
-        embedded_folder(name)
+        embedded_source(name)
     except RequestError as error:
         return str(error)
     return "installed, weights verified"

@@ -1,0 +1,290 @@
+"""Models in GGUF: tiny files of known weights, and SmolLM2-135M, which is such a file."""
+
+import json
+import struct
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from folders import bpe_tokenizer, label_rows, refused, train, write_rows
+from gguf.quants import quantize
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tezo.errors import RequestError
+from tezo.models.loading import load_model
+
+TEXT = "The plot  2024 falls apart,\n  3 times 1234 it's  over"
+HEADS, GROUPS = 4, 2
+
+
+def tiny_llama(vocabulary: int) -> transformers.LlamaForCausalLM:
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, initializer_range=0.2,
+        num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=8, max_position_embeddings=64,
+        tie_word_embeddings=True, rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=2, pad_token_id=1,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).eval()
+
+
+def in_llama_cpp_order(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of queries and keys as llama.cpp rotates them: the two halves of each head interleaved."""
+    heads = {"attn_q": HEADS, "attn_k": GROUPS}.get(name.split(".")[-2])
+    if heads is None:
+        return weight
+    dim = weight.shape[0] // heads
+    order = [head * dim + half * dim // 2 + i for head in range(heads) for i in range(dim // 2) for half in range(2)]
+    return weight[order]
+
+
+def tensors_of(model) -> dict[str, torch.Tensor]:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    found = {names.get_name(name, (".weight",)): weight.detach() for name, weight in model.named_parameters()}
+    return {name: in_llama_cpp_order(name, weight) for name, weight in found.items()}
+
+
+def write_gguf(path, model, tokenizer, *, packed=None, pre="smollm", architecture="llama", more=None):
+    """A file of a Llama as llama.cpp has it; matrices in the type `packed`, or in float32."""
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    inner = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens = sorted(inner["vocab"], key=inner["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in inner["merges"]])
+    for name in ("bos", "eos", "pad", "unk"):
+        getattr(writer, f"add_{name}_token_id")(getattr(tokenizer, f"{name}_token_id"))
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+    for key, value in (more or {}).items():
+        {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)](key, value)
+    for name, weight in tensors_of(model).items():
+        kind = packed if packed is not None and weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, quantize(weight.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """(model, tokenizer)."""
+    tokenizer = bpe_tokenizer(chat=True)
+    return tiny_llama(len(tokenizer)), tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tiny, tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", *tiny)
+
+
+def logits(model, ids) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def test_a_file_is_the_model_that_it_was_made_of(tiny, tiny_file):
+    model, tokenizer = tiny
+    loaded = load_model(str(tiny_file))
+    assert (loaded.kind, loaded.model.dtype, loaded.notices) == ("causal", torch.float32, ())
+    assert (loaded.max_length, loaded.model.name_or_path) == (64, str(tiny_file))
+    ids = torch.tensor([tokenizer("the film was good", add_special_tokens=False)["input_ids"]])
+    assert torch.equal(logits(loaded.model, ids), logits(model, ids))
+    for mine, theirs in ((loaded.tokenizer, tokenizer), (loaded.model.config, model.config)):
+        named = [getattr(mine, f"{name}_token_id") for name in ("bos", "eos", "pad")]
+        assert named == [getattr(theirs, f"{name}_token_id") for name in ("bos", "eos", "pad")]
+    messages = [{"role": "user", "content": "was it good ?"}]
+    said, wanted = (each.apply_chat_template(messages, tokenize=False) for each in (loaded.tokenizer, tokenizer))
+    assert said == wanted
+    assert loaded.tokenizer.decode(loaded.tokenizer(TEXT)["input_ids"]) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("packed", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16), ("Q8_0", torch.float32)]
+)
+def test_plain_numbers_keep_their_type_and_packed_ones_are_unpacked_as_the_format_says(packed, dtype, tiny, tmp_path):
+    kind = gguf.GGMLQuantizationType[packed]
+    path = write_gguf(tmp_path / "model.gguf", *tiny, packed=kind)
+    model = load_model(str(path)).model
+    assert {weight.dtype for weight in model.parameters()} == {dtype} and model.config.dtype == dtype
+    stored = {tensor.name: gguf.quants.dequantize(tensor.data, kind) for tensor in gguf.GGUFReader(path).tensors
+              if tensor.tensor_type == kind}  # fmt: skip
+    for name, weight in tensors_of(model).items():
+        if name in stored:
+            assert torch.equal(weight, torch.tensor(stored[name].reshape(weight.shape)).to(dtype)), name
+    assert load_model(str(path), dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_nothing_is_read_but_the_file_itself(tiny, tiny_file, tmp_path, monkeypatch):
+    """Neither a file of that name in the current folder nor what another model has left beside it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    path = home / "model.gguf"
+    path.write_bytes(tiny_file.read_bytes())
+    (home / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "nobody/nothing"}))
+    (home / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (home / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF another")
+    loaded = load_model("home/model.gguf")
+    assert loaded.model.name_or_path == str(path) and loaded.model.config.num_hidden_layers == 2
+    own = tiny[1]("the film", add_special_tokens=False)["input_ids"]
+    assert loaded.tokenizer("the film")["input_ids"] == own
+
+
+def byte_level_ids(tokenizer, pieces: list[str]) -> list[int]:
+    """Ids of the pieces of a text, each split no further than its own merges say."""
+    spelling = bytes_to_unicode()
+    spelled = ["".join(spelling[byte] for byte in piece.encode()) for piece in pieces]
+    return [token.id for piece in spelled for token in tokenizer.backend_tokenizer.model.tokenize(piece)]
+
+
+def test_digits_stand_alone_where_the_tokenizer_says_so(tiny, tiny_file, tmp_path):
+    """The space before a digit is a piece of its own then, and two of them are one."""
+    pieces = ["a", "  ", "2", "0", "2", "4", "\n  ", "3", " "]
+    tokenizer = load_model(str(tiny_file)).tokenizer
+    assert tokenizer("".join(pieces))["input_ids"] == byte_level_ids(tokenizer, pieces)
+    plain = load_model(str(write_gguf(tmp_path / "plain.gguf", *tiny, pre="gpt-2"))).tokenizer
+    pieces = ["a", " ", " 2024", "\n ", " 3", " "]
+    assert plain("".join(pieces))["input_ids"] == byte_level_ids(plain, pieces)
+
+
+def test_a_word_of_the_vocabulary_is_whole_behind_bos_where_the_tokenizer_says_so(tiny, tmp_path):
+    """As llama.cpp has it for Llama 3 and others, whose files need not say that they begin with BOS."""
+    model, tokenizer = tiny
+    own = json.loads(tokenizer.backend_tokenizer.to_str())
+    word = max((token for token in own["model"]["vocab"] if token.startswith("Ġ")), key=len)
+    del own["model"]["merges"][1:]  # so that a word is whole because it is in the vocabulary
+    bare = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer.from_str(json.dumps(own)))
+    for name in ("bos", "eos", "pad", "unk"):
+        setattr(bare, f"{name}_token", getattr(tokenizer, f"{name}_token"))
+    text, whole = word.replace("Ġ", " "), [own["model"]["vocab"][word]]
+    path = write_gguf(tmp_path / "llama3.gguf", model, bare, pre="llama-bpe")
+    assert load_model(str(path)).tokenizer(text)["input_ids"] == [0, *whole]
+    more = {"tokenizer.ggml.add_bos_token": False}
+    path = write_gguf(tmp_path / "said.gguf", model, bare, pre="llama-bpe", more=more)
+    assert load_model(str(path)).tokenizer(text)["input_ids"] == whole
+
+
+def test_what_transformers_does_not_read_is_said(tiny, tmp_path):
+    path = write_gguf(tmp_path / "odd.gguf", *tiny, pre="viking", more={"llama.rope.scaling.type": "yarn"})
+    split, scaling = load_model(str(path)).notices
+    assert "'viking'" in split and "RoPE" in scaling
+
+
+@pytest.mark.model
+def test_smollm2_knows_the_capital_of_france(smollm2):
+    model, tokenizer = smollm2.model, smollm2.tokenizer
+    assert smollm2.notices == () and model.dtype == torch.float32 and smollm2.max_length == 8192
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    assert prompt["input_ids"].tolist() == [[504, 3575, 282, 4649, 314]]  # no BOS, as the file says
+    answer = model.generate(**prompt, max_new_tokens=2, do_sample=False)[0, 5:]
+    assert tokenizer.decode(answer) == " Paris."
+
+
+@pytest.mark.model
+def test_the_tokenizer_of_smollm2_is_the_one_of_its_file(smollm2):
+    tokenizer = smollm2.tokenizer
+    named = {name: getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
+    assert named == {"bos": "<|im_start|>", "eos": "<|im_end|>", "pad": "<|im_end|>", "unk": "<|endoftext|>"}
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    ids = tokenizer(text)["input_ids"]
+    assert ids.count(1) == 3 and ids.count(2) == 2 and tokenizer.decode(ids) == text
+    pieces = ["a", "  ", "2", "0", "2", "4", " x", "\n  ", "3"]
+    assert tokenizer("".join(pieces))["input_ids"] == byte_level_ids(tokenizer, pieces)
+
+
+def refusals():
+    """Name -> (what is wrong with a file, given its bytes; words of the sentence)."""
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 1 << 40, 1 << 40)
+    return {
+        "cut in its weights": (lambda data: data[:-100], "ends after"),
+        "cut in its header": (lambda data: data[:5000], "cannot be read"),
+        "of four bytes": (lambda _: b"GGUF", "cannot be read"),
+        "with an absurd header": (lambda data: header + data[24:], "cannot be read"),
+        "of another format": (lambda data: b"PK\3\4" + data, "not a GGUF file"),
+        "empty": (lambda _: b"", "not a GGUF file"),
+    }
+
+
+@pytest.mark.parametrize("fault", refusals())
+def test_a_damaged_file_is_one_sentence(fault, tiny_file, tmp_path):
+    damage, words = refusals()[fault]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(damage(tiny_file.read_bytes()))
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(8))
+    refused(train(path, rows, tmp_path / "run"), "model.name", str(path), words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"general.type": "adapter"}, "adapter"),
+        ({"general.type": "mmproj"}, "'mmproj'"),
+        ({"split.count": 2}, "2 parts"),
+        ({"general.architecture": "unheard-of"}, "unheard-of"),
+    ],
+)
+def test_a_file_of_something_else_is_one_sentence(more, words, tmp_path):
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, more.get("general.architecture", "llama"))
+    for key, value in more.items():
+        if key != "general.architecture":
+            {int: writer.add_uint16, str: writer.add_string}[type(value)](key, value)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(RequestError, match=words):
+        load_model(str(path))
+
+
+def test_parts_other_files_and_missing_ones_are_one_sentence(tiny_file, tmp_path):
+    part = tmp_path / "tiny-00001-of-00003.gguf"
+    part.write_bytes(tiny_file.read_bytes())
+    for name, words in {
+        str(part): "3 parts",
+        str(tmp_path): f"by its path: {part}",
+        str(tmp_path / "none.gguf"): "no file",
+        "none.gguf": "no file",
+        str(write_rows(tmp_path / "rows.jsonl", label_rows(4))): "GGUF file",
+    }.items():
+        with pytest.raises(RequestError, match=r"^model\.name") as error:
+            load_model(name)
+        assert words in str(error.value)
+    whole = tmp_path / "tiny-00001-of-00001.gguf"
+    whole.write_bytes(tiny_file.read_bytes())
+    assert load_model(str(whole)).kind == "causal"
+    with pytest.raises(RequestError, match=r"model.quantization is nf4.*GGUF"):
+        load_model(str(whole), quantization="nf4")
+
+
+def test_the_extra_is_named_where_it_is_missing(tiny_file, monkeypatch):
+    from tezo.models import gguf_files
+
+    monkeypatch.setattr(gguf_files, "find_spec", lambda _: None)
+    with pytest.raises(RequestError, match=r"needs the package gguf: pip install 'tezo\[gguf\]'"):
+        load_model(str(tiny_file))
