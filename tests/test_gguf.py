@@ -1,6 +1,7 @@
 """Models in GGUF: tiny files of known weights, and SmolLM2-135M, which is such a file."""
 
 import json
+import re
 import struct
 
 import gguf
@@ -8,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from folders import bpe_tokenizer, label_rows, refused, train, write_rows
+from folders import bpe_tokenizer, completion_rows, label_rows, read_jsonl, refused, tezo, train, write_rows
 from gguf.quants import quantize
+from safetensors.torch import load_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+import tezo as tezo_package
 from tezo.errors import RequestError
-from tezo.models.loading import load_model
+from tezo.models.loading import embedded_source, load_model
+from tezo.models.model_card import HERE
 
 TEXT = "The plot  2024 falls apart,\n  3 times 1234 it's  over"
 HEADS, GROUPS = 4, 2
@@ -30,9 +34,9 @@ def tiny_llama(vocabulary: int) -> transformers.LlamaForCausalLM:
         return transformers.LlamaForCausalLM(config).eval()
 
 
-def in_llama_cpp_order(name: str, weight: torch.Tensor) -> torch.Tensor:
+def in_llama_cpp_order(name: str, weight: torch.Tensor, counts: tuple[int, int] = (HEADS, GROUPS)) -> torch.Tensor:
     """Rows of queries and keys as llama.cpp rotates them: the two halves of each head interleaved."""
-    heads = {"attn_q": HEADS, "attn_k": GROUPS}.get(name.split(".")[-2])
+    heads = dict(zip(("attn_q", "attn_k"), counts, strict=True)).get(name.split(".")[-2])
     if heads is None:
         return weight
     dim = weight.shape[0] // heads
@@ -288,3 +292,163 @@ def test_the_extra_is_named_where_it_is_missing(tiny_file, monkeypatch):
     monkeypatch.setattr(gguf_files, "find_spec", lambda _: None)
     with pytest.raises(RequestError, match=r"needs the package gguf: pip install 'tezo\[gguf\]'"):
         load_model(str(tiny_file))
+
+
+@pytest.fixture(scope="module")
+def packed_file(tiny, tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("packed") / "tiny.gguf", *tiny, packed=gguf.GGMLQuantizationType.Q4_1)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", label_rows(24))
+
+
+@pytest.fixture(scope="module")
+def run(packed_file, rows, tmp_path_factory):
+    """Of a base whose weights are packed as SmolLM2's are."""
+    output = tmp_path_factory.mktemp("tuned") / "run"
+    done = train(packed_file, rows, output, "--set", "train.keep_best=false")
+    assert done.code == 0, done.err
+    return output
+
+
+def exported(run, form, output):
+    done = tezo("export", run, "--output", output, "--format", form)
+    assert done.code == 0, done.err
+    return output
+
+
+def added(adapter_file) -> dict[str, torch.Tensor]:
+    """What llama.cpp adds to each weight: alpha / rank times B A."""
+    reader = gguf.GGUFReader(adapter_file)
+    alpha, halves = (
+        reader.fields["adapter.lora.alpha"].contents(),
+        {t.name: torch.tensor(t.data) for t in reader.tensors},
+    )
+    names = [name.removesuffix(".lora_a") for name in halves if name.endswith(".lora_a")]
+    pairs = {name: (halves[f"{name}.lora_b"], halves[f"{name}.lora_a"]) for name in names}
+    return {name: alpha / len(a_RI) * b_OR @ a_RI for name, (b_OR, a_RI) in pairs.items()}
+
+
+def check_both_exports(base_file, merged, adapter_file, heads=(HEADS, GROUPS)) -> int:
+    """The base's own tensors with what the adapter adds are the merged weights; the number of adapted matrices."""
+    base = {tensor.name: tensor for tensor in gguf.GGUFReader(base_file).tensors}
+    theirs = {
+        name: tensor for name, tensor in load_file(merged / "model.safetensors").items() if name != "lm_head.weight"
+    }
+    layers = 1 + max(int(name.split(".")[2]) for name in theirs if ".layers." in name)
+    names, changes = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers), added(adapter_file)
+    for theirs_name, weight in theirs.items():
+        name = names.get_name(theirs_name, (".weight",))
+        own = torch.tensor(gguf.quants.dequantize(base[name].data, base[name].tensor_type)).reshape(weight.shape)
+        wanted = own + changes.get(name, torch.zeros(()))
+        torch.testing.assert_close(in_llama_cpp_order(name, weight, heads), wanted, rtol=0, atol=1e-6)
+    assert set(changes) <= set(base)
+    return sum(bool(change.any()) for change in changes.values())
+
+
+def test_a_run_of_a_file_is_exported_for_transformers_and_for_llama_cpp(run, packed_file, rows, tmp_path):
+    merged = exported(run, "merged", tmp_path / "merged")
+    adapter = exported(run, "gguf-lora", tmp_path / "adapter") / "adapter.gguf"
+    assert check_both_exports(packed_file, merged, adapter) == 14
+    fields = gguf.GGUFReader(adapter).fields
+    assert fields["general.architecture"].contents() == "llama" and fields["general.type"].contents() == "adapter"
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+    answers = {}
+    for model in (run, merged):
+        output = tmp_path / f"{model.name}.jsonl"
+        done = tezo("predict", model, "--input", rows, "--output", output)
+        assert done.code == 0, done.err
+        answers[model] = read_jsonl(output)
+    assert answers[run] == answers[merged] and len(answers[run]) == 24
+    one, other = (json.loads(tezo("eval", model, "--data", rows, "--json").out) for model in (run, merged))
+    assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    assert tezo("eval", packed_file, "--data", rows).code == 0
+
+
+def test_a_run_finds_its_file_again(run, packed_file, tiny, tmp_path):
+    """Replay and resume; a file with other weights in its place is noticed."""
+    assert tezo("replay", run, "--output", tmp_path / "again").code == 0
+    saved = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "again" / saved).read_bytes() == (run / saved).read_bytes()
+    moved = tmp_path / "moved.gguf"
+    moved.write_bytes(packed_file.read_bytes())
+    assert tezo("export", run, "--output", tmp_path / "lora", "--model", moved).code == 0
+    other = write_gguf(tmp_path / "other.gguf", *tiny, packed=gguf.GGMLQuantizationType.Q8_0)
+    refused(tezo("export", run, "--output", tmp_path / "out", "--model", other), "model")
+    assert tezo("train", "--output", run, "--resume").code == 0
+
+
+@pytest.mark.slow
+def test_doctor_says_what_a_file_can_be_tuned_with(packed_file):
+    report = json.loads(tezo("doctor", "--model", packed_file, "--json").out)
+    assert report["model"]["dtype"] == "torch.float32" and report["model"]["linear_parameters"] == 2 * 9216
+    assert set(report["embedded"]) == {"embedded:all-minilm-l6-v2", "embedded:smollm2-135m"}
+
+
+@pytest.mark.parametrize("method", ["tezo-adam", "tezo"])
+def test_a_model_that_transformers_read_from_a_file_is_tuned_and_saved(method, packed_file, tmp_path):
+    """As an object; transformers itself refuses to save it, and names it by its folder."""
+    folder, name = packed_file.parent, packed_file.name
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)
+    with pytest.raises(ValueError, match="quantized with gguf"):
+        model.save_pretrained(tmp_path / "refused")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    options = {"method": method, "steps": 2, "batch_size": 4, "lr": 1e-3}
+    run = tezo_package.train(model, label_rows(12), tokenizer=tokenizer, output=tmp_path / "run", **options)
+    run.export(tmp_path / "merged", "merged")
+    assert load_file(tmp_path / "merged/model.safetensors")
+    found = tezo_package.open_run(tmp_path / "run").evaluate(label_rows(8))  # the base by its name
+    assert found == pytest.approx(run.evaluate(label_rows(8)), abs=1e-6)
+
+
+def test_from_python_a_file_is_given_by_its_path(packed_file, tmp_path):
+    run = tezo_package.train(packed_file, label_rows(12), steps=1, batch_size=4, lr=1e-3, output=tmp_path / "run")
+    assert run.predict(label_rows(2))
+    text = (tmp_path / "run/adapter/README.md").read_text()
+    assert "base_model" not in text.split("---")[1] and str(tmp_path) not in text and "vllm" not in text
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        code = block.replace(HERE, str(tmp_path / "run/adapter")).replace("FOLDER", str(packed_file.parent))
+        space: dict = {}
+        exec(code, space)
+        ids = torch.arange(5, 15)[None]
+        torch.testing.assert_close(logits(space["model"].eval(), ids), logits(run.model, ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({"placement": "cpu"}, "causal"), ({"placement": "spread"}, "causal"), ({"kind": "encoder"}, "encoder"),
+     ({"untie_head": True}, "causal")],
+)  # fmt: skip
+def test_other_ways_of_loading_take_a_file_too(options, kind, tiny, tiny_file):
+    loaded, ids = load_model(str(tiny_file), **options), torch.arange(5, 15)[None]
+    assert loaded.kind == kind
+    with torch.no_grad():
+        wanted = tiny[0](input_ids=ids, output_hidden_states=True)
+        actual = loaded.model(input_ids=ids)
+    if kind == "causal":
+        torch.testing.assert_close(actual.logits, wanted.logits, rtol=0, atol=1e-5)
+    else:
+        torch.testing.assert_close(actual.last_hidden_state, wanted.hidden_states[-1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2_is_tuned_and_exported(tmp_path):
+    """Through the command line; the file's own 272 tensors with the adapter's are the merged folder's."""
+    rows = write_rows(tmp_path / "rows.jsonl", completion_rows(6))
+    options = {"method__name": "tezo", "method__lr": 1e-4, "method__rho": 1e-4, "train__batch_size": 2}
+    keeping = ("--set", "train.keep_best=false")
+    done = train("embedded:smollm2-135m", rows, tmp_path / "run", *keeping, steps=1, **options)
+    assert done.code == 0, done.err
+    merged = exported(tmp_path / "run", "merged", tmp_path / "merged")
+    adapter = exported(tmp_path / "run", "gguf-lora", tmp_path / "adapter") / "adapter.gguf"
+    assert check_both_exports(embedded_source("embedded:smollm2-135m"), merged, adapter, heads=(9, 3)) == 210
+    tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
+    model = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(answer[0, 5:]) == " Paris" and tokenizer.chat_template

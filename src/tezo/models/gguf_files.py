@@ -153,11 +153,17 @@ def gguf_notices(path: str, tokenizer: Any) -> list[str]:
     return notices
 
 
-def drop_packing(model: Any) -> None:
-    """Lets a model be saved whose weights transformers has unpacked from GGUF: it says that they are packed still."""
+def settle_gguf(model: Any) -> None:
+    """Names a model that transformers has loaded from a GGUF file by that file, and lets it be saved.
+
+    transformers names it by the folder of the file, and takes its weights for packed after it has unpacked them.
+    """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None or getattr(model, "quantization_method", None) != "gguf":
         return
+    file = Path(model.name_or_path, quantizer.quantization_config.gguf_file)
+    if file.is_file():
+        model.name_or_path = str(file)
     if all(parameter.is_floating_point() for parameter in model.parameters()):
         quantizer.remove_quantization_config(model)
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from tezo.errors import RequestError
 from tezo.forward import is_changed_beside
+from tezo.models.gguf_files import settle_gguf
 from tezo.models.kinds import choose_kind
 from tezo.models.loading import DTYPES, LoadedModel, fingerprint, set_padding
 from tezo.models.lora import has_adapter
@@ -39,6 +40,7 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
             "returns it."
         )
     _check_plain(model)
+    settle_gguf(model)
     found = choose_kind(kind, [type(model).__name__], model.config)
     set_padding(type(model).__name__, model, tokenizer, found)
     return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found))

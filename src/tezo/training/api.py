@@ -152,7 +152,7 @@ def _configured(
     if "train" not in parts and "data.task" not in dict(settings):
         raise RequestError("data is not set; give rows, or the setting task for one of `tezo tasks`.")
     by_name = is_named(model)
-    name = str(model) if by_name else getattr(model, "name_or_path", "") or IN_MEMORY
+    name = str(model) if by_name else IN_MEMORY
     sources = [(f"data.{part}", str(rows) if is_named(rows) else IN_MEMORY) for part, rows in parts.items()]
     config = parse_config(overlay({}, [("model.name", name), ("method.name", method), *sources, *settings]))
     if not by_name:
@@ -173,7 +173,8 @@ def _with_object(config: Config, model: Any, tokenizer: Any) -> tuple[Config, Lo
     base = from_objects(model, tokenizer, config.model.kind)
     # so that a base with these weights, loaded by its name, is the same
     dtype: Any = dtype_name(model)
-    return replace(config, model=replace(config.model, kind=base.kind, dtype=dtype)), base
+    name = getattr(model, "name_or_path", "") or IN_MEMORY
+    return replace(config, model=replace(config.model, name=name, kind=base.kind, dtype=dtype)), base
 
 
 def _folder(output: str | Path | None, *, resume: bool) -> Path:
