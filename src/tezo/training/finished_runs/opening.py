@@ -49,7 +49,8 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
     """The configuration of a run folder, or one made for a base model, with settings laid over it."""
     if is_run(name):
         return read_run_config(Path(name) / CONFIG, settings)
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         raise RequestError(f"{name} is neither a run folder (no {CONFIG}) nor a model (no config.json).")
     config = overlay({"model": {"name": name}}, settings)
     if not {"task", "train"} & set(config.get("data", {})):
