@@ -17,12 +17,15 @@ from folders import (
     words_tokenizer,
     write_rows,
 )
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Example, Fields, Row, choose_format
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.evaluation import evaluate
+from tezo.tasks.objectives import CausalObjective
 from tezo.tasks.setup import make_format, make_objective, render_chat, with_shots
 from tezo.tasks.token_notices import token_notices
 
@@ -244,6 +247,17 @@ def test_a_null_of_a_table_of_several_shapes_is_no_field():
     pair = {"prompt": "a", "completion": " b"}
     assert example(pair | {"messages": None}) == example(pair)
     assert example({"messages": None, "conversations": SHARED, "prompt": None}) == example({"conversations": SHARED})
+
+
+def test_an_answer_behind_a_space_gets_no_second_one():
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate([*"<>▁ab\n", "▁b"])}, [("▁", "b")]))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<", eos_token=">")
+    objective = CausalObjective(tokenizer, torch.device("cpu"), 50, ())
+    for prompt, answer in (("a ", "b"), ("a", " b"), ("a", "b"), ("a\n", "b b")):
+        (tokens,) = objective.encode(Example(prompt, answer, (), None, "")).sequences
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == prompt + answer
 
 
 def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one():

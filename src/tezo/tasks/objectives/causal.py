@@ -46,7 +46,7 @@ class CausalObjective(Objective):
         sequences, answers = [], []
         for text, whole in zip(texts, self._wholes(texts, example), strict=True):
             if whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
-                whole = prompt + list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+                whole = prompt + self._alone(text)
             whole[: len(prompt)] = prompt  # the same objects, which thousands of options share
             if not example.options and example.ends and self.tokenizer.eos_token_id is not None:
                 whole = [*whole, int(self.tokenizer.eos_token_id)]
@@ -86,6 +86,13 @@ class CausalObjective(Objective):
         begun = str(self.tokenizer.bos_token or " ")
         added = not example.chat and not texts[0].startswith(begun)  # a rendered prompt has its special tokens
         return list(self.tokenizer(list(texts), add_special_tokens=added)["input_ids"])
+
+    def _alone(self, text: str) -> list[int]:
+        """The tokens of a text behind others, without the space that some tokenizers put before a first word."""
+        line, whole = (list(self.tokenizer(t, add_special_tokens=False)["input_ids"]) for t in ("\n", f"\n{text}"))
+        if whole[: len(line)] == line:
+            return whole[len(line) :]
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _note_unknown(self, answer: list[int], example: Example) -> None:
         """Counts tokens of what is learnt that stand for characters that the tokenizer does not know."""
