@@ -80,22 +80,8 @@ def test_the_commands_of_a_document_run_on_the_model_that_is_here(commands, tmp_
 
 @pytest.fixture
 def tiny_causal_folder(tmp_path):
-    known = [
-        "<pad>",
-        "</s>",
-        "<unk>",
-        "tuned",
-        "by",
-        "forward",
-        "passes",
-        "alone",
-        "Paris",
-        "Rome",
-        "Madrid",
-        "Tokyo",
-        "Cairo",
-        "Lima",
-    ]
+    cities = ["Paris", "Rome", "Madrid", "Tokyo", "Cairo", "Lima"]
+    known = ["<pad>", "</s>", "<unk>", "tuned", "by", "forward", "passes", "alone", *cities]
     words = {word: i for i, word in enumerate(known)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

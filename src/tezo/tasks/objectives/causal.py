@@ -43,10 +43,10 @@ class CausalObjective(Objective):
             return self._whole(example)
         texts = example.options or (example.answer,)
         (prompt,) = self._tokens([example.prompt], example)
-        sequences, answers = [], []
+        sequences, answers, split = [], [], False
         for text, whole in zip(texts, self._wholes(texts, example), strict=True):
             if whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
-                whole = prompt + self._alone(text)
+                whole, split = prompt + self._alone(text), not example.chat
             whole[: len(prompt)] = prompt  # the same objects, which thousands of options share
             if not example.options and example.ends and self.tokenizer.eos_token_id is not None:
                 whole = [*whole, int(self.tokenizer.eos_token_id)]
@@ -58,6 +58,8 @@ class CausalObjective(Objective):
             self.cuts.add(over, example.where)
         if len(prompt) == 0 or (example.answer and min(answers) == 0):
             raise RequestError(f"{example.where}: the prompt or the answer is empty; fill it in, or remove that row.")
+        if split:
+            self.split.add(1, example.where)
         if not example.options:
             self._note_unknown(sequences[0][len(sequences[0]) - answers[0] :], example)
         return Encoded(tuple(tuple(s) for s in sequences), tuple(answers), example)
