@@ -138,7 +138,7 @@ def choose_format(
             f"({fields.text!r} and {fields.label!r}), or name the labels in data.label_words."
         )
     if shape == "messages":
-        named = fields.messages in rows[0].fields or CONVERSATIONS not in rows[0].fields
+        named = rows[0].fields.get(fields.messages) is not None or CONVERSATIONS not in rows[0].fields
         return MessagesFormat(fields.messages if named else CONVERSATIONS, render)
     if shape == "instruction":
         return InstructionFormat()
@@ -149,9 +149,10 @@ def choose_format(
 
 def shape_of(row: Row, fields: Fields) -> str | None:
     """The shape that the fields of a row fit; None if they fit none."""
+    given = {name for name, value in row.fields.items() if value is not None}  # tables of several shapes have nulls
     shapes = {
-        "messages": fields.messages in row.fields,
-        "completion": {fields.prompt, fields.completion} <= set(row.fields),
+        "messages": fields.messages in given,
+        "completion": {fields.prompt, fields.completion} <= given,
         "label": fields.label in row.fields,
     }
     # what follows may lack its answer
@@ -161,7 +162,7 @@ def shape_of(row: Row, fields: Fields) -> str | None:
     by_field = {
         CONVERSATIONS: "messages", INSTRUCTION: "instruction", fields.prompt: "completion", fields.text: "text",
     }  # fmt: skip
-    return next((shape for name, shape in by_field.items() if name in row.fields), None)
+    return next((shape for name, shape in by_field.items() if name in given), None)
 
 
 def _shape(row: Row, fields: Fields) -> str:

@@ -10,8 +10,14 @@ MANY_OPTIONS = 50
 
 
 def token_notices(objective: Objective) -> list[str]:
-    """Notices for the user on prompts cut so far, options that have the same tokens, and options that take long."""
-    return [*_cut_prompts(objective), *_equal_options(objective), *_repeated_prompts(objective)]
+    """Notices for the user on texts cut, split or not known so far, and on options that are alike or take long."""
+    return [
+        *_cut_prompts(objective),
+        *_unknown_tokens(objective),
+        *_split_tokens(objective),
+        *_equal_options(objective),
+        *_repeated_prompts(objective),
+    ]
 
 
 def _cut_prompts(objective: Objective) -> Iterator[str]:
@@ -20,6 +26,24 @@ def _cut_prompts(objective: Objective) -> Iterator[str]:
         yield (
             f"{cuts.rows} text(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
             f"{cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the limit."
+        )
+
+
+def _unknown_tokens(objective: Objective) -> Iterator[str]:
+    unknown = objective.unknown
+    if unknown.rows:
+        yield (
+            f"{unknown.rows} answer(s) have text that the tokenizer does not know ({'; '.join(unknown.examples)}): the "
+            f"model learns to write {objective.tokenizer.unk_token} for it; reword it, or take another model."
+        )
+
+
+def _split_tokens(objective: Objective) -> Iterator[str]:
+    split = objective.split
+    if split.rows:
+        yield (
+            f"{split.rows} prompt(s) end inside what would be one token with the answer ({'; '.join(split.examples)}), "
+            "so the model reads unusual pieces; where a prompt ends with a space, begin the answer with it instead."
         )
 
 
