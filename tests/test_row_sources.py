@@ -134,12 +134,14 @@ def test_a_json_file_may_have_its_rows_in_a_field(tmp_path, suffix, indent):
 @pytest.mark.parametrize("length", [131_072, 131_073, 500_000])
 def test_a_csv_field_may_be_long_and_the_limit_of_the_process_stays(tmp_path, length):
     rows = [{"text": "x" * length, "label": "good"}, {"text": "y", "label": "bad"}]
-    path, limit = write_rows(tmp_path / "rows.csv", rows), csv.field_size_limit()
-    assert fields(path) == rows
-    path.write_text(path.read_text() + '"z"z,good\n')
-    with pytest.raises(RequestError, match="line 4, is invalid"):
-        fields(path)
-    assert csv.field_size_limit() == limit
+    path, usual = write_rows(tmp_path / "rows.csv", rows), csv.field_size_limit(1234)
+    try:
+        assert fields(path) == rows
+        path.write_text(path.read_text() + '"z"z,good\n')
+        with pytest.raises(RequestError, match="line 4, is invalid"):
+            fields(path)
+    finally:
+        assert csv.field_size_limit(usual) == 1234
 
 
 def test_a_row_of_several_lines_and_an_open_quote_are_named_by_the_line_where_they_begin(tmp_path):
@@ -304,6 +306,8 @@ def test_two_fields_of_one_name_are_refused(tmp_path, kind):
         ({"a.json": "[" * 100_000}, "a.json", ["nested too deeply"]),
         ({"a.json": "[]"}, "a.json", ["no rows"]),
         ({"a.json": '[{"a": ' + "7" * 5000 + "}]"}, "a.json", ["line 1", "not JSON"]),
+        ({"a.json": frame(text=["a", "b"], label=[0, 1]).to_json()}, "a.json", ["columns (text, label)", "orient="]),
+        ({"a.json": '{"text": ["a", "b"],\n"label": [0, 1]}'}, "a.json", ["columns (text, label)", "one object a row"]),
         ({"a.json": '{\n"train": [{}], "test": [{}]}'}, "a.json", ["several lists of rows (train, test)"]),
         ({"a.json": '{\n"text": "x"\n}\n{\n"text": "x"\n}'}, "a.json", ["line 4", "several values", "an array"]),
     ],

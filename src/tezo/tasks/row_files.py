@@ -120,6 +120,11 @@ def _json(content: _Content) -> Iterator[Row]:
             )
         if names:
             return _array(content, whole[names[0]])
+        if _are_columns(whole):
+            raise RequestError(
+                f"{content.key}: {content.path} has columns ({', '.join(whole)}), and no rows; write one object a row, "
+                "with pandas to_json(orient='records', lines=True)."
+            )
         return _jsonl(content) if opening == text.strip() else _array(content, [whole])
     return _array(content, whole) if isinstance(whole, list) else _jsonl(content)
 
@@ -130,6 +135,17 @@ def _are_rows(name: str, value: Any, *, alone: bool) -> bool:
         return False
     talk = any(key in row for row in value if isinstance(row, dict) for key in ("role", "from"))
     return name in LISTS or (alone and bool(value) and not talk)
+
+
+def _are_columns(whole: dict[str, Any]) -> bool:
+    """Whether an object has the values of all rows in each of its fields, by their indices or in a list."""
+    first, *others = whole.values() if len(whole) > 1 else (None,)
+    if isinstance(first, dict):
+        return all(isinstance(other, dict) and list(other) == list(first) for other in others)
+    flat = [
+        value for value in whole.values() if isinstance(value, list) and not any(isinstance(v, dict) for v in value)
+    ]
+    return isinstance(first, list) and len(flat) == len(whole) and {len(value) for value in flat} == {len(first)}
 
 
 def _loads(text: str) -> Any:
