@@ -20,14 +20,17 @@ from folders import (
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from tezo import train as tezo_train
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Example, Fields, Row, choose_format
 from tezo.tasks.data_config import DataConfig
-from tezo.tasks.evaluation import evaluate
+from tezo.tasks.evaluation import evaluate, measure
+from tezo.tasks.examples import check_answers
 from tezo.tasks.objectives import CausalObjective
+from tezo.tasks.row_objects import rows_of
 from tezo.tasks.setup import make_format, make_objective, render_chat, with_shots
-from tezo.tasks.token_notices import token_notices
+from tezo.tasks.token_notices import rows_as_read, token_notices
 
 CHAT = words_tokenizer(chat=True)
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -90,6 +93,124 @@ def test_the_shape_goes_by_the_fields():
         assert choose_format(rows, "causal", Fields(), str).shape == shape
     words = {"label_words": {"good": "good", "bad": "bad"}}
     assert form_of({"text": "a film"}, **words).shape == "label", "a row without its label, which is asked for"
+
+
+# Names of fields
+
+
+NAMES = {
+    "label": {"text": "the film", "label": "good"},
+    "completion": {"prompt": "a", "completion": "b"},
+    "instruction": {"instruction": "a", "input": "x", "output": "b"},
+    "messages": {"conversations": SHARED},
+    "text": {"text": "the film"},
+}
+
+
+@pytest.mark.parametrize("change", [str.title, str.upper, " {} ".format, lambda name: f"\t{name.title()}"])
+@pytest.mark.parametrize("shape", NAMES)
+def test_a_name_may_differ_in_case_and_blanks(shape, change):
+    words = {"label_words": {"good": "good", "bad": "bad"}} if shape == "label" else {}
+    row = NAMES[shape]
+    changed = {change(name): value for name, value in row.items()}
+    assert form_of(changed, **words).shape == shape
+    assert example(changed, **words) == example(row, **words)
+    exact = {**changed, **row} | {change(name): "no" for name in row}
+    assert example(exact, **words) == example(row, **words), "the name itself comes first"
+
+
+def test_two_names_that_differ_only_in_case_are_asked_about():
+    with pytest.raises(RequestError, match="'Label' and 'LABEL' are both 'label'; rename one"):
+        form_of({"text": "x", "Label": "a", "LABEL": "b"})
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "parts"),
+    [
+        *(({"text": "x", own: "a"}, {}, [repr(own), f"data.label={own}", "data.shape=text"])
+          for own in ("labels", "Labels", " labels", "lable", "gold_label", "label-text")),
+        ({"text": "x", "completion": "a"}, {}, ["data.prompt=text and data.completion=completion"]),
+        ({"text": "x", "input": "y", "Outputs": "a"}, {}, ["data.completion=Outputs"]),
+        ({"text": "x", "label": "a"}, {"label": "mood"}, ["data.label is 'mood'", "text, label"]),
+        ({"text": "x", "reply": "a"}, {"completion": "answer"}, ["data.completion is 'answer'", "text, reply"]),
+        ({"prompts": "x", "completions": "a"}, {}, ["did you mean data.prompt=prompts data.completion=completions?"]),
+        ({"prompt": "x", "response": "a"}, {}, ["'completion'", "prompt, response", "set data.completion"]),
+        ({"instruction": "x", "response": "a"}, {}, ["'output'", "data.prompt=instruction and data.completion"]),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_like_one_is_asked_about(row, fields, parts):
+    with pytest.raises(RequestError) as refusal:
+        example(row, **fields)
+    assert all(part in str(refusal.value) for part in parts), refusal.value
+    if "text" in row:
+        assert example(row, shape="text").answer == "x", "the way out that the sentence names"
+
+
+def test_other_fields_beside_a_text_are_not_answers():
+    for own in ("id", "title", "context", "table", "url", "next", "source", "messages_count"):
+        assert form_of({"text": "x", own: "a"}).shape == "text"
+
+
+# What was read, shown
+
+
+def as_read(rows: list[dict], family: str = "opt", **fields) -> tuple[str, str]:
+    tokenizer = tokenizer_for(family)
+    kind = "encoder" if family == "bert" else "masked" if family == "roberta" else "causal"
+    loaded = LoadedModel(tiny_model(family, len(tokenizer)), tokenizer, kind)
+    data = DataConfig(train="x", **fields)
+    numbered = [Row(row, f"rows, line {n}") for n, row in enumerate(rows, start=1)]
+    form = make_format(data, loaded, numbered)
+    objective = make_objective(data, loaded, form)
+    return rows_as_read(form, numbered[0], objective, objective.encode(form.example(numbered[0])))
+
+
+def test_the_shape_the_fields_and_a_row_are_shown_with_what_is_learnt():
+    rows = [{"id": 1, "text": "the film", " Label": "good"}, {"text": "a meal", " Label": "bad"}]
+    shape, row = as_read(rows)
+    assert shape == "label rows of text, label (here ' Label'); not read: id; labels: bad, good"
+    assert row == "rows, line 1, as the model reads it (6 tokens, the last 1 learnt): '<s> the film Label :' -> ' good'"
+    shape, row = as_read([{"prompt": "the film :", "completion": " very good"}])
+    assert shape == "completion rows of prompt, completion"
+    assert "(7 tokens, the last 3 learnt): '<s> the film :' -> ' very good </s>'" in row
+    shape, row = as_read([{"text": "the film", "id": 7}])
+    assert shape == "text rows of text; not read: id" and "'<s>' -> ' the film </s>'" in row
+    assert as_read(rows, "bert")[1].endswith("(4 tokens): '<s> the film </s>' -> 'good'")
+    assert as_read(rows, "roberta")[1].endswith("'<s> the film It was <mask> . </s>' -> ' good'")
+
+
+@pytest.mark.parametrize("many", [3, 90])
+def test_a_long_row_is_shown_in_part_with_all_of_its_tokens_counted(many):
+    row = as_read([{"prompt": "the film " * many, "completion": "good bad " * (many // 3)}])[1]
+    text = f"({2 + 2 * many + 2 * (many // 3)} tokens" if many == 3 else "(158 tokens"
+    assert text in row and len(row) < 420 and ("..." in row) == (many > 3)
+
+
+# Empty answers
+
+
+@pytest.mark.parametrize("empty", ["", "  ", "\n", None, float("nan")])
+@pytest.mark.parametrize("part", ["train", "dev", "test", "eval"])
+def test_an_empty_answer_is_refused_with_the_rows(empty, part):
+    rows = completion_rows(8)
+    faulty = [*rows, *({"prompt": "the film", "completion": empty} for _ in range(4))]
+    tokenizer = words_tokenizer()
+    model = tiny_model("opt", len(tokenizer))
+    parts = {"train": rows, "dev": rows, "test": rows} | {part: faulty}
+    with pytest.raises(RequestError, match=r"4 of \d+ rows have an empty answer \(.*, row 9; .*row 11 and 1 more\)"):
+        if part == "eval":
+            loaded = LoadedModel(model, tokenizer, "causal")
+            measure(DataConfig(train="x"), loaded, rows_of(faulty, "data"), batch_size=4)
+        else:
+            tezo_train(model, parts["train"], tokenizer=tokenizer, dev=parts["dev"], test=parts["test"], steps=1)
+
+
+def test_instructions_and_conversations_without_an_answer_are_refused():
+    talk = [QUESTION, ANSWER | {"content": " "}]
+    for row in ({"instruction": "x", "output": None}, {"messages": talk}, {"prompt": talk[:1], "completion": talk[1:]}):
+        with pytest.raises(RequestError, match=r"1 of 1 rows have an empty answer .rows, line 1.; .*write the token"):
+            check_answers([example(row)])
+    check_answers([example({"prompt": "x", "completion": CHAT.eos_token})])  # asked for in words
 
 
 # Plain text
@@ -273,7 +394,8 @@ def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one():
 
 def test_a_notice_says_where_an_answer_has_characters_that_the_tokenizer_does_not_know():
     loaded = LoadedModel(tiny_model("opt", len(CHAT)), CHAT, "causal")
-    rows = [Row({"prompt": "the film", "completion": word}, f"rows, line {i}") for i, word in enumerate([" good", " 漢"])]
+    words = (" good", " 漢")
+    rows = [Row({"prompt": "the film", "completion": word}, f"rows, line {i}") for i, word in enumerate(words)]
     form = make_format(DataConfig(train="x"), loaded, rows)
     objective = make_objective(DataConfig(train="x"), loaded, form)
     objective.encode(form.example(Row({"prompt": "the 漢", "completion": " good"}, "rows, line 2")))
@@ -334,6 +456,7 @@ def test_a_run_learns_each_shape_and_answers_rows_without_answers(home, tmp_path
     rows = shaped(name, 12)
     done = train(home / "opt-chat", write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "run")
     assert done.code == 0, done.err
+    assert " rows of " in done.err and "as the model reads it (" in done.err
     asked = [
         {field: value[:1] if field == "conversations" else value for field, value in row.items()
          if field not in ("output", "completion")}

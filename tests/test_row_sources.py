@@ -1,18 +1,25 @@
 """Where rows come from: every kind of file, alone, compressed, in folders and patterns; hub sets; standard input."""
 
+import csv
 import gzip
 import io
 import json
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
+import torch
 from folders import label_rows, model_folder, read_jsonl, refused, settings, tezo, train, write_rows
 
 from tezo.errors import RequestError
 from tezo.runs.step_log import read_header
-from tezo.tasks import read_rows
+from tezo.tasks import Fields, Row, choose_format, read_rows
 from tezo.tasks.data_config import DataConfig
+from tezo.tasks.row_objects import rows_of
 from tezo.tasks.splits import read_splits
 
 # What readers that guess types change: dates, numbers with zeros in front, words that mean nothing elsewhere.
@@ -104,6 +111,183 @@ def test_a_folder_that_save_to_disk_wrote(tmp_path):
         read_rows(str(tmp_path / "both"), key="data.train")
 
 
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_file_may_have_its_rows_in_a_field(tmp_path, suffix, indent):
+    path = tmp_path / f"rows.{suffix}"
+    talk = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    marked = {"text": "x", "spans": [{"start": 1}]}
+    contents = [
+        (GUESSED, GUESSED),
+        *(({name: GUESSED, "version": 1}, GUESSED) for name in ("data", "rows", "train")),
+        ({"whatever": GUESSED}, GUESSED),
+        ({"train": [talk]}, [talk]),
+        (talk, [talk]),  # one row, and no rows of messages
+        (marked, [marked]),
+        ({"rows": "x"}, [{"rows": "x"}]),
+    ]
+    for whole, rows in contents:
+        path.write_bytes(b"\xef\xbb\xbf" + json.dumps(whole, indent=indent).encode())
+        assert fields(path) == rows
+
+
+@pytest.mark.parametrize("length", [131_072, 131_073, 500_000])
+def test_a_csv_field_may_be_long_and_the_limit_of_the_process_stays(tmp_path, length):
+    rows = [{"text": "x" * length, "label": "good"}, {"text": "y", "label": "bad"}]
+    path, usual = write_rows(tmp_path / "rows.csv", rows), csv.field_size_limit(1234)
+    try:
+        assert fields(path) == rows
+        path.write_text(path.read_text() + '"z"z,good\n')
+        with pytest.raises(RequestError, match="line 4, is invalid"):
+            fields(path)
+    finally:
+        assert csv.field_size_limit(usual) == 1234
+
+
+def test_a_row_of_several_lines_and_an_open_quote_are_named_by_the_line_where_they_begin(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('text,label\n"a\nb",good\n\nc,bad\n"d,good\ne,bad\nf,good\n')
+    with pytest.raises(RequestError, match=r"line 6, is invalid .a quote that is not closed"):
+        fields(path)
+    path.write_text('text,label\n"a\nb",good\n\nc,bad\n')
+    assert [row.where for row in read_rows(str(path), key="data")] == ["rows.csv, line 2", "rows.csv, line 5"]
+
+
+@pytest.mark.parametrize(("suffix", "sign"), [("csv", ";"), ("csv", "\t"), ("tsv", ","), ("tsv", ";")])
+def test_fields_may_be_separated_as_elsewhere_where_the_header_says_so(tmp_path, suffix, sign):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text(f'text{sign}label\n"a {sign} b"{sign}good\n')
+    assert fields(path) == [{"text": f"a {sign} b", "label": "good"}]
+    (tmp_path / "one.csv").write_text("text\na; b\n")
+    assert fields(tmp_path / "one.csv") == [{"text": "a; b"}]
+
+
+def frame(**columns) -> pandas.DataFrame:
+    return pandas.DataFrame(columns)
+
+
+LABELS = datasets.ClassLabel(names=["dull", "bright"])
+NUMBERED = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]})
+NAMED = NUMBERED.cast_column("label", LABELS)
+PLAIN = [{"text": "a", "label": 1}, {"text": "b", "label": 0}]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"text": np.str_("a"), "label": np.int64(1)}, {"text": "b", "label": np.int8(0)}],
+        [{"text": "a", "label": torch.tensor(1)}, {"text": "b", "label": np.array(0)}],
+        *(NUMBERED.with_format(name) for name in (None, "numpy", "torch")),
+        *(NUMBERED.to_iterable_dataset().with_format(name) for name in ("numpy", "torch")),
+        frame(text=["a", "b"], label=[1, 0]),
+        frame(text=pandas.array(["a", "b"], dtype="string"), label=pandas.array([1, 0], dtype="Int64")),
+        frame(text=pandas.Categorical(["a", "b"]), label=[1, 0]).set_index(pandas.Index([7, 9])),
+    ],
+)
+def test_rows_in_memory_have_the_values_of_python(rows):
+    found = rows_of(rows, "data")
+    assert [row.fields for row in found] == PLAIN and [row.where for row in found] == ["data, row 1", "data, row 2"]
+    assert {type(value) for row in found for value in row.fields.values()} == {str, int}
+
+
+def test_a_value_that_is_missing_is_none_however_it_is_written(tmp_path):
+    nothing = {"text": None, "x": None, "deep": [{"y": None}], "far": None}
+    given = {"text": float("nan"), "x": np.float32("nan"), "deep": [{"y": pandas.NA}], "far": pandas.NaT}
+    assert rows_of([given], "data")[0].fields == nothing
+    assert [r.fields for r in rows_of(frame(text=["a", None], x=[1.5, float("nan")]), "data")] == [
+        {"text": "a", "x": 1.5},
+        {"text": None, "x": None},
+    ]
+    (tmp_path / "rows.jsonl").write_text('{"text": NaN, "x": Infinity}\n')
+    assert fields(tmp_path / "rows.jsonl") == [{"text": None, "x": float("inf")}]
+
+
+@pytest.mark.parametrize("source", ["memory", "streamed", "torch", "saved", "parquet", "hub"])
+def test_numbers_of_classes_have_their_names_wherever_the_set_is(tmp_path, monkeypatch, source):
+    if source == "saved":
+        NAMED.save_to_disk(tmp_path / "rows")
+    elif source == "parquet":
+        NAMED.to_parquet(tmp_path / "rows.parquet")
+    elif source == "hub":
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: NAMED)
+    by_name = {"saved": tmp_path / "rows", "parquet": tmp_path / "rows.parquet", "hub": "owner/rows"}
+    others = {"memory": NAMED, "streamed": NAMED.to_iterable_dataset(), "torch": NAMED.with_format("torch")}
+    rows = rows_of(str(by_name[source]) if source in by_name else others[source], "data")
+    assert [row.fields for row in rows] == PLAIN, "the rows keep their numbers, which tasks and predict need"
+    form = choose_format(rows, "causal", Fields(), str)
+    assert form.labels == ("dull", "bright") and [form.example(row).answer for row in rows] == [" bright", " dull"]
+
+
+@pytest.mark.parametrize(
+    "words", [{"0": "cold", "1": "warm"}, {"dull": "cold", "bright": "warm"}], ids=["numbers", "names"]
+)
+def test_label_words_may_be_of_the_numbers_or_the_names_of_classes(words):
+    rows = rows_of(NAMED, "data")
+    form = choose_format(rows, "causal", Fields(label_words=words), str)
+    assert [form.example(row).answer for row in rows] == [" warm", " cold"]
+
+
+def test_a_classifiers_classes_are_found_by_the_names_of_the_sets_classes():
+    rows = rows_of(NAMED, "data")
+
+    def answers(*classes: str) -> list[str]:
+        form = choose_format(rows, "classifier", Fields(), str, classes)
+        return [form.example(row).answer for row in rows]
+
+    assert answers("Bright", "Dull") == ["Bright", "Dull"], "the numbers of the head are others"
+    assert answers("LABEL_0", "LABEL_1") == ["LABEL_1", "LABEL_0"]
+    with pytest.raises(RequestError, match=r"dull, bright, and the model's pos, neg; .*data\.label_words="):
+        answers("pos", "neg")
+
+
+def test_a_row_that_no_one_has_labelled_is_refused_in_a_sentence():
+    rows = rows_of(datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, -1]}, features=NAMED.features), "data")
+    form = choose_format(rows, "causal", Fields(), str)
+    with pytest.raises(RequestError, match=r"data, row 2: the label is -1, .* without a label; .*dull, bright"):
+        form.example(rows[1])
+    assert form.example(rows[1], answered=False).label is None
+    form = choose_format(rows_of(NUMBERED, "data"), "causal", Fields(), str)
+    with pytest.raises(RequestError, match=r"'-1' is unknown, .* without a label"):
+        form.example(Row({"text": "a", "label": -1}, "test, row 1"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        (frame(a=[1], b=[2]).set_axis(["label", "label"], axis=1), ["2 fields called 'label'"]),
+        (datasets.DatasetDict({"train": NUMBERED}), ["DatasetDict of train", "one split"]),
+        (NUMBERED.with_format("pandas"), ["row 1, is DataFrame"]),
+        (frame(text=[]), ["no rows"]),
+    ],
+)
+def test_objects_that_are_no_rows_are_refused_in_a_sentence(rows, parts):
+    with pytest.raises(RequestError, match=r"^data") as refusal:
+        rows_of(rows, "data")
+    assert all(part in str(refusal.value) for part in parts), refusal.value
+
+
+TWICE = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["label", "label"])
+
+
+@pytest.mark.parametrize("kind", ["csv", "blank csv", "jsonl", "array", "parquet"])
+def test_two_fields_of_one_name_are_refused(tmp_path, kind):
+    texts = {
+        "csv": "text,label,label\na,b,c\n",
+        "blank csv": "text,label, label\na,b,c\n",
+        "jsonl": '{"text": "a", "label": "b", "label": "c"}\n{"text": "a"}\n',
+        "array": '[\n{"text": "a", "label": "b", "label": "c"}\n]',
+    }
+    path = tmp_path / f"rows.{kind.split()[-1].replace('array', 'json')}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(TWICE, path)
+    else:
+        path.write_text(texts[kind])
+    with pytest.raises(RequestError, match=r"fields (are )?called 'label'"):
+        fields(path)
+    (tmp_path / "unnamed.csv").write_text("text,label,,\na,b,,\n")
+    assert fields(tmp_path / "unnamed.csv")[0]["label"] == "b", "spreadsheets write empty columns"
+
+
 @pytest.mark.parametrize(
     ("files", "source", "parts"),
     [
@@ -122,6 +306,10 @@ def test_a_folder_that_save_to_disk_wrote(tmp_path):
         ({"a.json": "[" * 100_000}, "a.json", ["nested too deeply"]),
         ({"a.json": "[]"}, "a.json", ["no rows"]),
         ({"a.json": '[{"a": ' + "7" * 5000 + "}]"}, "a.json", ["line 1", "not JSON"]),
+        ({"a.json": frame(text=["a", "b"], label=[0, 1]).to_json()}, "a.json", ["columns (text, label)", "orient="]),
+        ({"a.json": '{"text": ["a", "b"],\n"label": [0, 1]}'}, "a.json", ["columns (text, label)", "one object a row"]),
+        ({"a.json": '{\n"train": [{}], "test": [{}]}'}, "a.json", ["several lists of rows (train, test)"]),
+        ({"a.json": '{\n"text": "x"\n}\n{\n"text": "x"\n}'}, "a.json", ["line 4", "several values", "an array"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path, files, source, parts):

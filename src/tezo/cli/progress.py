@@ -91,5 +91,6 @@ def _start_lines(job: Job) -> list[str]:
         f"{len(trained)} of {len(rows)} parameters are trained{span}, moved {' and '.join(moved)}"
         + (f"; fixed factors take {job.optimizer.factor_bytes / 2**20:.1f} MiB" if ranks else ""),
         f"{len(job.train)} training rows, {len(job.dev)} dev, {len(job.test)} test",
+        *job.rows_as_read,
     ]
     return lines + [f"note: {notice}" for notice in job.notices]

@@ -12,6 +12,7 @@ from tezo.models.loading import LoadedModel
 from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.tasks import Measure, Row
 from tezo.tasks.data_config import DataConfig
+from tezo.tasks.examples import check_answers
 from tezo.tasks.generation import by_length, completions
 from tezo.tasks.objectives import CausalObjective, Encoded, Objective
 from tezo.tasks.rewards import EVALUATION, Reward, prompt_of
@@ -129,6 +130,8 @@ def measure(
     objective = make_objective(data, loaded, form, new)
     examples = [form.example(row) if reward is None else prompt_of(form, row) for row in rows]
     options: dict[str, Any] = {"measures": form.measures, "max_new_tokens": new, "calibrate": calibrate}
+    if reward is None:
+        check_answers(examples)
     encoded = [objective.encode(example) for example in examples]
     metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
     return metrics, token_notices(objective)

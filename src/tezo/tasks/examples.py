@@ -1,8 +1,9 @@
 """The two records of this package: a row of a data file, and an example with prompt and answer."""
 
+import math
 import unicodedata
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tezo.errors import RequestError
@@ -22,10 +23,30 @@ def visible(text: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a data file: its fields, and its place ("train.jsonl, line 3") for messages."""
+    """A row of a data file.
+
+    Attributes:
+        fields: name -> value.
+        where: its place ("train.jsonl, line 3"), for messages.
+        classes: field -> the names of the classes that its numbers stand for, as a data set of `datasets` has them.
+    """
 
     fields: dict[str, Any]
     where: str
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def column(self, name: str) -> str | None:
+        """The field of this name, or else the one whose name differs only in case or in blanks around it.
+
+        Raises:
+            RequestError: there are several of those.
+        """
+        if name in self.fields:
+            return name
+        alike = [own for own in self.fields if own.strip().casefold() == name.strip().casefold()]
+        if len(alike) > 1:
+            raise RequestError(f"{self.where}: the fields {alike[0]!r} and {alike[1]!r} are both {name!r}; rename one.")
+        return alike[0] if alike else None
 
     def __getitem__(self, name: str) -> str:
         """The string in a field; see `value`."""
@@ -43,10 +64,43 @@ class Row:
         return value
 
 
+def plain(value: Any) -> Any:
+    """The value as JSON has it: scalars and arrays of numpy and torch as Python's, and None where it is missing."""
+    if value is None or type(value) in (str, int, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+        if isinstance(value, list):
+            return plain(value)
+    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType")
+    return None if missing else value
+
+
+def rows_of_fields(fields: Iterable[Mapping[str, Any]], place: str, classes: Mapping[str, Sequence[str]]) -> list[Row]:
+    """Rows of mappings, their values made plain, that are called row 1, 2, ... of `place`."""
+    return [Row(plain(own), f"{place}row {number}", classes) for number, own in enumerate(fields, start=1)]
+
+
+def check_fields_differ(names: Sequence[str], place: str) -> None:
+    """An error where two fields have one name, of which one would be lost."""
+    count, name = max(((names.count(name), name) for name in names if name.strip()), default=(1, ""))
+    if count > 1:
+        raise RequestError(f"{place} has {count} fields called {name!r}; rename them, or leave one.")
+
+
+def class_names(features: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]]:
+    """The names of the classes of each field that has some, by the features of a data set of `datasets`."""
+    return {name: tuple(own.names) for name, own in (features or {}).items() if hasattr(own, "int2str")}
+
+
 def blank(row: Row, kept: tuple[str, ...] = ()) -> Row:
     """The row with its strings emptied, except the fields in `kept`."""
     emptied = {k: "" if isinstance(v, str) and k not in kept else v for k, v in row.fields.items()}
-    return Row(emptied, row.where)
+    return replace(row, fields=emptied)
 
 
 @dataclass(frozen=True)
@@ -104,3 +158,14 @@ class Example:
     def is_right(self, option: int) -> bool:
         """Whether an option is correct."""
         return option in (self.right or (self.label,))
+
+
+def check_answers(examples: Sequence[Example]) -> None:
+    """An error where an answer in free text is empty: to learn that nothing is to be said is asked for in words."""
+    empty = [example.where for example in examples if not example.options and not example.answer.strip()]
+    if empty:
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        raise RequestError(
+            f"{len(empty)} of {len(examples)} rows have an empty answer ({'; '.join(empty[:3])}{more}); fill it in, or "
+            "remove them. Where the model shall say nothing, write the token that ends its answers as the answer."
+        )

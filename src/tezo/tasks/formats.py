@@ -1,5 +1,6 @@
 """The format of rows, by the fields of the first one: labelled rows, or rows whose answer is free text."""
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,14 @@ from tezo.tasks.examples import Example, Row, visible
 from tezo.tasks.free_text_rows import (
     CONVERSATIONS,
     INSTRUCTION,
+    OUTPUT,
     CompletionFormat,
     InstructionFormat,
     MessagesFormat,
     RenderChat,
     TextFormat,
 )
-from tezo.tasks.row_format import Format, label_in, text_in
+from tezo.tasks.row_format import Format, class_in, label_in, names_of_classes, text_in, unlabelled
 
 TEMPLATES: dict[Kind, str] = {
     "causal": "{text}\nLabel:",
@@ -29,6 +31,9 @@ TEMPLATES: dict[Kind, str] = {
 
 MOST_DECIMALS = 20
 """Labels that may be numbers with decimals; more of them are measurements, and no classes."""
+
+LIKE = 0.8
+"""Likeness, of `difflib`, from which a field's name may be meant for another; that of "lable" and "label"."""
 
 _DECIMALS = re.compile(r"[+-]?\d+\.\d+")
 
@@ -47,6 +52,10 @@ class LabelFormat(Format):
     kind: Kind
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        return *(name for name in dict.fromkeys(_FIELD.findall(self.template)) if name != "mask"), self.label
+
+    @property
     def labels(self) -> tuple[str, ...]:
         return tuple(self.words)
 
@@ -61,10 +70,12 @@ class LabelFormat(Format):
         if not answered:
             return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels)
         label = label_in(row, self.label)
+        if label not in self.words:  # the words are given by the numbers of the classes, or else by their names
+            label = class_in(row, self.label)
         if label not in self.words:
             raise RequestError(
-                f"{row.where}: the label {label!r} is unknown; fix the row, or name all labels in data.label_words. "
-                + nearest(label, self.words)
+                f"{row.where}: the label {label!r} is unknown{unlabelled(label)}; fix the row, or name all labels in "
+                f"data.label_words. {nearest(label, self.words)}"
             )
         index = self.labels.index(label)
         return Example(prompt, options[index], options, index, row.where, slot=slot, names=self.labels)
@@ -125,6 +136,8 @@ def choose_format(
     shape = _shape(rows[0], fields) if fields.shape == "auto" else fields.shape
     if fields.shape == "auto" and shape == "text" and (fields.label_words or classes):
         shape = "label"  # without its label, which is asked for
+    if fields.shape == "auto" and shape == "text":
+        _check_text_alone(rows[0], fields)
     if shape == "label":
         return _label_format(rows, kind, fields, classes)
     for key in ("template", "label_words"):
@@ -138,7 +151,7 @@ def choose_format(
             f"({fields.text!r} and {fields.label!r}), or name the labels in data.label_words."
         )
     if shape == "messages":
-        named = rows[0].fields.get(fields.messages) is not None or CONVERSATIONS not in rows[0].fields
+        named = _is_filled(rows[0], fields.messages) or rows[0].column(CONVERSATIONS) is None
         return MessagesFormat(fields.messages if named else CONVERSATIONS, render)
     if shape == "instruction":
         return InstructionFormat()
@@ -149,11 +162,14 @@ def choose_format(
 
 def shape_of(row: Row, fields: Fields) -> str | None:
     """The shape that the fields of a row fit; None if they fit none."""
-    given = {name for name, value in row.fields.items() if value is not None}  # tables of several shapes have nulls
+
+    def has(*names: str) -> bool:
+        return all(_is_filled(row, name) for name in names)
+
     shapes = {
-        "messages": fields.messages in given,
-        "completion": {fields.prompt, fields.completion} <= given,
-        "label": fields.label in row.fields,
+        "messages": has(fields.messages),
+        "completion": has(fields.prompt, fields.completion),
+        "label": row.column(fields.label) is not None,
     }
     # what follows may lack its answer
     first = next((shape for shape, fits in shapes.items() if fits), None)
@@ -162,7 +178,41 @@ def shape_of(row: Row, fields: Fields) -> str | None:
     by_field = {
         CONVERSATIONS: "messages", INSTRUCTION: "instruction", fields.prompt: "completion", fields.text: "text",
     }  # fmt: skip
-    return next((shape for name, shape in by_field.items() if name in given), None)
+    return next((shape for name, shape in by_field.items() if has(name)), None)
+
+
+def _is_filled(row: Row, name: str) -> bool:
+    """Whether the row has the field with a value: tables of rows of several shapes have nulls."""
+    own = row.column(name)
+    return own is not None and row.fields[own] is not None
+
+
+def _check_text_alone(row: Row, fields: Fields) -> None:
+    """An error for rows of plain text, of which a setting or a field's name says that there is an answer too."""
+    alone = f"or data.shape=text to learn {fields.text!r} alone"
+    for name in ("label", "prompt", "completion", "messages"):
+        value = getattr(fields, name)
+        if value != getattr(Fields, name):
+            raise RequestError(
+                f"data.{name} is {value!r}, and {row.where} has no such field, but {', '.join(row.fields)}; set "
+                f"data.{name} to one of them, {alone}."
+            )
+    others = [own for own in row.fields if own != row.column(fields.text)]
+    for own in others:
+        if _is_near(own, fields.label):
+            ways = f"data.label={own} to learn it as the label"
+        elif _is_near(own, fields.completion) or _is_near(own, OUTPUT):
+            ways = f"data.prompt={fields.text} and data.completion={own} to learn it as the answer"
+        else:
+            continue
+        raise RequestError(f"{row.where}: beside {fields.text!r} there is the field {own!r}; set {ways}, {alone}.")
+
+
+def _is_near(own: str, name: str) -> bool:
+    """Whether a field's name is like `name`, or has it as one of its words."""
+    words = re.split(r"[^a-z0-9]+", own.casefold())
+    plural = [form for word in (*words, own.strip().casefold()) for form in (word, word.removesuffix("s"))]
+    return bool(difflib.get_close_matches(name.casefold(), plural, n=1, cutoff=LIKE))
 
 
 def _shape(row: Row, fields: Fields) -> str:
@@ -175,8 +225,16 @@ def _shape(row: Row, fields: Fields) -> str:
         )
     if shape is not None:
         return shape
+    meant = [
+        f"data.{name}={own}"
+        for name in ("prompt", "completion", "messages", "text", "label")
+        for own in row.fields
+        if _is_near(own, getattr(fields, name))
+    ]
     raise RequestError(
-        f"{row.where}: the fields {', '.join(row.fields)} fit no known shape. Rows need {fields.prompt!r} and "
+        f"{row.where}: the fields {', '.join(row.fields)} fit no known shape"
+        + (f"; did you mean {' '.join(meant)}?" if meant else ".")
+        + f" Rows need {fields.prompt!r} and "
         f"{fields.completion!r}, or {fields.messages!r}, or {fields.text!r} and {fields.label!r}; other names are set "
         "with data.prompt, data.completion, data.messages, data.text, data.label (docs/rows.md has all shapes)."
     )
@@ -214,10 +272,30 @@ def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields, classes: Sequ
 def _words_of(rows: Sequence[Row], label: str, classes: Sequence[str]) -> dict[str, str]:
     """Label -> word where none is given: the labels themselves, or all classes by their names or their indices."""
     if not classes:
-        return {name: name for name in _labels_of(rows, label)}
+        return {name: name for name in names_of_classes(rows[0], label) or _labels_of(rows, label)}
     by_index = {str(index): name for index, name in enumerate(classes)}
-    given = {label_in(row, label) for row in rows if label in row.fields}
+    names = names_of_classes(rows[0], label)
+    if names:
+        return by_index if _are_unnamed(classes) else _matched(names, classes)
+    given = {label_in(row, label) for row in rows if row.column(label) is not None}
     return by_index if given <= set(by_index) and not given <= set(classes) else {name: name for name in classes}
+
+
+def _are_unnamed(classes: Sequence[str]) -> bool:
+    """Whether a classifier's classes have the names that transformers gives to those without one."""
+    return all(name == f"LABEL_{index}" for index, name in enumerate(classes))
+
+
+def _matched(names: Sequence[str], classes: Sequence[str]) -> dict[str, str]:
+    """Name of a data set's class -> the classifier's class of that name; their numbers may differ."""
+    by_name = {name.casefold(): name for name in classes}
+    unknown = [name for name in names if name.casefold() not in by_name]
+    if unknown:
+        raise RequestError(
+            f"data.label_words: the data set's classes are {', '.join(names)}, and the model's {', '.join(classes)}; "
+            f"name the model's class for each, such as data.label_words={{{unknown[0]}: {classes[0]}, ...}}."
+        )
+    return {name: by_name[name.casefold()] for name in names}
 
 
 def _labels_of(rows: Sequence[Row], label: str) -> list[str]:

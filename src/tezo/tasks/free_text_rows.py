@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from tezo.errors import RequestError, nearest
 from tezo.tasks.examples import Example, Row
-from tezo.tasks.row_format import Format, text_in
+from tezo.tasks.row_format import Format, answer_in, text_in
 
 Messages = list[dict[str, Any]]
 """Messages of a conversation, each {"role": ..., "content": ...}."""
@@ -56,10 +56,14 @@ class CompletionFormat(Format):
     completion: str
     render: RenderChat
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.prompt, self.completion
+
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        if isinstance(row.fields.get(self.prompt), list):
+        if isinstance(row.fields.get(row.column(self.prompt) or self.prompt), list):
             return self._conversation(row, answered)
-        answer = text_in(row, self.completion) if answered else ""
+        answer = answer_in(row, self.completion, "data.completion to the one with the answer") if answered else ""
         return Example(text_in(row, self.prompt), answer, (), None, row.where)
 
     def _conversation(self, row: Row, answered: bool) -> Example:
@@ -92,6 +96,10 @@ class MessagesFormat(Format):
     messages: str
     render: RenderChat
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.messages,)
+
     def example(self, row: Row, *, answered: bool = True) -> Example:
         messages = messages_in(row, self.messages)
         answer = None
@@ -108,11 +116,16 @@ class InstructionFormat(Format):
 
     shape = "instruction"
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return INSTRUCTION, INPUT, OUTPUT
+
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        context = text_in(row, INPUT) if row.fields.get(INPUT) is not None else ""
+        context = text_in(row, INPUT) if row.fields.get(row.column(INPUT) or INPUT) is not None else ""
         words = _WITH_INPUT if context.strip() else _WITHOUT_INPUT
         prompt = words.format(instruction=text_in(row, INSTRUCTION), input=context)
-        return Example(prompt, text_in(row, OUTPUT) if answered else "", (), None, row.where)
+        way_out = f"data.prompt={INSTRUCTION} and data.completion to the one with the answer"
+        return Example(prompt, answer_in(row, OUTPUT, way_out) if answered else "", (), None, row.where)
 
 
 @dataclass(frozen=True)
@@ -121,6 +134,10 @@ class TextFormat(Format):
 
     shape = "text"
     text: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.text,)
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         text = text_in(row, self.text)
@@ -135,7 +152,7 @@ def messages_in(row: Row, name: str) -> Messages:
     Raises:
         RequestError: the field is no list of messages, or who one is from is not known.
     """
-    messages = row.fields.get(name)
+    messages = row.fields.get(row.column(name) or name)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _no_messages(row, name)
     return [_message(row, name, message) for message in messages]

@@ -9,19 +9,27 @@ import gzip
 import io
 import json
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
-from tezo.tasks.examples import Row
+from tezo.tasks.examples import Row, check_fields_differ, class_names, rows_of_fields
 
 TEXT = "text"
 """The field of a row that is a line of plain text."""
 
+LISTS = ("data", "rows", "train", "validation", "valid", "val", "dev", "test", "eval")
+"""Fields of the only object of a JSON file that have its rows, whatever else it has."""
+
 _GZ = ".gz"
+_ANY_LENGTH = 2**31 - 1
+_LIMIT = threading.Lock()
+"""Held while the limit of `csv`, which all threads share, is another."""
 
 
 @dataclass(frozen=True)
@@ -90,21 +98,69 @@ def standard_input_rows(key: str) -> list[Row]:
 
 
 def _json(content: _Content) -> Iterator[Row]:
-    """JSON lines; or one array of objects, which may be the field "data" of an object."""
+    """JSON lines, one object over several lines, or an array of objects, which may be a field of an object."""
     text = content.text()
+    opening = text.lstrip().partition("\n")[0].rstrip()
     try:
-        whole = json.loads(text)
+        whole = _loads(text)
     except RecursionError:
         raise RequestError(f"{content.key}: {content.path} is nested too deeply; write one object a line.") from None
-    except json.JSONDecodeError as error:
-        opening = text.lstrip().partition("\n")[0].rstrip()
-        if opening.startswith("[") or opening == "{":  # one value, and no JSON lines
-            raise content.fault(error.lineno, f"is not JSON ({error.msg}); fix that line") from None
-        whole = None
-    except ValueError:  # a number with too many digits; the lines tell which
-        whole = None
-    items = whole.get("data") if isinstance(whole, dict) else whole
-    return _array(content, items) if isinstance(items, list) else _jsonl(content)
+    except ValueError as error:
+        if opening == text.strip() or not (opening.startswith("[") or opening == "{"):
+            return _jsonl(content)
+        if not isinstance(error, json.JSONDecodeError):  # a number with too many digits, or two fields of one name
+            raise RequestError(f"{content.key}: {content.path} is not JSON ({error}); fix it.") from None
+        fault = "several values; make them an array, or write one object a line" if error.msg == "Extra data" else None
+        raise content.fault(error.lineno, f"is not JSON ({fault or error.msg}); fix that line") from None
+    if isinstance(whole, dict):
+        names = [name for name, value in whole.items() if _are_rows(name, value, alone=len(whole) == 1)]
+        if len(names) > 1:
+            raise RequestError(
+                f"{content.key}: {content.path} has several lists of rows ({', '.join(names)}); write each to its file."
+            )
+        if names:
+            return _array(content, whole[names[0]])
+        if _are_columns(whole):
+            raise RequestError(
+                f"{content.key}: {content.path} has columns ({', '.join(whole)}), and no rows; write one object a row, "
+                "with pandas to_json(orient='records', lines=True)."
+            )
+        return _jsonl(content) if opening == text.strip() else _array(content, [whole])
+    return _array(content, whole) if isinstance(whole, list) else _jsonl(content)
+
+
+def _are_rows(name: str, value: Any, *, alone: bool) -> bool:
+    """Whether a field of the only object of a file has the rows; a conversation's messages are a field of one row."""
+    if not isinstance(value, list) or (value and not any(isinstance(row, dict) for row in value)):
+        return False
+    talk = any(key in row for row in value if isinstance(row, dict) for key in ("role", "from"))
+    return name in LISTS or (alone and bool(value) and not talk)
+
+
+def _are_columns(whole: dict[str, Any]) -> bool:
+    """Whether an object has the values of all rows in each of its fields, by their indices or in a list."""
+    first, *others = whole.values() if len(whole) > 1 else (None,)
+    if isinstance(first, dict):
+        return all(isinstance(other, dict) and list(other) == list(first) for other in others)
+    flat = [
+        value for value in whole.values() if isinstance(value, list) and not any(isinstance(v, dict) for v in value)
+    ]
+    return isinstance(first, list) and len(flat) == len(whole) and {len(value) for value in flat} == {len(first)}
+
+
+def _loads(text: str) -> Any:
+    """JSON, where no object has two fields of one name, and NaN is a value that is missing."""
+    missing = {"NaN": None}
+    return json.loads(text, object_pairs_hook=_object, parse_constant=lambda name: missing.get(name, float(name)))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two fields are called {twice!r}")
+    return fields
 
 
 def _array(content: _Content, items: Iterable[Any]) -> Iterator[Row]:
@@ -122,7 +178,7 @@ def _jsonl(content: _Content) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
+            fields = _loads(line)
         except (ValueError, RecursionError) as error:
             fault = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
             raise content.fault(number, f"is not JSON ({fault}); fix that line") from None
@@ -150,15 +206,40 @@ def _lines(content: _Content) -> Iterator[Row]:
 
 
 def _separated(content: _Content, delimiter: str) -> Iterator[Row]:
-    reader = csv.DictReader(io.StringIO(content.text(), newline=""), delimiter=delimiter, strict=True)
-    try:
-        for fields in reader:
-            if None in fields or None in fields.values():
-                count = len(reader.fieldnames or ())
-                raise content.fault(reader.line_num, f"does not have the {count} columns of the header; fix that line")
-            yield Row(dict(fields), f"{content.name}, line {reader.line_num}")
-    except csv.Error as error:
-        raise content.fault(reader.reader.line_num, f"is invalid ({error}); fix that line") from None
+    """Rows of fields between delimiters; others where the header has none of those that the kind of file has."""
+    text = content.text()
+    header = text.lstrip("\r\n").partition("\n")[0]
+    delimiter = next((sign for sign in (delimiter, ",", ";", "\t") if sign in header), delimiter)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    with _fields_of_any_length():
+        while True:
+            first = lines.line_num + 1
+            try:
+                values = next(lines, None)
+            except csv.Error as error:
+                fault = "a quote that is not closed" if "end of data" in str(error) else error
+                raise content.fault(first, f"is invalid ({fault}); fix that line") from None
+            if values is None:
+                return
+            if not names:
+                check_fields_differ([name.strip() for name in values], f"{content.key}: {content.path}")
+                names = values
+            elif values and len(values) != len(names):
+                raise content.fault(first, f"does not have the {len(names)} columns of the header; fix that line")
+            elif values:
+                yield Row(dict(zip(names, values, strict=True)), f"{content.name}, line {first}")
+
+
+@contextmanager
+def _fields_of_any_length() -> Iterator[None]:
+    """Lifts the limit of 131072 characters that `csv` has for the process, for the time of reading."""
+    with _LIMIT:
+        usual = csv.field_size_limit(_ANY_LENGTH)
+        try:
+            yield
+        finally:
+            csv.field_size_limit(usual)
 
 
 def _parquet(content: _Content) -> Iterator[Row]:
@@ -166,18 +247,34 @@ def _parquet(content: _Content) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        table: list[dict[str, Any]] = pyarrow.parquet.read_table(pyarrow.BufferReader(content.data)).to_pylist()
+        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content.data))
+        schema = file.schema_arrow
+        check_fields_differ(schema.names, f"{content.key}: {content.path}")
+        table: list[dict[str, Any]] = file.read().to_pylist()
+    except RequestError:
+        raise
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise RequestError(
             f"{content.key}: {content.path} is not a Parquet file that can be read ({reason})."
         ) from None
-    for number, fields in enumerate(table, start=1):
-        yield Row(fields, f"{content.name}, row {number}")
+    yield from rows_of_fields(table, f"{content.name}, ", _classes_in(schema))
+
+
+def _classes_in(schema: Any) -> dict[str, tuple[str, ...]]:
+    """The names of classes that `datasets` has left in the schema of a table."""
+    if b"huggingface" not in (schema.metadata or {}):
+        return {}
+    import datasets
+
+    try:
+        return class_names(datasets.Features.from_arrow_schema(schema))
+    except (ValueError, TypeError, KeyError, AttributeError):  # of a version that writes features otherwise
+        return {}
 
 
 _READERS: dict[str, Callable[[_Content], Iterator[Row]]] = {
-    ".jsonl": _jsonl,
+    ".jsonl": _json,
     ".json": _json,
     ".csv": lambda content: _separated(content, ","),
     ".tsv": lambda content: _separated(content, "\t"),

@@ -1,17 +1,19 @@
-"""Rows that are in memory already: lists of dicts, and data sets of `datasets`."""
+"""Rows that are in memory already: lists of dicts, data sets of `datasets`, DataFrames of pandas."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tezo.errors import RequestError
 from tezo.models.model_config import IN_MEMORY
 from tezo.tasks import Format, Row, read_rows
 from tezo.tasks.data_config import DataConfig
+from tezo.tasks.examples import check_fields_differ, class_names, rows_of_fields
 from tezo.tasks.splits import Splits, divide, drawn_test, evaluation_rows, read_part, training_rows
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
-"""A file, folder or pattern, the name of a hub data set, a list of dicts, or a split of a data set of `datasets`."""
+"""A file, folder or pattern, the name of a hub data set, a list of dicts, a DataFrame of pandas, or a split of a data
+set of `datasets`."""
 
 
 def is_named(source: object) -> bool:
@@ -33,15 +35,24 @@ def rows_of(source: Rows, key: str) -> list[Row]:
         return read_rows(str(source), key=key)
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         keys = f" of {', '.join(map(str, source))}" if isinstance(source, Mapping) else ""
-        raise RequestError(f"{key} is {type(source).__name__}{keys}; give a list of dicts, or one split of a data set.")
-    rows = []
-    for number, fields in enumerate(source, start=1):
+        raise RequestError(
+            f"{key} is {type(source).__name__}{keys}; give a list of dicts, a DataFrame, or one split of a data set."
+        )
+    found = list(_records(source, key))
+    for number, fields in enumerate(found, start=1):
         if not isinstance(fields, Mapping):
             raise RequestError(f"{key}, row {number}, is {type(fields).__name__}; a row is a dict of its fields.")
-        rows.append(Row(dict(fields), f"{key}, row {number}"))
-    if not rows:
+    if not found:
         raise RequestError(f"{key} has no rows; give at least one.")
-    return rows
+    return rows_of_fields(found, f"{key}, ", class_names(getattr(source, "features", None)))
+
+
+def _records(source: Any, key: str) -> Iterable[Any]:
+    """The rows of a DataFrame of pandas; anything else as it is."""
+    if not (hasattr(source, "columns") and hasattr(source, "to_dict")):
+        return cast("Iterable[Any]", source)
+    check_fields_differ([str(name) for name in source.columns], key)
+    return cast("Iterable[Any]", source.to_dict("records"))
 
 
 def splits_of(data: DataConfig, objects: Mapping[str, Rows]) -> Splits:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.models.model_config import IN_MEMORY
-from tezo.tasks.examples import Row
+from tezo.tasks.examples import Row, class_names, rows_of_fields
 from tezo.tasks.row_files import file_rows, kind_of_file
 
 _PATTERN = "*?"
@@ -106,8 +106,8 @@ def _saved(folder: Path, key: str) -> list[Row]:
     import datasets
 
     try:
-        loaded = datasets.load_from_disk(str(folder))
-        return [Row(dict(fields), f"{folder.name}, row {number}") for number, fields in enumerate(loaded, start=1)]
+        loaded: Any = datasets.load_from_disk(str(folder))
+        return rows_of_fields(loaded, f"{folder.name}, ", class_names(loaded.features))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(f"{key}: {folder} is no data set that save_to_disk wrote ({_reason(error)}).") from None
 
@@ -117,8 +117,8 @@ def _from_hub(name: str, key: str, split: str, subset: str | None, first: int | 
 
     try:
         loaded: Any = datasets.load_dataset(name, subset, split=split, streaming=first is not None)
-        numbered = enumerate(islice(loaded, first))  # the set's own take() opens one file more than it needs
-        return [Row(dict(fields), f"{name}, {split} row {number}") for number, fields in numbered]
+        found = islice(loaded, first)  # the set's own take() opens one file more than it needs
+        return rows_of_fields(found, f"{name}, {split} ", class_names(loaded.features))
     except Exception as error:
         raise RequestError(
             f"{key}: {name} is not a file, and its split {split!r} could not be loaded from the hub "

@@ -185,7 +185,9 @@ def _held_out(rows: list[Row], data: DataConfig, seed: int) -> tuple[list[Row], 
     if data.hold_out is not None:
         kept, held = hold_out(rows, data.hold_out, seed)
         return kept, _drawn_dev(held, data, seed)
-    return hold_out_of_groups(rows, [str(row.fields.get(data.label)) for row in rows], data.num_dev, seed)
+    return hold_out_of_groups(
+        rows, [str(row.fields.get(row.column(data.label) or data.label)) for row in rows], data.num_dev, seed
+    )
 
 
 def _repetition_notice(splits: Splits) -> tuple[str, ...]:

@@ -2,11 +2,17 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from tezo.tasks.examples import visible
-from tezo.tasks.objectives import Objective
+from tezo.tasks.examples import Row, visible
+from tezo.tasks.objectives import CausalObjective, Encoded, Objective
+from tezo.tasks.row_format import Format
 
 MANY_OPTIONS = 50
 """Number of options from which a notice says what it costs that they cannot share a row."""
+
+MOST_NAMED = 10
+"""Labels that are named of many."""
+MOST_BEFORE, MOST_AFTER = 180, 120
+"""Characters of a row that are shown: the last before what is learnt, the first of what is."""
 
 
 def token_notices(objective: Objective) -> list[str]:
@@ -18,6 +24,42 @@ def token_notices(objective: Objective) -> list[str]:
         *_equal_options(objective),
         *_repeated_prompts(objective),
     ]
+
+
+def rows_as_read(form: Format, row: Row, objective: Objective, encoded: Encoded) -> tuple[str, str]:
+    """What was made of the rows, in words: their shape with the fields that are read, and one row in tokens.
+
+    Args:
+        form: of the rows.
+        row: one of them.
+        objective: of the model.
+        encoded: the row for the model.
+    """
+    named = {name: row.column(name) for name in form.columns}
+    read = [name if own in (name, None) else f"{name} (here {own!r})" for name, own in named.items()]
+    others = [own for own in row.fields if own not in named.values()]
+    example, labels = encoded.example, ", ".join(form.labels[:MOST_NAMED]) + ", ..." * (len(form.labels) > MOST_NAMED)
+    shape = (
+        f"{form.shape} rows"
+        + (f" of {', '.join(read)}" if read else "")
+        + (f"; not read: {', '.join(others)}" if read and others else "")
+        + (f"; labels: {labels}" if labels else "")
+    )
+    own = (example.label or 0) if len(encoded.sequences) > 1 else 0
+    ids, count = encoded.sequences[own], encoded.answers[own] if isinstance(objective, CausalObjective) else 0
+    prompt, whole = _decoded(objective, ids[: len(ids) - count]), _decoded(objective, ids)
+    learnt = whole.removeprefix(prompt) if whole.startswith(prompt) else _decoded(objective, ids[len(ids) - count :])
+    if count == 0:  # the answer is no text of the sequence
+        learnt = "" if example.label is None else example.options[example.label]
+    before = "..." * (len(prompt) > MOST_BEFORE) + prompt[-MOST_BEFORE:]
+    after = learnt[:MOST_AFTER] + "..." * (len(learnt) > MOST_AFTER)
+    tokens = f"{len(ids)} tokens" + f", the last {count} learnt" * (count > 0)
+    return shape, f"{example.where}, as the model reads it ({tokens}): {before!r} -> {after!r}"
+
+
+def _decoded(objective: Objective, ids: Sequence[int]) -> str:
+    decoded = objective.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(decoded)
 
 
 def _cut_prompts(objective: Objective) -> Iterator[str]:

@@ -46,8 +46,8 @@ def train(
     Args:
         model: a folder, a hub name, or a model of transformers in memory. One in memory is tuned itself, where it is
             and in its dtype; it is put into evaluation mode. `Run` says how it is afterwards.
-        data: rows to train on: a file, the name of a hub data set, a list of dicts, or a split of a `datasets` data
-            set. None where the setting `task` names them.
+        data: rows to train on: a file, the name of a hub data set, a list of dicts, a DataFrame of pandas, or a split
+            of a `datasets` data set. None where the setting `task` names them.
         method: name of a method, see `tezo.METHODS`, or "adam".
         reward: what is maximised in place of the likelihood of answers: a function (prompt, completion, fields of the
             row) -> score, or FILE.py:FUNCTION. The model writes the completions; rows need only prompts.

@@ -20,11 +20,12 @@ from tezo.numerics.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, Tuner, method
 from tezo.tasks import Format
+from tezo.tasks.examples import check_answers
 from tezo.tasks.objectives import Batch, BatchClosure, Encoded, Objective
 from tezo.tasks.rewards import Reward, Score, prompt_of
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
-from tezo.tasks.token_notices import token_notices
+from tezo.tasks.token_notices import rows_as_read, token_notices
 from tezo.training.configuration.recipe import LOSS as LOSS
 from tezo.training.configuration.recipe import Config
 from tezo.training.preparation.resolution import Resources, RowFacts, resolve, resolve_before_building
@@ -53,6 +54,7 @@ class Job:
         optimizer: on the model.
         untrained: parameters that the loss does not depend on, or reads past their modules.
         reward: what is maximised, where it is the objective.
+        rows_as_read: the shape of the rows and the first of them as the model reads it, in words, for the screen.
         notices: what the user should know before the start: cuts, label words that are alike, parameters left out,
             held-out rows.
     """
@@ -67,6 +69,7 @@ class Job:
     optimizer: Tuner
     untrained: tuple[str, ...] = ()
     reward: Reward | None = None
+    rows_as_read: tuple[str, ...] = ()
     notices: tuple[str, ...] = field(default=())
 
     @property
@@ -126,6 +129,7 @@ def prepare(
         optimizer=optimizer,
         untrained=tuple(untrained),
         reward=reward,
+        rows_as_read=used.as_read,
         notices=(
             *reward_notice(reward),
             *used.notices,
@@ -148,6 +152,7 @@ class _EncodedRows:
     dev: list[Encoded]
     test: list[Encoded]
     notices: Sequence[str]
+    as_read: tuple[str, ...]
 
 
 def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward | None) -> _EncodedRows:
@@ -156,12 +161,16 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
     objective = make_objective(config.data, loaded, form, reward.max_new_tokens if reward is not None else None)
     example_of = form.example if reward is None else partial(prompt_of, form)
     learnt_of = form.training_example if config.train.minimises_loss else example_of
-    train = [objective.encode(learnt_of(row)) for row in used.train]
-    dev, test = ([objective.encode(example_of(row)) for row in part] for part in (used.dev, used.test))
+    uses = ((used.train, learnt_of), (used.dev, example_of), (used.test, example_of))
+    examples = [[example(row) for row in part] for part, example in uses]
+    if reward is None:
+        check_answers([example for part in examples for example in part])
+    train, dev, test = ([objective.encode(example) for example in part] for part in examples)
     _check_use(config, dev)
     objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
-    return _EncodedRows(form, objective, train, dev, test, notices)
+    as_read = rows_as_read(form, used.train[0], objective, train[0])
+    return _EncodedRows(form, objective, train, dev, test, notices, as_read)
 
 
 def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows) -> Resources:
