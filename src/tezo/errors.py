@@ -5,7 +5,9 @@ the message alone and exits with `exit_code`.
 """
 
 import difflib
+import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class TezoError(Exception):
@@ -22,6 +24,36 @@ class RequestError(TezoError, ValueError):
 
 class RunError(TezoError, RuntimeError):
     """A run failed after it had started."""
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """A run was stopped by a signal; what it has done is in its folder, and it can be resumed.
+
+    It is no `Exception`, so that `except Exception` does not take Ctrl-C for a failure and go on.
+
+    Args:
+        by: name of the signal.
+        steps: number of steps that are saved.
+        folder: of the run.
+    """
+
+    def __init__(self, by: str, steps: int, folder: Path) -> None:
+        super().__init__(by, steps, folder)
+        self.by, self.steps, self.folder = by, steps, folder
+
+    def __str__(self) -> str:
+        return f"stopped by {self.by} after step {self.steps}; {resume_words(self.folder)}"
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the number of the signal, as of a process that it ends; 1 if another process got it."""
+        number = getattr(signal, self.by, None)
+        return 1 if number is None else 128 + number
+
+
+def resume_words(folder: Path) -> str:
+    """How to go on, from Python, with a run that was cut short."""
+    return f"what it has done is in {folder}: go on with tezo.train(..., output={str(folder)!r}, resume=True)."
 
 
 class NonFiniteLossError(RunError):

@@ -54,7 +54,7 @@ class TunedParameters:
         try:
             for target in targets:
                 self.moving[target.name] = self._moving(target, in_forward, frozen_rank)
-        except RequestError:
+        except BaseException:
             self.close()
             raise
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError
+from tezo.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.models import lora
 from tezo.models.in_memory import dtype_name, from_objects
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import IN_MEMORY, ModelConfig
-from tezo.runs.folder import CONFIG, SUMMARY, read_summary
+from tezo.runs.folder import CONFIG, LOG, SUMMARY, read_summary
 from tezo.tasks.rewards import Score
 from tezo.tasks.row_objects import Rows, is_named, splits_of
 from tezo.training.configuration.config import overlay, parse_config, read_run_config
@@ -52,7 +52,8 @@ def train(
         reward: what is maximised in place of the likelihood of answers: a function (prompt, completion, fields of the
             row) -> score, or FILE.py:FUNCTION. The model writes the completions; rows need only prompts.
         tokenizer: of a model in memory.
-        output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process.
+        output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process, and kept
+            where the run is interrupted: the error names it.
         dev: rows that choose the parameters to keep; as `data`. A name may be a split of the hub data set.
         test: rows for the figures before and after; likewise. Without dev rows some of `data` are held
             out; without test rows the dev rows count.
@@ -68,7 +69,8 @@ def train(
     Raises:
         RequestError: the request is wrong; nothing has been written.
         NonFiniteLossError: a loss was NaN or infinite.
-        RunError: the run was interrupted, or something could not be written; with `output` it can be resumed.
+        RunInterrupted: Ctrl-C, or SIGTERM, came during the run, which can be resumed. A KeyboardInterrupt.
+        RunError: something could not be written; the run can be resumed.
             After any error a model in memory is as before, unless the method writes weights or has an adapter of PEFT.
     """
     parts = {part: rows for part, rows in (("train", data), ("dev", dev), ("test", test)) if rows is not None}
@@ -83,10 +85,9 @@ def train(
     watcher = _Watcher()
     try:
         summary = loop.train(config, folder, [*listeners, watcher], resume=resume, loaded=base, rows=rows, score=score)
-    except BaseException:
-        watcher.release()
+    except BaseException as error:
         if output is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            _leave(folder, error)
         raise
     return Run(
         folder,
@@ -184,6 +185,16 @@ def _folder(output: str | Path | None, *, resume: bool) -> Path:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RequestError("output is not set, and several processes need one folder to share; give it.")
     return Path(tempfile.mkdtemp(prefix="tezo-"))
+
+
+def _leave(folder: Path, error: BaseException) -> None:
+    """Keeps the temporary folder of a run that can go on, and has the error name it; removes any other."""
+    stopped = isinstance(error, RunInterrupted)
+    ended = isinstance(error, RunError | KeyboardInterrupt) and getattr(error, "exit_code", 1) != RequestError.exit_code
+    if not ended or not (folder / LOG).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+    elif not stopped:
+        error.add_note(resume_words(folder))
 
 
 class _Watcher(Listener):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tezo.distributed import Ranks, join
-from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunError, nearest
+from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted, nearest
 from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.files import reading
 from tezo.models.loading import LoadedModel
@@ -65,7 +65,9 @@ def train(
     Raises:
         RequestError: the request is wrong; nothing has been written.
         NonFiniteLossError: a loss was NaN or infinite; the folder has what was logged until then.
-        RunError: the run was interrupted, or something could not be written; it can be resumed.
+        RunInterrupted: SIGINT or SIGTERM came; the step under way was finished and saved. A KeyboardInterrupt.
+        RunError: something could not be written; the run can be resumed.
+            After any error the optimizer is closed.
     """
     ranks = join()
     folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
@@ -83,12 +85,16 @@ def train(
                 config = with_choices_of(begun, config)
             job = prepare(config, loaded=loaded, rows=rows, score=score)
             check_shareable(job, ranks)
-        job = job.with_lr(
-            *ranks.first([float(job.config.method.options["lr"])])
-        )  # trials may be rounded otherwise here
-        ranks.check_same(log_header(job))
-        with Interruption() as interruption:
-            return Loop(job, folder, listeners, interruption, ranks).run()
+        try:
+            job = job.with_lr(
+                *ranks.first([float(job.config.method.options["lr"])])
+            )  # trials may be rounded otherwise here
+            ranks.check_same(log_header(job))
+            with Interruption() as interruption:
+                return Loop(job, folder, listeners, interruption, ranks).run()
+        except BaseException:
+            job.optimizer.close()  # a model that the caller has is free again
+            raise
     finally:
         ranks.close()
 
@@ -200,7 +206,7 @@ class Loop:
                 self._keep(steps)
             if interrupted:
                 by = self.interruption.signal or "a signal to another rank"
-                raise RunError(f"stopped by {by} after step {steps}; go on with --resume.")
+                raise RunInterrupted(by, steps, self.folder.path)
         return start
 
     def _any(self, flag: bool) -> bool:

@@ -113,8 +113,12 @@ def prepare(
     resources = _resources(config, loaded, used)
     config, choices = resolve_before_building(config, resources, build)
     optimizer = build(config)
-    optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
-    resolved, more = resolve(config, resources, optimizer)
+    try:
+        optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
+        resolved, more = resolve(config, resources, optimizer)
+    except BaseException:
+        optimizer.close()  # a model that the caller has is free again
+        raise
     return Job(
         config=resolved,
         loaded=loaded,
