@@ -1,19 +1,28 @@
 """Work that is not lost: interrupted runs, runs in other folders, models that are free again."""
 
-import gc
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from folders import label_rows, model_folder, tiny_model, tokenizer_for, write_rows
+from folders import label_rows, model_folder, refused, tiny_model, tokenizer_for, write_rows
 from folders import tezo as command_line
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 import tezo
 from tezo.errors import RequestError, RunError, RunInterrupted
+from tezo.models.loading import load_model
+from tezo.tasks import read_rows
 from tezo.training.execution.listeners import Listener
 
 ROWS = {"data": label_rows(20), "dev": label_rows(8, seed=1)}
@@ -140,8 +149,7 @@ for attempt in range(2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["python", "cli"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("way", "number"), [("python", signal.SIGINT), ("cli", signal.SIGTERM)])
 def test_a_real_signal_to_a_real_process_is_not_swallowed_and_nothing_is_lost(tmp_path, way, number):
     model, rows = model_folder(tmp_path, "opt"), write_rows(tmp_path / "rows.jsonl", ROWS["data"])
     run = tmp_path / "run"
@@ -170,3 +178,172 @@ def test_a_real_signal_to_a_real_process_is_not_swallowed_and_nothing_is_lost(tm
     else:
         (folder,) = (tmp_path / "temporary").iterdir()
         assert process.returncode != 0 and f"tezo.train(..., output={str(folder)!r}, resume=True)" in error
+
+
+# Places
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a model and rows, as a user's."""
+    root = tmp_path_factory.mktemp("home")
+    model_folder(root, "opt")
+    write_rows(root / "rows.jsonl", ROWS["data"])
+    write_rows(root / "dev.jsonl", ROWS["dev"])
+    return root
+
+
+@pytest.fixture
+def inside(home, monkeypatch):
+    monkeypatch.chdir(home)
+    return home
+
+
+def train(*more, output, model="opt", data="rows.jsonl", dev="dev.jsonl"):
+    flags = ("--lr", 0.05, "--steps", 4, "--set", "train.batch_size=4", "--set", f"data.dev={dev}")
+    return command_line("train", "--model", model, "--data", data, *flags, "--output", output, *more)
+
+
+@pytest.mark.parametrize("peft", ["none", "lora"])
+def test_a_run_started_by_relative_paths_is_opened_from_anywhere(inside, tmp_path, monkeypatch, peft):
+    run = tmp_path / "run"
+    assert train("--set", f"model.peft={peft}", output=run).code == 0
+    here = command_line("eval", run)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    there = command_line("eval", run)
+    assert here.code == there.code == 0 and here.out.splitlines()[1:] == there.out.splitlines()[1:]
+    config, adapter = (run / "config.yaml").read_text(), json.loads((run / "adapter/adapter_config.json").read_text())
+    assert f"name: {inside}/opt\n" in config and f"train: {inside}/rows.jsonl\n" in config
+    assert f"dev: {inside}/dev.jsonl\n" in config and adapter["base_model_name_or_path"] == f"{inside}/opt"
+    base = AutoModelForCausalLM.from_pretrained(adapter["base_model_name_or_path"])
+    assert PeftModel.from_pretrained(base, run / "adapter") is not None
+    card = (run / "adapter/README.md").read_text()
+    assert str(inside) not in card and "base_model" not in card.split("---")[1] and "opt" in card
+
+
+def test_no_path_of_this_machine_is_in_a_whole_model(inside, tmp_path):
+    run = tmp_path / "run"
+    assert train("--set", "method.name=mezo", output=run).code == 0
+    texts = [path.read_text() for path in (run / "model").iterdir() if path.suffix in (".json", ".md", ".jinja")]
+    assert texts and not any(str(inside) in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    "ways", [("opt", "{home}/opt"), ("{home}/opt", "opt"), ("opt", "{tmp}/link"), ("../{name}/opt", "opt")]
+)
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_same_model_by_another_path_is_the_same_run(inside, tmp_path, ways, ended):
+    (tmp_path / "link").symlink_to(inside / "opt")
+    first, second = (way.format(home=inside, tmp=tmp_path, name=inside.name) for way in ways)
+    run = tmp_path / "run"
+    assert train(output=run, model=first).code == 0
+    if not ended:
+        (run / "summary.json").unlink()
+    done = train("--resume", output=run, model=second)
+    assert done.code == 0, done.err
+    other = model_folder(tmp_path, "llama")
+    refused(train("--resume", output=run, model=other), "model.name", str(inside / "opt"))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_whose_model_and_rows_have_moved_says_so_and_takes_others(inside, tmp_path, monkeypatch, ended):
+    for name in ("opt", "rows.jsonl", "dev.jsonl"):
+        copy = shutil.copytree if (inside / name).is_dir() else shutil.copy
+        copy(inside / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert train(output="run").code == 0
+    if not ended:
+        (tmp_path / "run/summary.json").unlink()
+    (tmp_path / "new").mkdir()
+    for name in ("opt", "rows.jsonl", "dev.jsonl", "run"):
+        (tmp_path / name).rename(tmp_path / "new" / name)
+    if ended:
+        monkeypatch.chdir(tmp_path / "new")
+        refused(command_line("eval", "run"), f"rows of this run were in {tmp_path}/dev.jsonl", "--data")
+        refused(command_line("eval", "run", "--data", "dev.jsonl"), f"in {tmp_path}/opt, which is not here", "--set")
+        found = command_line("eval", "run", "--data", "dev.jsonl", "--set", "model.name=opt")
+        assert found.code == 0, found.err
+    else:
+        done = train("--resume", output="new/run", model="new/opt", data="new/rows.jsonl", dev="new/dev.jsonl")
+        assert done.code == 0, done.err
+        other = write_rows(tmp_path / "other.jsonl", label_rows(20, seed=9))
+        (tmp_path / "new/run/summary.json").unlink()
+        refused(train("--resume", output="new/run", model="new/opt", data=other, dev="new/dev.jsonl"), "data")
+
+
+# Names that are misspelt
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("runs/modle", "Did you mean 'runs/model'?"), ("rums/model", "Did you mean 'runs/model'?"),
+        ("./runs/modle", "Did you mean 'runs/model'?"), ("{tmp}/runs/modle", "Did you mean '{tmp}/runs/model'?"),
+        ("runs/nothing-like-it", "in the folder runs here"), ("nobody/nothing", "the hub cannot be reached"),
+        ("modle", "Did you mean 'model'?"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("what", ["model", "data"])
+def test_a_misspelt_path_is_said_at_once_with_the_nearest(home, tmp_path, monkeypatch, name, says, what):
+    monkeypatch.chdir(tmp_path)
+    for place in (tmp_path / "runs/model", tmp_path / "model"):
+        shutil.copytree(home / "opt", place)
+    name, says = name.format(tmp=tmp_path), says.format(tmp=tmp_path)
+    began = time.monotonic()
+    done = (
+        train(output="out", model=name, data=home / "rows.jsonl", dev=home / "dev.jsonl") if what == "model" else
+        train(output="out", model=home / "opt", data=name, dev=home / "dev.jsonl")
+    )  # fmt: skip
+    refused(done, says, f"{what if what == 'model' else 'data.train'}")
+    assert time.monotonic() - began < 5 and not (tmp_path / "out").exists()
+
+
+@contextmanager
+def hub(answers):
+    """A hub on 127.0.0.1 that answers each request with a code, or never."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            if answers is None:
+                time.sleep(30)
+            self.send_response(answers or 500)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("answer", "says"), [(404, "neither"), ("gone", "cannot be reached")])
+@pytest.mark.parametrize("kind", ["model", "dataset"])
+def test_a_name_that_the_hub_has_not_is_said_after_one_request(monkeypatch, answer, says, kind):
+    with hub(answer) as url:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url if answer != "gone" else "http://127.0.0.1:9")
+        began = time.monotonic()
+        with pytest.raises(RequestError, match=says):
+            load_model("nobody/nothing") if kind == "model" else read_rows("nobody/nothing", key="data")
+        assert time.monotonic() - began < 5
+
+
+def test_a_downloaded_model_is_loaded_without_a_network(home, tmp_path, monkeypatch):
+    place = tmp_path / "models--some--body"
+    shutil.copytree(home / "opt", place / "snapshots/abc")
+    (place / "refs").mkdir()
+    (place / "refs/main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()  # a folder of that name does not hide it
+    assert load_model("some/body").fingerprint == load_model(str(home / "opt")).fingerprint

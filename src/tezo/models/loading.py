@@ -26,6 +26,7 @@ from tezo.errors import RequestError
 from tezo.files import read_object, reading
 from tezo.models.carried_labels import CarriedLabels, read_labels
 from tezo.models.kinds import Kind, choose_kind, is_unused
+from tezo.models.local_names import ask_hub, check_no_path, hint
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
@@ -283,9 +284,10 @@ def _resolve(name: str) -> str:
         return str(folder)
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
         raise RequestError(
-            f"model.name: there is no model folder {name}; give a folder with config.json, or a hub name."
+            f"model.name: there is no model folder {name}; give a folder with config.json, or a hub name.{hint(name)}"
         )
-    return name
+    check_no_path("model.name", name, "model")
+    return str(ask_hub("model.name", name, "model") or name)
 
 
 def _has_adapter(name: str | Path) -> RequestError:

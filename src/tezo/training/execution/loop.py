@@ -24,7 +24,7 @@ from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, Ru
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import Score
 from tezo.tasks.splits import Splits
-from tezo.training.configuration.config import dump_config, read_config
+from tezo.training.configuration.config import dump_config, read_config, with_absolute_paths
 from tezo.training.configuration.recipe import Config
 from tezo.training.execution.best_state import BestState
 from tezo.training.execution.data_parallel import check_shareable, shared_rows
@@ -89,7 +89,8 @@ def train(
             job = job.with_lr(
                 *ranks.first([float(job.config.method.options["lr"])])
             )  # trials may be rounded otherwise here
-            ranks.check_same(log_header(job))
+            ranks.check_same(log_header(job))  # ranks may have the same files in other places
+            job = replace(job, config=with_absolute_paths(job.config))
             with Interruption() as interruption:
                 return Loop(job, folder, listeners, interruption, ranks).run()
         except BaseException:

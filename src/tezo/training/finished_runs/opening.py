@@ -7,6 +7,7 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
+from tezo.models.local_names import hint, is_gone
 from tezo.models.lora import attach_adapter, load_adapter, merge_adapter
 from tezo.models.peft_adapters import open_adapter
 from tezo.runs.fingerprint import check_model
@@ -65,7 +66,7 @@ def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> 
         config: of the run, with settings laid over it.
         base: the base model, where it is in memory already; None: as the configuration names it.
     """
-    loaded, log = base or load(config), folder / LOG
+    loaded, log = base or _load_base(folder, config), folder / LOG
     own = read_run_config(folder / CONFIG, []).model
     alike = (own.dtype, own.quantization) == (config.model.dtype, config.model.quantization)
     if alike and log.is_file():
@@ -73,6 +74,16 @@ def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> 
         if header.get("device") == loaded.device.type:
             check_model(header, loaded.fingerprint)
     return loaded
+
+
+def _load_base(folder: Path, config: Config) -> LoadedModel:
+    name = config.model.name
+    if is_gone(name):
+        raise RequestError(
+            f"model.name: the base model of {folder} was in {name}, which is not here; give its place now, by --set "
+            f"model.name=FOLDER (--model of export and replay, model=FOLDER of open_run).{hint(name)}"
+        )
+    return load(config)
 
 
 def open_model(name: str, config: Config) -> LoadedModel:
