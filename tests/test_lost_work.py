@@ -1,5 +1,7 @@
 """Work that is not lost: interrupted runs, runs in other folders, models that are free again."""
 
+import copy
+import gc
 import json
 import os
 import shutil
@@ -129,6 +131,68 @@ def test_a_model_is_free_after_an_interrupt_at_any_moment(monkeypatch, moment):
     assert torch.equal(outputs(base["model"]), untouched)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in base["model"].modules())
     assert trained(base).summary["after"] == trained().summary["after"]
+
+
+# Models that are free again
+
+
+def gone(base, way, tmp_path):
+    """Tunes a model, and drops all that could take the change off; its outputs as tuned."""
+    if way == "optimizer":
+        optimizer = tezo.lozo_adam(base["model"], lr=0.05, rank=4)
+        for _ in range(3):
+            optimizer.step(lambda: base["model"](input_ids=IDS, labels=IDS).loss)
+    else:
+        run = trained(base, output=tmp_path / "run")
+        if way == "opened":
+            run.close()
+            run = tezo.open_run(tmp_path / "run", **base)
+        assert run.model is base["model"]
+    return outputs(base["model"])
+
+
+IDS = torch.arange(5, 25).view(2, 10)
+
+
+@pytest.mark.parametrize("way", ["trained", "opened", "optimizer"])
+def test_a_model_whose_run_is_gone_stays_tuned_and_can_be_tuned_again(tmp_path, way):
+    base = in_memory()
+    untouched, tuned = outputs(base["model"]), gone(base, way, tmp_path)
+    gc.collect()
+    assert torch.equal(outputs(base["model"]), tuned) and not torch.equal(tuned, untouched)
+    run = trained(base, lr=1e-12)
+    assert any("that is gone" in notice for notice in run.summary["notices"])
+    torch.testing.assert_close(outputs(run.model), tuned, rtol=0, atol=1e-5)
+    run.close()
+    torch.testing.assert_close(outputs(base["model"]), tuned, rtol=0, atol=1e-5)
+    assert torch.equal(outputs(copy.deepcopy(base["model"])), outputs(base["model"]))
+
+
+@pytest.mark.parametrize("way", ["trained", "opened"])
+def test_a_model_whose_run_is_gone_is_the_base_where_the_run_is_opened_or_resumed(tmp_path, way):
+    base = in_memory()
+    tuned = gone(base, way, tmp_path)
+    for run in (tezo.open_run(tmp_path / "run", **base), trained(base, output=tmp_path / "run", resume=True)):
+        torch.testing.assert_close(outputs(run.model), tuned, rtol=0, atol=1e-5)
+        run.close()
+
+
+def test_a_model_that_is_in_use_is_still_refused(tmp_path):
+    base = in_memory()
+    run = trained(base)
+    tuned = outputs(run.model)
+    with pytest.raises(RequestError, match="tuned by another run"):
+        trained(base)
+    assert torch.equal(outputs(run.model), tuned)
+
+
+def test_the_next_optimizer_on_a_model_goes_on_where_one_that_is_gone_ended(tmp_path):
+    base = in_memory()
+    tuned = gone(base, "optimizer", tmp_path)
+    optimizer = tezo.lozo_adam(base["model"], lr=0.05, rank=4)
+    torch.testing.assert_close(outputs(base["model"]), tuned, rtol=0, atol=1e-5)
+    optimizer.close()
+    torch.testing.assert_close(outputs(base["model"]), tuned, rtol=0, atol=1e-5)
 
 
 SCRIPT = """

@@ -78,7 +78,7 @@ def train(
     if reward is not None:
         given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
     score = None if isinstance(reward, str) else reward
-    config, base = _configured(model, tokenizer, parts, method, given)
+    config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
     objects = {part: rows for part, rows in parts.items() if not is_named(rows)}
     rows = splits_of(config.data, objects) if objects else None
     folder = _folder(output, resume=resume)
@@ -127,7 +127,7 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
         name = None if model is None else str(model)
         return Run(path, summary, base=name, trust_remote_code=trust_remote_code)
     kind = read_run_config(path / CONFIG, []).model.kind
-    return Run(path, summary, base=from_objects(model, tokenizer, kind))
+    return Run(path, summary, base=from_objects(model, tokenizer, kind, keep=False))
 
 
 def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
@@ -147,7 +147,13 @@ def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
 
 
 def _configured(
-    model: Any, tokenizer: Any, parts: Mapping[str, Rows], method: str, settings: Sequence[tuple[str, Any]]
+    model: Any,
+    tokenizer: Any,
+    parts: Mapping[str, Rows],
+    method: str,
+    settings: Sequence[tuple[str, Any]],
+    *,
+    keep: bool,
 ) -> tuple[Config, LoadedModel | None]:
     """(the configuration, the base model where it is in memory)."""
     if "train" not in parts and "data.task" not in dict(settings):
@@ -157,7 +163,7 @@ def _configured(
     sources = [(f"data.{part}", str(rows) if is_named(rows) else IN_MEMORY) for part, rows in parts.items()]
     config = parse_config(overlay({}, [("model.name", name), ("method.name", method), *sources, *settings]))
     if not by_name:
-        return _with_object(config, model, tokenizer)
+        return _with_object(config, model, tokenizer, keep=keep)
     if tokenizer is not None:
         raise RequestError(f"tokenizer is given, and model is the name {name}, which has its own; leave it out.")
     return config, None
@@ -166,12 +172,12 @@ def _configured(
 _OF_LOADING = ("dtype", "device", "quantization", "placement", "untie_head", "trust_remote_code")
 
 
-def _with_object(config: Config, model: Any, tokenizer: Any) -> tuple[Config, LoadedModel]:
+def _with_object(config: Config, model: Any, tokenizer: Any, *, keep: bool) -> tuple[Config, LoadedModel]:
     for key in _OF_LOADING:
         value = getattr(config.model, key)
         if value != getattr(ModelConfig, key):
             raise RequestError(f"model.{key} is {value!r}, and model is an object, taken as it is; leave it out.")
-    base = from_objects(model, tokenizer, config.model.kind)
+    base = from_objects(model, tokenizer, config.model.kind, keep=keep)
     # so that a base with these weights, loaded by its name, is the same
     dtype: Any = dtype_name(model)
     return replace(config, model=replace(config.model, kind=base.kind, dtype=dtype)), base

@@ -1,5 +1,6 @@
 """A run or a base model, opened for evaluation, prediction or export."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
 from tezo.models.local_names import hint, is_gone
-from tezo.models.lora import attach_adapter, load_adapter, merge_adapter
+from tezo.models.lora import attach_adapter, leave_attached, load_adapter, merge_adapter
 from tezo.models.peft_adapters import open_adapter
 from tezo.runs.fingerprint import check_model
 from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
@@ -129,12 +130,16 @@ def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
     handles = attach_adapter(loaded.model, adapter)
 
     def close() -> None:
+        left.detach()
         for handle in handles:
             handle.remove()
 
     def merge() -> None:
         close()
         merge_adapter(loaded.model, adapter)
+
+    left = weakref.finalize(close, leave_attached, weakref.ref(loaded.model), handles, adapter)
+    left.atexit = False
 
     return TunedModel(loaded, merge, close)
 
