@@ -18,11 +18,11 @@ import pytest
 import torch
 from folders import label_rows, model_folder, refused, tiny_model, tokenizer_for, write_rows
 from folders import tezo as command_line
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import tezo
-from tezo.errors import RequestError, RunError, RunInterrupted
+from tezo.errors import NonFiniteLossError, NonFiniteModelError, RequestError, RunError, RunInterrupted
 from tezo.models.loading import load_model
 from tezo.tasks import read_rows
 from tezo.training.execution.listeners import Listener
@@ -193,6 +193,79 @@ def test_the_next_optimizer_on_a_model_goes_on_where_one_that_is_gone_ended(tmp_
     torch.testing.assert_close(outputs(base["model"]), tuned, rtol=0, atol=1e-5)
     optimizer.close()
     torch.testing.assert_close(outputs(base["model"]), tuned, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["lozo-adam", "mezo", "adam"])
+def test_a_model_that_peft_has_merged_is_tuned_as_one_that_was_loaded(tmp_path, method):
+    model, options = in_memory()["model"], {"method": method, "keep_best": False}
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    merged = {"model": get_peft_model(model, config).merge_and_unload(), "tokenizer": tokenizer_for("opt")}
+    assert not any(parameter.requires_grad for parameter in merged["model"].parameters())
+    merged["model"].save_pretrained(tmp_path / "merged")
+    loaded = {"model": AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), "tokenizer": tokenizer_for("opt")}
+    options |= {} if method == "lozo-adam" else {"lr": 0.01, "rank": None}
+    options = {key: value for key, value in (ROWS | SETTINGS | options).items() if value is not None}
+    run, other = tezo.train(**merged, **options), tezo.train(**loaded, **options)
+    assert run.summary["after"] == other.summary["after"] != run.summary["before"]
+    assert any("merge_and_unload()" in notice for notice in run.summary["notices"])
+    assert not any("merge_and_unload()" in notice for notice in other.summary["notices"])
+
+
+# Models that give no numbers
+
+
+@pytest.fixture(scope="module")
+def overflowing(home, tmp_path_factory):
+    """A model whose activations fit float32 and bfloat16, and not float16, without a norm behind them."""
+    folder = tmp_path_factory.mktemp("overflowing") / "model"
+    model = AutoModelForCausalLM.from_pretrained(home / "opt")
+    with torch.no_grad():
+        model.model.decoder.layers[0].fc1.weight.mul_(300)
+        model.model.decoder.layers[0].fc2.weight.mul_(3000)
+    model.save_pretrained(folder)
+    tokenizer_for("opt").save_pretrained(folder)
+    return folder
+
+
+PROMPTS = [{"prompt": "the film was", "completion": " good"}, {"prompt": "my room is", "completion": " cold"}] * 6
+WAYS = {
+    "train": lambda model, rows, out: train(output=out, model=model, data=rows, dev=rows),
+    "auto": lambda model, rows, out: command_line("train", "--model", model, "--data", rows, "--output", out),
+    "eval": lambda model, rows, _: command_line("eval", model, "--data", rows),
+    "predict": lambda model, rows, out: command_line("predict", model, "--input", rows, "--output", out),
+}
+
+
+@pytest.mark.parametrize("shape", ["labels", "text"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_overflows_in_float16_is_told_from_a_rate_that_is_too_high(tmp_path, overflowing, way, shape):
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS["data"] if shape == "labels" else PROMPTS)
+    model = AutoModelForCausalLM.from_pretrained(overflowing, dtype=torch.float16)
+    half = tmp_path / "half"
+    model.save_pretrained(half)
+    tokenizer_for("opt").save_pretrained(half)
+    done = WAYS[way](half, rows, tmp_path / "out")
+    refused(done, "nan in float16", "float32 or bfloat16")
+    assert "lr" not in done.err and not (tmp_path / "out").is_file()
+    if way in ("eval", "predict"):
+        found = WAYS[way](overflowing, rows, tmp_path / "out")
+        assert found.code == 0, found.err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_dtype_is_blamed_where_it_is_at_fault_alone(dtype):
+    base = in_memory(dtype)
+    with torch.no_grad():
+        base["model"].model.decoder.final_layer_norm.weight[0] = float("nan")
+    blamed = {torch.float32: "nan in float32; its weights", torch.float16: "nan in float16; .* load it in float32"}
+    with pytest.raises(NonFiniteModelError, match=blamed[dtype]):
+        trained(base)
+    assert trained(in_memory(dtype)).summary["steps"] == 4
+
+
+def test_a_first_step_that_fails_for_rho_does_not_blame_the_rate():
+    with pytest.raises(NonFiniteLossError, match=r"learning rate is not the reason.* lower method\.rho"):
+        trained(rho=1e30)
 
 
 SCRIPT = """

@@ -69,11 +69,13 @@ class NonFiniteLossError(RunError):
     exit_code = 2
 
     def __init__(self, step: int, loss: float, last_loss: float | None) -> None:
-        last = "there was no earlier step" if last_loss is None else f"the last good loss was {last_loss:.6g}"
-        super().__init__(
-            f"the loss is {loss} at step {step}; {last}, and the weights are restored to before that step. "
-            "Lower method.lr or method.rho, or check the rows of this batch."
-        )
+        if last_loss is None:
+            told = "no step was taken before, so that the learning rate is not the reason"
+            way_out = "A model in float16 is loaded in float32 or bfloat16 instead; or lower method.rho"
+        else:
+            told = f"the last good loss was {last_loss:.6g}, and the weights are restored to before that step"
+            way_out = "Lower method.lr or method.rho"
+        super().__init__(f"the loss is {loss} at step {step}; {told}. {way_out}, or check the rows of this batch.")
         self.step = step
         self.last_loss = last_loss
 
@@ -91,6 +93,25 @@ class NonFiniteResultError(RunError):
             f"the loss is {loss} after {steps} steps, so no result was saved. Lower method.lr, or give data.dev to "
             "keep the best step."
         )
+
+
+class NonFiniteModelError(NonFiniteResultError):
+    """What a model gives is NaN or infinite, though no step is under way: no learning rate helps.
+
+    Args:
+        subject: what is, in words.
+        value: its value.
+        dtype: that the model computes in.
+    """
+
+    def __init__(self, subject: str, value: float, dtype: object) -> None:
+        name = str(dtype).removeprefix("torch.")
+        way_out = (
+            "it computes beyond the largest number of float16: load it in float32 or bfloat16 (model.dtype=float32)"
+            if name == "float16"
+            else "its weights or these rows are at fault: load the model again, or try other rows"
+        )
+        RunError.__init__(self, f"{subject} is {value} in {name}; {way_out}.")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

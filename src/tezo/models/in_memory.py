@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from tezo.directions.targets import frozen_notice
 from tezo.errors import RequestError
 from tezo.forward import is_changed_beside, settle
 from tezo.models.kinds import choose_kind
@@ -43,8 +44,8 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto", *, keep: bool =
     _check_plain(model)
     found = choose_kind(kind, [type(model).__name__], model.config)
     set_padding(type(model).__name__, model, tokenizer, found)
-    notices = (SETTLED,) if any(kept) else ()
-    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found), notices)
+    notices = [SETTLED] * any(kept) + frozen_notice(model)
+    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found), tuple(notices))
 
 
 SETTLED = (

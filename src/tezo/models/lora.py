@@ -207,8 +207,8 @@ def settle_adapter(model: nn.Module, *, keep: bool) -> bool:
         return False
     if keep and getattr(model, "is_quantized", False):  # set by transformers
         raise RequestError(
-            "model has an adapter attached by a run that is gone, and packed weights, which cannot take it; load the model "
-            "again."
+            "model has an adapter attached by a run that is gone, and packed weights, which cannot take it; load the "
+            "model again."
         )
     handles, adapter = _left.pop(model)
     for handle in handles:

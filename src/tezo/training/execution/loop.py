@@ -35,7 +35,7 @@ from tezo.training.execution.listeners import Listener, Progress
 from tezo.training.execution.run_header import check_same, check_unchanged, log_header, request_of, with_choices_of
 from tezo.training.execution.summary import Outcome, row_counts, summarize
 from tezo.training.preparation.feedback_schedule import is_feedback
-from tezo.training.preparation.job import LOSS, Job, prepare
+from tezo.training.preparation.job import LOSS, Job, check_untuned, prepare
 from tezo.training.preparation.plan import plan
 from tezo.training.preparation.schedule import interval, lr_factor
 
@@ -67,7 +67,6 @@ def train(
         NonFiniteLossError: a loss was NaN or infinite; the folder has what was logged until then.
         RunInterrupted: SIGINT or SIGTERM came; the step under way was finished and saved. A KeyboardInterrupt.
         RunError: something could not be written; the run can be resumed.
-            After any error the optimizer is closed.
     """
     ranks = join()
     folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
@@ -94,7 +93,8 @@ def train(
             with Interruption() as interruption:
                 return Loop(job, folder, listeners, interruption, ranks).run()
         except BaseException:
-            job.optimizer.close()  # a model that the caller has is free again
+            if loaded is not None:
+                job.optimizer.close()  # the model is the caller's, and free again
             raise
     finally:
         ranks.close()
@@ -261,6 +261,8 @@ class Loop:
                 self._take_step(step, indices)
             except NonFiniteLossError:
                 if not self.best.roll_back_after_failure(step):
+                    if step == 0 and self.settings.minimises_loss:
+                        check_untuned(self.job.loaded, self.job.objective, [self.job.train[i] for i in indices])
                     raise
                 self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started

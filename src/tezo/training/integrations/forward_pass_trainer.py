@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import Trainer
 
+from tezo.directions.targets import frozen_notice
 from tezo.errors import RequestError
 from tezo.files import storing
 from tezo.models.lora import Adapter, make_adapter, save_adapter
@@ -104,6 +105,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         del model  # the one of this trainer: it is never wrapped
         if self.optimizer is None:
+            for notice in frozen_notice(self.model):
+                logger.warning(notice)
             self._resolve()
             self.tuner = build(self._settings, self.model, self.args.seed)
             if self._rows_at_hand:
