@@ -268,6 +268,21 @@ def test_a_first_step_that_fails_for_rho_does_not_blame_the_rate():
         trained(rho=1e30)
 
 
+# Standard output
+
+
+def test_answers_go_to_standard_output_alone(inside, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": row["text"]} for row in ROWS["data"][:5]])
+    assert train(output=tmp_path / "run").code == 0
+    there = command_line("predict", tmp_path / "run", "--input", rows, "--output", tmp_path / "answers.jsonl")
+    here = command_line("predict", tmp_path / "run", "--input", rows, "--output", "-")
+    assert there.code == here.code == 0 and here.out == (tmp_path / "answers.jsonl").read_text()
+    assert len(here.out.splitlines()) == 5 and not (inside / "-").exists()
+    refused(command_line("predict", tmp_path / "run", "--input", rows, "--output", "-", "--json"), "--json")
+    refused(train(output="-"), "standard output takes no folder")
+    refused(command_line("export", tmp_path / "run", "--output", "-"), "standard output takes no folder")
+
+
 SCRIPT = """
 import sys, tezo
 from tezo.training.execution.listeners import Listener
