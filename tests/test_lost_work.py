@@ -434,6 +434,7 @@ def test_a_run_whose_model_and_rows_have_moved_says_so_and_takes_others(inside, 
         ("./runs/modle", "Did you mean 'runs/model'?"), ("{tmp}/runs/modle", "Did you mean '{tmp}/runs/model'?"),
         ("runs/nothing-like-it", "in the folder runs here"), ("nobody/nothing", "the hub cannot be reached"),
         ("modle", "Did you mean 'model'?"),
+        ("https://huggingface.co/some/body", "Did you mean 'some/body'?"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("what", ["model", "data"])

@@ -7,6 +7,7 @@ from typing import Literal
 from tezo.errors import RequestError
 from tezo.models.model_config import IN_MEMORY
 
+HUB = "https://huggingface.co/"
 HUB_SECONDS = 5.0
 """How long the hub may take to say whether it has a repository."""
 ALIKE = 0.8
@@ -41,7 +42,7 @@ def is_gone(name: str) -> bool:
 
 def hint(name: str) -> str:
     """` Did you mean 'x'?` for the path that is nearest to `name`; else empty."""
-    near = _nearest_path(name, 0.6)
+    near = name.removeprefix(HUB) if name.startswith(HUB) else _nearest_path(name, 0.6)
     return "" if near is None else f" Did you mean {near!r}?"
 
 
@@ -123,6 +124,7 @@ def _nearest_path(name: str, similarity: float) -> str | None:
             except OSError:
                 return None
             close = difflib.get_close_matches(part, entries, n=1, cutoff=similarity)
+            close = close or [entry for entry in sorted(entries) if Path(entry).stem == part]
             if not close:
                 return None
             found /= close[0]

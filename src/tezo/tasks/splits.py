@@ -137,7 +137,10 @@ def rows_to_report(data: DataConfig, seed: int, file: str | None) -> tuple[list[
     if data.dev is not None:
         return _drawn_dev(read_part(data, "dev"), data, seed), data.dev
     if data.train == NO_ROWS:
-        raise RequestError("data is not set; give --data FILE or --task NAME with the rows to evaluate on.")
+        raise RequestError(
+            "data is not set, and there is no run folder of that name, which would have rows; give --data FILE or "
+            "--task NAME with the rows to evaluate on."
+        )
     _, held = _held_out(training_rows(data), data, _seed_of_draws(data, seed))
     if not held:
         raise RequestError("data is not set, and the run had neither dev nor test rows; give --data FILE.")
