@@ -14,7 +14,7 @@ from folders import Result, completion_rows, label_rows, model_folder, refused, 
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
 
-from tezo.errors import NonFiniteResultError
+from tezo.errors import NonFiniteModelError
 from tezo.optim.learning_rate import CAUTION, ENOUGH, MOST_PASSES, MOST_TRIALS, TRIAL_STEPS, ChosenRate, choose_lr
 from tezo.optim.updates import SGD, Adam, AdaMU, FactoredAdam, NormalizedSGD
 from tezo.runs.step_log import read_log
@@ -215,7 +215,7 @@ def test_where_no_trial_lowers_the_loss_the_rate_is_low_and_that_is_said():
 
 def test_a_held_out_loss_that_is_not_finite_is_an_error():
     model = Noisy()
-    with pytest.raises(NonFiniteResultError, match="nan after 0 steps"):
+    with pytest.raises(NonFiniteModelError, match="the loss of the untuned model is nan"):
         choose_lr(CASES["mezo"].build(model), model.batch, lambda: [math.nan], 1, 100)
 
 

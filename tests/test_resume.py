@@ -15,7 +15,7 @@ from kills import contents
 from safetensors.torch import load_file
 from short_runs import STEPS, config, result, same, stopped
 
-from tezo.errors import NonFiniteLossError, RequestError, RunError
+from tezo.errors import NonFiniteLossError, RequestError, RunInterrupted
 from tezo.models import lora as export
 from tezo.optim.methods import METHODS, method
 from tezo.runs.checkpoints import checkpoints
@@ -216,7 +216,7 @@ def test_a_signal_finishes_the_step_saves_and_ends(home, tmp_path, number):
 
     made, run = config(home, "mezo-m"), tmp_path / "run"
     before = signal.getsignal(number)
-    with pytest.raises(RunError, match=rf"stopped by {number.name} after step 5; go on with --resume"):
+    with pytest.raises(RunInterrupted, match=rf"stopped by {number.name} after step 5; .*{run}.*resume=True"):
         train(made, run, [Sender()])
     assert signal.getsignal(number) == before
     assert checkpoints(run)[0].name == "checkpoint-5" and len(read_log(run / LOG).steps) == 5

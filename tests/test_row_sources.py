@@ -380,6 +380,7 @@ def hub(tmp_path, monkeypatch):
     (shards / "train-00001-of-00002.parquet").write_bytes(b"a shard that is never needed")
     load = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda _name, _subset, **more: load(str(shards.parent), **more))
+    monkeypatch.setattr("tezo.tasks.row_sources.ask_hub", lambda *_: None)
     return rows
 
 

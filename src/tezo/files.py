@@ -148,6 +148,8 @@ def check_free(output: Path, ways: str = "give another --output, or delete it fi
 
     A folder that has only what killed processes left of files and folders they were writing is emptied.
     """
+    if str(output) == "-":
+        raise RequestError("output is -, and standard output takes no folder; give a folder.")
     inside = list(output.iterdir()) if output.is_dir() else []
     if not all(map(_is_leftover, inside)) or (output.exists() and not output.is_dir()):
         raise RequestError(f"output: {output} is in use; {ways}.")

@@ -38,6 +38,7 @@ from tezo.models.gguf_files import (
     reading_once,
 )
 from tezo.models.kinds import Kind, choose_kind, is_unused
+from tezo.models.local_names import ask_hub, check_no_path, hint
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
@@ -328,8 +329,10 @@ def _resolve(name: str) -> str:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
         raise RequestError(
             f"model.name: there is no model folder {name}; give a folder with config.json, a GGUF file, or a hub name."
+            + hint(name)
         )
-    return name
+    check_no_path("model.name", name, "model")
+    return str(ask_hub("model.name", name, "model") or name)
 
 
 def _has_adapter(name: str | Path) -> RequestError:

@@ -9,6 +9,7 @@ so that the scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correct
 """
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -187,6 +188,34 @@ def _refuse_loading() -> None:
         "load_state_dict: the model has an adapter attached, which would be added to what is loaded; take it off first "
         "(remove() of each handle, or close() of its run)."
     )
+
+
+_left: WeakKeyDictionary[nn.Module, tuple[Sequence[Handle], Adapter]] = WeakKeyDictionary()
+"""Model -> the adapter that is attached to it and that nobody can take off any more, and its handles."""
+
+
+def leave_attached(model: Callable[[], nn.Module | None], handles: Sequence[Handle], adapter: Adapter) -> None:
+    """Notes that nobody can take off an attached adapter any more; `settle_adapter` does."""
+    found = model()
+    if found is not None:
+        _left[found] = handles, adapter
+
+
+def settle_adapter(model: nn.Module, *, keep: bool) -> bool:
+    """Takes off what was left attached to a model; whether there was an adapter that was kept, in the weights."""
+    if model not in _left:
+        return False
+    if keep and getattr(model, "is_quantized", False):  # set by transformers
+        raise RequestError(
+            "model has an adapter attached by a run that is gone, and packed weights, which cannot take it; load the "
+            "model again."
+        )
+    handles, adapter = _left.pop(model)
+    for handle in handles:
+        handle.remove()
+    if keep:
+        merge_adapter(model, adapter)
+    return keep
 
 
 _attached: WeakKeyDictionary[Any, nn.Parameter] = WeakKeyDictionary()

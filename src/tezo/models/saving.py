@@ -12,7 +12,7 @@ from tezo.models.kinds import kind_of
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import Adapter, for_file, make_adapter, save_adapter, save_model
 from tezo.models.model_card import Saved, Tuning, write_card
-from tezo.models.model_config import ModelConfig
+from tezo.models.model_config import IN_MEMORY, ModelConfig
 from tezo.models.peft_check import check_in_peft, why_not_in_peft
 from tezo.optim.tuner import Tuner
 
@@ -89,6 +89,9 @@ def save_peft_adapter(loaded: LoadedModel, folder: Path, config: ModelConfig, tu
         tuning: what the card says of the run; None: nothing.
     """
     assert config.peft != "none"
+    if config.name != IN_MEMORY:
+        for adapter in loaded.model.peft_config.values():
+            adapter.base_model_name_or_path = config.name
     loaded.model.save_pretrained(folder)
     write_card(folder, Saved(config.peft, config.name, loaded.kind), tuning)
 

@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tezo.errors import NonFiniteLossError, NonFiniteResultError
+from tezo.errors import NonFiniteLossError, NonFiniteModelError
 from tezo.estimators.estimate import Closure
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.emulation import float32_on_emulating_cpu
@@ -103,7 +103,7 @@ def choose_lr(
         steps: of the run; a short one has shorter trials.
 
     Raises:
-        NonFiniteResultError: the loss is NaN or infinite before the first step.
+        NonFiniteModelError: the loss is NaN or infinite before the first step.
     """
     default = float(optimizer.param_groups[0]["lr"])
     search = _Search(optimizer, batch, held_out, held_out_passes, max(2, min(TRIAL_STEPS, steps // 5)))
@@ -167,7 +167,8 @@ class _Search:
         lr = self._bound(first)
         start = self._held_out()
         if not all(map(math.isfinite, start)):
-            raise NonFiniteResultError(0, statistics.fmean(start))
+            dtype = next(p.dtype for p in self.optimizer.model.parameters() if p.is_floating_point())
+            raise NonFiniteModelError("the loss of the untuned model", statistics.fmean(start), dtype)
         trials: list[Trial] = []
         while len(trials) < MOST_TRIALS and not self._is_found(trials):
             trials.append(self._trial(lr, start))

@@ -123,13 +123,22 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.parameters = TunedParameters(
             model, self.targets, perturbation, update, in_forward=in_forward, frozen_rank=frozen_rank
         )
+        try:
+            self._prepare(directions, estimator, rho, more_rules)
+        except BaseException:
+            self.parameters.close()
+            raise
+        super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
+
+    def _prepare(
+        self, directions: Directions, estimator: type[TwoPoint], rho: float, more_rules: Sequence[StepRule]
+    ) -> None:
         self._two_point = self._simultaneous(directions, estimator, rho)
-        self.rules = {rule.estimator.kind: rule for rule in (StepRule(self._two_point, update), *more_rules)}
+        self.rules = {rule.estimator.kind: rule for rule in (StepRule(self._two_point, self.update), *more_rules)}
         for rule in self.rules.values():
-            rule.estimator.prepare(model, self.moving, seed)
+            rule.estimator.prepare(self.model, self.moving, self.seed)
         self._restarting = [kind for kind, rule in self.rules.items() if rule.restarts]
         self.progress = OptimizerState(counts=dict.fromkeys(self.rules, 0), moments={kind: {} for kind in self.rules})
-        super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
 
     def _simultaneous(self, directions: Directions, estimator: type[TwoPoint], rho: float) -> TwoPoint:
         if directions == SHARED:

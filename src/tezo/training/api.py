@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError
+from tezo.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.models import lora
 from tezo.models.in_memory import dtype_name, from_objects
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import IN_MEMORY, ModelConfig
-from tezo.runs.folder import CONFIG, SUMMARY, read_summary
+from tezo.runs.folder import CONFIG, LOG, SUMMARY, read_summary
 from tezo.tasks.rewards import Score
 from tezo.tasks.row_objects import Rows, is_named, splits_of
 from tezo.training.configuration.config import overlay, parse_config, read_run_config
@@ -52,7 +52,8 @@ def train(
         reward: what is maximised in place of the likelihood of answers: a function (prompt, completion, fields of the
             row) -> score, or FILE.py:FUNCTION. The model writes the completions; rows need only prompts.
         tokenizer: of a model in memory.
-        output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process.
+        output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process, and kept
+            where the run is interrupted: the error names it.
         dev: rows that choose the parameters to keep; as `data`. A name may be a split of the hub data set.
         test: rows for the figures before and after; likewise. Without dev rows some of `data` are held
             out; without test rows the dev rows count.
@@ -68,7 +69,8 @@ def train(
     Raises:
         RequestError: the request is wrong; nothing has been written.
         NonFiniteLossError: a loss was NaN or infinite.
-        RunError: the run was interrupted, or something could not be written; with `output` it can be resumed.
+        RunInterrupted: Ctrl-C, or SIGTERM, came during the run, which can be resumed. A KeyboardInterrupt.
+        RunError: something could not be written; the run can be resumed.
             After any error a model in memory is as before, unless the method writes weights or has an adapter of PEFT.
     """
     parts = {part: rows for part, rows in (("train", data), ("dev", dev), ("test", test)) if rows is not None}
@@ -76,17 +78,16 @@ def train(
     if reward is not None:
         given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
     score = None if isinstance(reward, str) else reward
-    config, base = _configured(model, tokenizer, parts, method, given)
+    config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
     objects = {part: rows for part, rows in parts.items() if not is_named(rows)}
     rows = splits_of(config.data, objects) if objects else None
     folder = _folder(output, resume=resume)
     watcher = _Watcher()
     try:
         summary = loop.train(config, folder, [*listeners, watcher], resume=resume, loaded=base, rows=rows, score=score)
-    except BaseException:
-        watcher.release()
+    except BaseException as error:
         if output is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            _leave(folder, error)
         raise
     return Run(
         folder,
@@ -126,7 +127,7 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
         name = None if model is None else str(model)
         return Run(path, summary, base=name, trust_remote_code=trust_remote_code)
     kind = read_run_config(path / CONFIG, []).model.kind
-    return Run(path, summary, base=from_objects(model, tokenizer, kind))
+    return Run(path, summary, base=from_objects(model, tokenizer, kind, keep=False))
 
 
 def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
@@ -146,7 +147,13 @@ def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
 
 
 def _configured(
-    model: Any, tokenizer: Any, parts: Mapping[str, Rows], method: str, settings: Sequence[tuple[str, Any]]
+    model: Any,
+    tokenizer: Any,
+    parts: Mapping[str, Rows],
+    method: str,
+    settings: Sequence[tuple[str, Any]],
+    *,
+    keep: bool,
 ) -> tuple[Config, LoadedModel | None]:
     """(the configuration, the base model where it is in memory)."""
     if "train" not in parts and "data.task" not in dict(settings):
@@ -156,7 +163,7 @@ def _configured(
     sources = [(f"data.{part}", str(rows) if is_named(rows) else IN_MEMORY) for part, rows in parts.items()]
     config = parse_config(overlay({}, [("model.name", name), ("method.name", method), *sources, *settings]))
     if not by_name:
-        return _with_object(config, model, tokenizer)
+        return _with_object(config, model, tokenizer, keep=keep)
     if tokenizer is not None:
         raise RequestError(f"tokenizer is given, and model is the name {name}, which has its own; leave it out.")
     return config, None
@@ -165,12 +172,12 @@ def _configured(
 _OF_LOADING = ("dtype", "device", "quantization", "placement", "untie_head", "trust_remote_code")
 
 
-def _with_object(config: Config, model: Any, tokenizer: Any) -> tuple[Config, LoadedModel]:
+def _with_object(config: Config, model: Any, tokenizer: Any, *, keep: bool) -> tuple[Config, LoadedModel]:
     for key in _OF_LOADING:
         value = getattr(config.model, key)
         if value != getattr(ModelConfig, key):
             raise RequestError(f"model.{key} is {value!r}, and model is an object, taken as it is; leave it out.")
-    base = from_objects(model, tokenizer, config.model.kind)
+    base = from_objects(model, tokenizer, config.model.kind, keep=keep)
     # so that a base with these weights, loaded by its name, is the same
     dtype: Any = dtype_name(model)
     name = getattr(model, "name_or_path", "") or IN_MEMORY
@@ -185,6 +192,16 @@ def _folder(output: str | Path | None, *, resume: bool) -> Path:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RequestError("output is not set, and several processes need one folder to share; give it.")
     return Path(tempfile.mkdtemp(prefix="tezo-"))
+
+
+def _leave(folder: Path, error: BaseException) -> None:
+    """Keeps the temporary folder of a run that can go on, and has the error name it; removes any other."""
+    stopped = isinstance(error, RunInterrupted)
+    ended = isinstance(error, RunError | KeyboardInterrupt) and getattr(error, "exit_code", 1) != RequestError.exit_code
+    if not ended or not (folder / LOG).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+    elif not stopped:
+        error.add_note(resume_words(folder))
 
 
 class _Watcher(Listener):

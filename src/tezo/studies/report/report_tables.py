@@ -12,7 +12,7 @@ from tezo.runs.reader import Run
 from tezo.runs.result_words import change_text, count_text, duration_text, measured_rows_text, metric_text
 from tezo.studies.report.curves import OUTLIER_RMS, group_parameters, kappa_statistics, kappas
 from tezo.studies.report.losses import row_loss
-from tezo.studies.run_config import run_config
+from tezo.studies.run_config import run_config, shown_path
 from tezo.tasks.data_config import DataConfig
 from tezo.training.configuration.config import to_tree
 from tezo.training.configuration.recipe import Config, TrainConfig
@@ -191,8 +191,7 @@ def plan_table(run: Run) -> Table:
 
 def model_text(config: Config) -> str:
     """The model's name; of a folder by its whole path the last part."""
-    path = Path(config.model.name)
-    return path.name if path.is_absolute() else config.model.name
+    return shown_path(config.model.name)
 
 
 def trained_share(run: Run) -> str:
@@ -209,7 +208,7 @@ def comparison(runs: Sequence[Run]) -> Table:
     rows: list[tuple[str, list[Cell]]] = [
         ("state", [Cell("finished" if run.summary is not None else "unfinished") for run in runs]),
         ("method", [Cell(config.method.name) for config in configs]),
-        ("model", [Cell(config.model.name) for config in configs]),
+        ("model", [Cell(model_text(config)) for config in configs]),
         ("measured on", [Cell(measured_rows_text(run.summary or {}) or MISSING) for run in runs]),
         ("loss of these rows", [Cell(row_loss(run)) for run in runs]),
     ]

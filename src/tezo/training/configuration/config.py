@@ -14,6 +14,7 @@ import yaml
 
 from tezo.errors import RequestError
 from tezo.files import UntrustedError, parse_yaml
+from tezo.models.local_names import absolute_name
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import AUTO, BASELINES, method
 from tezo.runs.manifest import check_manifest
@@ -36,6 +37,10 @@ ONLY_FROM_THE_USER = frozenset({"model.trust_remote_code", "train.reward"})
 
 A run folder may come from a stranger, and these let code run: that of a model, and that of a scorer.
 """
+
+
+PATHS = ("model.name", "data.train", "data.dev", "data.test", "data.dir", "train.reward")
+"""Settings that may be a path; of a hub data set or a task dev and test rows are splits of it."""
 
 
 def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Config:
@@ -137,6 +142,29 @@ def _ordered(name: str, options: Mapping[str, Any]) -> list[str]:
     """The options in the order of the method's: what a run chose may have been given or read from its log."""
     places = {option: place for place, option in enumerate(method(name).options())}
     return sorted(options, key=lambda option: places.get(option, len(places)))
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with the whole path of each file and folder here, so that it means the same elsewhere."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key in PATHS:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        is_split = config.data.task is not None and key in ("data.dev", "data.test")
+        if value is not None and not is_split:
+            sections.setdefault(section, {})[name] = absolute_setting(key, value)
+    changed: Any = {section: dataclasses.replace(getattr(config, section), **new) for section, new in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def absolute_setting(key: str, value: Any) -> Any:
+    """The value of one of `PATHS` with its whole path, where it is a path here; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    if key != "train.reward":
+        return absolute_name(value)
+    file, colon, function = value.rpartition(":")
+    return f"{absolute_name(file)}{colon}{function}"
 
 
 def dump_config(config: Config) -> str:

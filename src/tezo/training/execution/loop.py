@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tezo.distributed import Ranks, join
-from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunError, nearest
+from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted, nearest
 from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.files import reading
 from tezo.models.loading import LoadedModel
@@ -24,7 +24,7 @@ from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, Ru
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import Score
 from tezo.tasks.splits import Splits
-from tezo.training.configuration.config import dump_config, read_config
+from tezo.training.configuration.config import dump_config, read_config, with_absolute_paths
 from tezo.training.configuration.recipe import Config
 from tezo.training.execution.best_state import BestState
 from tezo.training.execution.data_parallel import check_shareable, shared_rows
@@ -35,7 +35,7 @@ from tezo.training.execution.listeners import Listener, Progress
 from tezo.training.execution.run_header import check_same, check_unchanged, log_header, request_of, with_choices_of
 from tezo.training.execution.summary import Outcome, row_counts, summarize
 from tezo.training.preparation.feedback_schedule import is_feedback
-from tezo.training.preparation.job import LOSS, Job, prepare
+from tezo.training.preparation.job import LOSS, Job, check_untuned, prepare
 from tezo.training.preparation.plan import plan
 from tezo.training.preparation.schedule import interval, lr_factor
 
@@ -65,7 +65,8 @@ def train(
     Raises:
         RequestError: the request is wrong; nothing has been written.
         NonFiniteLossError: a loss was NaN or infinite; the folder has what was logged until then.
-        RunError: the run was interrupted, or something could not be written; it can be resumed.
+        RunInterrupted: SIGINT or SIGTERM came; the step under way was finished and saved. A KeyboardInterrupt.
+        RunError: something could not be written; the run can be resumed.
     """
     ranks = join()
     folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
@@ -83,12 +84,18 @@ def train(
                 config = with_choices_of(begun, config)
             job = prepare(config, loaded=loaded, rows=rows, score=score)
             check_shareable(job, ranks)
-        job = job.with_lr(
-            *ranks.first([float(job.config.method.options["lr"])])
-        )  # trials may be rounded otherwise here
-        ranks.check_same(log_header(job))
-        with Interruption() as interruption:
-            return Loop(job, folder, listeners, interruption, ranks).run()
+        try:
+            job = job.with_lr(
+                *ranks.first([float(job.config.method.options["lr"])])
+            )  # trials may be rounded otherwise here
+            ranks.check_same(log_header(job))  # ranks may have the same files in other places
+            job = replace(job, config=with_absolute_paths(job.config))
+            with Interruption() as interruption:
+                return Loop(job, folder, listeners, interruption, ranks).run()
+        except BaseException:
+            if loaded is not None:
+                job.optimizer.close()  # the model is the caller's, and free again
+            raise
     finally:
         ranks.close()
 
@@ -200,7 +207,7 @@ class Loop:
                 self._keep(steps)
             if interrupted:
                 by = self.interruption.signal or "a signal to another rank"
-                raise RunError(f"stopped by {by} after step {steps}; go on with --resume.")
+                raise RunInterrupted(by, steps, self.folder.path)
         return start
 
     def _any(self, flag: bool) -> bool:
@@ -254,6 +261,8 @@ class Loop:
                 self._take_step(step, indices)
             except NonFiniteLossError:
                 if not self.best.roll_back_after_failure(step):
+                    if step == 0 and self.settings.minimises_loss:
+                        check_untuned(self.job.loaded, self.job.objective, [self.job.train[i] for i in indices])
                     raise
                 self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started

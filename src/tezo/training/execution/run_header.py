@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tezo.errors import RequestError
+from tezo.models.local_names import is_gone
 from tezo.models.model_config import ModelConfig
 from tezo.numerics.noise_table import NOISE_VERSION
 from tezo.optim.methods import AUTO, method
@@ -14,7 +15,7 @@ from tezo.runs.environment import versions
 from tezo.runs.fingerprint import check_complete, check_model, check_place, check_rows, check_settings, hash_of
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.objectives import Encoded
-from tezo.training.configuration.config import to_tree, without_removed
+from tezo.training.configuration.config import PATHS, absolute_setting, to_tree, without_removed
 from tezo.training.configuration.recipe import Config
 from tezo.training.preparation.job import Job
 from tezo.training.preparation.resolution import RESOLVED_AT_START
@@ -77,7 +78,11 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
     chosen = method(known["method"]["name"])
     legacy = LEGACY_OPTIONS | {name: chosen.default_in_python(name) for name in chosen.chosen}
     known["method"] = {key: value for key, value in legacy.items() if key in chosen.options()} | known["method"]
-    check_settings(_defaults() | _flat(known), _flat(own["config"]))
+    before, now = _defaults() | _flat(known), _flat(own["config"])
+    for key in PATHS:  # one that is gone was moved: weights and rows are compared themselves
+        if is_gone(str(before.get(key))):
+            now[key] = before[key]
+    check_settings(before, now)
     check_rows(found, own)
     if found.get("reward") != own.get("reward"):
         raise RequestError("train.reward: the scorer is not the one that the run began with; restore it.")
@@ -119,8 +124,9 @@ def request_of(config: Config) -> dict[str, Any]:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key, but for those that may change."""
-    return {key: value for key, value in _settings(tree).items() if key not in MAY_CHANGE_ON_RESUME}
+    """Settings by dotted key, paths in full, but for those that may change."""
+    settings = {key: value for key, value in _settings(tree).items() if key not in MAY_CHANGE_ON_RESUME}
+    return settings | {key: absolute_setting(key, settings[key]) for key in PATHS if key in settings}
 
 
 def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:

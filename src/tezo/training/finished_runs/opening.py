@@ -1,5 +1,6 @@
 """A run or a base model, opened for evaluation, prediction or export."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
-from tezo.models.lora import attach_adapter, load_adapter, merge_adapter
+from tezo.models.local_names import hint, is_gone
+from tezo.models.lora import attach_adapter, leave_attached, load_adapter, merge_adapter
 from tezo.models.peft_adapters import open_adapter
 from tezo.runs.fingerprint import check_model
 from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
@@ -66,7 +68,7 @@ def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> 
         config: of the run, with settings laid over it.
         base: the base model, where it is in memory already; None: as the configuration names it.
     """
-    loaded, log = base or load(config), folder / LOG
+    loaded, log = base or _load_base(folder, config), folder / LOG
     own = read_run_config(folder / CONFIG, []).model
     alike = (own.dtype, own.quantization) == (config.model.dtype, config.model.quantization)
     if alike and log.is_file():
@@ -74,6 +76,16 @@ def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> 
         if header.get("device") == loaded.device.type:
             check_model(header, loaded.fingerprint)
     return loaded
+
+
+def _load_base(folder: Path, config: Config) -> LoadedModel:
+    name = config.model.name
+    if is_gone(name):
+        raise RequestError(
+            f"model.name: the base model of {folder} was in {name}, which is not here; give its place now, by --set "
+            f"model.name=FOLDER (--model of export and replay, model=FOLDER of open_run).{hint(name)}"
+        )
+    return load(config)
 
 
 def open_model(name: str, config: Config) -> LoadedModel:
@@ -119,12 +131,16 @@ def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
     handles = attach_adapter(loaded.model, adapter)
 
     def close() -> None:
+        left.detach()
         for handle in handles:
             handle.remove()
 
     def merge() -> None:
         close()
         merge_adapter(loaded.model, adapter)
+
+    left = weakref.finalize(close, leave_attached, weakref.ref(loaded.model), handles, adapter)
+    left.atexit = False
 
     return TunedModel(loaded, merge, close)
 

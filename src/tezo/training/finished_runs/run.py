@@ -40,6 +40,9 @@ class Run:
     - the model must stay on its device;
     - another run or optimizer on the same model is refused.
 
+    When this object is gone, the model stays tuned, and is free: the next run or optimizer on it first adds the change
+    to the weights, and says so. `tezo.open_run`, and a run that is resumed, take it off: they are given the base.
+
     Attributes:
         folder: the run folder.
         summary: what is in summary.json, metrics before and after among it.

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 
+from tezo.directions.targets import frozen_notice
 from tezo.errors import RequestError
-from tezo.files import storing
+from tezo.files import storing, write_file
 from tezo.models.lora import Adapter, make_adapter, save_adapter
 from tezo.models.peft_check import why_not_in_peft
 from tezo.models.quantization import stay_packed
@@ -104,6 +106,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         del model  # the one of this trainer: it is never wrapped
         if self.optimizer is None:
+            for notice in frozen_notice(self.model):
+                logger.warning(notice)
             self._resolve()
             self.tuner = build(self._settings, self.model, self.args.seed)
             if self._rows_at_hand:
@@ -179,15 +183,18 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         adapter = self._exact_adapter()
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / "training_args.json", f"{self.args.to_json_string()}\n".encode())
         if adapter is None:
             super()._save(output_dir, state_dict)  # the model's state dict has the tuned values
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle
             return
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
         with storing(folder):
             save_adapter(adapter, folder, model=self.model, base=getattr(self.model, "name_or_path", ""))
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
-            torch.save(self.args, folder / "training_args.bin")
 
     def _exact_adapter(self) -> Adapter | None:
         """The adapter that was trained; None: the whole model is to be saved."""

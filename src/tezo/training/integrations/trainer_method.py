@@ -7,7 +7,8 @@ from typing import Any
 
 from tezo.directions.targets import ALL
 from tezo.errors import RequestError, nearest
-from tezo.forward import is_changed_beside
+from tezo.forward import is_changed_beside, settle
+from tezo.models.in_memory import SETTLED
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.untied_head import check_head_not_tied
 from tezo.optim.methods import AUTO, METHODS
@@ -43,6 +44,8 @@ def build(config: Config, model: Any, seed: int) -> ZerothOrderOptimizer:
     Raises:
         RequestError: the model cannot be tuned this way.
     """
+    if settle(model.parameters(), keep=True):
+        logger.warning(SETTLED)
     if is_changed_beside(model.parameters()):
         raise RequestError(
             "model has been tuned by another trainer, run or optimizer, whose change is not in the weights; call that "

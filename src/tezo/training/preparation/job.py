@@ -1,5 +1,6 @@
 """From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,12 +11,13 @@ import torch
 from tezo.directions.bases import Passes
 from tezo.directions.rank_selection import is_zero
 from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
-from tezo.errors import RequestError
+from tezo.errors import NonFiniteLossError, NonFiniteModelError, RequestError
 from tezo.forward import DirectReads
 from tezo.models.kinds import is_unused
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.peft_adapters import add_adapter
 from tezo.models.untied_head import check_head_not_tied
+from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.numerics.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, Tuner, method
@@ -114,10 +116,18 @@ def prepare(
     untrained = _untrained(loaded, used.objective, used.train)
     build = partial(make_optimizer, loaded=loaded, untrained=untrained)
     resources = _resources(config, loaded, used)
-    config, choices = resolve_before_building(config, resources, build)
-    optimizer = build(config)
-    optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
-    resolved, more = resolve(config, resources, optimizer)
+    try:
+        config, choices = resolve_before_building(config, resources, build)
+        optimizer = build(config)
+        try:
+            optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
+            resolved, more = resolve(config, resources, optimizer)
+        except BaseException:
+            optimizer.close()  # a model that the caller has is free again
+            raise
+    except NonFiniteLossError:
+        check_untuned(loaded, used.objective, used.train[: config.train.batch_size])
+        raise
     return Job(
         config=resolved,
         loaded=loaded,
@@ -140,6 +150,14 @@ def prepare(
             *more,
         ),
     )
+
+
+def check_untuned(loaded: LoadedModel, objective: Objective, encoded: Sequence[Encoded]) -> None:
+    """An error where the model's own loss of these rows is NaN or infinite, whatever a step does."""
+    with torch.no_grad(), float32_on_emulating_cpu(loaded.model):
+        loss = float(objective.closure(loaded.model, objective.batches(encoded))())
+    if not math.isfinite(loss):
+        raise NonFiniteModelError("the loss of the untuned model", loss, loaded.model.dtype)
 
 
 @dataclass(frozen=True)
