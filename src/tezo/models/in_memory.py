@@ -7,8 +7,9 @@ from transformers import PreTrainedModel
 
 from tezo.errors import RequestError
 from tezo.forward import is_changed_beside
+from tezo.models.identity import fingerprint
 from tezo.models.kinds import choose_kind
-from tezo.models.loading import DTYPES, LoadedModel, fingerprint, set_padding
+from tezo.models.loading import DTYPES, LoadedModel, set_padding
 from tezo.models.lora import has_adapter
 
 
@@ -41,7 +42,7 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
     _check_plain(model)
     found = choose_kind(kind, [type(model).__name__], model.config)
     set_padding(type(model).__name__, model, tokenizer, found)
-    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found))
+    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found, tokenizer))
 
 
 def dtype_name(model: Any) -> str:

@@ -142,7 +142,9 @@ def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
     Raises:
         RequestError: a file is missing or damaged, or the adapter is of another model.
     """
-    return lora.attach_adapter(model, lora.load_adapter(Path(folder)))
+    adapter = lora.load_adapter(Path(folder))
+    lora.check_base(Path(folder), model)
+    return lora.attach_adapter(model, adapter)
 
 
 def _configured(

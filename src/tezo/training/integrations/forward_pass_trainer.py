@@ -13,7 +13,7 @@ from transformers import Trainer
 from tezo.errors import RequestError
 from tezo.files import storing
 from tezo.models.lora import Adapter, make_adapter, save_adapter
-from tezo.models.peft_check import why_not_in_peft
+from tezo.models.peft_check import why_not_in_peft_yet
 from tezo.models.quantization import stay_packed
 from tezo.numerics.random import permutation
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -178,24 +178,28 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **named)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        adapter = self._exact_adapter()
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        adapter = self._exact_adapter(folder)
         if adapter is None:
             super()._save(output_dir, state_dict)  # the model's state dict has the tuned values
             return
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
         with storing(folder):
             save_adapter(adapter, folder, model=self.model, base=getattr(self.model, "name_or_path", ""))
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
             torch.save(self.args, folder / "training_args.bin")
 
-    def _exact_adapter(self) -> Adapter | None:
-        """The adapter that was trained; None: the whole model is to be saved."""
+    def _exact_adapter(self, folder: Path) -> Adapter | None:
+        """The adapter that was trained; None: the whole model is to be saved, in `folder` too."""
         if self.tuner is None or self.tuner.why_no_adapter() is not None:
             return None
         adapter = make_adapter(self.tuner)
         if self._why_not_in_peft is None:
-            self._why_not_in_peft = why_not_in_peft(adapter, self.model) or ""  # the same for each checkpoint
+            self._why_not_in_peft = (
+                why_not_in_peft_yet(adapter, self.model, folder) or ""
+            )  # the same for each checkpoint
             if self._why_not_in_peft:
                 logger.warning("the adapter is not one of PEFT, because %s", self._why_not_in_peft)
         packed = not all(target.is_writable for target in self.tuner.targets)  # then there is no whole model to save
