@@ -87,7 +87,8 @@ def train(
         job = job.with_lr(
             *ranks.first([float(job.config.method.options["lr"])])
         )  # trials may be rounded otherwise here
-        ranks.check_same(log_header(job))
+        header = log_header(job)
+        ranks.check_same(header | {"model": None} | {f"model.{part}": own for part, own in header["model"].items()})
         with Interruption() as interruption:
             return Loop(job, folder, listeners, interruption, ranks).run()
     finally:
