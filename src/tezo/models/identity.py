@@ -38,6 +38,8 @@ _NO_EFFECT = frozenset({"architectures", "transformers_version", "use_cache"})
 _ENDS = ("eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
 """Keys of a generation configuration that greedy decoding goes by and no option of this library replaces."""
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_AFTER_STATE = '"added_tokens"'
+"""Where the text of a tokenizer goes on after truncation and padding, which are of its last call."""
 _JUST_NOW = 2.0
 """Seconds within which a file can change again and keep its time of change, on file systems with coarse clocks."""
 
@@ -79,7 +81,7 @@ def check_model(found: Mapping[str, Any], own: Fingerprint, *, weights: bool = T
     alike = found.get(_VERSIONS) == own[_VERSIONS]
     ignored = {_VERSIONS, _FORM} | (set() if weights and found.get(_FORM) == own[_FORM] else {_WEIGHTS})
     with_tokenizer = any(part.startswith("tokenizer.") for part in own)
-    for part in sorted(found.keys() | own.keys(), key=lambda part: (part != _WEIGHTS, part)):
+    for part in sorted(found.keys() | own.keys(), key=lambda part: (part != _WEIGHTS, part == "tokenizer.rules", part)):
         before, now, of_tokenizer = found.get(part), own.get(part), part.startswith("tokenizer.")
         counts = alike or (part in found and part in own and part != "tokenizer.rules")
         if before != now and part not in ignored and counts and (with_tokenizer or not of_tokenizer):
@@ -150,16 +152,12 @@ def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_tokenizer(tokenizer: Any) -> dict[str, Any]:
     inner = getattr(tokenizer, "backend_tokenizer", None)
-    rules = {} if inner is None else json.loads(inner.to_str())
-    for state in ("truncation", "padding"):  # of the last call
-        rules.pop(state, None)
-    model = rules.get("model", {})
-    vocabulary = [sorted(tokenizer.get_vocab().items()), model.pop("vocab", None), model.pop("merges", None)]
+    text = "" if inner is None else inner.to_str()
     tokens = {role: (getattr(tokenizer, f"{role}_token"), getattr(tokenizer, f"{role}_token_id")) for role in _ROLES}
     sides = [tokenizer.padding_side, tokenizer.truncation_side, int(tokenizer.model_max_length)]
     return {
-        "vocabulary": vocabulary,
-        "rules": rules,
+        "vocabulary": sorted(tokenizer.get_vocab().items()),
+        "rules": text[text.find(_AFTER_STATE) :],
         "special_tokens": [tokens, sorted(map(str, tokenizer.all_special_tokens)), sides],
         "chat_template": getattr(tokenizer, "chat_template", None),
     }

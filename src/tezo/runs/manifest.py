@@ -64,7 +64,7 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
         entries = _read(folder / MANIFEST)
     except UntrustedError as error:
         raise RequestError(
-            f"{folder}: {error}, which does not say that another file is damaged; put an intact copy in its place, or "
+            f"{folder}: {error}, and the other files may be sound; put an intact copy in its place, or "
             f"delete it, and write all files again by tezo train --output {folder} --resume."
         ) from None
     try:
