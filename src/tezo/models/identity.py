@@ -129,9 +129,14 @@ def _files(source: str) -> list[Path]:
 def _weights(model: nn.Module, kind: Kind, loaded_from: str | None) -> str:
     """Of parameters and of buffers that are stored with them."""
     if loaded_from is None:
-        stored = model.state_dict()
-        buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
-        tensors = dict(model.named_parameters()) | buffers
+        # state_dict() would add changes that an optimizer keeps beside the weights
+        computed = {
+            f"{name}.{buffer}".lstrip(".")
+            for name, module in model.named_modules()
+            for buffer in module._non_persistent_buffers_set
+        }
+        stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
+        tensors = dict(model.named_parameters()) | stored
         return digest({name: tensor for name, tensor in tensors.items() if not is_unused(name, kind)})
     key = hashlib.sha256(f"{loaded_from} {kind} {transformers.__version__}".encode()).hexdigest()
     cache = NumberCache(default_cache(), "weights")

@@ -133,7 +133,8 @@ def check_base(folder: Path, model: Any) -> None:
     try:
         check_model(found, fingerprint(model, kind))
     except RequestError as error:
-        raise RequestError(f"{error} Without {BASE} in {folder} the adapter is attached all the same.") from None
+        said = str(error).removeprefix("model.name: ")
+        raise RequestError(f"model: {said} Without {BASE} in {folder} the adapter is attached all the same.") from None
 
 
 def target_modules(model: nn.Module, names: set[str]) -> list[str]:
