@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from folders import model_and_rows, model_folder, refused, tezo
+from folders import model_and_rows, model_folder, refused, saved, tezo, tiny_model, tokenizer_for
 from safetensors.torch import load_file, save_file
 from short_runs import config, stopped
 
@@ -41,14 +41,17 @@ def home(tmp_path_factory):
 def flip(weights: Path, draw: random.Random) -> None:
     """Flips the highest bit of the exponent of one weight."""
     tensors = load_file(weights)
-    tensor = tensors[draw.choice(sorted(tensors))].view(-1)
+    largest = max(tensor.numel() for tensor in tensors.values())
+    tensor = tensors[draw.choice(sorted(name for name in tensors if tensors[name].numel() == largest))].view(-1)
     place = draw.randrange(tensor.numel())
     tensor.view(torch.int32)[place] ^= 1 << 30
     save_file(tensors, weights, metadata={"format": "pt"})
 
 
-def test_each_of_24_flipped_bits_changes_the_fingerprint_and_is_found(home, tmp_path):
-    draw, base, moved = random.Random(0), home / "llama-chat", tmp_path / "moved"
+def test_each_of_24_flipped_bits_changes_the_fingerprint_and_is_found(tmp_path):
+    draw, base, moved = random.Random(0), tmp_path / "base", tmp_path / "moved"
+    tokenizer = tokenizer_for("llama")
+    saved(tiny_model("llama", len(tokenizer), intermediate_size=2048), tokenizer, base)
     known = load_model(str(base)).fingerprint
     shutil.copytree(base, moved)
     for number in range(24):

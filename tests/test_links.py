@@ -9,6 +9,7 @@ import pytest
 from folders import model_and_rows, refused, tezo
 from short_runs import config, stopped
 
+from tezo import files
 from tezo.errors import RequestError
 from tezo.files import UntrustedError, append, new_folder, read_bytes, write_file
 from tezo.runs.folder import FILES, LOG, METRICS
@@ -143,7 +144,11 @@ def test_push_uploads_nothing_through_a_link_whatever_the_manifest_says(home, tm
         refused(done, "more.txt" if way == "not listed" else MANIFEST)
 
 
-def test_the_helpers_follow_no_link_and_write_no_file_that_has_a_second_name(tmp_path):
+@pytest.mark.parametrize("system_refuses", [True, False])
+def test_the_helpers_follow_no_link_and_write_no_file_that_has_a_second_name(tmp_path, monkeypatch, system_refuses):
+    if not system_refuses:  # as on Windows
+        monkeypatch.setattr(files, "_PLAIN", files._PLAIN & ~os.O_NOFOLLOW)
+        monkeypatch.setattr(files, "_NO_FOLLOW", 0)
     yours = tmp_path / "yours"
     yours.write_bytes(b"yours")
     folder = tmp_path / "run"

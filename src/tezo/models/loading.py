@@ -135,8 +135,8 @@ def load_model(
     """
     source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
     trust = {"trust_remote_code": trust_remote_code}
-    before = stamp(source)
     with _loading(name, trust_remote_code):
+        before = stamp(source)
         config = AutoConfig.from_pretrained(source, **trust)
         model_kind = choose_kind(kind, config.architectures or [], config)
         build = partial(_CLASSES[model_kind].from_config, copy.deepcopy(config), **trust)

@@ -124,10 +124,12 @@ def check_base(folder: Path, model: Any) -> None:
 
     Args:
         folder: of the adapter.
-        model: a model of torch, in the data type in which it was loaded; in another one its weights are not compared.
+        model: a model of torch, in the data type in which it was loaded; in another one its weights are not compared,
+            and nothing is of one whose weights are offloaded.
     """
     kind = kind_of([type(model).__name__])
-    if not os.path.lexists(folder / BASE) or kind is None or not hasattr(model, "config"):
+    offloaded = any(weight.is_meta for weight in model.parameters())
+    if not os.path.lexists(folder / BASE) or kind is None or not hasattr(model, "config") or offloaded:
         return
     found = own_object(folder / BASE, "put an intact copy in its place")
     try:
