@@ -2,11 +2,14 @@
 
 import signal
 import threading
+from _signal import getsignal  # type: ignore[import-not-found]  # the public one is 80 times as slow
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+_NUMBERS = tuple(map(int, signal.valid_signals()))
+"""All signals of this system."""
 _INSISTENT = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals of which a second one does not wait: a closure may hang."""
 
@@ -58,8 +61,8 @@ def let_interrupt(*, last: bool = False) -> None:
 
 
 def _take_over() -> None:
-    for number in signal.valid_signals():
-        handler = signal.getsignal(number)
+    for number in _NUMBERS:
+        handler = getsignal(number)
         if callable(handler) and handler is not _wait:
             _handlers[number] = handler
             signal.signal(number, _wait)
@@ -68,7 +71,7 @@ def _take_over() -> None:
 def _give_back() -> None:
     # where a handler raises in between, `_wait` stays in the place of others, and passes their signals on
     for number, handler in list(_handlers.items()):
-        if signal.getsignal(number) is _wait:
+        if getsignal(number) is _wait:
             signal.signal(number, handler)
 
 
@@ -95,7 +98,7 @@ def _handle_waiting() -> None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    own = signal.getsignal(number)
+    own = getsignal(number)
     handler = _handlers.get(number) if own is _wait else own
     if callable(handler):
         handler(number, frame)
