@@ -88,7 +88,9 @@ def train(
     if json:
         print_json(summary)
         return
-    with reading(f"{output}: summary.json is not that of a run", "restore it, or delete it to go on with the run"):
+    with reading(
+        f"{output}: summary.json is not that of a run", "restore it, or delete manifest.json to go on with the run"
+    ):
         _print_end(summary, output)
 
 
