@@ -174,7 +174,7 @@ def contents(run: Path) -> dict[str, Any]:
             own = ("seconds_stepping", "seconds_on_basis", "peak_memory", "notices")
             found[name] = {k: v for k, v in summary.items() if k not in own}
         elif path.name == "manifest.json":
-            entries = json.loads(path.read_text())
+            entries = json.loads(path.read_text())["files"]
             found[name] = {k: v for k, v in entries.items() if k not in ("metrics.jsonl", "summary.json")}
         elif path.is_file():
             found[name] = path.read_bytes()

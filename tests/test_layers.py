@@ -134,6 +134,7 @@ OTHERS_PRIVATE = {
     "_C": "torch's switch for function overrides has no public name",
     "_hf_hook": "where accelerate keeps a module's hook",
     "_attn_implementation": "which attention transformers has chosen",
+    "_non_persistent_buffers_set": "which buffers of a module torch does not store",
 }
 
 

@@ -67,7 +67,7 @@ def test_a_run_records_it_and_goes_on_with_it(home, tmp_path):
     assert done.code == 0, done.err
     rho = read_config(tmp_path / "run/config.yaml", []).method.options["rho"]
     assert rho in SCALES
-    (tmp_path / "run/summary.json").unlink()
+    (tmp_path / "run/manifest.json").unlink()
     again = train(home / "optbfloat16", home / "rows.jsonl", tmp_path / "run", "--json", "--resume")
     assert again.code == 0, again.err
     assert not any("method.rho" in notice for notice in json.loads(again.out)["notices"]), "measured once"

@@ -39,7 +39,7 @@ def test_what_is_pushed_is_private_is_loaded_by_peft_and_names_no_folder(home, t
         assert done.returncode == 0 and done.stdout.strip() == f"{hub.url}/me/routing", done.stderr
         assert hub.private["me/routing"] and hub.checked_cards > 0
         files = hub.files["me/routing"]
-        assert set(files) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+        assert set(files) == {"README.md", "adapter_config.json", "adapter_model.safetensors", "base.json"}
         assert files["adapter_model.safetensors"] == (home / "adapted/adapter/adapter_model.safetensors").read_bytes()
         assert not [name for name, data in files.items() if str(home).encode() in data or HERE.encode() in data]
         assert b'PeftModel.from_pretrained(model, "me/routing")' in files["README.md"]

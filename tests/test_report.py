@@ -16,6 +16,8 @@ from folders import completion_rows, refused, tezo, train, write_rows
 from reports import HOSTILE, Page, hostile, made, two_runs
 
 from tezo.runs.answers_file import OUTCOMES
+from tezo.runs.folder import FILES
+from tezo.runs.manifest import write_manifest
 from tezo.runs.reader import read_run
 from tezo.runs.result_words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_text
 from tezo.runs.step_log import MAGIC, StepLog, read_log
@@ -31,8 +33,8 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def run(home, tmp_path):
-    """A copy of a run that a test may damage; a manifest would tell at once."""
-    return Path(shutil.copytree(home / "one", tmp_path / "run", ignore=shutil.ignore_patterns("manifest.json")))
+    """A copy of a run that a test may damage."""
+    return Path(shutil.copytree(home / "one", tmp_path / "run"))
 
 
 def reported(tmp_path, *runs):
@@ -216,7 +218,8 @@ def test_answers_are_shown_before_and_after_with_their_rows(home, tmp_path):
 
 
 def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
-    (run / "summary.json").unlink()
+    for name in ("summary.json", "manifest.json"):
+        (run / name).unlink()
     with (run / "steps.log").open("ab") as file:
         file.write(b"torn")
     shown = reported(tmp_path, run)
@@ -326,7 +329,7 @@ def too_many_right(run):
 
 ALIASES = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 DAMAGE = {
-    "no config": (lambda run: (run / "config.yaml").unlink(), ["is no run folder", "config.yaml"]),
+    "no config": (lambda run: (run / "config.yaml").unlink(), ["has lost its config.yaml"]),
     "bad config": (lambda run: (run / "config.yaml").write_text("model: [1]"), ["config.yaml", "model"]),
     "deep config": (lambda run: (run / "config.yaml").write_text("[" * 5000), ["config.yaml"]),
     "long config": (lambda run: (run / "config.yaml").write_text("#" * (5 << 20)), ["config.yaml", "more than"]),
@@ -345,7 +348,7 @@ DAMAGE = {
     ),
     "deep metrics": (lambda run: (run / "metrics.jsonl").write_text("[" * 99999 + "\n"), ["metrics.jsonl", "line 1"]),
     "metrics list": (lambda run: (run / "metrics.jsonl").write_bytes(b"[1]\n"), ["line 1"]),
-    "metrics folder": (lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()), ["missing"]),
+    "metrics folder": (lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()), ["plain file"]),
     "summary": (lambda run: (run / "summary.json").write_text("{"), ["summary.json", "cannot be read"]),
     "summary list": (lambda run: (run / "summary.json").write_text("[]"), ["summary.json", "not a JSON object"]),
     "summary kind": (lambda run: (run / "summary.json").write_text('{"steps": "9"}'), ["steps is '9'"]),
@@ -369,6 +372,7 @@ DAMAGE = {
 def test_a_damaged_run_is_refused_in_words_and_nothing_is_written(kind, run, tmp_path):
     damage, parts = DAMAGE[kind]
     damage(run)
+    write_manifest(run, FILES)  # as whoever damaged it by intent would
     refused(tezo("report", run, "--output", tmp_path / "report.html"), run, *parts)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 

@@ -90,7 +90,9 @@ def train(
     if json:
         print_json(summary)
         return
-    with reading(f"{output}: summary.json is not that of a run", "restore it, or delete it to go on with the run"):
+    with reading(
+        f"{output}: summary.json is not that of a run", "restore it, or delete manifest.json to go on with the run"
+    ):
         _print_end(summary, output)
 
 
@@ -111,8 +113,14 @@ def _configured(
         *flags,
         *map(parse_setting, settings),
     ]
-    if recipe is None and begun is not None and begun.is_file():
+    if recipe is None and begun is not None and os.path.lexists(begun):
         return read_run_config(begun, given)
+    has_log = begun is not None and os.path.lexists(begun.with_name("steps.log"))
+    if recipe is None and begun is not None and has_log and "model.name" not in dict(flags):
+        raise RequestError(
+            f"{begun.parent} is a run folder that has lost its {begun.name}; put it back, or give all flags of the run "
+            "again."
+        )
     return read_config(None if recipe is None else find_recipe(recipe), given)
 
 

@@ -9,8 +9,9 @@ from tezo.directions.targets import frozen_notice
 from tezo.errors import RequestError
 from tezo.forward import is_changed_beside, settle
 from tezo.models.gguf_files import settle_gguf
+from tezo.models.identity import fingerprint
 from tezo.models.kinds import choose_kind
-from tezo.models.loading import DTYPES, LoadedModel, fingerprint, set_padding
+from tezo.models.loading import DTYPES, LoadedModel, set_padding
 from tezo.models.lora import has_adapter, settle_adapter
 
 
@@ -48,7 +49,7 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto", *, keep: bool =
     found = choose_kind(kind, [type(model).__name__], model.config)
     set_padding(type(model).__name__, model, tokenizer, found)
     notices = [SETTLED] * any(kept) + frozen_notice(model)
-    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found), tuple(notices))
+    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found, tokenizer), tuple(notices))
 
 
 SETTLED = (

@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,13 @@ from tezo.models.gguf_files import (
     load_gguf,
     reading_once,
 )
+from tezo.models.identity import Fingerprint, fingerprint, stamp
 from tezo.models.kinds import Kind, choose_kind, is_unused
 from tezo.models.local_names import ask_hub, check_no_path, hint
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
 from tezo.models.untied_head import untie_head as untie
-from tezo.numerics.hashing import digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -91,8 +91,8 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     kind: Kind
-    fingerprint: str = ""
-    """Digest of the weights as loaded."""
+    fingerprint: Fingerprint = field(default_factory=dict)
+    """What the base model is; see `tezo.models.identity`."""
     notices: tuple[str, ...] = ()
     """Notices for the user."""
     virtual_tokens: int = 0
@@ -163,6 +163,7 @@ def load_model(
             "leave it out, or give the model as safetensors."
         )
     with _loading(name, trust_remote_code), reading_once() if in_gguf else nullcontext():
+        before = stamp(source)
         config = gguf_config(source) if in_gguf else AutoConfig.from_pretrained(source, **trust)
         asked = "causal" if in_gguf and kind == "auto" else kind  # no architecture stands in such a file
         model_kind = choose_kind(asked, config.architectures or [], config)
@@ -184,17 +185,14 @@ def load_model(
         model = (model if "device_map" in options else model.to(where)).eval()
         if untie_head:
             notices += untie(model)
-        digest_of_weights, notices = fingerprint(model, model_kind), [*notices, *place.settle(model, where)]
-        loaded = LoadedModel(
-            model, tokenizer, model_kind, digest_of_weights, tuple(notices), labels=read_labels(Path(source))
-        )
+        # what is packed is digested each time: it depends on more than the files
+        known = before is not None and before == stamp(source) and quantization == "none"
+        how = f"{before} {model.dtype} {untie_head}" if known else None
+        made = fingerprint(model, model_kind, tokenizer, loaded_from=how)
+        notices = [*notices, *place.settle(model, where)]
+        loaded = LoadedModel(model, tokenizer, model_kind, made, tuple(notices), labels=read_labels(Path(source)))
         _try(loaded)
     return loaded
-
-
-def fingerprint(model: nn.Module, kind: Kind) -> str:
-    """Digest of the weights that a loss may depend on."""
-    return digest({name: weight for name, weight in model.named_parameters() if not is_unused(name, kind)})
 
 
 @contextmanager
@@ -362,7 +360,7 @@ def _check_folder(folder: Path) -> None:
 
 def _check_index(index: Path) -> None:
     try:
-        shards = set(read_object(index)["weight_map"].values())
+        shards = set(read_object(index.resolve())["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError):
         raise RequestError(f"model.name: {index} is not a shard index; download the model again.") from None
     for shard in shards:

@@ -13,6 +13,7 @@ from tezo.directions.targets import ALL, select_targets
 from tezo.distributed import Ranks
 from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.estimators.estimate import GRADIENT, Closure, Probe, StepRecord
+from tezo.forward.uninterrupted import let_interrupt, uninterrupted
 from tezo.numerics.random import seed_of
 from tezo.optim.bound_to_model import BoundToModel
 from tezo.optim.limits import check_rate
@@ -98,16 +99,18 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         self._check_kind(kind)
         self.check_bound()
         check_rate("lr", float(self.param_groups[0]["lr"]))
-        try:
-            value = self._measure_gradients(closure)
-            self._check_range()
-            self._step_in_float32()
-        finally:
-            for weight in self._weights:
-                weight.drop_gradient()
         lr = float(self.param_groups[0]["lr"])
-        self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=1)
-        self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + 1
+        with uninterrupted():
+            try:
+                value = self._measure_gradients(closure)
+                self._check_range()
+                let_interrupt(last=True)
+                self._step_in_float32()
+            finally:
+                for weight in self._weights:
+                    weight.drop_gradient()
+            self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=1)
+            self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + 1
         return value
 
     def _step_in_float32(self) -> None:

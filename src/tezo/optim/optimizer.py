@@ -192,14 +192,14 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         check_rate("lr", lr)
         if not self._calibrated:
             self._calibrate_with(lambda _: closure())
-        with self._in_step(), uninterrupted():
+        with uninterrupted(), self._in_step():
             draw = self.draw(kind)
             try:
                 with self.parameters.refusing_direct_reads():
                     estimate = rule.estimator.estimate(closure, draw)
             except FloatingPointError as error:
                 raise self._not_finite(error) from None
-            let_interrupt()
+            let_interrupt(last=True)
             record = StepRecord(self.num_steps, estimate.loss, lr, estimate.probes, kind, estimate.forward_passes)
             self._apply(rule, estimate, record, draw)
         return estimate.loss
@@ -247,7 +247,9 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             )
         with uninterrupted():
             draw = self.draw(record.kind)
-            self._apply(rule, rule.estimator.recall(record, draw), record, draw)
+            estimate = rule.estimator.recall(record, draw)
+            let_interrupt(last=True)
+            self._apply(rule, estimate, record, draw)
 
     def check_kind(self, kind: str, closure: Closure) -> None:
         """Checks that the model supports this kind of step.

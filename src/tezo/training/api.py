@@ -13,7 +13,8 @@ from tezo.models import lora
 from tezo.models.in_memory import dtype_name, from_objects
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import IN_MEMORY, ModelConfig
-from tezo.runs.folder import CONFIG, LOG, SUMMARY, read_summary
+from tezo.runs.folder import CONFIG, LOG, read_summary
+from tezo.runs.manifest import MANIFEST
 from tezo.tasks.rewards import Score
 from tezo.tasks.row_objects import Rows, is_named, splits_of
 from tezo.training.configuration.config import overlay, parse_config, read_run_config
@@ -120,7 +121,7 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
     summary = read_summary(path)
     if summary is None:
         raise RequestError(
-            f"{path} is of a run that has not ended (it has no {SUMMARY}); go on with tezo.train(..., resume=True) or "
+            f"{path} is of a run that has not ended (it has no {MANIFEST}); go on with tezo.train(..., resume=True) or "
             f"`tezo train --output {path} --resume`."
         )
     if model is None or is_named(model):
@@ -143,7 +144,9 @@ def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
     Raises:
         RequestError: a file is missing or damaged, or the adapter is of another model.
     """
-    return lora.attach_adapter(model, lora.load_adapter(Path(folder)))
+    adapter = lora.load_adapter(Path(folder))
+    lora.check_base(Path(folder), model)
+    return lora.attach_adapter(model, adapter)
 
 
 def _configured(

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from tezo.errors import RequestError
-from tezo.files import UntrustedError, parse_yaml
+from tezo.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes
 from tezo.models.local_names import absolute_name
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import AUTO, BASELINES, method
@@ -68,7 +68,11 @@ def read_run_config(path: Path, settings: Sequence[tuple[str, Any]]) -> Config:
         RequestError: as `read_config`, or the file is not the one that the run wrote.
     """
     check_manifest(path.parent, [path.name])
-    return parse_config(overlay(untrusted_tree(_read_yaml(path)), settings))
+    try:
+        data = read_bytes(path, MOST_YAML)
+    except UntrustedError as error:
+        raise RequestError(f"{path.parent}: {error}; put an intact copy of that file in its place.") from None
+    return parse_config(overlay(untrusted_tree(_tree_of(path, data)), settings))
 
 
 def untrusted_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,15 +189,21 @@ def parse_setting(text: str) -> tuple[str, str]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = parse_yaml(path.read_bytes())
+        data = path.read_bytes()
     except FileNotFoundError:
         raise RequestError(f"there is no recipe {path}; check the path.") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read ({error.strerror}); give another file.") from None
+    return _tree_of(path, data)
+
+
+def _tree_of(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(data)
     except UntrustedError as error:
         raise RequestError(
             f"{path} {error}; correct that file (what begins with ! needs quotes: [all, '!lm_head'])."
         ) from None
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read ({error.strerror}); give another file.") from None
     if not isinstance(tree, dict):
         raise RequestError(f"{path} is not a recipe; it needs the sections model, data, method, train.")
     return tree

@@ -20,7 +20,8 @@ from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
-from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
+from tezo.runs.folder import CONFIG, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
+from tezo.runs.step_log import End
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import Score
 from tezo.tasks.splits import Splits
@@ -76,7 +77,7 @@ def train(
             if not (resume and folder.has_begun):
                 folder.check_free()
         if resume and (summary := folder.summary()) is not None:
-            folder.complete()
+            folder.check_ended()
             check_unchanged(read_config(output / CONFIG, []), config)
             return summary
         with ranks.together("prepare the run"):
@@ -88,7 +89,9 @@ def train(
             job = job.with_lr(
                 *ranks.first([float(job.config.method.options["lr"])])
             )  # trials may be rounded otherwise here
-            ranks.check_same(log_header(job))  # ranks may have the same files in other places
+            header = log_header(job)
+            own = {f"model.{part}": digest for part, digest in header["model"].items()}
+            ranks.check_same(header | {"model": None} | own)  # ranks may have the same files in other places
             job = replace(job, config=with_absolute_paths(job.config))
             with Interruption() as interruption:
                 return Loop(job, folder, listeners, interruption, ranks).run()
@@ -145,10 +148,6 @@ class Loop:
         self.best.begin(self.resumed)
         with reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint"):
             start = self._restore_checkpoint(self.resumed)
-        if start > 0 and ("test", 0) not in self.resumed.evaluations:  # of a log that did not have them
-            raise RequestError(
-                f"{self.folder.path} has lost {METRICS}, with the test rows' metrics before; restore it."
-            )
         for listener in self.listeners:
             listener.started(self.job)
         before = self.evaluations.of("test", 0)
@@ -198,7 +197,8 @@ class Loop:
             self.best.note(0, before)
         for steps in range(start + 1, settings.num_steps + 1):
             self._step(steps - 1)
-            ends = steps == settings.num_steps or self._any(self._asked_to_stop())
+            ended = self.resumed.end is not None and steps == self.resumed.end.steps
+            ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
             self.best.note(steps, last=ends)
             if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
                 return steps
@@ -267,11 +267,11 @@ class Loop:
                 self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % self.settings.compare_every == 0:
-            self._check_ranks(step + 1)
+            self._check_ranks(step + 1, sample=True)
 
-    def _check_ranks(self, steps: int) -> None:
+    def _check_ranks(self, steps: int, *, sample: bool = False) -> None:
         if self.ranks.size > 1:
-            self.ranks.check_equal(digest(self.job.optimizer.resumable_state()), steps)
+            self.ranks.check_equal(digest(self.job.optimizer.resumable_state(), sample=sample), steps)
 
     def _take_step(self, step: int, indices: Sequence[int]) -> None:
         job, optimizer = self.job, self.job.optimizer
@@ -324,6 +324,7 @@ class Loop:
             self.best.rollbacks,
             self.best.stopped,
         )
+        self.folder.append_end(End(outcome.steps, outcome.kept_step))
         # in this order: saving a whole model merges the change into it
         job = self.job
         tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after)

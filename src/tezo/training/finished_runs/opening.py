@@ -1,5 +1,6 @@
 """A run or a base model, opened for evaluation, prediction or export."""
 
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
+from tezo.models.identity import check_model
 from tezo.models.loading import LoadedModel
 from tezo.models.local_names import hint, is_gone
 from tezo.models.lora import attach_adapter, leave_attached, load_adapter, merge_adapter
 from tezo.models.peft_adapters import open_adapter
-from tezo.runs.fingerprint import check_model
-from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
-from tezo.runs.manifest import check_manifest
+from tezo.runs.fingerprint import check_complete
+from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY
+from tezo.runs.manifest import MANIFEST, check_manifest
 from tezo.runs.step_log import read_header
 from tezo.tasks.splits import NO_ROWS
 from tezo.training.configuration.config import overlay, parse_config, read_run_config
@@ -37,14 +39,26 @@ class TunedModel:
 
 
 def is_run(name: str | Path) -> bool:
-    """Whether `name` is a run folder."""
-    return (Path(name) / CONFIG).is_file()
+    """Whether `name` is a run folder; one that has lost its configuration is one still."""
+    return any(os.path.lexists(Path(name) / file) for file in (CONFIG, LOG))
 
 
 def check_is_run(name: str | Path) -> None:
     """An error where `name` is not a run folder."""
     if not is_run(name):
         raise RequestError(f"{name} is not a run folder (it has no {CONFIG}); give one that tezo train made.")
+
+
+def check_result(folder: Path) -> None:
+    """Checks the files of a run that has ended.
+
+    Raises:
+        RequestError: the run has no result, or a file is not the one that the run wrote.
+    """
+    check_is_run(folder)
+    if not any(os.path.lexists(folder / name) for name in (ADAPTER, MODEL, MANIFEST)):
+        raise no_result(str(folder))
+    check_manifest(folder, [CONFIG, LOG, ADAPTER, MODEL, SUMMARY], required=True)
 
 
 def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
@@ -61,20 +75,19 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
 
 
 def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> LoadedModel:
-    """The base model that a run's adapter belongs to; an error where it is the same but for its weights.
+    """The base model that a run's adapter belongs to; an error where it is not the one that the run began with.
+
+    Weights are compared in the data type of the run, and packed ones on its device.
 
     Args:
         folder: of the run.
         config: of the run, with settings laid over it.
         base: the base model, where it is in memory already; None: as the configuration names it.
     """
-    loaded, log = base or _load_base(folder, config), folder / LOG
-    own = read_run_config(folder / CONFIG, []).model
-    alike = (own.dtype, own.quantization) == (config.model.dtype, config.model.quantization)
-    if alike and log.is_file():
-        header = read_header(log)
-        if header.get("device") == loaded.device.type:
-            check_model(header, loaded.fingerprint)
+    loaded, header = base or _load_base(folder, config), read_header(folder / LOG)
+    check_complete(header)
+    comparable = config.model.quantization == "none" or header["device"] == loaded.device.type
+    check_model(header["model"], loaded.fingerprint, weights=comparable)
     return loaded
 
 
@@ -104,7 +117,7 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
     Raises:
         RequestError: the base model is another one, a file is damaged, or the run did not end.
     """
-    check_manifest(folder, [LOG, ADAPTER, MODEL])
+    check_result(folder)
     saved = folder / ADAPTER
     if saved.is_dir():
         loaded = open_base(folder, config, base)

@@ -13,6 +13,7 @@ from tezo.files import read_bytes
 from tezo.models.loading import LoadedModel
 from tezo.runs.folder import CONFIG, METRICS
 from tezo.runs.manifest import check_manifest
+from tezo.runs.metrics_log import MOST_METRICS
 from tezo.tasks import Row
 from tezo.tasks.rewards import Score
 from tezo.tasks.row_objects import Rows, reported_rows, rows_of
@@ -24,9 +25,6 @@ from tezo.training.finished_runs.answering import answer_rows, measure_rows
 from tezo.training.finished_runs.exporting import LORA, MERGED, check_mergeable, export_run, export_tuned
 from tezo.training.finished_runs.opening import TunedModel, open_tuned
 from tezo.training.preparation.reward_setup import with_reward
-
-MOST_METRICS = 1 << 28
-"""Bytes of metrics.jsonl, at most."""
 
 
 class Run:
@@ -87,7 +85,7 @@ class Run:
         stands for what is not finite.
         """
         path = self.folder / METRICS
-        check_manifest(self.folder, [METRICS])
+        check_manifest(self.folder, [METRICS], required=True)
         try:
             return [json.loads(line) for line in read_bytes(path, MOST_METRICS).splitlines()]
         except ValueError:

@@ -15,7 +15,7 @@ from tezo.directions.targets import frozen_notice
 from tezo.errors import RequestError
 from tezo.files import storing, write_file
 from tezo.models.lora import Adapter, make_adapter, save_adapter
-from tezo.models.peft_check import why_not_in_peft
+from tezo.models.peft_check import why_not_in_peft_yet
 from tezo.models.quantization import stay_packed
 from tezo.numerics.random import permutation
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -182,11 +182,11 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **named)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        adapter = self._exact_adapter()
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / "training_args.json", f"{self.args.to_json_string()}\n".encode())
+        adapter = self._exact_adapter(folder)
         if adapter is None:
             super()._save(output_dir, state_dict)  # the model's state dict has the tuned values
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle
@@ -196,13 +196,15 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
 
-    def _exact_adapter(self) -> Adapter | None:
-        """The adapter that was trained; None: the whole model is to be saved."""
+    def _exact_adapter(self, folder: Path) -> Adapter | None:
+        """The adapter that was trained; None: the whole model is to be saved, in `folder` too."""
         if self.tuner is None or self.tuner.why_no_adapter() is not None:
             return None
         adapter = make_adapter(self.tuner)
         if self._why_not_in_peft is None:
-            self._why_not_in_peft = why_not_in_peft(adapter, self.model) or ""  # the same for each checkpoint
+            self._why_not_in_peft = (
+                why_not_in_peft_yet(adapter, self.model, folder) or ""
+            )  # the same for each checkpoint
             if self._why_not_in_peft:
                 logger.warning("the adapter is not one of PEFT, because %s", self._why_not_in_peft)
         packed = not all(target.is_writable for target in self.tuner.targets)  # then there is no whole model to save
