@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from folders import bpe_tokenizer, refused, tezo, tiny_model
+from folders import bpe_tokenizer, refused, tezo, tiny_model, tokenizer_for
 from task_folders import form_of, models_and_tasks, rows_of
+from zoo import zoo_model
 
 from tezo.errors import RequestError
 from tezo.tasks import Demonstrated, Example, Row
@@ -51,10 +52,25 @@ def test_an_answer_in_free_text_ends_with_its_line():
     prompts = ("It was a film", "the meal was cold", "my", "ask the waiter", "we buy bread")
     examples = [objective.encode(Example(prompt, "", (), None, "", ends=False)) for prompt in prompts]
     # the model's own, which an answer does not go by
-    model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1, num_beams=2, min_length=40)
+    own = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "num_beams": 2, "min_length": 40}
+    more = {"encoder_repetition_penalty": 3.0, "exponential_decay_length_penalty": (1, 9.0), "stop_strings": ["a"]}
+    model.generation_config.update(**own, **more, max_time=1e-4, return_dict_in_generate=True, output_scores=True)
+    kept = model.generation_config.to_dict()
     whole = [tokenizer.decode(continued(model, e.sequences[0], 12)) for e in examples]
     assert any("\n" in text for text in whole)
     assert predict(model, objective, examples, 2, 12) == [text.partition("\n")[0].strip() for text in whole]
+    assert model.generation_config.to_dict() == kept
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "bart", "mamba", "gpt2"])
+def test_an_answer_does_not_depend_on_the_prompts_beside_it(family):
+    tokenizer = tokenizer_for("llama")
+    objective = CausalObjective(tokenizer, torch.device("cpu"), 60, ())
+    prompts = ["the film " + "was a good song " * count for count in (0, 1, 2, 1)]
+    examples = [objective.encode(Example(prompt, "", (), None, "")) for prompt in prompts]
+    layers = 3  # RecurrentGemma attends in the third
+    model = zoo_model(f"causal-{family}", num_hidden_layers=layers, tie_word_embeddings=False)
+    assert predict(model, objective, examples, 1, 5) == predict(model, objective, examples, 4, 5)
 
 
 @torch.no_grad()

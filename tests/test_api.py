@@ -449,6 +449,7 @@ OBJECT = {"data": ROWS["train"], "steps": 1, "lr": 0.05}
     [
         ({"tokenizer": None}, r"tokenizer is not set"),
         ({"tokenizer": "facebook/opt-125m"}, r"tokenizer is 'facebook/opt-125m'.*AutoTokenizer"),
+        ({"tokenizer": tokenizer_for("opt").backend_tokenizer}, r"tokenizer is Tokenizer, .*of a processor"),
         ({"model": nn.Linear(2, 2)}, r"model is Linear"),
         ({"model": 3}, r"model is int"),
         ({"dtype": "bfloat16"}, r"model\.dtype is 'bfloat16'"),

@@ -1,6 +1,7 @@
 """Files to rows, rows to examples; and every fault of a data file through the command line."""
 
 import json
+from functools import partial
 
 import pytest
 from folders import (
@@ -146,12 +147,12 @@ def test_the_answer_may_be_missing_where_it_is_asked_for():
 def test_a_conversation_is_put_as_the_models_template_has_it(tmp_path):
     tokenizer = words_tokenizer(chat=True)
     rows = [Row(row, "chat") for row in message_rows(1)]
-    form = choose_format(rows, "causal", Fields(), lambda messages: render_chat(tokenizer, messages))
+    form = choose_format(rows, "causal", Fields(), partial(render_chat, tokenizer))
     example = form.example(rows[0])
     user, assistant = (message["content"] for message in rows[0].fields["messages"])
     assert tokenizer.chat_template == CHAT_TEMPLATE
     assert example.prompt == f"user : {user}\nassistant :"
-    assert example.answer == assistant
+    assert example.answer == f" {assistant}"  # the template's own space before it
     ids = CausalObjective(tokenizer, "cpu", 100, ()).encode(example).sequences[0]
     assert ids[0] != tokenizer.bos_token_id, "the template puts special tokens, if any; none may be added to it"
 

@@ -285,3 +285,11 @@ def test_a_run_leaves_untrained_what_the_model_reads_past_its_module(home, tmp_p
     assert "deberta.embeddings.word_embeddings.weight" in notice
     assert "deberta.encoder.rel_embeddings.weight" in notice
     assert json.loads(tezo("eval", run, "--json").out)["loss"] == pytest.approx(summary["after"]["loss"], abs=1e-6)
+
+
+def test_a_tokenizer_without_words_is_refused(tmp_path):
+    folder = saved(tiny_model("llama", 8), words_tokenizer(), tmp_path / "model")
+    (folder / "tokenizer.json").unlink()  # transformers makes a tokenizer of special tokens alone
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    with pytest.raises(RequestError, match="tokenizer of this model has no vocabulary"):
+        load_model(str(folder))

@@ -1,5 +1,7 @@
 """The shapes that rows have elsewhere are read as if they were written in the plain ones, or refused in a sentence."""
 
+from functools import partial
+
 import pytest
 import torch
 from folders import (
@@ -15,6 +17,8 @@ from folders import (
     words_tokenizer,
     write_rows,
 )
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from tezo import train as tezo_train
 from tezo.errors import RequestError
@@ -23,6 +27,7 @@ from tezo.tasks import Example, Fields, Row, choose_format
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.evaluation import evaluate, measure
 from tezo.tasks.examples import check_answers
+from tezo.tasks.objectives import CausalObjective
 from tezo.tasks.row_objects import rows_of
 from tezo.tasks.setup import make_format, make_objective, render_chat, with_shots
 from tezo.tasks.token_notices import rows_as_read, token_notices
@@ -39,9 +44,7 @@ SHARED = [
 
 
 def form_of(row: dict, kind: str = "causal", **fields):
-    return choose_format(
-        [Row(row, "rows, line 1")], kind, Fields(**fields), lambda messages: render_chat(CHAT, messages)
-    )
+    return choose_format([Row(row, "rows, line 1")], kind, Fields(**fields), partial(render_chat, CHAT))
 
 
 def example(row: dict, *, answered: bool = True, **fields) -> Example:
@@ -265,6 +268,9 @@ def test_a_text_that_is_too_long_keeps_its_beginning_and_an_empty_one_is_refused
         ({"prompt": [QUESTION], "completion": [ANSWER, QUESTION]}, ["'completion'", "one message"]),
         ({"prompt": [QUESTION], "completion": "fine"}, ["'completion'", "not a list of"]),
         ({"instruction": "x", "input": "y"}, ["'output'"]),
+        ({"messages": [QUESTION, ANSWER | {"weight": 0}]}, ["weight 0", "remove that row"]),
+        ({"prompt": [QUESTION, ANSWER], "completion": [ANSWER]}, ["'prompt'", "the assistant's", "another turn"]),
+        ({"prompt": "half of \ud83d", "completion": "x"}, ["surrogate pair"]),
     ],
 )
 def test_rows_that_cannot_be_learnt_say_what_to_do(row, parts):
@@ -279,6 +285,121 @@ def test_what_was_chosen_is_learnt_where_it_is_named():
     assert example(pair, completion="chosen").answer == " a"
     talk = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION]}
     assert example(talk, messages="chosen") == example({"messages": [QUESTION, ANSWER]})
+
+
+# What a chat template makes of an answer
+
+TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+OPENED = "{% if add_generation_prompt %}<assistant>{% endif %}"
+STRIPPED = TURN.replace("m.content", "m.content | trim") + OPENED
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %}{{ ' ' + m.content + ' </s>' }}{% endif %}{% endfor %}"
+)
+THOUGHTFUL = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}</s>{% endfor %}" + OPENED
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "answer"),
+    [
+        (TURN + OPENED, "<user>the film ?</s><assistant>", "fine"),
+        (STRIPPED, "<user>the film ?</s><assistant>", "fine"),
+        (SPACED, "<s>[INST] the film ? [/INST]", " fine"),
+        (TURN, "<user>the film ?</s><assistant>", "fine"),
+        (THOUGHTFUL, "<user>the film ?</s><assistant>", "<think>a film</think>fine"),
+    ],
+    ids=["plain", "strips", "puts a space before it", "opens no turn in prompts", "writes its thought"],
+)
+def test_prompt_and_answer_are_the_beginning_of_what_the_template_writes(template, prompt, answer):
+    tokenizer = words_tokenizer()
+    tokenizer.chat_template = template
+    said = ANSWER | {"reasoning_content": "a film"}
+    if template is STRIPPED:
+        said["content"] = "\n fine "
+    row = Row({"messages": [QUESTION, said]}, "rows, line 1")
+    form = choose_format([row], "causal", Fields(), partial(render_chat, tokenizer))
+    found = form.example(row)
+    assert (found.prompt, found.answer) == (prompt, answer)
+    assert form.example(row, answered=False).prompt == prompt
+    whole = tokenizer.apply_chat_template([QUESTION, said], tokenize=False)
+    assert whole.removeprefix(prompt + answer).strip() == "</s>"
+
+
+def test_what_a_template_leaves_out_is_refused():
+    tokenizer = words_tokenizer()
+    tokenizer.chat_template = TURN.replace("%}<{{", "if m.role in ('user', 'assistant') %}<{{") + OPENED
+    rows = [Row({"messages": [{"role": "developer", "content": "be kind"}, QUESTION, ANSWER]}, "rows, line 1")]
+    form = choose_format(rows, "causal", Fields(), partial(render_chat, tokenizer))
+    with pytest.raises(RequestError, match=r"line 1: .* leaves out messages of the role 'developer'"):
+        form.example(rows[0])
+
+
+@pytest.mark.parametrize("more", ["{% if m.name is undefined %}{{ raise_exception('no name') }}{% endif %}", ""])
+def test_where_a_template_cannot_be_tried_the_answer_is_what_was_said(more):
+    tokenizer = words_tokenizer()
+    tokenizer.chat_template = TURN.replace("%}<", f"%}}{more}<").replace("m.content", "m.content | upper") + OPENED
+    row = Row({"messages": [message | {"name": "x"} for message in (QUESTION, ANSWER)]}, "rows, line 1")
+    form = choose_format([row], "causal", Fields(), partial(render_chat, tokenizer))
+    assert form.example(row).answer == "fine"
+
+
+def test_a_thought_that_the_prompt_opens_is_neither_opened_twice_nor_left_open():
+    tokenizer = words_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+    )
+    rows = [
+        Row({"messages": [QUESTION, {"role": "assistant", "content": text}]}, "rows, line 1")
+        for text in ("<think>\na film</think>fine", "a film</think>fine", "fine")
+    ]
+    form = choose_format(rows, "causal", Fields(), partial(render_chat, tokenizer))
+    for row in rows[:2]:
+        assert form.example(row).answer == "a film</think>fine"
+        assert form.example(row).prompt.endswith("<assistant><think>\n")
+    with pytest.raises(RequestError, match=r"line 1: .* opens a thought"):
+        form.example(rows[2])
+
+
+def test_a_null_of_a_table_of_several_shapes_is_no_field():
+    pair = {"prompt": "a", "completion": " b"}
+    assert example(pair | {"messages": None}) == example(pair)
+    assert example({"messages": None, "conversations": SHARED, "prompt": None}) == example({"conversations": SHARED})
+
+
+def test_an_answer_behind_a_space_gets_no_second_one():
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate([*"<>▁ab\n", "▁b"])}, [("▁", "b")]))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<", eos_token=">")
+    objective = CausalObjective(tokenizer, torch.device("cpu"), 50, ())
+    for prompt, answer in (("a ", "b"), ("a", " b"), ("a", "b"), ("a\n", "b b")):
+        (tokens,) = objective.encode(Example(prompt, answer, (), None, "")).sequences
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == prompt + answer
+
+
+def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one():
+    loaded = LoadedModel(tiny_model("opt", len(CHAT)), CHAT, "causal")
+    rows = [Row({"prompt": start + "the film ?", "completion": " fine"}, "rows, line 1") for start in ("", "<s>")]
+    form = make_format(DataConfig(train="x"), loaded, rows)
+    objective = make_objective(DataConfig(train="x"), loaded, form)
+    plain, rendered = (objective.encode(form.example(row)).sequences for row in rows)
+    assert plain == rendered and plain[0].count(CHAT.bos_token_id) == 1
+
+
+def test_a_notice_says_where_an_answer_has_characters_that_the_tokenizer_does_not_know():
+    loaded = LoadedModel(tiny_model("opt", len(CHAT)), CHAT, "causal")
+    rows = [Row({"prompt": "the film", "completion": word}, f"rows, line {i}") for i, word in enumerate(["good", "漢"])]
+    form = make_format(DataConfig(train="x"), loaded, rows)
+    objective = make_objective(DataConfig(train="x"), loaded, form)
+    objective.encode(form.example(Row({"prompt": "the 漢", "completion": "good"}, "rows, line 2")))
+    assert token_notices(objective) == []
+    objective.encode(form.example(rows[1]))
+    (notice,) = token_notices(objective)
+    assert "1 answer(s)" in notice and "rows, line 1" in notice and "<unk>" in notice
 
 
 def test_measurements_are_no_labels_and_a_few_numbers_are():

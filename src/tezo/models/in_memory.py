@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tezo.errors import RequestError
 from tezo.forward import is_changed_beside
@@ -32,11 +32,12 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
             f"model is {type(model).__name__}; give a folder, a hub name or a model of transformers "
             "(of a compiled model or one with an adapter of PEFT, the model inside)."
         )
-    if tokenizer is None or isinstance(tokenizer, str):
-        given = "not set" if tokenizer is None else repr(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        given = repr(tokenizer) if isinstance(tokenizer, str) else type(tokenizer).__name__
+        given = "not set" if tokenizer is None else given
         raise RequestError(
             f"tokenizer is {given}, and model is an object; give its tokenizer, as AutoTokenizer.from_pretrained "
-            "returns it."
+            "returns it (of a processor, its .tokenizer)."
         )
     _check_plain(model)
     found = choose_kind(kind, [type(model).__name__], model.config)

@@ -185,6 +185,10 @@ def _try(loaded: LoadedModel) -> None:
     """Runs a model on some tokens: files that can be read can still describe a model that cannot be run."""
     tokenizer = loaded.tokenizer
     own = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id]
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # transformers makes one without any words
+        raise RequestError(
+            "model.name: the tokenizer of this model has no vocabulary; put its files (tokenizer.json) into the folder."
+        )
     ids = [*tokenizer("a")["input_ids"], *(token for token in own if token is not None)]
     inputs = torch.tensor([ids[: loaded.max_length]], device=loaded.device)
     loaded.model(input_ids=inputs, attention_mask=torch.ones_like(inputs))

@@ -146,6 +146,10 @@ class Example:
                 f"{self.where}: a text of {longest} characters is too long, the most is {MOST_TEXT}; shorten that row, "
                 "or remove it."
             )
+        try:
+            f"{self.prompt}{self.answer}".encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{self.where}: a text has half of a surrogate pair; fix that row.") from None
 
     def name_of(self, option: int) -> str:
         """The name of an option in predictions."""

@@ -151,7 +151,7 @@ def choose_format(
             f"({fields.text!r} and {fields.label!r}), or name the labels in data.label_words."
         )
     if shape == "messages":
-        named = rows[0].column(fields.messages) is not None or rows[0].column(CONVERSATIONS) is None
+        named = _given(rows[0], fields.messages) or rows[0].column(CONVERSATIONS) is None
         return MessagesFormat(fields.messages if named else CONVERSATIONS, render)
     if shape == "instruction":
         return InstructionFormat()
@@ -164,12 +164,12 @@ def shape_of(row: Row, fields: Fields) -> str | None:
     """The shape that the fields of a row fit; None if they fit none."""
 
     def has(*names: str) -> bool:
-        return all(row.column(name) is not None for name in names)
+        return all(_given(row, name) for name in names)
 
     shapes = {
         "messages": has(fields.messages),
         "completion": has(fields.prompt, fields.completion),
-        "label": has(fields.label),
+        "label": row.column(fields.label) is not None,
     }
     # what follows may lack its answer
     first = next((shape for shape, fits in shapes.items() if fits), None)
@@ -179,6 +179,12 @@ def shape_of(row: Row, fields: Fields) -> str | None:
         CONVERSATIONS: "messages", INSTRUCTION: "instruction", fields.prompt: "completion", fields.text: "text",
     }  # fmt: skip
     return next((shape for name, shape in by_field.items() if has(name)), None)
+
+
+def _given(row: Row, name: str) -> bool:
+    """Whether a row has a value for a field: tables of several shapes have nulls."""
+    own = row.column(name)
+    return own is not None and row.fields[own] is not None
 
 
 def _check_text_alone(row: Row, fields: Fields) -> None:

@@ -1,8 +1,9 @@
 """Formats of rows whose answer is free text: prompt and completion, conversations, instructions, plain text."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol
 
 from tezo.errors import RequestError, nearest
 from tezo.tasks.examples import Example, Row
@@ -11,8 +12,13 @@ from tezo.tasks.row_format import Format, answer_in, text_in
 Messages = list[dict[str, Any]]
 """Messages of a conversation, each {"role": ..., "content": ...}."""
 
-RenderChat = Callable[[Messages], str]
-"""Messages -> the prompt for the next message, special tokens included."""
+
+class RenderChat(Protocol):
+    """Messages -> the prompt for the next message, or the `whole` conversation; special tokens included."""
+
+    def __call__(self, messages: Messages, *, whole: bool = False) -> str: ...
+    def __hash__(self) -> int: ...
+
 
 CONVERSATIONS = "conversations"
 """The field of ShareGPT's messages, taken where the one that data.messages names is missing."""
@@ -37,6 +43,10 @@ _ROLES: Mapping[str, str] = {
 """Who a message is from, in ShareGPT's words -> its role."""
 
 
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
+"""What a thought stands between, in the words of all models that write one in plain text."""
+
+
 @dataclass(frozen=True)
 class CompletionFormat(Format):
     """Rows {"prompt": ..., "completion": ...}: two texts, or two lists of messages, the second of one message."""
@@ -58,7 +68,12 @@ class CompletionFormat(Format):
 
     def _conversation(self, row: Row, answered: bool) -> Example:
         prompt = messages_in(row, self.prompt)
-        answer = ""
+        if prompt and prompt[-1]["role"] == "assistant":
+            raise RequestError(
+                f"{row.where}: the last message of {self.prompt!r} is the assistant's, and the answer would begin "
+                f"another turn; put both into {self.completion!r}, as one message."
+            )
+        answer = None
         if answered:
             completion = messages_in(row, self.completion)
             if [message["role"] for message in completion] != ["assistant"]:
@@ -66,8 +81,8 @@ class CompletionFormat(Format):
                     f"{row.where}: field {self.completion!r} is not one message of the assistant's; put the messages "
                     f"before the answer into {self.prompt!r}."
                 )
-            answer = completion[0]["content"]
-        return Example(self.render(prompt), answer, (), None, row.where, chat=True)
+            answer = completion[0]
+        return _chat_example(self.render, row, prompt, answer)
 
 
 @dataclass(frozen=True)
@@ -87,12 +102,12 @@ class MessagesFormat(Format):
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         messages = messages_in(row, self.messages)
-        answer = ""
+        answer = None
         if messages and messages[-1]["role"] == "assistant":
-            answer, messages = messages[-1]["content"], messages[:-1]
+            answer, messages = messages[-1], messages[:-1]
         elif answered:
             raise RequestError(f"{row.where}: the last message is not the assistant's, so there is nothing to learn.")
-        return Example(self.render(messages), answer, (), None, row.where, chat=True)
+        return _chat_example(self.render, row, messages, answer)
 
 
 @dataclass(frozen=True)
@@ -154,6 +169,61 @@ def _message(row: Row, name: str, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
         raise _no_messages(row, name)
     return message
+
+
+def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict[str, Any] | None) -> Example:
+    """The example of a conversation: the answer is what the template makes of it, without the end of the turn.
+
+    A template may strip the content, put a space or a thought before it, and write keys such as a message's reasoning.
+    """
+    if answer is not None and answer.get("weight") == 0:
+        raise RequestError(
+            f"{row.where}: the last message has weight 0, so there is nothing to learn; remove that row."
+        )
+    prompt = render(messages)
+    lost, header, end = _written(render, tuple(message["role"] for message in messages))
+    if lost is not None and all(message.keys() <= {"role", "content"} for message in messages):
+        raise RequestError(
+            f"{row.where}: the model's chat template leaves out messages of the role {lost!r}; give them another role, "
+            "or take them out."
+        )
+    prompt += header
+    if answer is None:
+        return Example(prompt, "", (), None, row.where, chat=True)
+    text, whole = answer["content"], render([*messages, answer], whole=True)
+    if end is not None and whole.startswith(prompt) and whole.endswith(end):
+        text = whole[len(prompt) : len(whole) - len(end)]
+    elif prompt.rstrip().endswith(_THOUGHT) and text.lstrip().startswith(_THOUGHT):
+        text = text.lstrip().removeprefix(_THOUGHT).lstrip()
+    elif prompt.rstrip().endswith(_THOUGHT) and _THOUGHT_END not in text:
+        raise RequestError(
+            f"{row.where}: the model's chat template opens a thought ({_THOUGHT}), which this answer does not close; "
+            f"put the thought and {_THOUGHT_END} before it, or give rows with a prompt and a completion as texts."
+        )
+    return Example(prompt, text, (), None, row.where, chat=True)
+
+
+@lru_cache(maxsize=128)
+def _written(render: RenderChat, roles: tuple[str, ...]) -> tuple[str | None, str, str | None]:
+    """What a template writes around the answer to messages of these roles, found by marks in the place of contents.
+
+    Returns (the role of the first message that it leaves out, or None; what opens the answer's turn, where the
+    template does not write it into prompts; what it writes after an answer, None where that cannot be told).
+    """
+    marks = [f"mark-{place}-of-a-message" for place in range(len(roles) + 1)]
+    asked: Messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=False)]
+    try:
+        prompt = render(asked)
+        whole = render([*asked, {"role": "assistant", "content": marks[-1]}], whole=True)
+        opens = prompt != render(asked, whole=True)
+    except RequestError:  # the template needs more than roles and contents
+        return None, "", None
+    lost = next((role for role, mark in zip(roles, marks, strict=False) if mark not in prompt), None)
+    before, found, end = whole.partition(marks[-1])
+    if not found or not before.startswith(prompt):
+        return lost, "", end if found else None
+    # a space belongs to the word behind it, for most tokenizers
+    return lost, "" if opens else before[len(prompt) :].rstrip(" "), end
 
 
 def _no_messages(row: Row, name: str) -> RequestError:

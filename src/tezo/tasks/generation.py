@@ -1,24 +1,17 @@
 """Completions of prompts: greedy, or sampled with random numbers that are a function of a seed and a step."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tezo.numerics.random import normal
 from tezo.tasks.objectives import Encoded, Objective
-
-_GREEDY: dict[str, Any] = {
-    "do_sample": False,
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_new_tokens": 0,
-}
-"""Options of greedy decoding; they override the model's own generation_config (min_new_tokens its min_length)."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +69,36 @@ def completions(
         sampling: None: greedy.
     """
     found = [""] * len(encoded)
+    padded = _takes_padding(model)
     for part in by_length(encoded, batch_size):
-        for i, text in zip(part, _generate(model, objective, encoded, part, max_new_tokens, sampling), strict=True):
-            found[i] = text
+        for alike in [part] if padded else _of_one_length(encoded, part):
+            texts = _generate(model, objective, encoded, alike, max_new_tokens, sampling)
+            for i, text in zip(alike, texts, strict=True):
+                found[i] = text
     return found
+
+
+def _takes_padding(model: Any) -> bool:
+    """Whether prompts may be padded: not where the model reads padding into its state, or counts it as positions."""
+    base = _base(model)
+    return not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
+
+
+def _of_one_length(encoded: Sequence[Encoded], part: Sequence[int]) -> list[list[int]]:
+    """The examples of a batch in batches of prompts of the same length."""
+    groups: dict[int, list[int]] = {}
+    for i in part:
+        groups.setdefault(len(_prompt(encoded[i])), []).append(i)
+    return list(groups.values())
+
+
+def _prompt(encoded: Encoded) -> Sequence[int]:
+    return encoded.sequences[0][: len(encoded.sequences[0]) - encoded.answers[0]]
+
+
+def _base(model: Any) -> Any:
+    """The model of transformers, which PEFT may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _generate(
@@ -91,7 +110,7 @@ def _generate(
     sampling: Sampling | None,
 ) -> list[str]:
     tokenizer, rows = objective.tokenizer, [encoded[i] for i in part]
-    prompts = [e.sequences[0][: len(e.sequences[0]) - e.answers[0]] for e in rows]
+    prompts = [_prompt(e) for e in rows]
     length = max(map(len, prompts))
     padded = [(tokenizer.pad_token_id,) * (length - len(p)) + tuple(p) for p in prompts]
     mask = [[0] * (length - len(p)) + [1] * len(p) for p in prompts]
@@ -99,16 +118,33 @@ def _generate(
     more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if one_line else {}
     if sampling is not None:
         more["logits_processor"] = LogitsProcessorList([_Noisy(sampling, part, length)])
-    output = model.generate(
-        input_ids=torch.tensor(padded, device=objective.device),
-        attention_mask=torch.tensor(mask, device=objective.device),
-        max_new_tokens=max_new_tokens,
-        **_GREEDY,
-        pad_token_id=tokenizer.pad_token_id,
-        **more,
-    )
-    texts = [str(text) for text in tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)]
-    return [(text.partition("\n")[0] if one_line else text).strip() for text in texts]
+    with _plain_decoding(model):
+        output = model.generate(
+            input_ids=torch.tensor(padded, device=objective.device),
+            attention_mask=torch.tensor(mask, device=objective.device),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            **more,
+        )
+    new_BT = output[:, length:]  # spaces before punctuation, which some tokenizers clean up, are part of an answer
+    texts = tokenizer.batch_decode(new_BT, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return [(str(text).partition("\n")[0] if one_line else str(text)).strip() for text in texts]
+
+
+@contextmanager
+def _plain_decoding(model: Any) -> Iterator[None]:
+    """While open, `model` decodes greedily: of its generation_config only what ends a text counts.
+
+    `generate` adds the model's own options to those that it is given: penalties, limits of time, tokens that are
+    forced or suppressed. Answers and rewards would be those of the options.
+    """
+    base = _base(model)
+    kept = base.generation_config
+    base.generation_config = GenerationConfig(bos_token_id=kept.bos_token_id, eos_token_id=kept.eos_token_id)
+    try:
+        yield
+    finally:
+        base.generation_config = kept
 
 
 def by_length(encoded: Sequence[Encoded], batch_size: int) -> Iterator[list[int]]:

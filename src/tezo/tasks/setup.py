@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from tezo.errors import RequestError
@@ -28,7 +29,7 @@ def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> F
         rows,
         loaded.kind,
         _with_carried(named, loaded.labels, rows[0]),
-        lambda messages: render_chat(loaded.tokenizer, messages),
+        partial(render_chat, loaded.tokenizer),
         loaded.classes,
     )
 
@@ -74,8 +75,11 @@ def make_objective(data: DataConfig, loaded: LoadedModel, form: Format, max_new_
     return objective_for(loaded, form.options, min(wanted, longest))
 
 
-def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """The prompt for the next message, by the tokenizer's chat template; `RequestError` if it has none."""
+def render_chat(tokenizer: Any, messages: list[dict[str, Any]], *, whole: bool = False) -> str:
+    """The prompt for the next message, by the tokenizer's chat template; `RequestError` if it has none.
+
+    `whole`: the conversation as it stands, without the opening of a next message.
+    """
     if tokenizer.chat_template is None:
         raise RequestError(
             "data.messages: the tokenizer of this model has no chat template; use a chat model, or rows with "
@@ -86,4 +90,4 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
         f"data.messages: the model's chat template does not accept messages of the roles {roles}",
         "give other messages, or rows with 'prompt' and 'completion'",
     ):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not whole))

@@ -16,8 +16,13 @@ MOST_BEFORE, MOST_AFTER = 180, 120
 
 
 def token_notices(objective: Objective) -> list[str]:
-    """Notices for the user on prompts cut so far, options that have the same tokens, and options that take long."""
-    return [*_cut_prompts(objective), *_equal_options(objective), *_repeated_prompts(objective)]
+    """Notices for the user on texts cut or not known so far, options of the same tokens, and options that take long."""
+    return [
+        *_cut_prompts(objective),
+        *_unknown_tokens(objective),
+        *_equal_options(objective),
+        *_repeated_prompts(objective),
+    ]
 
 
 def rows_as_read(form: Format, row: Row, objective: Objective, encoded: Encoded) -> tuple[str, str]:
@@ -62,6 +67,15 @@ def _cut_prompts(objective: Objective) -> Iterator[str]:
         yield (
             f"{cuts.rows} text(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
             f"{cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the limit."
+        )
+
+
+def _unknown_tokens(objective: Objective) -> Iterator[str]:
+    unknown = objective.unknown
+    if unknown.rows:
+        yield (
+            f"{unknown.rows} answer(s) have text that the tokenizer does not know ({'; '.join(unknown.examples)}): the "
+            f"model learns to write {objective.tokenizer.unk_token} for it; reword it, or take another model."
         )
 
 

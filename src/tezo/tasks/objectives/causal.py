@@ -46,7 +46,7 @@ class CausalObjective(Objective):
         sequences, answers = [], []
         for text, whole in zip(texts, self._wholes(texts, example), strict=True):
             if whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
-                whole = prompt + list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+                whole = prompt + self._alone(text)
             whole[: len(prompt)] = prompt  # the same objects, which thousands of options share
             if not example.options and example.ends and self.tokenizer.eos_token_id is not None:
                 whole = [*whole, int(self.tokenizer.eos_token_id)]
@@ -58,6 +58,8 @@ class CausalObjective(Objective):
             self.cuts.add(over, example.where)
         if len(prompt) == 0 or (example.answer and min(answers) == 0):
             raise RequestError(f"{example.where}: the prompt or the answer is empty; fill it in, or remove that row.")
+        if not example.options:
+            self._note_unknown(sequences[0][len(sequences[0]) - answers[0] :], example)
         return Encoded(tuple(tuple(s) for s in sequences), tuple(answers), example)
 
     def _whole(self, example: Example) -> Encoded:
@@ -71,6 +73,7 @@ class CausalObjective(Objective):
         ids = ids[: self.max_length]
         if not example.answer.strip() or len(ids) < 2:
             raise RequestError(f"{example.where}: the text is empty; fill it in, or remove that row.")
+        self._note_unknown(ids, example)
         return Encoded((tuple(ids),), (len(ids) - 1,), example)
 
     def _wholes(self, texts: Sequence[str], example: Example) -> Iterator[list[int]]:
@@ -80,7 +83,23 @@ class CausalObjective(Objective):
             yield from self._tokens([example.prompt + text for text in texts[start : start + many]], example)
 
     def _tokens(self, texts: Sequence[str], example: Example) -> list[list[int]]:
-        return list(self.tokenizer(list(texts), add_special_tokens=not example.chat)["input_ids"])
+        begun = str(self.tokenizer.bos_token or " ")
+        added = not example.chat and not texts[0].startswith(begun)  # a rendered prompt has its special tokens
+        return list(self.tokenizer(list(texts), add_special_tokens=added)["input_ids"])
+
+    def _alone(self, text: str) -> list[int]:
+        """The tokens of a text behind others, without the space that some tokenizers put before a first word."""
+        line, whole = (list(self.tokenizer(t, add_special_tokens=False)["input_ids"]) for t in ("\n", f"\n{text}"))
+        if whole[: len(line)] == line:
+            return whole[len(line) :]
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _note_unknown(self, answer: list[int], example: Example) -> None:
+        """Counts tokens of what is learnt that stand for characters that the tokenizer does not know."""
+        tokenizer = self.tokenizer
+        count = answer.count(tokenizer.unk_token_id)
+        if count and tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token):  # as GPT-2's
+            self.unknown.add(count, example.where)
 
     def _cut(self, sequence: list[int], over: int, prompt: int, example: Example) -> list[int]:
         first = 1 if sequence[0] == self.tokenizer.bos_token_id else 0

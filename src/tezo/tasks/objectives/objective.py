@@ -42,11 +42,11 @@ class Encoded:
 
 @dataclass
 class Cuts:
-    """Prompts that were cut to the maximum length.
+    """Texts that the model does not get whole.
 
     Attributes:
-        rows: number of cut prompts.
-        tokens: number of tokens cut.
+        rows: number of texts.
+        tokens: number of tokens that were cut, or that stand for what is unknown.
         examples: places of the first three, for messages.
     """
 
@@ -55,7 +55,7 @@ class Cuts:
     examples: list[str] = field(default_factory=list)
 
     def add(self, tokens: int, where: str) -> None:
-        """Counts one row, cut by `tokens` tokens."""
+        """Counts one row, and `tokens` tokens of it."""
         self.rows += 1
         self.tokens += tokens
         if len(self.examples) < 3:
@@ -106,7 +106,7 @@ class Objective(ABC):
         self.device = device
         self.max_length = max_length
         self.options = tuple(options)
-        self.cuts = Cuts()
+        self.cuts, self.unknown = Cuts(), Cuts()
 
     @abstractmethod
     def encode(self, example: Example) -> Encoded:
