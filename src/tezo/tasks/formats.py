@@ -157,7 +157,8 @@ def choose_format(
         return InstructionFormat()
     if shape == "text":
         return TextFormat(fields.text)
-    return CompletionFormat(fields.prompt, fields.completion, render)
+    prompt = rows[0].fields.get(rows[0].column(fields.prompt) or fields.prompt)
+    return CompletionFormat(fields.prompt, fields.completion, render, chat=isinstance(prompt, list))
 
 
 def shape_of(row: Row, fields: Fields) -> str | None:
