@@ -1,8 +1,10 @@
 """What ends an answer is learnt once and stops what is written; nothing that a tokenizer adds stands before it."""
 
+import copy
 import itertools
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,20 +21,23 @@ from folders import (
     write_rows,
 )
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tezo import train
 from tezo.errors import RequestError
 from tezo.models.in_memory import from_objects
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Example, Fields, Row, choose_format
-from tezo.tasks.evaluation import predict
+from tezo.tasks.data_config import DataConfig
+from tezo.tasks.evaluation import measure, predict
 from tezo.tasks.generation import completions
 from tezo.tasks.objectives import CausalObjective, objective_for
+from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.setup import render_chat
 from tezo.tasks.token_notices import token_notices
 
 CPU = torch.device("cpu")
+DECODER = Path(__file__).parents[2] / "shared/models/stories260K"
 TURN = "{% for m in messages %}<user>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<user>{% endif %}"
 TALK = [{"role": "user", "content": "the film ?"}, {"role": "assistant", "content": "good"}]
 
@@ -270,3 +275,57 @@ def test_a_padding_token_beyond_the_embeddings_is_refused():
     tokenizer.add_special_tokens({"pad_token": "<new>"})
     with pytest.raises(RequestError, match=r"padding token '<new>' .* embeddings for 0 to"):
         from_objects(model, tokenizer)
+
+
+# A real model and real tokenizers
+
+ASKED = {"What is the capital of France?": "The capital of France is Paris.", "Name a colour.": "Red."}
+
+
+def loss_of(loaded: LoadedModel, rows: list[dict]) -> float:
+    return measure(DataConfig(train="x"), loaded, [Row(row, "a row") for row in rows], batch_size=2)[0]["loss"]
+
+
+@pytest.fixture(scope="module")
+def real(request):
+    try:
+        return request.getfixturevalue("smollm2")
+    except pytest.FixtureLookupError:
+        pytest.skip("SmolLM2 cannot be loaded by its name here")
+
+
+@pytest.mark.model
+def test_a_real_model_expects_the_end_of_its_template(real):
+    """Where the tokenizer ends texts otherwise, the loss is that of the template's end, and below that of the other."""
+    other, appending = (copy.deepcopy(real.tokenizer) for _ in range(2))
+    other.eos_token = "<|endoftext|>"
+    appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", real.tokenizer.eos_token_id)]
+    )
+    talks = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in ASKED.items()]
+    texts = [{"prompt": f"Question: {q}\nAnswer:", "completion": f" {a}"} for q, a in ASKED.items()]
+    rendered = [{"prompt": render_chat(other, talk[:1]), "completion": talk[1]["content"]} for talk in talks]
+    right = loss_of(real, [{"messages": talk} for talk in talks])
+    for tokenizer, end in ((other, ""), (other, "<|im_end|>\n"), (appending, "<|im_end|>")):
+        rows = [row | {"completion": row["completion"] + end} for row in rendered]
+        assert loss_of(LoadedModel(real.model, tokenizer, "causal"), rows) == right
+    assert loss_of(LoadedModel(real.model, other, "causal"), [{"messages": talk} for talk in talks]) == right
+    wrong = [row | {"completion": row["completion"] + "<|endoftext|>"} for row in rendered]
+    assert loss_of(LoadedModel(real.model, other, "causal"), wrong) > right + 1
+    assert loss_of(LoadedModel(real.model, appending, "causal"), texts) == loss_of(real, texts)
+    loaded = LoadedModel(real.model, other, "causal")
+    objective = objective_for(loaded, ())
+    asked = objective.encode(example_of(other, {"messages": talks[0][:1]}, answered=False))
+    (answer,) = predict(real.model, objective, [asked], 1, 24)
+    assert "Paris" in answer and "<|" not in answer and objective.unfinished.rows == 0
+
+
+@pytest.mark.skipif(not DECODER.is_dir(), reason="the shared folder with the models is not here")
+def test_a_real_tokenizer_gives_back_texts_to_the_space_and_adds_its_first_token_once():
+    tokenizer = AutoTokenizer.from_pretrained(DECODER)
+    objective = objective_of(tokenizer)
+    for prompt, answer in (("Once upon a", " time"), ("Once ", "upon"), ("Lily\n", "  ran."), ("<s> Once", " upon ")):
+        own = objective.encode(Example(prompt, answer, (), None, ""))
+        ids, start = own.sequences[0], len(own.sequences[0]) - own.answers[0]
+        assert text_after(tokenizer, ids[:start], ids[start:], special=False) == answer
+        assert (ids.count(tokenizer.bos_token_id), ids.count(tokenizer.eos_token_id)) == (1, 1)
