@@ -80,7 +80,9 @@ def test_the_commands_of_a_document_run_on_the_model_that_is_here(commands, tmp_
 
 @pytest.fixture
 def tiny_causal_folder(tmp_path):
-    words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", "tuned", "by", "forward", "passes", "alone"])}
+    cities = ["Paris", "Rome", "Madrid", "Tokyo", "Cairo", "Lima"]
+    known = ["<pad>", "</s>", "<unk>", "tuned", "by", "forward", "passes", "alone", *cities]
+    words = {word: i for i, word in enumerate(known)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")

@@ -377,8 +377,10 @@ def test_an_answer_behind_a_space_gets_no_second_one():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<", eos_token=">")
     objective = CausalObjective(tokenizer, torch.device("cpu"), 50, ())
     for prompt, answer in (("a ", "b"), ("a", " b"), ("a", "b"), ("a\n", "b b")):
-        (tokens,) = objective.encode(Example(prompt, answer, (), None, "")).sequences
+        (tokens,) = objective.encode(Example(prompt, answer, (), None, f"{prompt!r}")).sequences
         assert tokenizer.decode(tokens, skip_special_tokens=True) == prompt + answer
+    (notice,) = token_notices(objective)
+    assert "1 prompt(s) end inside" in notice and "('a ')" in notice and "begin the answer with it" in notice
 
 
 def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one():
@@ -392,10 +394,12 @@ def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one():
 
 def test_a_notice_says_where_an_answer_has_characters_that_the_tokenizer_does_not_know():
     loaded = LoadedModel(tiny_model("opt", len(CHAT)), CHAT, "causal")
-    rows = [Row({"prompt": "the film", "completion": word}, f"rows, line {i}") for i, word in enumerate(["good", "漢"])]
+    rows = [
+        Row({"prompt": "the film", "completion": word}, f"rows, line {i}") for i, word in enumerate([" good", " 漢"])
+    ]
     form = make_format(DataConfig(train="x"), loaded, rows)
     objective = make_objective(DataConfig(train="x"), loaded, form)
-    objective.encode(form.example(Row({"prompt": "the 漢", "completion": "good"}, "rows, line 2")))
+    objective.encode(form.example(Row({"prompt": "the 漢", "completion": " good"}, "rows, line 2")))
     assert token_notices(objective) == []
     objective.encode(form.example(rows[1]))
     (notice,) = token_notices(objective)

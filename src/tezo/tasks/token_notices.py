@@ -17,9 +17,7 @@ MOST_BEFORE, MOST_AFTER = 180, 120
 
 
 def token_notices(objective: Objective, max_new_tokens: int = 0) -> list[str]:
-    """Notices for the user on what of texts so far the model does not get, or does not write.
-
-    And on options of the same tokens, and on options that take long.
+    """Notices for the user on texts and answers cut, split or not known so far, and on options alike or slow.
 
     Args:
         objective: has encoded all texts, and written answers.
@@ -31,6 +29,7 @@ def token_notices(objective: Objective, max_new_tokens: int = 0) -> list[str]:
         *(f"{own.rows} row(s) ({'; '.join(own.examples)}): {note}" for note, own in objective.notes.items()),
         *_cut_prompts(objective),
         *_unknown_tokens(objective),
+        *_split_tokens(objective),
         *_equal_options(objective),
         *_repeated_prompts(objective),
     ]
@@ -103,6 +102,15 @@ def _unknown_tokens(objective: Objective) -> Iterator[str]:
         yield (
             f"{unknown.rows} answer(s) have text that the tokenizer does not know ({'; '.join(unknown.examples)}): the "
             f"model learns to write {objective.tokenizer.unk_token} for it; reword it, or take another model."
+        )
+
+
+def _split_tokens(objective: Objective) -> Iterator[str]:
+    split = objective.split
+    if split.rows:
+        yield (
+            f"{split.rows} prompt(s) end inside what would be one token with the answer ({'; '.join(split.examples)}), "
+            "so the model reads unusual pieces; where a prompt ends with a space, begin the answer with it instead."
         )
 
 

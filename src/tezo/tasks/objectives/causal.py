@@ -47,13 +47,15 @@ class CausalObjective(Objective):
         if example.whole:
             return self._whole(example)
         learns_end = example.ends and bool(example.answer) and not example.options
-        text, end = self.ends.within(example.answer, example.prompt, chat=example.chat) if learns_end else ("", None)
-        texts = example.options or (text if learns_end else example.answer,)
+        text, end = example.answer, None
+        if learns_end:
+            text, end = self.ends.within(example.answer, example.prompt, chat=example.chat)
+        texts = example.options or (text,)
         (prompt,) = self._tokens([example.prompt], example)
-        sequences, answers = [], []
+        sequences, answers, split = [], [], False
         for text, whole in zip(texts, self._wholes(texts, example), strict=True):
             if whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
-                whole = prompt + self._alone(text)
+                whole, split = prompt + self._alone(text), not example.chat
             whole[: len(prompt)] = prompt  # the same objects, which thousands of options share
             if learns_end:
                 whole = self._ended(whole, len(prompt), end, example)
@@ -65,6 +67,8 @@ class CausalObjective(Objective):
             self.cuts.add(over, example.where)
         if len(prompt) == 0 or (example.answer and min(answers) == 0):
             raise RequestError(f"{example.where}: the prompt or the answer is empty; fill it in, or remove that row.")
+        if split:
+            self.split.add(1, example.where)
         if not example.options:
             self._note_unknown(sequences[0][len(sequences[0]) - answers[0] :], example)
         return Encoded(tuple(tuple(s) for s in sequences), tuple(answers), example)

@@ -44,11 +44,11 @@ class Encoded:
 
 @dataclass
 class Cuts:
-    """Texts that the model does not get whole.
+    """Texts that the model does not get as they are.
 
     Attributes:
         rows: number of texts.
-        tokens: number of tokens that were cut, or that stand for what is unknown.
+        tokens: number of tokens that were cut, stand for what is unknown, or are not whole where an answer begins.
         examples: places of the first three, for messages.
     """
 
@@ -111,7 +111,7 @@ class Objective(ABC):
         self.device = device
         self.max_length = max_length
         self.options = tuple(options)
-        self.cuts, self.unknown = Cuts(), Cuts()
+        self.cuts, self.unknown, self.split = Cuts(), Cuts(), Cuts()
         self.endless, self.unfinished, self.written = Cuts(), Cuts(), 0
         self.notes: dict[str, Cuts] = {}
         self._embeddings = None if model is None else num_embeddings(model)
