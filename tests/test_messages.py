@@ -99,12 +99,18 @@ def test_a_call_and_what_the_tool_said_are_part_of_a_prompt():
         assert found.answer == "good"
 
 
+@pytest.mark.parametrize("template", [PLAIN + OPENED, PLAIN.replace("]{{", "]{{ '' + ") + OPENED])
 @pytest.mark.parametrize("content", [None, ""])
-def test_a_template_that_leaves_out_calls_is_refused(content):
+def test_a_template_that_leaves_out_calls_is_refused(content, template):
     for talk in ([QUESTION, CALLING], [QUESTION, CALLING, QUESTION, ANSWER]):
         own = [message | ({"content": content} if "tool_calls" in message else {}) for message in talk]
         with pytest.raises(RequestError, match=r"line 1: .* leaves out calls of tools"):
-            example({"messages": own})
+            example({"messages": own}, template)
+
+
+def test_a_template_that_wants_a_content_beside_calls_gets_an_empty_one():
+    template = TOOLS.replace("m.content or ''", "'' + m.content")
+    assert example({"messages": [QUESTION, CALLING]}, template) == example({"messages": [QUESTION, CALLING]}, TOOLS)
 
 
 def test_an_assistant_that_says_nothing_is_an_empty_answer():
@@ -153,10 +159,9 @@ def test_a_template_that_does_not_write_tools_is_a_notice_and_they_are_listed_as
     [
         ([QUESTION, QUESTION, ANSWER], STRICT + OPENED, "Roles must alternate user/assistant"),
         ([{"role": "system", "content": "be kind"}, ANSWER], STRICT + OPENED, "Roles must alternate user/assistant"),
-        ([QUESTION, CALLING], "{% for m in messages %}{{ m.role + m.content }}{% endfor %}", "'content'"),
         ([QUESTION, ANSWER], "{% for m in messages %}{{ m.content }}{% endfr %}", "endfr"),
     ],
-    ids=["two questions", "system", "no content", "syntax"],
+    ids=["two questions", "system", "syntax"],
 )
 def test_an_error_of_a_template_is_a_sentence_with_the_row_and_its_reason(talk, template, reason):
     for row in ({"messages": talk}, {"prompt": talk[:-1], "completion": talk[-1:]}):

@@ -248,21 +248,15 @@ def _rendered(render: RenderChat, row: Row, messages: Messages, tools: Messages 
     """The messages by the template; its error with the row, and one where it leaves out calls of tools."""
     roles = ", ".join(message["role"] for message in messages) or "none"
     parsed = _with_parsed_calls(messages)
+    spoken = [message | {"content": message["content"] or ""} for message in parsed]
     with reading(
         f"{row.where}: the model's chat template does not accept these messages, of the roles {roles}",
         "change that row, or give rows with 'prompt' and 'completion'",
     ):
-        try:
-            text = render(parsed, tools=tools, whole=whole)
-        except TezoError:
-            raise
-        except Exception:
-            if parsed == messages:
-                raise
-            text = render(messages, tools=tools, whole=whole)  # some templates want arguments as JSON
-    bare = [{key: value for key, value in message.items() if key != _CALLS} for message in messages]
+        used, text = _first_accepted(render, [parsed, messages, spoken], tools, whole)
+    bare = [{key: value for key, value in message.items() if key != _CALLS} for message in used]
     try:
-        ignored = bare != messages and render(bare, tools=tools, whole=whole) == text
+        ignored = bare != used and render(bare, tools=tools, whole=whole) == text
     except Exception:  # the template has no message without content
         ignored = False
     if ignored:
@@ -271,6 +265,24 @@ def _rendered(render: RenderChat, row: Row, messages: Messages, tools: Messages 
             "that row."
         )
     return text
+
+
+def _first_accepted(
+    render: RenderChat, forms: list[Messages], tools: Messages | None, whole: bool
+) -> tuple[Messages, str]:
+    """The first form of messages that a template accepts, and its text; the error over the first where there is none.
+
+    Some templates want the arguments of calls as JSON, or a content beside calls.
+    """
+    errors: list[Exception] = []
+    for form in forms:
+        try:
+            return form, render(form, tools=tools, whole=whole)
+        except TezoError:
+            raise
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict[str, Any] | None) -> Example:
