@@ -95,6 +95,7 @@ def tiny_causal_folder(tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.filterwarnings("ignore:.* answers were cut at")  # the random model ends none
 @pytest.mark.parametrize("code", BLOCKS)
 def test_the_code_of_a_document_runs(code, tiny_causal_folder, tmp_path, monkeypatch):
     # The one change: a tiny random model stands in for the one that would have to be fetched.

@@ -40,6 +40,12 @@ def temporary(tmp_path, monkeypatch):
     return folder
 
 
+def unfinished(run):
+    """Takes from a run what it has at its end alone."""
+    for name in ("summary.json", "manifest.json"):
+        (run / name).unlink()
+
+
 def in_memory(dtype=torch.float32):
     tokenizer = tokenizer_for("opt")
     return {"model": tiny_model("opt", len(tokenizer)).to(dtype), "tokenizer": tokenizer}
@@ -391,7 +397,7 @@ def test_the_same_model_by_another_path_is_the_same_run(inside, tmp_path, ways, 
     run = tmp_path / "run"
     assert train(output=run, model=first).code == 0
     if not ended:
-        (run / "summary.json").unlink()
+        unfinished(run)
     done = train("--resume", output=run, model=second)
     assert done.code == 0, done.err
     other = model_folder(tmp_path, "llama")
@@ -406,7 +412,7 @@ def test_a_run_whose_model_and_rows_have_moved_says_so_and_takes_others(inside, 
     monkeypatch.chdir(tmp_path)
     assert train(output="run").code == 0
     if not ended:
-        (tmp_path / "run/summary.json").unlink()
+        unfinished(tmp_path / "run")
     (tmp_path / "new").mkdir()
     for name in ("opt", "rows.jsonl", "dev.jsonl", "run"):
         (tmp_path / name).rename(tmp_path / "new" / name)
@@ -420,7 +426,7 @@ def test_a_run_whose_model_and_rows_have_moved_says_so_and_takes_others(inside, 
         done = train("--resume", output="new/run", model="new/opt", data="new/rows.jsonl", dev="new/dev.jsonl")
         assert done.code == 0, done.err
         other = write_rows(tmp_path / "other.jsonl", label_rows(20, seed=9))
-        (tmp_path / "new/run/summary.json").unlink()
+        unfinished(tmp_path / "new/run")
         refused(train("--resume", output="new/run", model="new/opt", data=other, dev="new/dev.jsonl"), "data")
 
 

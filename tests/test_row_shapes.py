@@ -394,8 +394,9 @@ def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one():
 
 def test_a_notice_says_where_an_answer_has_characters_that_the_tokenizer_does_not_know():
     loaded = LoadedModel(tiny_model("opt", len(CHAT)), CHAT, "causal")
-    words = (" good", " 漢")
-    rows = [Row({"prompt": "the film", "completion": word}, f"rows, line {i}") for i, word in enumerate(words)]
+    rows = [
+        Row({"prompt": "the film", "completion": word}, f"rows, line {i}") for i, word in enumerate([" good", " 漢"])
+    ]
     form = make_format(DataConfig(train="x"), loaded, rows)
     objective = make_objective(DataConfig(train="x"), loaded, form)
     objective.encode(form.example(Row({"prompt": "the 漢", "completion": " good"}, "rows, line 2")))

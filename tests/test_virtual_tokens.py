@@ -290,7 +290,7 @@ def test_a_text_is_continued_alike_alone_and_beside_longer_ones(family, adapter,
     for one, said in zip(encoded, alone, strict=True):
         prompt = list(one.sequences[0][: len(one.sequences[0]) - one.answers[0]])
         text = greedy(base.model, [*front[0].tolist(), *prompt], tokenizer, 8)
-        assert said == (text if ends else text.partition("\n")[0]).strip()
+        assert said == (text if ends else text.partition("\n")[0].strip())
 
 
 @torch.no_grad()

@@ -21,7 +21,8 @@ def predict(
         Path, typer.Option(help="JSONL file to write: each row with its `prediction`; -: standard output.")
     ],
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Longest answer of free text; default: the task's, or 64.")
+        int | None,
+        typer.Option(help="Longest answer of free text; default: the task's, or 64; a note counts what is cut."),
     ] = None,
     settings: list[str] = SetOption,
     json: bool = JsonOption,

@@ -239,12 +239,27 @@ def _weights(
     return options, notices
 
 
+def num_embeddings(model: Any) -> int | None:
+    """Number of tokens that a model has embeddings for; None where it does not tell."""
+    try:
+        return int(model.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 def set_padding(name: str, model: Any, tokenizer: Any, kind: Kind) -> None:
     """Gives a tokenizer without a padding token its end-of-text or unknown token; `RequestError` if it has neither."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
         raise RequestError(f"model.name: the tokenizer of {name} has no padding token; set one in its files.")
+    count = num_embeddings(model)
+    if count is not None and tokenizer.pad_token_id >= count:
+        raise RequestError(
+            f"model.name: the padding token {tokenizer.pad_token!r} of {name} has the number {tokenizer.pad_token_id}, "
+            f"and the model has embeddings for 0 to {count - 1}; set tokenizer.pad_token to one that it has, or call "
+            "model.resize_token_embeddings(len(tokenizer)), and save both."
+        )
     if kind == "classifier":  # one of a causal architecture reads the last token that is not padding
         model.config.pad_token_id = tokenizer.pad_token_id
 

@@ -119,9 +119,10 @@ class Example:
         null: the prompt without the row's own text, for calibrated scores; None if there is none.
         right: indices of all correct options, if there can be several; empty: only `label`.
         references: correct answers to compare a predicted text with.
-        ends: whether the end-of-text token is learnt as part of the answer.
+        ends: whether the token that ends an answer is learnt as part of it.
         whole: whether the answer is a whole text without a prompt; all of its tokens after the first are learnt.
         fields: the fields of the row, for a reward; otherwise empty.
+        note: what a notice says of the row; "" if nothing.
     """
 
     prompt: str
@@ -138,6 +139,7 @@ class Example:
     ends: bool = True
     whole: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    note: str = ""
 
     def __post_init__(self) -> None:
         longest = max(map(len, (self.prompt, self.answer, *self.options)))

@@ -151,20 +151,21 @@ def choose_format(
             f"({fields.text!r} and {fields.label!r}), or name the labels in data.label_words."
         )
     if shape == "messages":
-        named = _is_filled(rows[0], fields.messages) or rows[0].column(CONVERSATIONS) is None
+        named = _given(rows[0], fields.messages) or rows[0].column(CONVERSATIONS) is None
         return MessagesFormat(fields.messages if named else CONVERSATIONS, render)
     if shape == "instruction":
         return InstructionFormat()
     if shape == "text":
         return TextFormat(fields.text)
-    return CompletionFormat(fields.prompt, fields.completion, render)
+    prompt = rows[0].fields.get(rows[0].column(fields.prompt) or fields.prompt)
+    return CompletionFormat(fields.prompt, fields.completion, render, chat=isinstance(prompt, list))
 
 
 def shape_of(row: Row, fields: Fields) -> str | None:
     """The shape that the fields of a row fit; None if they fit none."""
 
     def has(*names: str) -> bool:
-        return all(_is_filled(row, name) for name in names)
+        return all(_given(row, name) for name in names)
 
     shapes = {
         "messages": has(fields.messages),
@@ -181,8 +182,8 @@ def shape_of(row: Row, fields: Fields) -> str | None:
     return next((shape for name, shape in by_field.items() if has(name)), None)
 
 
-def _is_filled(row: Row, name: str) -> bool:
-    """Whether the row has the field with a value: tables of rows of several shapes have nulls."""
+def _given(row: Row, name: str) -> bool:
+    """Whether a row has a value for a field: tables of several shapes have nulls."""
     own = row.column(name)
     return own is not None and row.fields[own] is not None
 

@@ -1,11 +1,13 @@
 """Formats of rows whose answer is free text: prompt and completion, conversations, instructions, plain text."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from tezo.errors import RequestError, nearest
+from tezo.errors import RequestError, TezoError, nearest
+from tezo.files import reading
 from tezo.tasks.examples import Example, Row
 from tezo.tasks.row_format import Format, answer_in, text_in
 
@@ -14,14 +16,20 @@ Messages = list[dict[str, Any]]
 
 
 class RenderChat(Protocol):
-    """Messages -> the prompt for the next message, or the `whole` conversation; special tokens included."""
+    """Messages -> the prompt for the next message, or the `whole` conversation; special tokens included.
 
-    def __call__(self, messages: Messages, *, whole: bool = False) -> str: ...
+    `tools`: descriptions of the functions that may be called. Raises whatever the template does.
+    """
+
+    def __call__(self, messages: Messages, *, tools: Messages | None = None, whole: bool = False) -> str: ...
     def __hash__(self) -> int: ...
 
 
 CONVERSATIONS = "conversations"
 """The field of ShareGPT's messages, taken where the one that data.messages names is missing."""
+
+TOOLS = "tools"
+"""The field with descriptions of the functions that the assistant may call, a list or JSON of one."""
 
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 """The fields of Alpaca's rows; the input may be empty or missing."""
@@ -38,10 +46,13 @@ _WITHOUT_INPUT = (
 
 _ROLES: Mapping[str, str] = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "model": "assistant", "system": "system", "tool": "tool",
+    "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool",
 }  # fmt: skip
-"""Who a message is from, in ShareGPT's words -> its role."""
+"""Who a message is from, in any case and in ShareGPT's words -> its role."""
 
+
+_CALLS = "tool_calls"
+"""The key of a message with calls of tools."""
 
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
 """What a thought stands between, in the words of all models that write one in plain text."""
@@ -55,10 +66,11 @@ class CompletionFormat(Format):
     prompt: str
     completion: str
     render: RenderChat
+    chat: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return self.prompt, self.completion
+        return self.prompt, self.completion, *((TOOLS,) if self.chat else ())
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         if isinstance(row.fields.get(row.column(self.prompt) or self.prompt), list):
@@ -98,7 +110,7 @@ class MessagesFormat(Format):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.messages,)
+        return self.messages, TOOLS
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         messages = messages_in(row, self.messages)
@@ -155,20 +167,122 @@ def messages_in(row: Row, name: str) -> Messages:
     messages = row.fields.get(row.column(name) or name)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _no_messages(row, name)
-    return [_message(row, name, message) for message in messages]
+    return [_message(row, name, without_nulls(message)) for message in messages]
 
 
 def _message(row: Row, name: str, message: dict[str, Any]) -> dict[str, Any]:
-    if "from" in message and "role" not in message:
-        speaker, content = message["from"], message.get("value")
-        if not isinstance(speaker, str) or not isinstance(content, str):
-            raise _no_messages(row, name)
-        if speaker not in _ROLES:
-            raise RequestError(f"{row.where}: a message is from {speaker!r}. {nearest(speaker, _ROLES)}")
-        return {"role": _ROLES[speaker], "content": content}
-    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+    shared = "role" not in message
+    speaker, content = (message.get(key) for key in (("from", "value") if shared else ("role", "content")))
+    if not isinstance(speaker, str):
         raise _no_messages(row, name)
-    return message
+    role = _ROLES.get(speaker.strip().casefold(), speaker)
+    if shared and role not in _ROLES.values():
+        raise RequestError(f"{row.where}: a message is from {speaker!r}. {nearest(speaker, _ROLES)}")
+    if isinstance(content, list):
+        content = "".join(_text_of(row, part) for part in content)
+    if content is None and role == "assistant":  # it may be calls of tools alone
+        content = None if message.get(_CALLS) else ""
+    elif not isinstance(content, str) and not (role == "tool" and isinstance(content, dict)):
+        raise _no_messages(row, name)
+    others = {key: value for key, value in message.items() if not (shared and key in ("from", "value"))}
+    return {**others, "role": role, "content": content}
+
+
+def _text_of(row: Row, part: Any) -> str:
+    """The text of a part of a message."""
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        kind = part.get("type", "without a type") if isinstance(part, dict) else type(part).__name__
+        raise RequestError(
+            f"{row.where}: a message has a part {kind!r}, and only parts of text are learnt; take it out, or remove "
+            "that row."
+        )
+    return text
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that have null, which tables write where other rows have a key."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _tools_in(row: Row) -> Messages | None:
+    """The descriptions of tools of a conversation; None where there are none."""
+    own = row.column(TOOLS)
+    tools = row.fields[own] if own is not None else None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except ValueError:
+            tools = ""
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RequestError(
+            f"{row.where}: field {own!r} is not a list of descriptions of functions, or JSON of one; fix that row, or "
+            "take the field out."
+        )
+    return cast("Messages", without_nulls(tools))
+
+
+def _with_parsed_calls(messages: Messages) -> Messages:
+    """The messages with the arguments of tool calls as objects, which templates write as JSON, in place of JSON."""
+
+    def parsed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [parsed(inner) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        found = {key: parsed(inner) for key, inner in value.items()}
+        try:
+            inner = json.loads(found["arguments"])
+        except (KeyError, TypeError, ValueError):
+            return found
+        return found | ({"arguments": inner} if isinstance(inner, dict) else {})
+
+    return [message | ({_CALLS: parsed(message[_CALLS])} if _CALLS in message else {}) for message in messages]
+
+
+def _rendered(render: RenderChat, row: Row, messages: Messages, tools: Messages | None, *, whole: bool = False) -> str:
+    """The messages by the template; its error with the row, and one where it leaves out calls of tools."""
+    roles = ", ".join(message["role"] for message in messages) or "none"
+    parsed = _with_parsed_calls(messages)
+    spoken = [message | {"content": message["content"] or ""} for message in parsed]
+    with reading(
+        f"{row.where}: the model's chat template does not accept these messages, of the roles {roles}",
+        "change that row, or give rows with 'prompt' and 'completion'",
+    ):
+        used, text = _first_accepted(render, [parsed, messages, spoken], tools, whole)
+    bare = [{key: value for key, value in message.items() if key != _CALLS} for message in used]
+    try:
+        ignored = bare != used and render(bare, tools=tools, whole=whole) == text
+    except Exception:  # the template has no message without content
+        ignored = False
+    if ignored:
+        raise RequestError(
+            f"{row.where}: the model's chat template leaves out calls of tools; write them into the content, or remove "
+            "that row."
+        )
+    return text
+
+
+def _first_accepted(
+    render: RenderChat, forms: list[Messages], tools: Messages | None, whole: bool
+) -> tuple[Messages, str]:
+    """The first form of messages that a template accepts, and its text; the error over the first where there is none.
+
+    Some templates want the arguments of calls as JSON, or a content beside calls.
+    """
+    errors: list[Exception] = []
+    for form in forms:
+        try:
+            return form, render(form, tools=tools, whole=whole)
+        except TezoError:
+            raise
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict[str, Any] | None) -> Example:
@@ -180,7 +294,10 @@ def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict
         raise RequestError(
             f"{row.where}: the last message has weight 0, so there is nothing to learn; remove that row."
         )
-    prompt = render(messages)
+    tools = _tools_in(row)
+    prompt = _rendered(render, row, messages, tools)
+    unread = tools is not None and prompt == _rendered(render, row, messages, None)
+    note = "the model's chat template does not write tools, so the model is not told of them" if unread else ""
     lost, header, end = _written(render, tuple(message["role"] for message in messages))
     if lost is not None and all(message.keys() <= {"role", "content"} for message in messages):
         raise RequestError(
@@ -189,8 +306,10 @@ def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict
         )
     prompt += header
     if answer is None:
-        return Example(prompt, "", (), None, row.where, chat=True)
-    text, whole = answer["content"], render([*messages, answer], whole=True)
+        return Example(prompt, "", (), None, row.where, chat=True, note=note)
+    text, whole = answer["content"] or "", _rendered(render, row, [*messages, answer], tools, whole=True)
+    if end is None and answer.get(_CALLS):
+        end = _written(render, ("user",))[2]
     if end is not None and whole.startswith(prompt) and whole.endswith(end):
         text = whole[len(prompt) : len(whole) - len(end)]
     elif prompt.rstrip().endswith(_THOUGHT) and text.lstrip().startswith(_THOUGHT):
@@ -200,7 +319,14 @@ def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict
             f"{row.where}: the model's chat template opens a thought ({_THOUGHT}), which this answer does not close; "
             f"put the thought and {_THOUGHT_END} before it, or give rows with a prompt and a completion as texts."
         )
-    return Example(prompt, text, (), None, row.where, chat=True)
+    elif answer.get(_CALLS):
+        if not whole.startswith(prompt):
+            raise RequestError(
+                f"{row.where}: the model's chat template does not write the last message behind those before it, so "
+                "its calls of tools cannot be learnt; write them into the content, or remove that row."
+            )
+        text = whole[len(prompt) :].rstrip()
+    return Example(prompt, text, (), None, row.where, chat=True, note=note)
 
 
 @lru_cache(maxsize=128)
@@ -216,7 +342,7 @@ def _written(render: RenderChat, roles: tuple[str, ...]) -> tuple[str | None, st
         prompt = render(asked)
         whole = render([*asked, {"role": "assistant", "content": marks[-1]}], whole=True)
         opens = prompt != render(asked, whole=True)
-    except RequestError:  # the template needs more than roles and contents
+    except Exception:  # the template needs more than roles and contents
         return None, "", None
     lost = next((role for role, mark in zip(roles, marks, strict=False) if mark not in prompt), None)
     before, found, end = whole.partition(marks[-1])

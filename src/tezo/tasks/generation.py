@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tezo.numerics.random import normal
-from tezo.tasks.objectives import Encoded, Objective
+from tezo.tasks.objectives import CausalObjective, Encoded, Objective
+from tezo.tasks.objectives.ends import text_after
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,10 @@ def completions(
     max_new_tokens: int,
     sampling: Sampling | None = None,
 ) -> list[str]:
-    """The completion of each prompt, in order, without surrounding spaces.
+    """The completion of each prompt, in order, up to what ends it.
+
+    A completion of text is what follows the prompt, to the space. Messages, and answers of one line, are without
+    surrounding spaces, which templates and tasks put there. The objective counts those that are cut.
 
     Args:
         model: a causal model.
@@ -109,6 +113,7 @@ def _generate(
     max_new_tokens: int,
     sampling: Sampling | None,
 ) -> list[str]:
+    assert isinstance(objective, CausalObjective)
     tokenizer, rows = objective.tokenizer, [encoded[i] for i in part]
     prompts = [_prompt(e) for e in rows]
     length = max(map(len, prompts))
@@ -118,7 +123,7 @@ def _generate(
     more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if one_line else {}
     if sampling is not None:
         more["logits_processor"] = LogitsProcessorList([_Noisy(sampling, part, length)])
-    with _plain_decoding(model):
+    with _plain_decoding(model, sorted(objective.ends.marks)):
         output = model.generate(
             input_ids=torch.tensor(padded, device=objective.device),
             attention_mask=torch.tensor(mask, device=objective.device),
@@ -126,21 +131,28 @@ def _generate(
             pad_token_id=tokenizer.pad_token_id,
             **more,
         )
-    new_BT = output[:, length:]  # spaces before punctuation, which some tokenizers clean up, are part of an answer
-    texts = tokenizer.batch_decode(new_BT, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return [(str(text).partition("\n")[0] if one_line else str(text)).strip() for text in texts]
+    texts = []
+    for own, prompt, new in zip(rows, prompts, output[:, length:].tolist(), strict=True):
+        end = next((place for place, token in enumerate(new) if token in objective.ends.marks), None)
+        text = text_after(tokenizer, prompt, new[:end], special=False)
+        if end is None and not (one_line and "\n" in text):
+            objective.unfinished.add(len(new), own.example.where)
+        text = text.partition("\n")[0] if one_line else text
+        texts.append(text.strip() if one_line or own.example.chat else text)
+    objective.written += len(texts)
+    return texts
 
 
 @contextmanager
-def _plain_decoding(model: Any) -> Iterator[None]:
-    """While open, `model` decodes greedily: of its generation_config only what ends a text counts.
+def _plain_decoding(model: Any, ends: list[int]) -> Iterator[None]:
+    """While open, `model` decodes greedily, up to one of the tokens `ends`; its own generation_config does not count.
 
     `generate` adds the model's own options to those that it is given: penalties, limits of time, tokens that are
     forced or suppressed. Answers and rewards would be those of the options.
     """
     base = _base(model)
     kept = base.generation_config
-    base.generation_config = GenerationConfig(bos_token_id=kept.bos_token_id, eos_token_id=kept.eos_token_id)
+    base.generation_config = GenerationConfig(bos_token_id=kept.bos_token_id, eos_token_id=ends or None)
     try:
         yield
     finally:

@@ -64,7 +64,8 @@ class Reward:
             RequestError: the scorer raised an error, or returned something other than a finite number.
         """
         sampling = Sampling(self.temperature, self.seed, step) if self.temperature else None
-        texts = completions(model, objective, encoded, batch_size, self.max_new_tokens, sampling)
+        written = completions(model, objective, encoded, batch_size, self.max_new_tokens, sampling)
+        texts = [text.strip() for text in written]
         scores = [self._scored(e.example, text) for e, text in zip(encoded, texts, strict=True)]
         return sum(scores) / len(scores), texts
 

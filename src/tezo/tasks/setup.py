@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 from tezo.errors import RequestError
-from tezo.files import reading
 from tezo.models.carried_labels import CarriedLabels
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Demonstrated, Fields, Format, Row, TaskFormat, choose_format, task
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.formats import shape_of
+from tezo.tasks.free_text_rows import Messages
 from tezo.tasks.objectives import Objective, objective_for
 from tezo.tasks.splits import training_rows
 
@@ -75,19 +75,18 @@ def make_objective(data: DataConfig, loaded: LoadedModel, form: Format, max_new_
     return objective_for(loaded, form.options, min(wanted, longest))
 
 
-def render_chat(tokenizer: Any, messages: list[dict[str, Any]], *, whole: bool = False) -> str:
+def render_chat(tokenizer: Any, messages: Messages, *, tools: Messages | None = None, whole: bool = False) -> str:
     """The prompt for the next message, by the tokenizer's chat template; `RequestError` if it has none.
 
-    `whole`: the conversation as it stands, without the opening of a next message.
+    Args:
+        tokenizer: of the model.
+        messages: before the next one.
+        tools: descriptions of the functions that may be called.
+        whole: the conversation as it stands, without the opening of a next message.
     """
     if tokenizer.chat_template is None:
         raise RequestError(
             "data.messages: the tokenizer of this model has no chat template; use a chat model, or rows with "
             "'prompt' and 'completion'."
         )
-    roles = ", ".join(message["role"] for message in messages) or "none"
-    with reading(
-        f"data.messages: the model's chat template does not accept messages of the roles {roles}",
-        "give other messages, or rows with 'prompt' and 'completion'",
-    ):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not whole))
+    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=not whole))

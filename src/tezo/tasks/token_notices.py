@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from tezo.tasks.examples import Row, visible
 from tezo.tasks.objectives import CausalObjective, Encoded, Objective
+from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.row_format import Format
 
 MANY_OPTIONS = 50
@@ -15,9 +16,17 @@ MOST_BEFORE, MOST_AFTER = 180, 120
 """Characters of a row that are shown: the last before what is learnt, the first of what is."""
 
 
-def token_notices(objective: Objective) -> list[str]:
-    """Notices for the user on texts cut, split or not known so far, and on options that are alike or take long."""
+def token_notices(objective: Objective, max_new_tokens: int = 0) -> list[str]:
+    """Notices for the user on texts and answers cut, split or not known so far, and on options alike or slow.
+
+    Args:
+        objective: has encoded all texts, and written answers.
+        max_new_tokens: the most tokens of these answers, which a notice names; 0: those that were cut are no news.
+    """
     return [
+        *_unfinished_answers(objective, max_new_tokens),
+        *_endless_answers(objective),
+        *(f"{own.rows} row(s) ({'; '.join(own.examples)}): {note}" for note, own in objective.notes.items()),
         *_cut_prompts(objective),
         *_unknown_tokens(objective),
         *_split_tokens(objective),
@@ -36,7 +45,8 @@ def rows_as_read(form: Format, row: Row, objective: Objective, encoded: Encoded)
         encoded: the row for the model.
     """
     named = {name: row.column(name) for name in form.columns}
-    read = [name if own in (name, None) else f"{name} (here {own!r})" for name, own in named.items()]
+    found = {name: own for name, own in named.items() if own is not None}
+    read = [name if own == name else f"{name} (here {own!r})" for name, own in found.items()]
     others = [own for own in row.fields if own not in named.values()]
     example, labels = encoded.example, ", ".join(form.labels[:MOST_NAMED]) + ", ..." * (len(form.labels) > MOST_NAMED)
     shape = (
@@ -47,19 +57,15 @@ def rows_as_read(form: Format, row: Row, objective: Objective, encoded: Encoded)
     )
     own = (example.label or 0) if len(encoded.sequences) > 1 else 0
     ids, count = encoded.sequences[own], encoded.answers[own] if isinstance(objective, CausalObjective) else 0
-    prompt, whole = _decoded(objective, ids[: len(ids) - count]), _decoded(objective, ids)
-    learnt = whole.removeprefix(prompt) if whole.startswith(prompt) else _decoded(objective, ids[len(ids) - count :])
+    before, behind = ids[: len(ids) - count], ids[len(ids) - count :]
+    prompt = text_after(objective.tokenizer, (), before, special=True)
+    learnt = text_after(objective.tokenizer, before, behind, special=True)
     if count == 0:  # the answer is no text of the sequence
         learnt = "" if example.label is None else example.options[example.label]
-    before = "..." * (len(prompt) > MOST_BEFORE) + prompt[-MOST_BEFORE:]
+    shown = "..." * (len(prompt) > MOST_BEFORE) + prompt[-MOST_BEFORE:]
     after = learnt[:MOST_AFTER] + "..." * (len(learnt) > MOST_AFTER)
     tokens = f"{len(ids)} tokens" + f", the last {count} learnt" * (count > 0)
-    return shape, f"{example.where}, as the model reads it ({tokens}): {before!r} -> {after!r}"
-
-
-def _decoded(objective: Objective, ids: Sequence[int]) -> str:
-    decoded = objective.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(decoded)
+    return shape, f"{example.where}, as the model reads it ({tokens}): {shown!r} -> {after!r}"
 
 
 def _cut_prompts(objective: Objective) -> Iterator[str]:
@@ -68,6 +74,25 @@ def _cut_prompts(objective: Objective) -> Iterator[str]:
         yield (
             f"{cuts.rows} text(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
             f"{cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the limit."
+        )
+
+
+def _unfinished_answers(objective: Objective, most: int) -> Iterator[str]:
+    cut = objective.unfinished
+    if cut.rows and most:
+        yield (
+            f"{cut.rows} of {objective.written} answers were cut at {most} new tokens ({'; '.join(cut.examples)}); "
+            "--max-new-tokens (in Python, max_new_tokens=...) raises the limit."
+        )
+
+
+def _endless_answers(objective: Objective) -> Iterator[str]:
+    endless = objective.endless
+    if endless.rows:
+        yield (
+            f"{endless.rows} answer(s) have no end that is learnt ({'; '.join(endless.examples)}): neither the "
+            "tokenizer nor the model's generation_config names a token that ends a text (eos), so the model will write "
+            "on up to the limit; set eos_token in the tokenizer."
         )
 
 

@@ -31,4 +31,4 @@ def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int |
     """
     length = min(max_length or loaded.max_length, loaded.max_length)
     head = (loaded.classes,) if loaded.classes else ()
-    return _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options, *head)
+    return _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options, *head, model=loaded.model)

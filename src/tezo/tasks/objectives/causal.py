@@ -11,6 +11,7 @@ from tezo.errors import RequestError
 from tezo.models.loading import UNBOUNDED
 from tezo.tasks import Example
 from tezo.tasks.objectives.batch import Batch
+from tezo.tasks.objectives.ends import ends_of
 from tezo.tasks.objectives.logits import hidden_at, logits_at
 from tezo.tasks.objectives.objective import Encoded, Objective, Terms
 from tezo.tasks.objectives.packed import longest_packed, takes_packed
@@ -33,23 +34,31 @@ class CausalObjective(Objective):
 
     side_cut = "the beginning of the prompt"
 
-    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
-        super().__init__(tokenizer, device, max_length, options)
+    def __init__(
+        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
+    ) -> None:
+        super().__init__(tokenizer, device, max_length, options, model=model)
+        self.ends = ends_of(tokenizer, model)
+        self._first = _put_first(tokenizer)
         self._model: weakref.ref[Any] | None = None
         self._most: int | None = None
 
-    def encode(self, example: Example) -> Encoded:
+    def _encode(self, example: Example) -> Encoded:
         if example.whole:
             return self._whole(example)
-        texts = example.options or (example.answer,)
+        learns_end = example.ends and bool(example.answer) and not example.options
+        text, end = example.answer, None
+        if learns_end:
+            text, end = self.ends.within(example.answer, example.prompt, chat=example.chat)
+        texts = example.options or (text,)
         (prompt,) = self._tokens([example.prompt], example)
         sequences, answers, split = [], [], False
         for text, whole in zip(texts, self._wholes(texts, example), strict=True):
             if whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
                 whole, split = prompt + self._alone(text), not example.chat
             whole[: len(prompt)] = prompt  # the same objects, which thousands of options share
-            if not example.options and example.ends and self.tokenizer.eos_token_id is not None:
-                whole = [*whole, int(self.tokenizer.eos_token_id)]
+            if learns_end:
+                whole = self._ended(whole, len(prompt), end, example)
             sequences.append(whole)
             answers.append(len(whole) - len(prompt))
         over = max(0, max(len(s) for s in sequences) - self.max_length)
@@ -66,9 +75,9 @@ class CausalObjective(Objective):
 
     def _whole(self, example: Example) -> Encoded:
         """A text of which all tokens after the first are learnt; its end is cut where it is too long."""
-        (ids,) = self._tokens([example.answer], example)
-        if example.ends and self.tokenizer.eos_token_id is not None:
-            ids = [*ids, int(self.tokenizer.eos_token_id)]
+        text, end = self.ends.within(example.answer, example.answer, chat=False)
+        (ids,) = self._tokens([text], example)
+        ids = self._ended(ids, 0, end, example)
         if len(ids) > self.max_length:
             self.cuts.add(len(ids) - self.max_length, example.where)
             self.side_cut = "the end of the text"
@@ -85,9 +94,18 @@ class CausalObjective(Objective):
             yield from self._tokens([example.prompt + text for text in texts[start : start + many]], example)
 
     def _tokens(self, texts: Sequence[str], example: Example) -> list[list[int]]:
-        begun = str(self.tokenizer.bos_token or " ")
-        added = not example.chat and not texts[0].startswith(begun)  # a rendered prompt has its special tokens
-        return list(self.tokenizer(list(texts), add_special_tokens=added)["input_ids"])
+        found = list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
+        first = [] if example.chat else self._first  # a rendered prompt has its special tokens
+        return [ids if ids[: len(first)] == first else first + ids for ids in found]
+
+    def _ended(self, ids: list[int], start: int, end: int | None, example: Example) -> list[int]:
+        """The tokens with `end` behind them, if the answer, which begins at `start`, does not have an end already."""
+        if ids[start:] and ids[-1] in self.ends.marks:
+            return ids
+        if end is None:
+            self.endless.add(0, example.where)
+            return ids
+        return [*ids, end]
 
     def _alone(self, text: str) -> list[int]:
         """The tokens of a text behind others, without the space that some tokenizers put before a first word."""
@@ -189,3 +207,10 @@ class CausalObjective(Objective):
         count = sum(batch.num_terms for batch in batches)
         for batch in batches:
             yield self.total(model, batch)[0][0] / count
+
+
+def _put_first(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer puts in front of a text; what it puts behind one would stand before the answer."""
+    whole, own = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
+    starts = range(len(whole) - len(own) + 1)
+    return whole[: next((start for start in starts if whole[start : start + len(own)] == own), 0)]

@@ -23,9 +23,16 @@ class ClassifierObjective(WholeTextObjective):
     """
 
     def __init__(
-        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], classes: Sequence[str]
+        self,
+        tokenizer: Any,
+        device: torch.device,
+        max_length: int,
+        options: Sequence[str],
+        classes: Sequence[str],
+        *,
+        model: Any = None,
     ) -> None:
-        super().__init__(tokenizer, device, max_length, options)
+        super().__init__(tokenizer, device, max_length, options, model=model)
         unknown = [option for option in options if option not in classes]
         if unknown:
             raise RequestError(

@@ -27,8 +27,10 @@ class EncoderObjective(WholeTextObjective):
     training is zero-shot accuracy. The tuned model also encodes the descriptions.
     """
 
-    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
-        super().__init__(tokenizer, device, max_length, options)
+    def __init__(
+        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
+    ) -> None:
+        super().__init__(tokenizer, device, max_length, options, model=model)
         described = tokenizer(list(options), padding=True, return_tensors="pt")
         for option, mask in zip(options, described["attention_mask"], strict=True):
             length = int(mask.sum())
@@ -37,6 +39,7 @@ class EncoderObjective(WholeTextObjective):
                     f"data.label_words: {option[:40]!r}... has {length} tokens, above the limit of {max_length}; "
                     "shorten it, or raise data.max_length if the model takes more."
                 )
+        self._check_known(described["input_ids"].flatten().tolist(), "data.label_words")
         self._labels_COD: Tensor | None = None
         self.descriptions = {name: described[name].to(device) for name in ("input_ids", "attention_mask")}
         self.shared_tokens = self.descriptions["input_ids"].numel()

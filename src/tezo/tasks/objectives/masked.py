@@ -18,10 +18,13 @@ class MaskedObjective(Objective):
 
     side_cut = "the longer side of the mask, at its far end"
 
-    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
-        super().__init__(tokenizer, device, max_length, options)
+    def __init__(
+        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
+    ) -> None:
+        super().__init__(tokenizer, device, max_length, options, model=model)
         if tokenizer.mask_token is None:
             raise RequestError("model.kind is masked, but the tokenizer has no mask token; choose another model.")
+        self._check_known([self._word(option) for option in options], "data.label_words")
         self.words_O = torch.tensor([self._word(option) for option in options], device=device)
 
     def _word(self, option: str) -> int:
@@ -33,7 +36,7 @@ class MaskedObjective(Objective):
             )
         return int(ids[0])
 
-    def encode(self, example: Example) -> Encoded:
+    def _encode(self, example: Example) -> Encoded:
         mask = self.tokenizer.mask_token_id
         before, after = example.prompt[: example.slot], example.prompt[example.slot :]
         ids = list(self.tokenizer(before + self.tokenizer.mask_token + after)["input_ids"])

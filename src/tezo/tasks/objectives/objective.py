@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tezo.errors import RequestError
+from tezo.models.loading import num_embeddings
 from tezo.tasks import Example
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.chunks import like_lengths
@@ -90,6 +92,7 @@ class Objective(ABC):
         device: device of the batches.
         max_length: maximum sequence length in tokens; prompts are cut to it, answers never.
         options: options of labelled examples; empty for free text.
+        model: the model, for the size of its embeddings and the tokens that end its texts; None: not known.
     """
 
     side_cut: str
@@ -101,16 +104,44 @@ class Objective(ABC):
     shared_tokens: int = 0
     """Tokens, padding included, of the inputs that all batches share (label descriptions)."""
 
-    def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.device = device
         self.max_length = max_length
         self.options = tuple(options)
         self.cuts, self.unknown, self.split = Cuts(), Cuts(), Cuts()
+        self.endless, self.unfinished, self.written = Cuts(), Cuts(), 0
+        self.notes: dict[str, Cuts] = {}
+        self._embeddings = None if model is None else num_embeddings(model)
+
+    def encode(self, example: Example) -> Encoded:
+        """The example in tokens.
+
+        Raises:
+            RequestError: it cannot be cut to `max_length`, or the model has no embedding for one of its tokens.
+        """
+        encoded = self._encode(example)
+        for ids in encoded.sequences:
+            self._check_known(ids, example.where)
+        if example.note:
+            self.notes.setdefault(example.note, Cuts()).add(0, example.where)
+        return encoded
 
     @abstractmethod
-    def encode(self, example: Example) -> Encoded:
+    def _encode(self, example: Example) -> Encoded:
         """The example in tokens; `RequestError` if it cannot be cut to `max_length`."""
+
+    def _check_known(self, ids: Sequence[int], where: str) -> None:
+        """An error where a token is beyond the embeddings of the model."""
+        highest = max(ids, default=0)
+        if self._embeddings is not None and highest >= self._embeddings:
+            raise RequestError(
+                f"{where}: the token {self.tokenizer.convert_ids_to_tokens(highest)!r} has the number {highest}, and "
+                f"the model has embeddings for 0 to {self._embeddings - 1}; use the tokenizer that the model was "
+                "trained with, or call model.resize_token_embeddings(len(tokenizer)) and save the model."
+            )
 
     @abstractmethod
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:

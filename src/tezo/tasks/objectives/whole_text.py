@@ -9,7 +9,7 @@ class WholeTextObjective(Objective):
 
     side_cut = "the end of the text"
 
-    def encode(self, example: Example) -> Encoded:
+    def _encode(self, example: Example) -> Encoded:
         ids = list(self.tokenizer(example.prompt)["input_ids"])
         over = len(ids) - self.max_length
         if over > 0:

@@ -81,7 +81,7 @@ def answer_rows(
     objective = make_objective(config.data, loaded, form, new)
     encoded = [objective.encode(form.example(row, answered=False)) for row in rows]
     answers = predict(loaded.model, objective, encoded, config.train.eval_batch_size, new)
-    return answers, token_notices(objective)
+    return answers, token_notices(objective, new)
 
 
 def check_answer_file(output: Path) -> None:
