@@ -4,8 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json
-from tezo.models.quiet import quiet_libraries
+from tezo.cli.common import JsonOption, SetOption, print_json, showing_work
 
 
 def register(app: typer.Typer) -> None:
@@ -13,6 +12,7 @@ def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
 
 
+@showing_work()
 def doctor(
     model: Annotated[str | None, typer.Option(help="Say also what this model can be tuned with.")] = None,
     quantization: Annotated[str | None, typer.Option(help="Of its linear layers: nf4, int8 or int8wo.")] = None,
@@ -20,7 +20,6 @@ def doctor(
     json: bool = JsonOption,
 ) -> None:
     """Say what is installed, what this machine has, and what a model can take."""
-    quiet_libraries()
     from tezo.training.configuration.config import parse_setting
     from tezo.training.forecasts.diagnosis import machine_report, model_report
 

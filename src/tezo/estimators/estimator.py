@@ -36,6 +36,15 @@ class Estimator(ABC):
         """
 
     @abstractmethod
+    def passes(self, directions: int, *, first: bool) -> int:
+        """Number of closure evaluations of a step.
+
+        Args:
+            directions: number of directions of a step, or of each example.
+            first: whether the step has none of its kind before it in the update rule's moments.
+        """
+
+    @abstractmethod
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
         """The estimate of a finished step from its record and the factor store, without evaluating a closure.
 

@@ -56,7 +56,10 @@ class PerExample(TwoPoint):
                 ) from None
         probes = self._probes(torch.stack(measured).double())
         loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
-        return average(loss, probes, 2 * q + 2 * checked, draw)
+        return average(loss, probes, self.passes(q, first=checked), draw)
+
+    def passes(self, directions: int, *, first: bool) -> int:
+        return 2 * directions + 2 * first
 
     def _both(
         self,

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from tezo.errors import RequestError
 from tezo.forward import is_changed_beside
 from tezo.models.kinds import choose_kind
-from tezo.models.loading import DTYPES, LoadedModel, fingerprint, set_padding
+from tezo.models.loading import DTYPES, LoadedModel, emulation_notice, fingerprint, set_padding
 from tezo.models.lora import has_adapter
+from tezo.progress.meter import LOADING, current, watch
 
 
 def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
@@ -41,7 +42,9 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
     _check_plain(model)
     found = choose_kind(kind, [type(model).__name__], model.config)
     set_padding(type(model).__name__, model, tokenizer, found)
-    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found))
+    watch(model)
+    with current().phase(LOADING):
+        return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found), tuple(emulation_notice(model)))
 
 
 def dtype_name(model: Any) -> str:

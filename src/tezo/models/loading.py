@@ -30,7 +30,9 @@ from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
 from tezo.models.untied_head import untie_head as untie
+from tezo.numerics.emulation import is_emulated
 from tezo.numerics.hashing import digest
+from tezo.progress.meter import LOADING, current, watch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -135,7 +137,7 @@ def load_model(
     """
     source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
     trust = {"trust_remote_code": trust_remote_code}
-    with _loading(name, trust_remote_code):
+    with current().phase(LOADING), _loading(name, trust_remote_code):
         config = AutoConfig.from_pretrained(source, **trust)
         model_kind = choose_kind(kind, config.architectures or [], config)
         build = partial(_CLASSES[model_kind].from_config, copy.deepcopy(config), **trust)
@@ -151,12 +153,25 @@ def load_model(
         model = (model if "device_map" in options else model.to(where)).eval()
         if untie_head:
             notices += untie(model)
+        watch(model)
         digest_of_weights, notices = fingerprint(model, model_kind), [*notices, *place.settle(model, where)]
+        notices += emulation_notice(model)
         loaded = LoadedModel(
             model, tokenizer, model_kind, digest_of_weights, tuple(notices), labels=read_labels(Path(source))
         )
         _try(loaded)
     return loaded
+
+
+def emulation_notice(model: Any) -> list[str]:
+    """What a user should know of a model in half precision on a CPU that multiplies in float32."""
+    if device_of(model).type != "cpu" or not is_emulated(model.dtype):
+        return []
+    name = next(name for name, dtype in DTYPES.items() if dtype == model.dtype)
+    return [
+        f"model.dtype is {name}, which this CPU emulates: a pass takes several times as long as in float32. Set "
+        "model.dtype=float32 if the memory is there for it."
+    ]
 
 
 def fingerprint(model: nn.Module, kind: Kind) -> str:

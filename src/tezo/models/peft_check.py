@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tezo.errors import RequestError
 from tezo.files import storing
 from tezo.models.lora import Adapter, for_file, save_adapter
+from tezo.progress.meter import ASKING_PEFT, current
 
 
 def check_in_peft(adapter: Adapter, model: nn.Module) -> None:
@@ -42,9 +43,13 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module) -> str | None:
     """
     if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
         return None
+    with current().phase(ASKING_PEFT):
+        return _why_not(for_file(adapter), model)
+
+
+def _why_not(adapter: Adapter, model: PreTrainedModel) -> str | None:
     import peft
 
-    adapter = for_file(adapter)
     by = f"PEFT {peft.__version__}"
     with tempfile.TemporaryDirectory() as folder, _unwarned():
         with storing(Path(folder)):

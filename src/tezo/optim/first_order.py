@@ -106,9 +106,18 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
             for weight in self._weights:
                 weight.drop_gradient()
         lr = float(self.param_groups[0]["lr"])
-        self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=1)
-        self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + 1
+        self.last_step = StepRecord(
+            self.num_steps, value, lr, kind=GRADIENT, forward_passes=self.passes_of(kind, first=False)
+        )
+        self.num_steps += 1
+        self.num_forward_passes += self.last_step.forward_passes
         return value
+
+    def passes_of(self, kind: str, *, first: bool) -> int:
+        """One, and the gradient's beside it."""
+        del first
+        self._check_kind(kind)
+        return 1
 
     def _step_in_float32(self) -> None:
         # weights without a tensor in float32 get one for their own step alone

@@ -240,6 +240,10 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             draw = self.draw(record.kind)
             self._apply(rule, rule.estimator.recall(record, draw), record, draw)
 
+    def passes_of(self, kind: str, *, first: bool) -> int:
+        """Number of closure evaluations of a step; `first`: no step of its kind comes before it."""
+        return self._rule(kind).estimator.passes(self.num_directions, first=first)
+
     def check_kind(self, kind: str, closure: Closure) -> None:
         """Checks that the model supports this kind of step.
 

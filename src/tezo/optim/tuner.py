@@ -69,6 +69,9 @@ class Tuner(Protocol):
     def take_step(self, closure: Closure, kind: str) -> float:
         """Takes one step of this kind and returns its loss."""
 
+    def passes_of(self, kind: str, *, first: bool) -> int:
+        """Number of closure evaluations of a step; `first`: no step of its kind comes before it."""
+
     def check_kind(self, kind: str, closure: Closure) -> None:
         """Raises a `RequestError` if the model does not support this kind of step; `closure` evaluates some rows."""
 

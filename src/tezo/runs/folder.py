@@ -67,6 +67,8 @@ class ResumeState:
         answers: (split, step) -> answers to the first rows, of those that have kept them.
         rollbacks: number of steps -> the return to earlier parameters after them.
         seconds: spent on steps so far.
+        elapsed: seconds that the starts of the run have taken so far, as far as metrics.jsonl says.
+        passes: forward passes in them.
         notices: what the user should know.
     """
 
@@ -78,14 +80,26 @@ class ResumeState:
     answers: Mapping[tuple[str, int], Sequence[str]] = field(default_factory=lambda: MappingProxyType({}))
     rollbacks: Mapping[int, Rollback] = field(default_factory=lambda: MappingProxyType({}))
     seconds: float = 0.0
+    elapsed: float = 0.0
+    passes: float = 0.0
     notices: tuple[str, ...] = ()
 
 
 def _resume_state(
-    log: LogContents, begun: bool, checkpoint: Checkpoint | None, seconds: float, notices: Sequence[str]
+    log: LogContents, begun: bool, checkpoint: Checkpoint | None, metrics: MetricsLog, notices: Sequence[str]
 ) -> ResumeState:
     return ResumeState(
-        log.header, begun, checkpoint, log.steps, log.evaluations, log.answers, log.rollbacks, seconds, tuple(notices)
+        log.header,
+        begun,
+        checkpoint,
+        log.steps,
+        log.evaluations,
+        log.answers,
+        log.rollbacks,
+        metrics.seconds,
+        metrics.elapsed,
+        metrics.passes,
+        tuple(notices),
     )
 
 
@@ -217,7 +231,8 @@ class WritableRunFolder(RunFolder):
         if begun:
             at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
             notices.append(f"going on after step {len(contents.steps)}, from {at} and {LOG}.")
-        return _resume_state(contents, begun, checkpoint, self._metrics.seconds, notices)
+            notices.append(f"what earlier starts did after their last line of a step in {METRICS} is in no count.")
+        return _resume_state(contents, begun, checkpoint, self._metrics, notices)
 
     def _own_files(self) -> dict[str, str]:
         """File name -> SHA-256 of the tensors that depend on data."""
@@ -295,10 +310,10 @@ class ReadOnlyRunFolder(RunFolder):
     def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
         del header, sync_every
         contents = read_log(self.path / LOG)
-        seconds = MetricsLog(self.path / METRICS, contents).seconds
+        metrics = MetricsLog(self.path / METRICS, contents)
         self._digests = contents.files
         checkpoint, _ = newest(self.path, len(contents.steps))
-        return _resume_state(contents, True, checkpoint, seconds, [])
+        return _resume_state(contents, True, checkpoint, metrics, [])
 
     @contextmanager
     def result(self, name: str) -> Iterator[Path]:

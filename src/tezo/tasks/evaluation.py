@@ -10,6 +10,7 @@ from torch import Tensor
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
 from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.progress.meter import ENCODING, EVALUATING, WRITING, current, tracked
 from tezo.tasks import Measure, Row
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.generation import by_length, completions
@@ -97,7 +98,7 @@ def evaluate_and_answer(
         else:
             assert isinstance(objective, CausalObjective)
             metrics = _evaluate_text(model, objective, encoded, batch_size)
-            answers = completions(model, objective, encoded, batch_size, max_new_tokens) if measures else []
+            answers = _written(model, objective, encoded, batch_size, max_new_tokens) if measures else []
     return metrics | _measured(measures, answers, encoded), answers
 
 
@@ -129,8 +130,10 @@ def measure(
     objective = make_objective(data, loaded, form, new)
     examples = [form.example(row) if reward is None else prompt_of(form, row) for row in rows]
     options: dict[str, Any] = {"measures": form.measures, "max_new_tokens": new, "calibrate": calibrate}
-    encoded = [objective.encode(example) for example in examples]
-    metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
+    with current().phase(ENCODING):
+        encoded = [objective.encode(example) for example in tracked(examples)]
+    with current().phase(EVALUATING):
+        metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
     return metrics, token_notices(objective)
 
 
@@ -220,9 +223,15 @@ def predict(
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if not encoded[0].example.options:
-            return completions(model, objective, encoded, batch_size, max_new_tokens)
-        scores = option_scores(model, objective, encoded, batch_size)
+            return _written(model, objective, encoded, batch_size, max_new_tokens)
+        with current().phase(WRITING):
+            scores = option_scores(model, objective, encoded, batch_size)
         return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
+
+
+def _written(model: Any, objective: Objective, encoded: Sequence[Encoded], size: int, max_new: int) -> list[str]:
+    with current().phase(WRITING):
+        return completions(model, objective, encoded, size, max_new)
 
 
 def macro_f1(predictions: Sequence[int], labels: Sequence[int | None]) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from tezo.numerics.random import normal
+from tezo.progress.meter import tracked
 from tezo.tasks.objectives import Encoded, Objective
 
 _GREEDY: dict[str, Any] = {
@@ -114,5 +115,5 @@ def _generate(
 def by_length(encoded: Sequence[Encoded], batch_size: int) -> Iterator[list[int]]:
     """Indices of the examples in batches of similar length, which keeps padding short."""
     order = sorted(range(len(encoded)), key=lambda i: encoded[i].length)
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
+    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    yield from tracked(parts, sizes=map(len, parts))

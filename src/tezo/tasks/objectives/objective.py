@@ -100,6 +100,8 @@ class Objective(ABC):
     """Whether each example has its own perturbations: then it shares no input with others."""
     shared_tokens: int = 0
     """Tokens, padding included, of the inputs that all batches share (label descriptions)."""
+    shared_rows: int = 0
+    """Number of these inputs."""
 
     def __init__(self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str]) -> None:
         self.tokenizer = tokenizer
@@ -202,6 +204,10 @@ class Objective(ABC):
         return [
             [plain_row(s, self.asked(s, a)[0]) for s, a in zip(e.sequences, e.answers, strict=True)] for e in encoded
         ]
+
+    def rows_of_pass(self, encoded: Sequence[Encoded], batch_size: int) -> float:
+        """Rows that enter the model when the loss of a batch is evaluated once, by the mean of these examples."""
+        return batch_size * sum(map(len, self.rows(encoded))) / len(encoded) + self.shared_rows
 
     def batches(self, encoded: Sequence[Encoded]) -> list[Batch]:
         """The examples in parts of similar length, each collated; see `like_lengths`."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tezo.estimators.estimate import StepRecord
+from tezo.progress.meter import Work
 from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
 from tezo.training.preparation.job import Job
@@ -20,6 +21,9 @@ class Progress:
 
 class Listener:
     """Follows a run; a subclass overrides what it wants to hear of. Calls come in the order of what they report."""
+
+    def working(self, work: Work) -> None:
+        """A phase has begun or has got further; the first call comes before there is a job."""
 
     def started(self, job: Job) -> None:
         """All is ready; nothing has been evaluated yet."""

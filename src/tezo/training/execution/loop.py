@@ -18,6 +18,7 @@ from tezo.models.model_card import Tuning
 from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.progress.meter import AFTER, BEFORE, SAVING, STEPS, Meter, metered
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
@@ -69,28 +70,29 @@ def train(
     """
     ranks = join()
     folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
-    try:
-        ranks.check_same({"resume": resume, **request_of(config)})
-        with ranks.together("use the run folder"):
-            if not (resume and folder.has_begun):
-                folder.check_free()
-        if resume and (summary := folder.summary()) is not None:
-            folder.complete()
-            check_unchanged(read_config(output / CONFIG, []), config)
-            return summary
-        with ranks.together("prepare the run"):
-            if resume and (begun := folder.header()) is not None:
-                config = with_choices_of(begun, config)
-            job = prepare(config, loaded=loaded, rows=rows, score=score)
-            check_shareable(job, ranks)
-        job = job.with_lr(
-            *ranks.first([float(job.config.method.options["lr"])])
-        )  # trials may be rounded otherwise here
-        ranks.check_same(log_header(job))
-        with Interruption() as interruption:
-            return Loop(job, folder, listeners, interruption, ranks).run()
-    finally:
-        ranks.close()
+    with metered() as meter, meter.telling(listener.working for listener in listeners):
+        try:
+            ranks.check_same({"resume": resume, **request_of(config)})
+            with ranks.together("use the run folder"):
+                if not (resume and folder.has_begun):
+                    folder.check_free()
+            if resume and (summary := folder.summary()) is not None:
+                folder.complete()
+                check_unchanged(read_config(output / CONFIG, []), config)
+                return summary
+            with ranks.together("prepare the run"):
+                if resume and (begun := folder.header()) is not None:
+                    config = with_choices_of(begun, config)
+                job = prepare(config, loaded=loaded, rows=rows, score=score)
+                check_shareable(job, ranks)
+            job = job.with_lr(
+                *ranks.first([float(job.config.method.options["lr"])])
+            )  # trials may be rounded otherwise here
+            ranks.check_same(log_header(job))
+            with Interruption() as interruption:
+                return Loop(job, folder, listeners, interruption, ranks, meter).run()
+        finally:
+            ranks.close()
 
 
 class Loop:
@@ -102,12 +104,20 @@ class Loop:
         listeners: told of everything, in order, after the folder has it.
         interruption: whether the process was asked to end.
         ranks: that share the run.
+        meter: counts its phases.
     """
 
     def __init__(
-        self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption, ranks: Ranks
+        self,
+        job: Job,
+        folder: RunFolder,
+        listeners: Sequence[Listener],
+        interruption: Interruption,
+        ranks: Ranks,
+        meter: Meter,
     ) -> None:
         self.job = job
+        self.meter = meter
         self.settings = job.config.train
         self.folder = folder
         self.listeners = listeners
@@ -144,11 +154,14 @@ class Loop:
             )
         for listener in self.listeners:
             listener.started(self.job)
-        before = self.evaluations.of("test", 0)
-        steps = self._steps(start, before)
+        with self.meter.phase(BEFORE):
+            before = self.evaluations.of("test", 0)
+        with self.meter.phase(STEPS):
+            steps = self._steps(start, before)
         self._check_ranks(steps)
         self.best.restore(steps)
-        after = self.evaluations.of("test", steps)
+        with self.meter.phase(AFTER):
+            after = self.evaluations.of("test", steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
         return self._finish(steps, before, after)
@@ -166,6 +179,7 @@ class Loop:
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         job.optimizer.set_factor_store(self.folder.factor_files)
+        self.meter.add_earlier(state.elapsed, state.passes)
         self.job = replace(job, notices=(*job.notices, *notices, *state.notices))
         return state
 
@@ -187,10 +201,12 @@ class Loop:
         """All steps from `start` on, with their evaluations and checkpoints; how many the run has then."""
         settings = self.settings
         keep_every = interval(settings.checkpoint_every, settings)
+        self.meter.report(start, settings.num_steps, STEPS)
         if start == 0:
             self.best.note(0, before)
         for steps in range(start + 1, settings.num_steps + 1):
             self._step(steps - 1)
+            self.meter.report(steps, settings.num_steps, STEPS)
             ends = steps == settings.num_steps or self._any(self._asked_to_stop())
             self.best.note(steps, last=ends)
             if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
@@ -242,6 +258,8 @@ class Loop:
                 "projected_grads": list(record.projected_grads),
                 "lr": record.lr,
                 "seconds": round(progress.seconds, 3),
+                "elapsed": round(self.meter.seconds, 3),
+                "passes": round(self.meter.passes, 2),
                 "memory": progress.memory,
             }
             self.folder.append_metrics(taken, line)
@@ -313,15 +331,17 @@ class Loop:
             after,
             self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
             self.best.rollbacks,
+            kept is not None,
             self.best.stopped,
         )
         # in this order: saving a whole model merges the change into it
         job = self.job
         tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after)
-        result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
-        summary = summarize(self.job, outcome, self.ranks, result)
+        with self.meter.phase(SAVING):
+            result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
         answers = compare(self.job.test, first, last)
+        summary = summarize(self.job, outcome, self.ranks, result, self.meter.phases)
         self.folder.finish(summary, answers)
         for listener in self.listeners:
             if answers is not None:

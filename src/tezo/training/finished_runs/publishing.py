@@ -12,6 +12,7 @@ from tezo.files import one_line, own_object, reading, write_file
 from tezo.models.kinds import kind_of
 from tezo.models.lora import TASK_TYPES
 from tezo.models.model_card import CARD, HERE, Saved, hub_name, shown_name, write_card
+from tezo.progress.meter import UPLOADING, current
 from tezo.runs.folder import ADAPTER, CONFIG, MODEL, SUMMARY, read_summary
 from tezo.runs.manifest import check_manifest
 from tezo.training.configuration.config import read_run_config
@@ -51,7 +52,8 @@ def push_run(run: Path, name: str, *, public: bool = False) -> str:
         copy = Path(folder) / "result"
         shutil.copytree(result, copy)
         _prepare(copy, run, config, name)
-        return _upload(copy, name, public=public)
+        with current().phase(UPLOADING):
+            return _upload(copy, name, public=public)
 
 
 def _check_name(name: str) -> None:

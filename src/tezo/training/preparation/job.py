@@ -19,6 +19,7 @@ from tezo.models.untied_head import check_head_not_tied
 from tezo.numerics.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, Tuner, method
+from tezo.progress.meter import CHECKING, ENCODING, READING, current, tracked
 from tezo.tasks import Format
 from tezo.tasks.objectives import Batch, BatchClosure, Encoded, Objective
 from tezo.tasks.rewards import Reward, Score, prompt_of
@@ -91,7 +92,12 @@ class Job:
 
 
 def prepare(
-    config: Config, *, loaded: LoadedModel | None = None, rows: Splits | None = None, score: Score | None = None
+    config: Config,
+    *,
+    loaded: LoadedModel | None = None,
+    rows: Splits | None = None,
+    score: Score | None = None,
+    measuring: bool = True,
 ) -> Job:
     """Loads, reads, encodes and plans.
 
@@ -100,17 +106,19 @@ def prepare(
         loaded: a model that is in memory, in place of the one that the configuration names.
         rows: rows that are in memory, in place of those that the configuration names.
         score: scorer of completions that is an object, in place of the file that train.reward names.
+        measuring: whether open settings may be measured by forward passes; otherwise they stay open.
 
     Raises:
         RequestError: something does not fit.
     """
     reward = make_reward(config, score)
-    found = rows if rows is not None else read_splits(config.data)
+    with current().phase(READING):
+        found = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
     used = _encode(config, loaded, found, reward)
     untrained = _untrained(loaded, used.objective, used.train)
     build = partial(make_optimizer, loaded=loaded, untrained=untrained)
-    resources = _resources(config, loaded, used)
+    resources = _resources(config, loaded, used, measuring=measuring)
     config, choices = resolve_before_building(config, resources, build)
     optimizer = build(config)
     optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
@@ -156,15 +164,17 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
     objective = make_objective(config.data, loaded, form, reward.max_new_tokens if reward is not None else None)
     example_of = form.example if reward is None else partial(prompt_of, form)
     learnt_of = form.training_example if config.train.minimises_loss else example_of
-    train = [objective.encode(learnt_of(row)) for row in used.train]
-    dev, test = ([objective.encode(example_of(row)) for row in part] for part in (used.dev, used.test))
+    with current().phase(ENCODING):
+        train = [objective.encode(learnt_of(row)) for row in tracked(used.train)]
+        dev, test = ([objective.encode(example_of(row)) for row in part] for part in (used.dev, used.test))
     _check_use(config, dev)
     objective.adapt(loaded.model, train)
+    current().rows_per_pass = objective.rows_of_pass(train[:BASIS_ROWS], config.train.batch_size)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     return _EncodedRows(form, objective, train, dev, test, notices)
 
 
-def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows) -> Resources:
+def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows, *, measuring: bool) -> Resources:
     """What open settings are filled in by.
 
     Rates are compared on the run's own first steps, by dev rows or else training rows of later steps.
@@ -195,6 +205,7 @@ def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows) -> Resou
         loss=lambda count: loss(train[:count]),
         batch=lambda step: loss([train[i] for i in sampler.rows(step)]),
         held_out=losses,
+        measuring=measuring,
     )
 
 
@@ -228,7 +239,7 @@ def load_for_tuning(config: Config, loaded: LoadedModel | None = None) -> Loaded
 def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded]) -> list[str]:
     """Parameters that the loss does not depend on, or that it reads past their modules."""
     targets, batch = find_targets(loaded.model), objective.collate(train[:1])
-    with torch.no_grad(), DirectReads(targets) as reads:
+    with current().phase(CHECKING), torch.no_grad(), DirectReads(targets) as reads:
         uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
     apart = uncalled | reads.names
     return [target.name for target in targets if target.name in apart or is_unused(target.name, loaded.kind)]

@@ -10,6 +10,7 @@ from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
 from tezo.optim.estimate_error import AROUND, measure_estimate_error, recommended
 from tezo.optim.methods import AUTO, Tuner, method
+from tezo.progress.meter import RHO, current
 from tezo.training.configuration.recipe import REWARD, Config
 
 DEFAULT_RHO = 1e-3
@@ -18,6 +19,18 @@ REWARD_RHO = 1e-2
 """For a reward: completions do not change at all within a shorter distance of the parameters."""
 SCALES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3)
 """Scales that are measured otherwise."""
+
+
+def is_rho_measured(config: Config, model: Any) -> bool:
+    """Whether `resolve_rho` measures: rho is open, the objective is the loss, and the model rounds it."""
+    is_open = config.method.options.get("rho") in (None, AUTO) and method(config.method.name).defaults().get("rho")
+    rounds = any(is_packed(p) or p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return bool(is_open) and config.train.minimises_loss and rounds
+
+
+def passes_for_rho(num_directions: int) -> int:
+    """Forward passes of the measurement."""
+    return 2 * num_directions * len(SCALES) * len(AROUND)
 
 
 def resolve_rho(
@@ -45,17 +58,17 @@ def resolve_rho(
         raise RequestError(
             f"method.rho is auto, which needs train.objective loss, not {config.train.objective}; set a number."
         )
-    rounds = any(is_packed(p) or p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    if not config.train.minimises_loss or not rounds:
+    if not is_rho_measured(config, model):
         return config.with_options(rho=REWARD_RHO if config.train.objective == REWARD else DEFAULT_RHO), []
     cheap = {"basis": "gaussian", "lr": 0.0}
     optimizer = build(config.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
     try:
-        errors = measure_estimate_error(optimizer, loss, SCALES)
+        with current().phase(RHO):
+            errors = measure_estimate_error(optimizer, loss, SCALES)
     finally:
         optimizer.close()
     found = recommended(errors)
-    passes = 2 * optimizer.num_directions * len(SCALES) * len(AROUND)
+    passes = passes_for_rho(optimizer.num_directions)
     return config.with_options(rho=found.rho), [
         f"method.rho: {found.rho:g} was chosen by the error of the projected gradient in this precision, "
         f"{found.error:.1%} there and {errors[-1].error:.1%} at {errors[-1].rho:g} ({passes} forward passes)."

@@ -14,13 +14,14 @@ from tezo.estimators.estimate import Closure
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.methods import AUTO
 from tezo.optim.tuner import Tuner
+from tezo.progress.meter import RATE, current
 from tezo.tasks import Format, LabelFormat
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.formats import default_template
 from tezo.training.configuration.recipe import Config, TrainConfig
 from tezo.training.preparation.example_directions import resolve_directions
 from tezo.training.preparation.feedback_schedule import resolve_feedback
-from tezo.training.preparation.perturbation_scale import resolve_rho
+from tezo.training.preparation.perturbation_scale import is_rho_measured, resolve_rho
 
 RESOLVED_AT_START: dict[str, Any] = {
     "data.shape": "auto",
@@ -65,6 +66,7 @@ class Resources:
         loss: number of rows -> the objective on the first training rows.
         batch: step -> the objective on the rows of that step.
         held_out: the losses of rows that the first steps do not see.
+        measuring: whether passes may be made; without them settings that are measured stay open.
     """
 
     format: Format
@@ -73,15 +75,17 @@ class Resources:
     loss: Callable[[int], Closure]
     batch: Callable[[int], Closure]
     held_out: Callable[[], Sequence[float]]
+    measuring: bool = True
 
 
 def resolve_before_building(
     config: Config, resources: Resources, build: Callable[[Config], Tuner]
 ) -> tuple[Config, list[str]]:
     """Fills in what the optimizer is built with; (configuration, what the user should know of the choices)."""
-    config, notices = resolve_directions(
-        config, build, resources.loss(2), rows_share_inputs=resources.rows.shared_tokens > 0
-    )
+    few = resources.loss(2) if resources.measuring else None
+    config, notices = resolve_directions(config, build, few, rows_share_inputs=resources.rows.shared_tokens > 0)
+    if not resources.measuring and is_rho_measured(config, resources.model):
+        return config, notices
     config, more = resolve_rho(config, build, resources.loss(config.train.batch_size), resources.model)
     return config, [*notices, *more]
 
@@ -89,21 +93,21 @@ def resolve_before_building(
 def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Config, list[str]]:
     """(the configuration with no open setting, what the user should know of the choices).
 
-    The optimizer has the learning rate of the result.
+    The optimizer has the learning rate of the result. What would be measured stays open if nothing may be.
 
     Raises:
         RequestError: feedback steps or a chosen rate are asked for, and cannot be had.
     """
     train = with_steps(config.train, resources.rows.count)
-    loss = resources.loss(train.batch_size)
+    loss = resources.loss(train.batch_size) if resources.measuring else None
     train, notices = resolve_feedback(train, config.method.name, optimizer, loss)
     config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
     lr, more = _resolved_lr(config, resources, optimizer)
     return config.with_options(lr=lr), [*notices, *more]
 
 
-def _resolved_lr(config: Config, resources: Resources, optimizer: Tuner) -> tuple[float, list[str]]:
-    """(learning rate, notices for the user); the optimizer has the rate."""
+def _resolved_lr(config: Config, resources: Resources, optimizer: Tuner) -> tuple[float | str, list[str]]:
+    """(learning rate, notices for the user); the optimizer has the rate. "auto" where it is not to be searched."""
     wanted, default = config.method.options.get("lr", AUTO), float(optimizer.param_groups[0]["lr"])
     if wanted != AUTO or optimizer.num_directions == 0:
         return default, []
@@ -116,8 +120,11 @@ def _resolved_lr(config: Config, resources: Resources, optimizer: Tuner) -> tupl
         if "lr" in config.method.options:
             raise RequestError(f"method.lr is auto, and {reason}; set a number.")
         return default, [f"method.lr is {default:.1e}, the method's default: {reason}."]
+    if not resources.measuring:
+        return AUTO, []
     passes = math.ceil(resources.rows.held_out / config.train.batch_size)
-    found = choose_lr(optimizer, resources.batch, resources.held_out, passes, config.train.num_steps)
+    with current().phase(RATE):
+        found = choose_lr(optimizer, resources.batch, resources.held_out, passes, config.train.num_steps)
     return found.lr, [found.notice]
 
 
