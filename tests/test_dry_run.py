@@ -44,7 +44,7 @@ def test_the_time_of_the_run_is_the_sum_of_its_parts(given):
     forecast = json.loads(tezo(*command, *FEEDBACK_RUN, "--dry-run", "--json").out)
     seconds, steps = forecast["seconds"], forecast["steps"]
     assert steps == {"two-point": 4, "feedback": 2}
-    parts = seconds["preparation"] + seconds["evaluations"]
+    parts = seconds["preparation"] + seconds["measurements"] + seconds["evaluations"]
     parts += sum(seconds[f"{kind} step"] * (count - 1) + seconds[f"first {kind} step"] for kind, count in steps.items())
     assert seconds["run"] == pytest.approx(parts, abs=0.01) and min(seconds.values()) > 0
 

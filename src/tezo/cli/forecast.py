@@ -27,7 +27,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
     seconds = found["seconds"]
     steps = [f"{count} {kind} ({seconds[f'{kind} step']:.3f} s each)" for kind, count in found["steps"].items()]
     times = {name: duration_text(seconds[name]) for name in ("run", "evaluations", "preparation", "measurements")}
-    measured = [f"measured     {key} at the start, up to {count} passes" for key, count in found["measured"].items()]
+    measured = [
+        f"measured     {key} at the start, by up to {count} forward pass{'es' * (count > 1)}"
+        for key, count in found["measured"].items()
+    ]
     return [
         f"{found['method']} on {found['model']}; nothing is written",
         f"rows         {rows['train']} training, {rows['dev']} dev, {rows['test']} test",
@@ -37,8 +40,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         *measured,
         f"memory       {memory['peak']} at the peak; the model {memory['model']}, fixed factors {memory['factors']}",
         f"time         up to {times['run']}, of it preparation {times['preparation']}, measurements "
-        f"{times['measurements']} and evaluations {times['evaluations']}, by a pass of {seconds['timed pass']:.3f} s; "
-        f"{found['hardware']}",
+        f"{times['measurements']} and evaluations {times['evaluations']}, by one pass of "
+        f"{seconds['timed pass']:.3f} s; {found['hardware']}",
         *(f"note: {notice}" for notice in found["notices"]),
     ]
 

@@ -29,7 +29,8 @@ class StatusLine:
         meter: whose work is shown.
         stream: where to; None: standard error.
         silence: longest time between two lines, in seconds.
-        write: writes a line elsewhere, above a bar of others for example; then nothing is overwritten.
+        write: writes a line elsewhere, above the bar of a loop of others for example. Nothing is overwritten then, and
+            nothing is said outside of phases.
 
     Attributes:
         figures: name of a phase -> what is shown beside how far it is.
@@ -99,10 +100,12 @@ class StatusLine:
         while not self._over.wait(self._silence / 8):
             if time.monotonic() - self._last < self._silence:
                 continue
-            if not self._overwrites:
-                self.print(self._text())
-            elif self.meter.work.name != OTHER:
+            if self.meter.work.name == OTHER and (self._overwrites or self._write is not None):
+                continue
+            if self._overwrites:
                 self._redraw()
+            else:
+                self.print(self._text())
 
     def _text(self) -> str:
         work = self.meter.work
@@ -128,7 +131,9 @@ class StatusLine:
 
 
 @contextmanager
-def showing(wanted: bool = True, started: float | None = None) -> Iterator[StatusLine | None]:
+def showing(
+    wanted: bool = True, started: float | None = None, write: Callable[[str], object] | None = None
+) -> Iterator[StatusLine | None]:
     """A meter for a command, while this is open, and the line that shows its work.
 
     None where that is not wanted, and in all but the first of the processes that torchrun starts.
@@ -136,12 +141,13 @@ def showing(wanted: bool = True, started: float | None = None) -> Iterator[Statu
     Args:
         wanted: whether to show it.
         started: `time.perf_counter()` when the command began; None: now.
+        write: see `StatusLine`.
     """
     with Meter(time.perf_counter() if started is None else started) as meter:
         if not wanted or int(os.environ.get("RANK", "0")) > 0:
             yield None
             return
-        with StatusLine(meter) as line:
+        with StatusLine(meter, write=write) as line:
             yield line
 
 

@@ -41,7 +41,7 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
         before, after = summary["before"]["loss"], summary["after"]["loss"]
     else:
         before, after = summary["dev_loss_before"], summary["dev_loss"]
-    rows = "dev" if summary["dev_loss"] is not None or not summary["rows"]["test"] else "test"
+    rows = "dev" if summary["dev_loss"] is not None or summary["rows"].get("test") == 0 else "test"
     words = _OF_REWARD if REWARD in summary["after"] else _OF_LOSS
     start, end = (f"{words.sign * loss:.4f}" for loss in (before, after))
     if after < before - LEAST_GAIN * abs(before):

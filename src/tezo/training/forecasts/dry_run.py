@@ -25,7 +25,7 @@ from tezo.optim.learning_rate import MOST_PASSES
 from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
 from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import PER_EXAMPLE
-from tezo.progress.meter import TIMING, current
+from tezo.progress.meter import TIMING, current, metered
 from tezo.runs.environment import hardware, memory_for, peak_memory
 from tezo.tasks.objectives import Encoded
 from tezo.training.configuration.config import to_tree
@@ -54,10 +54,10 @@ def dry_run(config: Config) -> dict[str, Any]:
     """Prepares a run without measuring its open settings, and times a forward pass.
 
     Returns:
-        JSON: the resolved "settings"; those that are "measured" at the start, with their forward passes at most; the
-        "plan" of every parameter; "memory" in bytes (of the model, of fixed factors, and a forecast of the peak); and
-        "seconds" (of the preparation and the timed pass, and forecasts of one step of each kind, the measurements, the
-        evaluations and the whole run). Times are those of this machine as it is now.
+        JSON: the forward "passes" that were made; the resolved "settings"; those that are "measured" at the start, with
+        their forward passes at most; the "plan" of every parameter; "memory" in bytes (of the model, of fixed factors,
+        and a forecast of the peak); and "seconds" (of the preparation and the timed pass, and forecasts of one step of
+        each kind, the measurements, the evaluations and the whole run). Times are those of this machine as it is now.
 
     Raises:
         RequestError: the run could not start.
@@ -65,6 +65,11 @@ def dry_run(config: Config) -> dict[str, Any]:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RequestError("a dry run is of one process; leave out torchrun.")
+    with metered() as meter:
+        return _forecast(config) | {"passes": round(meter.passes, 2)}
+
+
+def _forecast(config: Config) -> dict[str, Any]:
     started = time.perf_counter()
     job = prepare(config, measuring=False)
     before = peak_memory(job.loaded.device)

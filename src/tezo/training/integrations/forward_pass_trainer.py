@@ -1,13 +1,16 @@
 """What `tezo.TezoTrainer` and `tezo.TezoSFTTrainer` share: a Trainer whose steps are those of a zeroth-order method."""
 
 import logging
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
+from tqdm.auto import tqdm
 from transformers import Trainer
 
 from tezo.errors import RequestError
@@ -17,6 +20,7 @@ from tezo.models.peft_check import why_not_in_peft
 from tezo.models.quantization import stay_packed
 from tezo.numerics.random import permutation
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.progress.status_line import showing
 from tezo.runs.checkpoints import Checkpoint
 from tezo.training.integrations.optimizer_view import OptimizerView
 from tezo.training.integrations.trainer_arguments import check_precision, forward_only, learning_rate
@@ -164,7 +168,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
 
     def train(self, *args: Any, **named: Any) -> Any:
         self._micro_batches = []  # a run that was stopped between two of them
-        return super().train(*args, **named)
+        with showing(not self.args.disable_tqdm, write=partial(tqdm.write, file=sys.stderr)):
+            return super().train(*args, **named)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Of the forward passes of a step; Trainer counts one, and a backward pass of twice as much."""
