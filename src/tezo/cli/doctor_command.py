@@ -51,7 +51,7 @@ def _print_model(report: dict[str, Any]) -> None:
     for key in ("name", "kind", "dtype", "quantization", "parameters", "linear_parameters"):
         print(f"  {key:<26} {report[key]}")
     print(f"  {'bytes':<26} {_mebibytes(report['bytes'])}, of linear layers {_mebibytes(report['linear_bytes'])}")
-    print("\nmethods, on the linear layers; beside the model, without a pass's activations:")
+    print("\nmethods, on the linear layers; counted, beside the model, without a pass's activations:")
     refused: dict[str, list[str]] = {}
     for row in report["methods"]:
         if row["refusal"]:
@@ -62,7 +62,9 @@ def _print_model(report: dict[str, Any]) -> None:
     for reason, names in refused.items():
         print(f"  not {', '.join(names)}: {reason}")
     _print_memory(report["memory"])
-    print("\nprojected gradient at close scales: scatter, and shift to the next smaller, as shares of its size")
+    print(
+        "\nprojected gradient, measured at close scales: scatter, and shift to the next smaller, as shares of its size"
+    )
     if isinstance(report["noise"], str):
         print(f"  not measured: {report['noise']}")
         return

@@ -66,10 +66,6 @@ class TwoPoint(Estimator):
         loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
         return average(loss, probes, self.passes(len(probes), first=False), draw)
 
-    def passes(self, directions: int, *, first: bool) -> int:
-        del first
-        return 2 * directions
-
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
         return average(record.loss, record.probes, record.forward_passes, draw)
 

@@ -21,6 +21,7 @@ BEFORE, STEPS, BETWEEN, AFTER = "evaluating before", "steps", "evaluating betwee
 WRITING, EVALUATING = "writing answers", "evaluating"
 SAVING, ASKING_PEFT, UPLOADING = "saving", "checking the adapter in PEFT", "uploading"
 TIMING = "timing a forward pass"
+KEPT, FORECAST = "counting what each method keeps", "forecasting the memory of training without values"
 EARLIER, OTHER = "earlier starts", "everything else"
 """Names of phases, as they are shown and as summary.json has them."""
 

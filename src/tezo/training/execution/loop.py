@@ -18,7 +18,7 @@ from tezo.models.model_card import Tuning
 from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import PER_EXAMPLE
-from tezo.progress.meter import AFTER, BEFORE, SAVING, STEPS, Meter, metered
+from tezo.progress.meter import AFTER, BEFORE, SAVING, STEPS, current, metered
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
@@ -90,7 +90,7 @@ def train(
             )  # trials may be rounded otherwise here
             ranks.check_same(log_header(job))
             with Interruption() as interruption:
-                return Loop(job, folder, listeners, interruption, ranks, meter).run()
+                return Loop(job, folder, listeners, interruption, ranks).run()
         finally:
             ranks.close()
 
@@ -104,20 +104,13 @@ class Loop:
         listeners: told of everything, in order, after the folder has it.
         interruption: whether the process was asked to end.
         ranks: that share the run.
-        meter: counts its phases.
     """
 
     def __init__(
-        self,
-        job: Job,
-        folder: RunFolder,
-        listeners: Sequence[Listener],
-        interruption: Interruption,
-        ranks: Ranks,
-        meter: Meter,
+        self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption, ranks: Ranks
     ) -> None:
         self.job = job
-        self.meter = meter
+        self.meter = current()
         self.settings = job.config.train
         self.folder = folder
         self.listeners = listeners

@@ -13,6 +13,7 @@ from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.estimate_error import DIRECTIONS, EstimateError, measure_estimate_error, recommended
 from tezo.optim.memory_forecast import forecasts
 from tezo.optim.methods import tezo
+from tezo.progress.meter import FORECAST, KEPT, RHO, current
 from tezo.runs.environment import hardware, usable_memory, versions
 from tezo.tasks import Row, TaskFormat, task
 from tezo.tasks.data_config import DataConfig
@@ -75,6 +76,10 @@ def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
     config = run_config(name, settings)
     loaded = load(config)
     linear = select_targets(loaded.model)
+    with current().phase(KEPT):
+        methods = [asdict(forecast) for forecast in forecasts(loaded.model)]
+    with current().phase(FORECAST):
+        memory = memory_report(config, loaded)
     report: dict[str, Any] = {
         "name": name,
         "kind": loaded.kind,
@@ -84,11 +89,12 @@ def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
         "parameters": sum(target.shape.numel() for target in find_targets(loaded.model)),
         "linear_parameters": sum(target.shape.numel() for target in linear),
         "linear_bytes": sum(bytes_of(target.parameter) for target in linear),
-        "methods": [asdict(forecast) for forecast in forecasts(loaded.model)],
-        "memory": memory_report(config, loaded),
+        "methods": methods,
+        "memory": memory,
     }
     try:
-        noise = model_estimate_error(config.data, loaded)
+        with current().phase(RHO):
+            noise = model_estimate_error(config.data, loaded)
     except RequestError as error:
         return report | {"noise": str(error), "recommended_rho": None}
     return report | {"noise": [asdict(at) for at in noise], "recommended_rho": recommended(noise).rho}
