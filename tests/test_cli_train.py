@@ -121,7 +121,7 @@ def test_json_is_all_there_is_on_standard_output(home, tmp_path):
 
 def test_held_out_rows_are_said(home, tmp_path):
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", data__hold_out=0.25)
-    assert done.says("3 of 12 training rows are held out", "data.dev names others", "9 training rows, 3 dev, 3 test")
+    assert done.says("3 of 12 training rows are held out", "data.dev names others", "9 training rows, 3 dev, 0 test")
     assert "dev rows, which also chose the step" in " ".join(done.out.split())
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "other", "--test", home / "test.jsonl")
     assert done.says("4 of 12 training rows are held out", "8 training rows, 4 dev, 6 test")

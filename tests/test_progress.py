@@ -19,7 +19,7 @@ from tezo.errors import RequestError
 from tezo.progress.meter import BASIS, EARLIER, LIBRARIES, OTHER, RATE, STEPS, Meter, current, tracked
 from tezo.progress.status_line import StatusLine, showing
 from tezo.runs.reader import read_run
-from tezo.runs.result_words import work_of, work_text
+from tezo.runs.result_words import measured_rows_text, work_of, work_text
 from tezo.training.configuration.config import parse_config
 from tezo.training.execution.listeners import Listener
 from tezo.training.execution.loop import train
@@ -215,12 +215,12 @@ def test_a_slow_search_says_how_far_it_is_though_each_of_its_steps_is_slow(home,
     stream, plain = Stamped(), OPTForCausalLM.forward
 
     def slow(self, *args, **named):
-        time.sleep(0.02)
+        time.sleep(0.01)
         return plain(self, *args, **named)
 
     monkeypatch.setattr(OPTForCausalLM, "forward", slow)
-    with Meter() as meter, StatusLine(meter, stream, silence=0.25):
-        train(recipe(home, "lozo-adam", rank=2, lr="auto", steps=12), tmp_path / "run")
+    with Meter() as meter, StatusLine(meter, stream, silence=0.15):
+        train(recipe(home, "lozo-adam", rank=2, lr="auto", steps=6), tmp_path / "run")
     gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
     assert max(gaps) < 0.5
     said = stream.getvalue()
@@ -345,3 +345,23 @@ def test_a_model_in_half_precision_on_a_cpu_that_emulates_it_is_said_to_be_slow(
         assert any("several times as long as in float32" in notice for notice in notices) == emulated
     assert not loading.load_model(str(home / "opt"), dtype="float32").notices
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "said"),
+    [
+        ({}, {"train": 18, "dev": 6, "test": 0}, "6 dev rows, which also chose the step"),
+        ({"eval_every": 0}, {"train": 18, "dev": 6, "test": 0}, "6 dev rows"),
+        ({"test": "dev.jsonl"}, {"train": 18, "dev": 6, "test": 6}, "6 test rows"),
+    ],
+)
+def test_dev_rows_are_called_dev_rows_everywhere(home, tmp_path, given, rows, said):
+    named = {"method": "tezo", "rank": 2, "lr": 1e-3, "steps": 4, "hold_out": 0.25, "output": tmp_path / "run"}
+    named |= given | ({"test": home / given["test"]} if "test" in given else {})
+    run = library.train(home / "opt", home / "rows.jsonl", **named)
+    assert run.summary["rows"] == rows and measured_rows_text(run.summary) == said
+    kind = said.split()[1]
+    card = (tmp_path / "run/adapter/README.md").read_text()
+    assert f"On the 6 {kind} rows." in card and ("test" in card.partition("## Loading")[0]) == (kind == "test")
+    assert "the dev loss" in run.summary["verdict"]
+    run.close()

@@ -9,6 +9,7 @@ from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
 from tezo.training.execution.listeners import Listener, Progress
 from tezo.training.execution.rollbacks import in_words
+from tezo.training.execution.summary import row_counts
 from tezo.training.preparation.job import Job
 from tezo.training.preparation.plan import plan
 
@@ -66,16 +67,16 @@ def _one_line(text: str) -> str:
 
 
 def _start_lines(job: Job) -> list[str]:
-    rows = plan(job.model, job.optimizer)
-    trained = [row for row in rows if row["trained"]]
+    rows, parameters = row_counts(job), plan(job.model, job.optimizer)
+    trained = [row for row in parameters if row["trained"]]
     ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})
     span = "" if not ranks else f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
     moved = sorted({row["moved"] for row in trained})
     model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
     lines = [
         f"{job.config.method.name} on {model}",
-        f"{len(trained)} of {len(rows)} parameters are trained{span}, moved {' and '.join(moved)}"
+        f"{len(trained)} of {len(parameters)} parameters are trained{span}, moved {' and '.join(moved)}"
         + (f"; fixed factors take {job.optimizer.factor_bytes / 2**20:.1f} MiB" if ranks else ""),
-        f"{len(job.train)} training rows, {len(job.dev)} dev, {len(job.test)} test",
+        f"{rows['train']} training rows, {rows['dev']} dev, {rows['test']} test",
     ]
     return lines + [f"note: {notice}" for notice in job.notices]

@@ -128,10 +128,11 @@ def tuning_of(run: Path) -> Tuning | None:
     if summary is None:
         return None
     with reading(f"{run}: {SUMMARY} is not that of a run", "restore it"):
+        rows = {str(split): int(count) for split, count in summary["rows"].items()}
         return Tuning(
             method=str(summary["method"]),
             steps=int(summary["kept_step"]),
-            rows={str(split): int(count) for split, count in summary["rows"].items()},
+            rows=rows | ({"test": 0} if summary.get("test_rows_chose") is True else {}),
             before=_finite(summary["before"]),
             after=_finite(summary["after"]),
         )

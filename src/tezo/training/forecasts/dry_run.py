@@ -31,6 +31,7 @@ from tezo.tasks.objectives import Encoded
 from tezo.training.configuration.config import to_tree
 from tezo.training.configuration.recipe import Config
 from tezo.training.execution.kept_answers import SAMPLE_TOKENS
+from tezo.training.execution.summary import row_counts
 from tezo.training.preparation.feedback_schedule import is_feedback
 from tezo.training.preparation.job import BASIS_ROWS, Job, prepare
 from tezo.training.preparation.perturbation_scale import is_rho_measured, passes_for_rho
@@ -87,7 +88,7 @@ def _forecast(config: Config) -> dict[str, Any]:
         "method": job.config.method.name,
         "model": job.config.model.name,
         "hardware": hardware(),
-        "rows": {"train": len(job.train), "dev": len(job.dev), "test": 0 if job.test is job.dev else len(job.test)},
+        "rows": row_counts(job),
         "parameters": parameter_counts(parameters),
         "steps": {kind: count for kind, (count, _) in steps.items()},
         "num_forward_passes": int(sum(_total(steps[kind], passes[kind]) for kind in steps)),

@@ -19,7 +19,7 @@ from tezo.models.untied_head import check_head_not_tied
 from tezo.numerics.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, Tuner, method
-from tezo.progress.meter import CHECKING, ENCODING, READING, current, tracked
+from tezo.progress.meter import CHECKING, ENCODING, current, tracked
 from tezo.tasks import Format
 from tezo.tasks.objectives import Batch, BatchClosure, Encoded, Objective
 from tezo.tasks.rewards import Reward, Score, prompt_of
@@ -112,8 +112,7 @@ def prepare(
         RequestError: something does not fit.
     """
     reward = make_reward(config, score)
-    with current().phase(READING):
-        found = rows if rows is not None else read_splits(config.data)
+    found = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
     used = _encode(config, loaded, found, reward)
     untrained = _untrained(loaded, used.objective, used.train)

@@ -63,7 +63,7 @@ def resolve_rho(
     cheap = {"basis": "gaussian", "lr": 0.0}
     optimizer = build(config.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
     try:
-        with current().phase(RHO):
+        with current().phase(RHO, passes_for_rho(optimizer.num_directions)):
             errors = measure_estimate_error(optimizer, loss, SCALES)
     finally:
         optimizer.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure
-from tezo.optim.learning_rate import choose_lr
+from tezo.optim.learning_rate import MOST_PASSES, choose_lr
 from tezo.optim.methods import AUTO
 from tezo.optim.tuner import Tuner
 from tezo.progress.meter import RATE, current
@@ -123,7 +123,7 @@ def _resolved_lr(config: Config, resources: Resources, optimizer: Tuner) -> tupl
     if not resources.measuring:
         return AUTO, []
     passes = math.ceil(resources.rows.held_out / config.train.batch_size)
-    with current().phase(RATE):
+    with current().phase(RATE, MOST_PASSES * optimizer.num_directions):
         found = choose_lr(optimizer, resources.batch, resources.held_out, passes, config.train.num_steps)
     return found.lr, [found.notice]
 
