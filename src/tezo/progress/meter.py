@@ -25,6 +25,9 @@ KEPT, FORECAST = "counting what each method keeps", "forecasting the memory of t
 EARLIER, OTHER = "earlier starts", "everything else"
 """Names of phases, as they are shown and as summary.json has them."""
 
+SELDOM = 0.1
+"""Seconds between two times that listeners are told how far a phase is, at least."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -84,7 +87,7 @@ class Meter:
         started: `time.perf_counter()` when the command began.
         rows_per_pass: rows that enter the model in one forward pass of a batch of training rows; the sum over rows is
             divided by it, so that a call for both signs counts twice, and a part of a batch as a part of a pass.
-        told: called, in the thread that works, when a phase begins and when it has got further.
+        told: called, in the thread that works, when a phase begins or ends and now and then when it has got further.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -92,7 +95,7 @@ class Meter:
     told: list[Told] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._since = self.started
+        self._since = self._told_at = self.started
         self._open = [_Phase(OTHER, self.started)]
         self._spent: dict[str, _Spent] = {}
         self._earlier = (0.0, 0.0)
@@ -142,7 +145,8 @@ class Meter:
             if not phase.unit or done < phase.done:
                 phase.begun = done
             phase.done, phase.total, phase.unit = done, total, unit
-            self._tell()
+            if done in (0, total) or time.perf_counter() - self._told_at > SELDOM:
+                self._tell()
 
     def watch(self, model: Any) -> None:
         """Counts the rows that enter a model of transformers from now on, until the meter is closed."""
@@ -204,6 +208,7 @@ class Meter:
         return self._spent.setdefault(name, _Spent())
 
     def _tell(self) -> None:
+        self._told_at = time.perf_counter()
         for tell in self.told:
             tell(self.work)
 
