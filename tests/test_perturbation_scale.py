@@ -6,8 +6,8 @@ import pytest
 import torch
 from cases import CASES
 from folders import completion_rows, model_folder, refused, train, write_rows
-
 from tezo.optim.estimate_error import ENOUGH, measure_estimate_error, recommended
+
 from tezo.optim.methods import METHODS
 from tezo.training.configuration.config import parse_config, read_config
 from tezo.training.preparation.job import make_optimizer, prepare

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTForCausalLM
 import tezo as library
 from tezo.errors import RequestError
 from tezo.progress.meter import BASIS, EARLIER, LIBRARIES, OTHER, RATE, STEPS, Meter, current, tracked
-from tezo.progress.status_line import StatusLine, showing
+from tezo.progress.status_line import StatusLine, duration_text, showing
 from tezo.runs.reader import read_run
 from tezo.runs.result_words import measured_rows_text, work_of, work_text
 from tezo.training.configuration.config import parse_config
@@ -74,7 +74,7 @@ METHODS = {
     "mezo-conservative": {},
     "forward-gradient": {},
     "adam": {},
-    "lozo-adam": {"rank": 2, "lr": "auto", "feedback_first": 2, "feedback_last": 1},
+    "lozo-adam": {"rank": 2, "lr": "auto", "feedback_first": 2, "feedback_last": 1, "steps": 150},
 }
 
 
@@ -90,7 +90,7 @@ def test_every_pass_and_second_of_a_run_is_in_its_phases(home, tmp_path, name):
     assert sum(spent["seconds"] for spent in phases.values()) == pytest.approx(seconds, abs=0.25)
     # a step's evaluations are passes of a batch, whether signs share a call, or lengths divide it
     assert phases[STEPS]["passes"] == summary["num_forward_passes"]
-    assert (RATE in phases and phases[RATE]["passes"] > 20) == (name == "lozo-adam")
+    assert (RATE in phases and phases[RATE]["passes"] > 5) == (name == "lozo-adam")
 
 
 def test_a_row_that_is_several_rows_of_the_model_is_counted_as_one(home, tmp_path):
@@ -104,7 +104,8 @@ def test_a_row_that_is_several_rows_of_the_model_is_counted_as_one(home, tmp_pat
         }
     )
     summary = train(made, tmp_path / "run")
-    assert summary["phases"][STEPS]["passes"] == summary["num_forward_passes"] == 6
+    # beside them, a pass at most that compares a high loss with the model's own
+    assert summary["num_forward_passes"] == 6 and summary["phases"][STEPS]["passes"] in (6, 7)
 
 
 def test_what_earlier_starts_have_taken_is_added(home, tmp_path):
@@ -125,9 +126,11 @@ def test_what_earlier_starts_have_taken_is_added(home, tmp_path):
 
 def test_what_is_said_of_the_work_counts_all_of_it(home, tmp_path):
     summary = train(recipe(home, "lozo-adam", rank=2, lr="auto"), tmp_path / "run")
-    total, _ = work_of(summary)
-    assert total == passes(summary["phases"]) > 3 * summary["num_forward_passes"]
-    assert f"{round(total):,} forward passes" in work_text(summary) and RATE in work_text(summary)
+    total, seconds = work_of(summary)
+    assert total == passes(summary["phases"]) > 2 * summary["num_forward_passes"]
+    longest = max(summary["phases"], key=lambda name: summary["phases"][name]["seconds"])
+    said = f"{round(total):,} forward passes, {duration_text(seconds)} ("
+    assert said in work_text(summary) and longest in work_text(summary)
     assert work_of({"num_forward_passes": 7, "seconds_stepping": 2.0}) == (7, 2.0), "a run of an earlier version"
     assert read_run(tmp_path / "run").summary["phases"] == summary["phases"]
     for odd in ([], {"steps": 3}, {"steps": {"seconds": "1", "passes": 2}}, {"steps": {"passes": 2}}):
@@ -220,11 +223,11 @@ def test_a_slow_search_says_how_far_it_is_though_each_of_its_steps_is_slow(home,
 
     monkeypatch.setattr(OPTForCausalLM, "forward", slow)
     with Meter() as meter, StatusLine(meter, stream, silence=0.15):
-        train(recipe(home, "lozo-adam", rank=2, lr="auto", steps=6), tmp_path / "run")
+        train(recipe(home, "lozo-adam", rank=2, lr="auto", steps=60), tmp_path / "run")
     gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
     assert max(gaps) < 0.5
     said = stream.getvalue()
-    assert f"{RATE}, " in said and "steps, " in said and "left" in said
+    assert f"{RATE}\n" in said and "steps, " in said and "left" in said
 
 
 def test_on_a_terminal_one_line_is_overwritten_and_gone_at_the_end():

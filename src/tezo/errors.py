@@ -61,6 +61,10 @@ class NonFiniteResultError(RunError):
         )
 
 
+class PerturbationWarning(UserWarning):
+    """A step's losses were measured where the model is far from itself."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the closest known name, else the list of known names."""
     options = list(known)

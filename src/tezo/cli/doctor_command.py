@@ -1,5 +1,6 @@
 """`tezo doctor`."""
 
+import math
 from typing import Annotated, Any
 
 import typer
@@ -62,16 +63,15 @@ def _print_model(report: dict[str, Any]) -> None:
     for reason, names in refused.items():
         print(f"  not {', '.join(names)}: {reason}")
     _print_memory(report["memory"])
-    print(
-        "\nprojected gradient, measured at close scales: scatter, and shift to the next smaller, as shares of its size"
-    )
-    if isinstance(report["noise"], str):
-        print(f"  not measured: {report['noise']}")
+    print("\nperturbation scales, measured on eight short reviews along the directions of the method:")
+    if isinstance(report["scales"], str):
+        print(f"  not measured: {report['scales']}")
         return
-    print("  rho       scatter  shift")
-    for row in report["noise"]:
+    print("  rho       curvature  rounding, as parts of the change of the losses")
+    for row in report["scales"]:
         mark = "  <- method.rho" if row["rho"] == report["recommended_rho"] else ""
-        print(f"  {row['rho']:<8g}  {row['scatter']:<7.3f}  {row['shift']:.3f}{mark}")
+        curvature = "not finite" if row["curvature"] == math.inf else f"{row['curvature']:.1%}"
+        print(f"  {row['rho']:<8g}  {curvature:<9}  {row['rounding']:.2%}{mark}")
 
 
 def _print_memory(report: dict[str, Any] | str) -> None:

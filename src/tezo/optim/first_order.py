@@ -45,6 +45,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         RunError: raised by `step` where a gradient is not finite; the parameters are unchanged.
     """
 
+    own_loss: float | None = None
     num_directions = 0
     """Number of random directions per step."""
 
@@ -191,6 +192,10 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
     def rho(self) -> float:
         """0: nothing is perturbed."""
         return 0.0
+
+    def set_rho(self, rho: float) -> None:
+        """No effect: nothing is perturbed."""
+        del rho
 
     @property
     def replays(self) -> bool:

@@ -1,6 +1,8 @@
 """The zeroth-order optimizer: torch.optim's interface, `loss = optimizer.step(closure)`, with forward passes only."""
 
 import math
+import statistics
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ from tezo.directions.perturbations import DrawKey, Perturbation
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.distributed import Ranks
-from tezo.errors import NonFiniteLossError, RequestError
-from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord
+from tezo.errors import NonFiniteLossError, PerturbationWarning, RequestError
+from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord, precise
 from tezo.estimators.estimator import Estimator
 from tezo.estimators.per_example import PerExample
 from tezo.estimators.two_point import TwoPoint
@@ -53,6 +55,15 @@ class StepRule:
     restarts: bool = False
 
 
+FAR_ABOVE, FAR_AT_LEAST = 0.5, 0.1
+"""A loss is far above the model's own if it is higher by more than half of that, and by more than 0.1."""
+
+
+def is_far_above(loss: float, own: float) -> bool:
+    """Whether the loss at a perturbed point is far above the model's own."""
+    return loss - own > max(FAR_ABOVE * abs(own), FAR_AT_LEAST)
+
+
 class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     """An optimizer that combines a perturbation, an estimator and an update rule for the parameters of a model.
 
@@ -88,6 +99,9 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         RequestError: a setting is out of range, or the targets cannot be tuned this way; raised by the first `step` if
             the closure reads a parameter past its modules, where forward hooks do not perturb it.
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
+
+    A `PerturbationWarning` says, once, that a perturbed point has a loss above the model's own by more than half of it
+    and more than 0.1: there the two losses tell little of this model. One more pass in the first step is for that.
     """
 
     @torch.inference_mode(False)  # state that is made in a user's inference mode could not be written outside of it
@@ -118,7 +132,8 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.seed = seed
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
-        self._calibrated = self._stepping = False
+        self._calibrated = self._stepping = self._has_warned = False
+        self.own_loss: float | None = None
         perturbation.prepare(self.targets)
         self.parameters = TunedParameters(
             model, self.targets, perturbation, update, in_forward=in_forward, frozen_rank=frozen_rank
@@ -191,9 +206,37 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             except FloatingPointError as error:
                 raise self._not_finite(error) from None
             let_interrupt()
+            self._compare_with_own(closure, estimate.probes)
             record = StepRecord(self.num_steps, estimate.loss, lr, estimate.probes, kind, estimate.forward_passes)
             self._apply(rule, estimate, record, draw)
         return estimate.loss
+
+    def _compare_with_own(self, closure: Closure, probes: Sequence[Probe]) -> None:
+        """Warns, once, where the losses of a step are far above the model's own.
+
+        That is measured in the first step unless it is known, and again on the rows of a step that seems to be far
+        above it.
+        """
+        if self._has_warned or all(probe.loss_plus == probe.loss_minus for probe in probes):
+            return
+        plus, minus = (
+            statistics.fmean(losses) for losses in zip(*((p.loss_plus, p.loss_minus) for p in probes), strict=True)
+        )
+        highest = max(plus, minus)
+        if self.own_loss is not None and not is_far_above(highest, self.own_loss):
+            return
+        with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
+            own = float(torch.as_tensor(precise(closure())).mean())
+        self.own_loss = own if self.own_loss is None else max(own, self.own_loss)
+        if is_far_above(highest, own):
+            self._has_warned = True
+            warnings.warn(
+                f"step {self.num_steps}: with method.rho {self.rho:g} the loss at a perturbed point is {highest:.4g}, "
+                f"and the model's own on these rows is {own:.4g}; such a step says little of this model. Set a smaller "
+                "method.rho, or rho=auto in a run.",
+                PerturbationWarning,
+                stacklevel=4,
+            )
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -376,6 +419,10 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     def rho(self) -> float:
         """Perturbation scale."""
         return self._two_point.rho
+
+    def set_rho(self, rho: float) -> None:
+        """Sets the perturbation scale of the steps that follow."""
+        self._two_point.rho = rho
 
     @property
     def num_steps(self) -> int:

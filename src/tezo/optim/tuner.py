@@ -54,6 +54,12 @@ class Tuner(Protocol):
     def rho(self) -> float:
         """Perturbation scale; 0 for gradient steps."""
 
+    def set_rho(self, rho: float) -> None:
+        """Sets the perturbation scale of the steps that follow."""
+
+    own_loss: float | None
+    """Loss of the model as it is, which a step's losses are compared with; None: the next step measures it."""
+
     @property
     def num_steps(self) -> int:
         """Number of steps taken."""

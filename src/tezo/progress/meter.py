@@ -67,7 +67,6 @@ class _Phase:
     total: int = 0
     unit: str = ""
     rows: int = 0
-    most: int = 0
 
 
 @dataclass
@@ -115,21 +114,13 @@ class Meter:
         """What the command is doing now; may be read from any thread."""
         phase, now = self._open[-1], time.perf_counter()
         passes = phase.rows / self.rows_per_pass
-        if phase.most and not phase.unit:
-            done = min(int(passes), phase.most)
-            return Work(phase.name, now - phase.opened, 0, done, phase.most, "passes at most", passes)
         return Work(phase.name, now - phase.opened, phase.begun, phase.done, phase.total, phase.unit, passes)
 
     @contextmanager
-    def phase(self, name: str, passes: int = 0) -> Iterator[None]:
-        """While open, time and passes count for this phase; one that is opened inside interrupts it.
-
-        Args:
-            name: of the phase.
-            passes: forward passes that it takes at most, which say how far it is; 0: not known.
-        """
+    def phase(self, name: str) -> Iterator[None]:
+        """While open, time and passes count for this phase; one that is opened inside interrupts it."""
         self._settle()
-        self._open.append(_Phase(name, self._since, most=passes))
+        self._open.append(_Phase(name, self._since))
         self._tell()
         try:
             yield
@@ -160,8 +151,6 @@ class Meter:
         rows = len((*args, *named.values())[0])
         self._open[-1].rows += rows
         self._of(self._open[-1].name).rows += rows
-        if self._open[-1].most:
-            self._tell()
 
     @contextmanager
     def telling(self, listeners: Iterable[Told]) -> Iterator[None]:

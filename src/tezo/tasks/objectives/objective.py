@@ -308,6 +308,12 @@ class BatchClosure:
         sums, count = self.example_totals(copies)
         return sums * (self.examples / count)
 
+    def row_losses(self) -> Tensor:
+        """The loss of each example (examples,), part by part, where all have the same perturbations; see `losses`."""
+        with self.objective.sharing(self.model):
+            sums = [self.objective.terms(self.model, batch).of_examples()[0] for batch in self.batches]
+        return torch.cat(sums) * (self.examples / sum(batch.num_terms for batch in self.batches))
+
     @property
     def tokens(self) -> int:
         """Maximum number of tokens of one copy in a forward pass, padding included."""

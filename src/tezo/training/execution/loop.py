@@ -26,7 +26,7 @@ from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import Score
 from tezo.tasks.splits import Splits
 from tezo.training.configuration.config import dump_config, read_config
-from tezo.training.configuration.recipe import Config
+from tezo.training.configuration.recipe import REWARD, Config
 from tezo.training.execution.best_state import BestState
 from tezo.training.execution.data_parallel import check_shareable, shared_rows
 from tezo.training.execution.evaluations import Evaluations
@@ -149,6 +149,8 @@ class Loop:
             listener.started(self.job)
         with self.meter.phase(BEFORE):
             before = self.evaluations.of("test", 0)
+        objective = self.settings.objective
+        self.job.optimizer.own_loss = before["loss"] if objective in (LOSS, REWARD) else -before[objective]
         with self.meter.phase(STEPS):
             steps = self._steps(start, before)
         self._check_ranks(steps)

@@ -21,10 +21,10 @@ from tezo.errors import RequestError
 from tezo.estimators.estimate import FEEDBACK, GRADIENT
 from tezo.models.quantization import stored_bytes
 from tezo.numerics.emulation import float32_on_emulating_cpu
-from tezo.optim.learning_rate import MOST_PASSES
 from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
 from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.optim.perturbation_scale import most_passes
 from tezo.progress.meter import TIMING, current, metered
 from tezo.runs.environment import hardware, memory_for, peak_memory
 from tezo.tasks.objectives import Encoded
@@ -34,8 +34,9 @@ from tezo.training.execution.kept_answers import SAMPLE_TOKENS
 from tezo.training.execution.summary import row_counts
 from tezo.training.preparation.feedback_schedule import is_feedback
 from tezo.training.preparation.job import BASIS_ROWS, Job, prepare
-from tezo.training.preparation.perturbation_scale import is_rho_measured, passes_for_rho
+from tezo.training.preparation.perturbation_scale import is_rho_open
 from tezo.training.preparation.plan import parameter_counts, plan
+from tezo.training.preparation.resolution import search_budget
 from tezo.training.preparation.schedule import evaluation_steps
 
 WITH_GRADIENT = 3
@@ -176,8 +177,8 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
     found: dict[str, int] = {}
     if options.get("directions") == PER_EXAMPLE != config.method.options.get("directions"):
         found["method.directions"] = 1  # four, over two rows
-    if is_rho_measured(job.config, job.model):
-        found["method.rho"] = passes_for_rho(optimizer.num_directions)
+    if is_rho_open(job.config) and job.config.train.minimises_loss:
+        found["method.rho"] = most_passes(optimizer.num_directions)
     basis = options.get("basis", method(config.method.name).defaults().get("basis"))
     if basis == "activation":
         ranks = {t.name: optimizer.application(t.name)[0] or 0 for t in optimizer.targets if t.input_role is not None}
@@ -186,7 +187,7 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
     if FEEDBACK in _steps(job):
         found["train.feedback_first"] = optimizer.passes_of(FEEDBACK, first=True)
     if options.get("lr") == AUTO:
-        found["method.lr"] = MOST_PASSES * optimizer.num_directions
+        found["method.lr"] = search_budget(job.config.train, optimizer)
     return found
 
 

@@ -25,7 +25,15 @@ from tezo.runs.checkpoints import Checkpoint
 from tezo.training.integrations.optimizer_view import OptimizerView
 from tezo.training.integrations.trainer_arguments import check_precision, forward_only, learning_rate
 from tezo.training.integrations.trainer_loss import StepLoss
-from tezo.training.integrations.trainer_method import build, check_same, closure_of, parse_method, resolve, with_method
+from tezo.training.integrations.trainer_method import (
+    build,
+    check_same,
+    closure_of,
+    parse_method,
+    resolve,
+    resolve_scale,
+    with_method,
+)
 from tezo.training.integrations.trainer_state import method_of, read_state, restore, save_state
 from tezo.training.preparation.job import BASIS_ROWS
 
@@ -112,6 +120,10 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             self.tuner = build(self._settings, self.model, self.args.seed)
             if self._rows_at_hand:
                 self.tuner.set_calibration_passes(self._basis_passes)
+            if self._resumed is None:
+                self._settings = resolve_scale(
+                    self._settings, self.tuner, self._loss_of_rows(self.args.train_batch_size)
+                )
             self.optimizer = OptimizerView(self.tuner)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
@@ -124,9 +136,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             )
             return
         given = self.compute_loss_func is not None or self.label_smoother is not None
-        self._settings = resolve(
-            self._settings, self.model, self.args.seed, self._loss_of_rows, self.args.train_batch_size, shared=given
-        )
+        self._settings = resolve(self._settings, self.model, self.args.seed, self._loss_of_rows, shared=given)
 
     @property
     def _rows_at_hand(self) -> bool:
