@@ -10,6 +10,7 @@ close that odd / rho does not change otherwise:
 
     noise_i = (odd_i(1.02 rho) / 1.02 - odd_i(rho)) / sqrt(1 + 1.02^-2).
 
+Three such variances are taken off the square of the even part: half of a loss's at either sign, and its own at W.
 All sizes are root mean squares over rows and directions.
 """
 
@@ -107,7 +108,7 @@ def measure_scale(
 ) -> MeasuredScale:
     """Finds the largest of `SCALES`, from `start` down, that obeys both bounds; the least bad one where none does.
 
-    No step is taken. Where no scale that was tried obeys both, one more is tried, at which both should be exceeded alike.
+    No step is taken. Where no scale that was tried obeys both, one more is tried, which should exceed both alike.
 
     Args:
         optimizer: draws the directions, those of its next step.
@@ -186,7 +187,10 @@ class _Measurement:
         return _rms((plus - minus) / 2 / CLOSE - self._odd[rho]) / math.sqrt(1 + CLOSE**-2)
 
     def _with_rounding(self, at: ScaleError, noise: float) -> ScaleError:
-        return replace(at, rounding=noise / max(_rms(self._odd[at.rho]), 1e-300)) if at.rho in self._odd else at
+        if at.rho not in self._odd:
+            return at
+        odd, even = max(_rms(self._odd[at.rho]), 1e-300), _rms(self._even[at.rho])
+        return replace(at, rounding=noise / odd, curvature=math.sqrt(max(0.0, even**2 - 3 * noise**2)) / odd)
 
     def _points(self, rho: float) -> tuple[Tensor, Tensor]:
         """(directions, rows), twice: the losses of the rows at both signs of each direction."""
