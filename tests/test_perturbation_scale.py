@@ -14,7 +14,7 @@ from trainers import trainer
 
 import tezo as library
 from tezo.errors import NonFiniteLossError, PerturbationWarning
-from tezo.optim.methods import METHODS, mezo
+from tezo.optim.methods import METHODS, lozo, mezo
 from tezo.optim.methods import tezo as plain_tezo
 from tezo.optim.perturbation_scale import (
     MOST_CURVATURE,
@@ -29,7 +29,7 @@ from tezo.optim.perturbation_scale import (
 from tezo.training.configuration.config import parse_config, read_config
 from tezo.training.execution.listeners import Listener
 from tezo.training.preparation.job import basis_passes, make_optimizer, prepare
-from tezo.training.preparation.perturbation_scale import first_scale
+from tezo.training.preparation.perturbation_scale import first_scale, losses_of
 
 
 class Squares:
@@ -82,6 +82,23 @@ def test_of_a_quadratic_it_is_the_largest_scale_whose_curvature_is_within_the_bo
     assert found.chosen.rho == max(scale for scale in SCALES if scale * ratio <= MOST_CURVATURE)
     assert found.chosen.excess <= 1 and found.num_forward_passes == rows.calls <= most_passes(1)
     assert optimizer.num_steps == 0 and found.loss == pytest.approx(float(rows.losses().detach().mean()))
+
+
+def test_rows_that_move_together_are_measured_along_the_directions_of_each():
+    # along one direction the slopes of all rows are one number, which may be near zero; along 64 the mean square is not
+    rows = Squares()
+    rows.x, rows.y = rows.x[:1].expand(64, -1), rows.y[:1].expand(64, -1)
+    chosen = []
+    for seed in range(8):
+        optimizer = lozo(rows.model, rank=6, seed=seed, directions="per-example", lazy_update_interval=None)
+        rows.calls = 0
+        found = measure_scale(optimizer, rows.losses, 1e-1)
+        assert found.num_forward_passes == rows.calls <= most_passes(1), "no more passes than along one direction"
+        kappas = [probe.projected_grad for probe in optimizer.measure(rows.losses, found.chosen.rho)]
+        assert found.kappa_sq == pytest.approx(sum(kappa**2 for kappa in kappas) / 64**2)
+        chosen.append(SCALES.index(found.chosen.rho))
+        optimizer.close()
+    assert max(chosen) - min(chosen) <= 1
 
 
 def test_its_figures_are_those_of_the_mean_loss_along_the_directions():
@@ -186,7 +203,7 @@ def test_a_run_measures_it_along_its_own_directions_in_every_precision(home, mod
             assert torch.equal(direction.v_NR, drawn[name][0].v_NR), "of the basis that the run has"
     rows = [job.train[i] for i in job.sampler().rows(0)]
     closure = job.objective.closure(job.model, job.objective.batches(rows))
-    found = measure_scale(fresh, closure.row_losses, first_scale(job.model))
+    found = measure_scale(fresh, losses_of(closure, fresh), first_scale(job.model))
     fresh.close()
     assert found.chosen.rho == rho
 

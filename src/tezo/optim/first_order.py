@@ -48,6 +48,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
     own_loss: float | None = None
     num_directions = 0
     """Number of random directions per step."""
+    per_example = False
 
     def __init__(
         self,

@@ -255,6 +255,9 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     def measure(self, closure: Closure, rho: float | None = None) -> tuple[Probe, ...]:
         """Two-point measurements along the directions of the next step; no step is taken.
 
+        One for each direction, or each example and each of its directions: that of example i along the j-th of q is at
+        place i q + j.
+
         Args:
             closure: as in `step`.
             rho: perturbation scale; None: that of the steps.
@@ -424,6 +427,11 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     def warn_by(self, tell: Callable[[str], object]) -> None:
         """Sets what is told, once, of a step whose losses are far above the model's own; else a warning is given."""
         self._tell = tell
+
+    @property
+    def per_example(self) -> bool:
+        """Whether each example of a batch has directions of its own."""
+        return isinstance(self._two_point, PerExample)
 
     def set_rho(self, rho: float) -> None:
         """Sets the perturbation scale of the steps that follow."""

@@ -54,6 +54,10 @@ class Tuner(Protocol):
     def rho(self) -> float:
         """Perturbation scale; 0 for gradient steps."""
 
+    @property
+    def per_example(self) -> bool:
+        """Whether each example of a batch has directions of its own."""
+
     def set_rho(self, rho: float) -> None:
         """Sets the perturbation scale of the steps that follow."""
 

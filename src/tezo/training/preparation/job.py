@@ -203,7 +203,6 @@ def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows, *, measu
             held_out=len(held_out),
         ),
         loss=lambda count: loss(train[:count]),
-        losses=lambda: loss([train[i] for i in sampler.rows(0)]).row_losses(),
         batch=lambda step: loss([train[i] for i in sampler.rows(step)]),
         held_out=losses,
         measuring=measuring,
