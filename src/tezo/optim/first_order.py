@@ -1,7 +1,7 @@
 """First-order Adam with the interface of the zeroth-order optimizer, as a baseline in the same training loop."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
     own_loss: float | None = None
     num_directions = 0
     """Number of random directions per step."""
+    per_example = False
 
     def __init__(
         self,
@@ -192,6 +193,10 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
     def rho(self) -> float:
         """0: nothing is perturbed."""
         return 0.0
+
+    def warn_by(self, tell: Callable[[str], object]) -> None:
+        """No effect: nothing is perturbed."""
+        del tell
 
     def set_rho(self, rho: float) -> None:
         """No effect: nothing is perturbed."""

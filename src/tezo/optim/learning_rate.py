@@ -212,9 +212,10 @@ class _Search:
     def _slope(self) -> tuple[float, float, float]:
         """(loss, mean square of the projected gradients, curvature), along the directions of the first step."""
         own = self._loss(self.batch(0))
-        probes = self.optimizer.measure(self.batch(0))
-        self._count(2 * len(probes))
+        probes, directions = self.optimizer.measure(self.batch(0)), self.optimizer.num_directions
+        self._count(2 * directions)
         kappa_sq = sum(probe.projected_grad**2 for probe in probes) / len(probes)
+        kappa_sq /= len(probes) / directions  # rows that have their own directions; see `MeasuredScale`
         means = [(probe.loss_plus + probe.loss_minus) / 2 for probe in probes]
         rho = self.optimizer.rho
         return own, kappa_sq, 2 * (sum(means) / len(means) - own) / rho**2 if rho else 0.0

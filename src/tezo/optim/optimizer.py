@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, overload
 
 import torch
@@ -60,8 +61,8 @@ FAR_ABOVE, FAR_AT_LEAST = 0.5, 0.1
 
 
 def is_far_above(loss: float, own: float) -> bool:
-    """Whether the loss at a perturbed point is far above the model's own."""
-    return loss - own > max(FAR_ABOVE * abs(own), FAR_AT_LEAST)
+    """Whether the loss at a perturbed point is far above the model's own; never of a reward, which is negated."""
+    return own > 0 and loss - own > max(FAR_ABOVE * own, FAR_AT_LEAST)
 
 
 class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
@@ -100,8 +101,9 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             the closure reads a parameter past its modules, where forward hooks do not perturb it.
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
 
-    A `PerturbationWarning` says, once, that a perturbed point has a loss above the model's own by more than half of it
-    and more than 0.1: there the two losses tell little of this model. One more pass in the first step is for that.
+    A `PerturbationWarning` says once that a perturbed point has a loss above the model's own
+    by more than half of it and more than 0.1: there the two losses tell little of this model. One more pass in the
+    first step is for that.
     """
 
     @torch.inference_mode(False)  # state that is made in a user's inference mode could not be written outside of it
@@ -134,6 +136,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.bind(self.targets)
         self._calibrated = self._stepping = self._has_warned = False
         self.own_loss: float | None = None
+        self._tell: Callable[[str], object] = partial(warnings.warn, category=PerturbationWarning, stacklevel=5)
         perturbation.prepare(self.targets)
         self.parameters = TunedParameters(
             model, self.targets, perturbation, update, in_forward=in_forward, frozen_rank=frozen_rank
@@ -230,12 +233,10 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.own_loss = own if self.own_loss is None else max(own, self.own_loss)
         if is_far_above(highest, own):
             self._has_warned = True
-            warnings.warn(
+            self._tell(
                 f"step {self.num_steps}: with method.rho {self.rho:g} the loss at a perturbed point is {highest:.4g}, "
                 f"and the model's own on these rows is {own:.4g}; such a step says little of this model. Set a smaller "
-                "method.rho, or rho=auto in a run.",
-                PerturbationWarning,
-                stacklevel=4,
+                "method.rho; runs measure one where it is auto."
             )
 
     @contextmanager
@@ -253,6 +254,9 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     @torch.no_grad()
     def measure(self, closure: Closure, rho: float | None = None) -> tuple[Probe, ...]:
         """Two-point measurements along the directions of the next step; no step is taken.
+
+        One for each direction, or each example and each of its directions: that of example i along the j-th of q is at
+        place i q + j.
 
         Args:
             closure: as in `step`.
@@ -419,6 +423,15 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     def rho(self) -> float:
         """Perturbation scale."""
         return self._two_point.rho
+
+    def warn_by(self, tell: Callable[[str], object]) -> None:
+        """Sets what is told, once, of a step whose losses are far above the model's own; else a warning is given."""
+        self._tell = tell
+
+    @property
+    def per_example(self) -> bool:
+        """Whether each example of a batch has directions of its own."""
+        return isinstance(self._two_point, PerExample)
 
     def set_rho(self, rho: float) -> None:
         """Sets the perturbation scale of the steps that follow."""

@@ -10,6 +10,7 @@ close that odd / rho does not change otherwise:
 
     noise_i = (odd_i(1.02 rho) / 1.02 - odd_i(rho)) / sqrt(1 + 1.02^-2).
 
+Three such variances are taken off the square of the even part: half of a loss's at either sign, and its own at W.
 All sizes are root mean squares over rows and directions.
 """
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tezo.errors import NonFiniteLossError
-from tezo.estimators.estimate import precise
+from tezo.estimators.estimate import ExampleClosure, precise
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.optim.tuner import Tuner
@@ -84,8 +85,9 @@ class MeasuredScale:
         chosen: the scale.
         tried: the scales in the order in which they were tried.
         loss: mean loss of the rows at W.
-        kappa_sq: mean square over the directions of the projected gradient of the mean loss.
-        second_derivative: mean of Z^T H Z over the directions, with H the Hessian of the mean loss.
+        kappa_sq: mean square over the directions of the projected gradient of the mean loss; where each of B rows has
+            its own, the mean square of a row's over B, so that entries of a step's estimate are as large.
+        second_derivative: mean of Z^T H Z over the directions, with H the Hessian of the mean loss, or of each row's.
         num_forward_passes: number of forward passes over the rows.
     """
 
@@ -103,16 +105,16 @@ def most_passes(num_directions: int) -> int:
 
 
 def measure_scale(
-    optimizer: Tuner, losses: Callable[[], Tensor], start: float, progress: Progress = untold
+    optimizer: Tuner, losses: Callable[[], Tensor | float], start: float, progress: Progress = untold
 ) -> MeasuredScale:
     """Finds the largest of `SCALES`, from `start` down, that obeys both bounds; the least bad one where none does.
 
-    No step is taken. Where no scale that was tried obeys both, one more is tried, at which both should be exceeded
-    alike.
+    No step is taken. Where no scale that was tried obeys both, one more is tried, which should exceed both alike.
 
     Args:
         optimizer: draws the directions, those of its next step.
-        losses: of the rows at the weights as they are, (rows,) or a scalar, float32 or wider.
+        losses: of the rows at the weights as they are, (rows,) or a scalar, float32 or wider. Where each row has its
+            own directions: as in a step.
         start: first scale.
         progress: told after each pair of passes.
 
@@ -123,7 +125,7 @@ def measure_scale(
 
 
 class _Measurement:
-    def __init__(self, optimizer: Tuner, losses: Callable[[], Tensor], progress: Progress) -> None:
+    def __init__(self, optimizer: Tuner, losses: Callable[[], Tensor | float], progress: Progress) -> None:
         self._optimizer = optimizer
         self._losses = losses
         self._progress = progress
@@ -145,11 +147,15 @@ class _Measurement:
         if between is not None:
             tried.append(self._with_rounding(self._error(between), noise))
         chosen = min(tried, key=lambda at: at.badness)
-        kappas = self._odd[chosen.rho].mean(1) / chosen.rho
         second = float(2 * self._even[chosen.rho].mean() / chosen.rho**2)
-        return MeasuredScale(
-            chosen, tuple(tried), float(self._own.mean()), float(kappas.square().mean()), second, self._passes
-        )
+        kappa_sq = self._kappa_sq(chosen.rho)
+        return MeasuredScale(chosen, tuple(tried), float(self._own.mean()), kappa_sq, second, self._passes)
+
+    def _kappa_sq(self, rho: float) -> float:
+        kappas = self._odd[rho] / rho
+        if self._optimizer.per_example:
+            return float(kappas.square().mean()) / kappas.shape[1]
+        return float(kappas.mean(1).square().mean())
 
     def _go_down(self, rho: float) -> list[ScaleError]:
         tried: list[ScaleError] = []
@@ -187,21 +193,28 @@ class _Measurement:
         return _rms((plus - minus) / 2 / CLOSE - self._odd[rho]) / math.sqrt(1 + CLOSE**-2)
 
     def _with_rounding(self, at: ScaleError, noise: float) -> ScaleError:
-        return replace(at, rounding=noise / max(_rms(self._odd[at.rho]), 1e-300)) if at.rho in self._odd else at
+        if at.rho not in self._odd:
+            return at
+        odd, even = max(_rms(self._odd[at.rho]), 1e-300), _rms(self._even[at.rho])
+        return replace(at, rounding=noise / odd, curvature=math.sqrt(max(0.0, even**2 - 3 * noise**2)) / odd)
 
     def _points(self, rho: float) -> tuple[Tensor, Tensor]:
         """(directions, rows), twice: the losses of the rows at both signs of each direction."""
         seen: list[Tensor] = []
 
-        def closure() -> Tensor:
+        def mean() -> Tensor:
             values = self._rows()
             seen.append(values)
             return values.mean()
 
+        directions = max(1, self._optimizer.num_directions)
         try:
-            self._optimizer.measure(closure, rho)
+            probes = self._optimizer.measure(self._losses if self._optimizer.per_example else mean, rho)
         finally:
-            self._count(2 * max(1, self._optimizer.num_directions))
+            self._count(2 * directions)
+        if self._optimizer.per_example:
+            points = torch.tensor([(p.loss_plus, p.loss_minus) for p in probes], dtype=torch.float64)
+            seen = list(points.view(-1, 2 * directions).T)
         return torch.stack(seen[::2]), torch.stack(seen[1::2])
 
     def _at_own(self) -> Tensor:
@@ -214,7 +227,11 @@ class _Measurement:
         return values
 
     def _rows(self) -> Tensor:
-        values: Tensor = precise(torch.as_tensor(self._losses()))
+        if self._optimizer.per_example and isinstance(self._losses, ExampleClosure):
+            found: Tensor | float = self._losses.example_losses(1)
+        else:
+            found = self._losses()
+        values: Tensor = precise(torch.as_tensor(found))
         return values.detach().double().cpu().flatten()
 
     def _count(self, passes: int) -> None:

@@ -1,6 +1,6 @@
 """The interface that a training run requires of zeroth-order and first-order optimizers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,8 +54,15 @@ class Tuner(Protocol):
     def rho(self) -> float:
         """Perturbation scale; 0 for gradient steps."""
 
+    @property
+    def per_example(self) -> bool:
+        """Whether each example of a batch has directions of its own."""
+
     def set_rho(self, rho: float) -> None:
         """Sets the perturbation scale of the steps that follow."""
+
+    def warn_by(self, tell: Callable[[str], object]) -> None:
+        """Sets what is told, once, of a step whose losses are far above the model's own; else a warning is given."""
 
     own_loss: float | None
     """Loss of the model as it is, which a step's losses are compared with; None: the next step measures it."""

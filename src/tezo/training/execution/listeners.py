@@ -37,6 +37,9 @@ class Listener:
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
         """`split` ("dev" or "test") was evaluated after `step` steps."""
 
+    def warned(self, text: str) -> None:
+        """Something of the run should be known that was not at its start; the summary has it among the notices."""
+
     def rolled_back(self, rollback: Rollback) -> None:
         """The run has returned to an earlier state, and goes on at a lower rate."""
 

@@ -26,7 +26,7 @@ from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import Score
 from tezo.tasks.splits import Splits
 from tezo.training.configuration.config import dump_config, read_config
-from tezo.training.configuration.recipe import REWARD, Config
+from tezo.training.configuration.recipe import Config
 from tezo.training.execution.best_state import BestState
 from tezo.training.execution.data_parallel import check_shareable, shared_rows
 from tezo.training.execution.evaluations import Evaluations
@@ -149,8 +149,8 @@ class Loop:
             listener.started(self.job)
         with self.meter.phase(BEFORE):
             before = self.evaluations.of("test", 0)
-        objective = self.settings.objective
-        self.job.optimizer.own_loss = before["loss"] if objective in (LOSS, REWARD) else -before[objective]
+        self.job.optimizer.own_loss = before["loss"]
+        self.job.optimizer.warn_by(self._warn)
         with self.meter.phase(STEPS):
             steps = self._steps(start, before)
         self._check_ranks(steps)
@@ -242,6 +242,12 @@ class Loop:
         self._log_step(progress)
         for listener in self.listeners:
             listener.stepped(progress)
+
+    def _warn(self, text: str) -> None:
+        """Says something of the run that was not known at its start."""
+        self.job = replace(self.job, notices=(*self.job.notices, text))
+        for listener in self.listeners:
+            listener.warned(text)
 
     def _log_step(self, progress: Progress) -> None:
         record, settings = progress.record, self.settings

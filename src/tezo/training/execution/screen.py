@@ -51,6 +51,9 @@ class Screen(Listener):
         figures = "  ".join(f"{name} {metric_text(name, value)}" for name, value in metrics.items())
         self.line.print(f"  step {step:>6}  {split:<5} {figures}")
 
+    def warned(self, text: str) -> None:
+        self.line.print(f"notice: {text}")
+
     def rolled_back(self, rollback: Rollback) -> None:
         self.line.print(f"  step {rollback.step:>6}  {in_words(rollback)}")
 

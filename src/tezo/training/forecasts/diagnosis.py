@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from tezo.tasks.setup import make_objective
 from tezo.training.configuration.recipe import Config
 from tezo.training.finished_runs.opening import run_config
 from tezo.training.forecasts.memory_ways import LENGTH, advice, memory_of_model
+from tezo.training.preparation.example_directions import resolve_directions
 from tezo.training.preparation.job import basis_passes, load, make_optimizer
-from tezo.training.preparation.perturbation_scale import first_scale
+from tezo.training.preparation.perturbation_scale import first_scale, losses_of
 
 PACKAGES = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
 """Packages whose versions are reported."""
@@ -126,10 +128,17 @@ def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     rows = [Row({"sentence": text, "label": label}, text) for text, label in REVIEWS.items()]
     encoded = [objective.encode(form.example(row)) for row in rows]
     options = {key: value for key, value in config.method.options.items() if key != "rho"}
-    optimizer = make_optimizer(replace(config, method=replace(config.method, options=options)), loaded, ())
+    build = partial(make_optimizer, loaded=loaded, untrained=())
+    config, _ = resolve_directions(
+        replace(config, method=replace(config.method, options=options)),
+        build,
+        objective.closure(loaded.model, objective.batches(encoded[:2])),
+        rows_share_inputs=objective.shared_tokens > 0,
+    )
+    optimizer = build(config)
     try:
         optimizer.set_calibration_passes(basis_passes(loaded, objective, encoded, config.train.seed))
-        closure = objective.closure(loaded.model, objective.batches(encoded))
-        return measure_scale(optimizer, closure.row_losses, first_scale(loaded.model), current().report)
+        losses = losses_of(objective.closure(loaded.model, objective.batches(encoded)), optimizer)
+        return measure_scale(optimizer, losses, first_scale(loaded.model), current().report)
     finally:
         optimizer.close()

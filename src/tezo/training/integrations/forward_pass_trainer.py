@@ -124,6 +124,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
                 self._settings = resolve_scale(
                     self._settings, self.tuner, self._loss_of_rows(self.args.train_batch_size)
                 )
+            self.tuner.warn_by(logger.warning)
             self.optimizer = OptimizerView(self.tuner)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer

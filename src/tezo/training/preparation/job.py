@@ -191,7 +191,7 @@ def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows, *, measu
     def losses() -> list[float]:
         size = settings.batch_size  # no pass takes more memory than a step's
         parts = [held_out[start : start + size] for start in range(0, len(held_out), size)]
-        return [value for part in parts for value in loss(part).example_losses(1)[0].tolist()]
+        return [value for part in parts for value in loss(part).row_losses().tolist()]
 
     return Resources(
         format=rows.format,
@@ -202,7 +202,6 @@ def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows, *, measu
             held_out=len(held_out),
         ),
         loss=lambda count: loss(train[:count]),
-        losses=lambda: loss([train[i] for i in sampler.rows(0)]).row_losses(),
         batch=lambda step: loss([train[i] for i in sampler.rows(step)]),
         held_out=losses,
         measuring=measuring,

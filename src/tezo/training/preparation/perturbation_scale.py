@@ -12,6 +12,7 @@ from tezo.models.in_memory import dtype_name
 from tezo.optim.methods import AUTO, Tuner, method
 from tezo.optim.perturbation_scale import MeasuredScale, in_words, measure_scale
 from tezo.progress.meter import RHO, current
+from tezo.tasks.objectives import BatchClosure
 from tezo.training.configuration.recipe import REWARD, Config
 
 DEFAULT_RHO = 1e-3
@@ -44,6 +45,11 @@ def first_scale(model: Any) -> float:
     return ROUNDED_RHO if rounds else DEFAULT_RHO
 
 
+def losses_of(batch: BatchClosure, optimizer: Tuner) -> Callable[[], Tensor]:
+    """What `measure_scale` takes of the rows of a step."""
+    return batch if optimizer.per_example else batch.row_losses
+
+
 def resolve_rho(
     config: Config, optimizer: Tuner, losses: Callable[[], Tensor] | None
 ) -> tuple[Config, list[str], MeasuredScale | None]:
@@ -55,7 +61,7 @@ def resolve_rho(
     Args:
         config: with method.rho, or without it where it is at its default.
         optimizer: of the run, with its directions and its basis.
-        losses: of the rows of a step, (rows,) or their mean; None: nothing may be measured.
+        losses: of the rows of a step, as `measure_scale` takes them; None: nothing may be measured.
 
     Raises:
         RequestError: rho is auto by request, and the objective is a metric.

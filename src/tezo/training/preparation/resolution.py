@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from tezo.errors import RequestError
 from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.learning_rate import choose_lr
@@ -21,10 +19,11 @@ from tezo.progress.meter import RATE, current
 from tezo.tasks import Format, LabelFormat
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.formats import default_template
+from tezo.tasks.objectives import BatchClosure
 from tezo.training.configuration.recipe import Config, TrainConfig
 from tezo.training.preparation.example_directions import resolve_directions
 from tezo.training.preparation.feedback_schedule import is_feedback, resolve_feedback
-from tezo.training.preparation.perturbation_scale import is_rho_open, resolve_rho
+from tezo.training.preparation.perturbation_scale import is_rho_open, losses_of, resolve_rho
 
 RESOLVED_AT_START: dict[str, Any] = {
     "data.shape": "auto",
@@ -70,7 +69,6 @@ class Resources:
         model: the model.
         rows: facts about the rows.
         loss: number of rows -> the objective on the first training rows.
-        losses: the losses of the rows of the first step.
         batch: step -> the objective on the rows of that step.
         held_out: the losses of rows that the first steps do not see.
         measuring: whether passes may be made; without them settings that are measured stay open.
@@ -80,8 +78,7 @@ class Resources:
     model: Any
     rows: RowFacts
     loss: Callable[[int], Closure]
-    losses: Callable[[], Tensor]
-    batch: Callable[[int], Closure]
+    batch: Callable[[int], BatchClosure]
     held_out: Callable[[], Sequence[float]]
     measuring: bool = True
 
@@ -108,7 +105,7 @@ def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Con
     config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
     measured = None
     if resources.measuring or not is_rho_open(config) or not train.minimises_loss:
-        config, more, measured = resolve_rho(config, optimizer, resources.losses)
+        config, more, measured = resolve_rho(config, optimizer, losses_of(resources.batch(0), optimizer))
         notices = [*notices, *more]
     lr, more = _resolved_lr(config, resources, optimizer, measured)
     return config.with_options(lr=lr), [*notices, *more]
