@@ -58,6 +58,7 @@ def hostile(home: Path, root: Path) -> Path:
     summary |= {"notices": [mark], "hardware": mark, "versions": {mark: mark}}
     summary["losses"] = {"steps": mark, "rows": mark}
     summary["verdict"] = f"Better: {mark}"
+    summary["phases"] = {mark: {"seconds": 1.0, "passes": 2.0}}
     for key in ("before", "after"):
         summary[key] = {mark: 0.5, **summary[key]}
     (folder / "summary.json").write_text(json.dumps(summary))

@@ -388,7 +388,7 @@ def test_doctor_says_what_a_file_can_be_tuned_with(packed_file):
 
 @pytest.mark.parametrize("method", ["tezo-adam", "tezo"])
 def test_a_model_that_transformers_read_from_a_file_is_tuned_and_saved(method, packed_file, tmp_path):
-    """As an object; transformers itself refuses to save it, and names it by its folder. Its tokenizer is another one."""
+    """As an object, which transformers itself refuses to save and names by its folder. Its tokenizer is another one."""
     folder, name = packed_file.parent, packed_file.name
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)
     with pytest.raises(ValueError, match="quantized with gguf"):

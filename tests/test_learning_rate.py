@@ -270,14 +270,14 @@ def tuned(run: Path) -> bytes:
 @pytest.mark.parametrize("name", mostly_slow(["tezo", "tezo-cadam"], "tezo-cadam"))
 def test_a_run_records_the_rate_it_chose_and_resumes_and_replays_to_the_bit(home, tmp_path, name):
     whole, cut, again, number = (tmp_path / name for name in ("whole", "cut", "again", "number"))
-    auto = pairs(home, **{"method.name": name})
+    auto = pairs(home, **{"method.name": name, "train.steps": 60, "train.batch_size": 24, "train.checkpoint_every": 3})
     done = command(whole, auto, "--lr", "auto")
     assert done.code == 0, done.err
     summary = json.loads(done.out)
     (notice,) = [notice for notice in summary["notices"] if notice.startswith("method.lr: ")]
     log = read_log(whole / "steps.log")
     lr = log.header["config"]["method"]["lr"]
-    assert f"method.lr: {lr:.1e} was chosen by " in notice and "of at most 2 steps" in notice
+    assert f"method.lr: {lr:.1e} was chosen by " in notice and "of at most 4 steps" in notice
     assert {step.lr for step in log.steps} == {lr}
     assert read_config(whole / "config.yaml", []).method.options["lr"] == lr
     assert math.isfinite(summary["after"]["loss"])

@@ -114,6 +114,10 @@ class NonFiniteModelError(NonFiniteResultError):
         RunError.__init__(self, f"{subject} is {value} in {name}; {way_out}.")
 
 
+class PerturbationWarning(UserWarning):
+    """A step's losses were measured where the model is far from itself."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the closest known name, else the list of known names."""
     options = list(known)

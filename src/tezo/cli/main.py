@@ -1,6 +1,7 @@
 """The program `tezo`: registers the commands, and turns errors into messages and exit codes."""
 
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Annotated
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 Ctrl-C, 143 SIGTERM.
     """
+    options.started = time.perf_counter() - (time.process_time() if arguments is None else 0.0)
     try:
         check_options(app, sys.argv[1:] if arguments is None else arguments)
         app(args=arguments, prog_name="tezo")

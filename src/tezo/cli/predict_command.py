@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json
-from tezo.models.quiet import quiet_libraries
+from tezo.cli.common import JsonOption, SetOption, print_json, showing_work
 
 
 def register(app: typer.Typer) -> None:
@@ -14,6 +13,7 @@ def register(app: typer.Typer) -> None:
     app.command("predict")(predict)
 
 
+@showing_work()
 def predict(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, or a base model.")],
     source: Annotated[str, typer.Option("--input", help="Rows to answer; -: JSON lines from standard input.")],
@@ -28,12 +28,10 @@ def predict(
     json: bool = JsonOption,
 ) -> None:
     """Answer new rows with a tuned model, or with a model as it is."""
-    from tezo.training.configuration.config import parse_setting
-
-    quiet_libraries()
     from tezo.errors import RequestError
     from tezo.tasks import read_rows
     from tezo.tasks.row_files import standard_input_rows
+    from tezo.training.configuration.config import parse_setting
     from tezo.training.finished_runs import answering
     from tezo.training.finished_runs.opening import open_model, run_config
 

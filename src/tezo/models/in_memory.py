@@ -11,8 +11,9 @@ from tezo.forward import is_changed_beside, settle
 from tezo.models.gguf_files import settle_gguf
 from tezo.models.identity import fingerprint
 from tezo.models.kinds import choose_kind
-from tezo.models.loading import DTYPES, LoadedModel, set_padding
+from tezo.models.loading import DTYPES, LoadedModel, emulation_notice, set_padding
 from tezo.models.lora import has_adapter, settle_adapter
+from tezo.progress.meter import LOADING, current, watch
 
 
 def from_objects(model: Any, tokenizer: Any, kind: str = "auto", *, keep: bool = True) -> LoadedModel:
@@ -48,8 +49,11 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto", *, keep: bool =
     settle_gguf(model)
     found = choose_kind(kind, [type(model).__name__], model.config)
     set_padding(type(model).__name__, model, tokenizer, found)
-    notices = [SETTLED] * any(kept) + frozen_notice(model)
-    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found, tokenizer), tuple(notices))
+    notices = [SETTLED] * any(kept) + frozen_notice(model) + emulation_notice(model)
+    watch(model)
+    with current().phase(LOADING):
+        made = fingerprint(model, found, tokenizer)
+    return LoadedModel(model.eval(), tokenizer, found, made, tuple(notices))
 
 
 SETTLED = (

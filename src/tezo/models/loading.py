@@ -44,6 +44,8 @@ from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
 from tezo.models.untied_head import untie_head as untie
+from tezo.numerics.emulation import is_emulated
+from tezo.progress.meter import LOADING, current, watch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -162,7 +164,8 @@ def load_model(
             f"model.quantization is {quantization}, and {name} is a GGUF file, whose weights are unpacked; "
             "leave it out, or give the model as safetensors."
         )
-    with _loading(name, trust_remote_code), reading_once() if in_gguf else nullcontext():
+    once = reading_once() if in_gguf else nullcontext()
+    with current().phase(LOADING), _loading(name, trust_remote_code), once:
         before = stamp(source)
         config = gguf_config(source) if in_gguf else AutoConfig.from_pretrained(source, **trust)
         asked = "causal" if in_gguf and kind == "auto" else kind  # no architecture stands in such a file
@@ -185,14 +188,27 @@ def load_model(
         model = (model if "device_map" in options else model.to(where)).eval()
         if untie_head:
             notices += untie(model)
+        watch(model)
         # what is packed is digested each time: it depends on more than the files
         known = before is not None and before == stamp(source) and quantization == "none"
         how = f"{before} {model.dtype} {untie_head}" if known else None
         made = fingerprint(model, model_kind, tokenizer, loaded_from=how)
         notices = [*notices, *place.settle(model, where)]
+        notices += emulation_notice(model)
         loaded = LoadedModel(model, tokenizer, model_kind, made, tuple(notices), labels=read_labels(Path(source)))
         _try(loaded)
     return loaded
+
+
+def emulation_notice(model: Any) -> list[str]:
+    """What a user should know of a model in half precision on a CPU that multiplies in float32."""
+    if device_of(model).type != "cpu" or not is_emulated(model.dtype):
+        return []
+    name = next(name for name, dtype in DTYPES.items() if dtype == model.dtype)
+    return [
+        f"model.dtype is {name}, which this CPU emulates: a pass takes several times as long as in float32. Set "
+        "model.dtype=float32 if the memory is there for it."
+    ]
 
 
 @contextmanager

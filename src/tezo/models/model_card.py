@@ -36,7 +36,7 @@ class Tuning:
         method: name of the method.
         steps: number of steps that led to the kept parameters.
         rows: split ("train", "dev", "test") -> number of rows.
-        before: metrics of the test rows before training.
+        before: metrics before training of the test rows, or of the dev rows where there are none.
         after: the same after training.
     """
 
@@ -121,7 +121,7 @@ def _origin(saved: Saved, tuning: Tuning | None) -> str:
         method = METHODS.get(tuning.method)
         rows["method"] = f"`{tuning.method}`" + (f": {method.summary.partition(': ')[2]}" if method else "")
         rows["steps"] = str(tuning.steps)
-        rows["rows"] = ", ".join(f"{count} {split}" for split, count in tuning.rows.items())
+        rows["rows"] = ", ".join(f"{count} {split}" for split, count in tuning.rows.items() if count)
     if saved.rank is not None:
         rows["rank"] = f"{saved.rank}, at scale 1 (`lora_alpha` = `r`)"
     lines = "\n".join(f"| {key} | {value} |" for key, value in rows.items())

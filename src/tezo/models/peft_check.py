@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tezo.errors import RequestError
 from tezo.files import storing
 from tezo.models.lora import Adapter, for_file, save_adapter
+from tezo.progress.meter import ASKING_PEFT, current
 
 
 def check_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> None:
@@ -47,9 +48,13 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module, folder: Path) -> str | N
     """
     if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
         return None
+    with current().phase(ASKING_PEFT):
+        return _why_not(for_file(adapter), model, folder)
+
+
+def _why_not(adapter: Adapter, model: PreTrainedModel, folder: Path) -> str | None:
     import peft
 
-    adapter = for_file(adapter)
     by = f"PEFT {peft.__version__}"
     with _unwarned():
         try:

@@ -72,6 +72,8 @@ class ResumeState:
         rollbacks: number of steps -> the return to earlier parameters after them.
         end: of the run, where its process was killed before the manifest; None: it has not ended.
         seconds: spent on steps so far.
+        elapsed: seconds that the starts of the run have taken so far, as far as metrics.jsonl says.
+        passes: forward passes in them.
         notices: what the user should know.
     """
 
@@ -84,11 +86,13 @@ class ResumeState:
     rollbacks: Mapping[int, Rollback] = field(default_factory=lambda: MappingProxyType({}))
     end: End | None = None
     seconds: float = 0.0
+    elapsed: float = 0.0
+    passes: float = 0.0
     notices: tuple[str, ...] = ()
 
 
 def _resume_state(
-    log: LogContents, begun: bool, checkpoint: Checkpoint | None, seconds: float, notices: Sequence[str]
+    log: LogContents, begun: bool, checkpoint: Checkpoint | None, metrics: MetricsLog, notices: Sequence[str]
 ) -> ResumeState:
     return ResumeState(
         log.header,
@@ -99,7 +103,9 @@ def _resume_state(
         log.answers,
         log.rollbacks,
         log.end,
-        seconds,
+        metrics.seconds,
+        metrics.elapsed,
+        metrics.passes,
         tuple(notices),
     )
 
@@ -236,7 +242,8 @@ class WritableRunFolder(RunFolder):
         if begun:
             at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
             notices.append(f"going on after step {len(contents.steps)}, from {at} and {LOG}.")
-        return _resume_state(contents, begun, checkpoint, self._metrics.seconds, notices)
+            notices.append(f"what earlier starts did after their last line of a step in {METRICS} is in no count.")
+        return _resume_state(contents, begun, checkpoint, self._metrics, notices)
 
     def _check_writable(self) -> None:
         try:
@@ -311,10 +318,10 @@ class ReadOnlyRunFolder(RunFolder):
     def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
         del header, sync_every
         contents = read_log(self.path / LOG)
-        seconds = MetricsLog(self.path / METRICS, contents).seconds
+        metrics = MetricsLog(self.path / METRICS, contents)
         self._digests = contents.files
         checkpoint, _ = newest(self.path, len(contents.steps))
-        return _resume_state(contents, True, checkpoint, seconds, [])
+        return _resume_state(contents, True, checkpoint, metrics, [])
 
     @contextmanager
     def result(self, name: str) -> Iterator[Path]:

@@ -44,6 +44,8 @@ class MetricsLog:
     Attributes:
         evaluations: (split, step) -> metrics.
         seconds: time spent on steps, from the last step line.
+        elapsed: time since the start of the command, and of earlier ones of the run, from the same line.
+        passes: forward passes in that time.
 
     Raises:
         RequestError: a complete line is damaged, or differs from the step log, or the file is a link.
@@ -52,7 +54,7 @@ class MetricsLog:
     def __init__(self, path: Path, log: LogContents) -> None:
         self.path = path
         self.evaluations: dict[tuple[str, int], Metrics] = {}
-        self.seconds = 0.0
+        self.seconds = self.elapsed = self.passes = 0.0
         self._last_step = 0
         data = _read(path)
         self._size, self._kept = len(data), 0
@@ -78,6 +80,7 @@ class MetricsLog:
                 return json_text(log.evaluations.get((split, step), metrics)) == json_text(metrics)
             record = log.steps[step - 1]
             self.seconds, self._last_step = float(line["seconds"]), step
+            self.elapsed, self.passes = (float(line.get(key, 0.0)) for key in ("elapsed", "passes"))
             found = (line["loss"], line["projected_grads"], line["lr"])
             return found == (record.loss, list(record.projected_grads), record.lr)
         except (ValueError, KeyError, TypeError, IndexError):

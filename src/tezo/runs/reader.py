@@ -222,6 +222,11 @@ def _plan_row(row: Any) -> PlanRow:
     return PlanRow(str(row["name"]), tuple(shape), bool(row["trained"]), rank, str(row.get("moved", "")))
 
 
+def _is_spent(value: Any) -> bool:
+    """Whether it is what a phase of a run has taken."""
+    return isinstance(value, dict) and all(_is_number(value.get(key)) for key in ("seconds", "passes"))
+
+
 def _read_summary(path: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
@@ -230,6 +235,9 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
         fits = _is_number(value) if key in _SUMMARY_NUMBERS else isinstance(value, _SUMMARY_TYPES.get(key, object))
         if not fits:
             raise UntrustedError(f"{path.name}: {key} is {str(value)[:40]!r}")
+    phases = summary.get("phases", {})
+    if not isinstance(phases, dict) or not all(map(_is_spent, phases.values())):
+        raise UntrustedError(f"{path.name}: phases is {str(phases)[:40]!r}")
     for key in ("before", "after"):
         try:
             summary[key] = _finite_metrics(summary.get(key, {}))

@@ -12,6 +12,7 @@ from torch import Tensor
 from tezo.errors import NonFiniteModelError, RequestError
 from tezo.models.loading import LoadedModel
 from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.progress.meter import ENCODING, EVALUATING, WRITING, current, tracked
 from tezo.tasks import Measure, Row
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.examples import check_answers
@@ -100,7 +101,10 @@ def evaluate_and_answer(
         else:
             assert isinstance(objective, CausalObjective)
             metrics = _evaluate_text(model, objective, encoded, batch_size)
-            answers = completions(model, objective, encoded, batch_size, max_new_tokens) if measures else []
+            answers = []
+            if measures:
+                with current().phase(WRITING):
+                    answers = completions(model, objective, encoded, batch_size, max_new_tokens)
     return metrics | _measured(measures, answers, encoded), answers
 
 
@@ -134,8 +138,10 @@ def measure(
     options: dict[str, Any] = {"measures": form.measures, "max_new_tokens": new, "calibrate": calibrate}
     if reward is None:
         check_answers(examples)
-    encoded = [objective.encode(example) for example in examples]
-    metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
+    with current().phase(ENCODING):
+        encoded = [objective.encode(example) for example in tracked(examples)]
+    with current().phase(EVALUATING):
+        metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
     check_finite(metrics, loaded.model)
     return metrics, token_notices(objective)
 
@@ -233,9 +239,10 @@ def predict(
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if not encoded[0].example.options:
-            with _checked_scores(model):
+            with current().phase(WRITING), _checked_scores(model):
                 return completions(model, objective, encoded, batch_size, max_new_tokens)
-        scores = option_scores(model, objective, encoded, batch_size)
+        with current().phase(WRITING):
+            scores = option_scores(model, objective, encoded, batch_size)
         _check_scores(torch.stack([row.amax() for row in scores]), model)
         return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
 

@@ -7,6 +7,7 @@ from typing import Any
 from tezo.errors import RequestError
 from tezo.models.local_names import ask_hub, check_no_path, hint, is_pattern
 from tezo.models.model_config import IN_MEMORY
+from tezo.progress.meter import READING, current
 from tezo.tasks.examples import Row, class_names, rows_of_fields
 from tezo.tasks.row_files import file_rows, kind_of_file
 
@@ -37,16 +38,17 @@ def read_rows(
     if source == IN_MEMORY:
         raise RequestError(f"{key}: the rows of this run were objects in memory; give them again, or name a file.")
     path = Path(source).expanduser()
-    if path.is_file():
-        rows = file_rows(path, key)
-    elif path.is_dir():
-        rows = _in_folder(path, key)
-    elif is_pattern(source):
-        rows = _of_files(_matches(path, source, key), key)
-    elif kind_of_file(path) or path.is_absolute() or source.startswith("."):
-        raise RequestError(f"{key}: there is no file {source}; check the path.{hint(source)}")
-    else:
-        rows = _from_hub(source, key, split, subset, first)
+    with current().phase(READING):
+        if path.is_file():
+            rows = file_rows(path, key)
+        elif path.is_dir():
+            rows = _in_folder(path, key)
+        elif is_pattern(source):
+            rows = _of_files(_matches(path, source, key), key)
+        elif kind_of_file(path) or path.is_absolute() or source.startswith("."):
+            raise RequestError(f"{key}: there is no file {source}; check the path.{hint(source)}")
+        else:
+            rows = _from_hub(source, key, split, subset, first)
     if not rows:
         raise RequestError(f"{key}: {source} has no rows; give a file with at least one.")
     return rows

@@ -13,6 +13,7 @@ from tezo.models import lora
 from tezo.models.in_memory import dtype_name, from_objects
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import IN_MEMORY, ModelConfig
+from tezo.progress.status_line import showing
 from tezo.runs.folder import CONFIG, LOG, read_summary
 from tezo.runs.manifest import MANIFEST
 from tezo.tasks.rewards import Score
@@ -22,6 +23,7 @@ from tezo.training.configuration.keywords import dotted_settings
 from tezo.training.configuration.recipe import Config
 from tezo.training.execution import loop
 from tezo.training.execution.listeners import Listener
+from tezo.training.execution.screen import Screen
 from tezo.training.finished_runs.opening import TunedModel, check_is_run
 from tezo.training.finished_runs.run import Run as Run
 from tezo.training.preparation.job import Job
@@ -39,6 +41,7 @@ def train(
     test: Rows | None = None,
     resume: bool = False,
     listeners: Sequence[Listener] = (),
+    progress: bool = True,
     settings: Mapping[str, Any] | None = None,
     **named: Any,
 ) -> Run:
@@ -61,6 +64,8 @@ def train(
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Objects must be given again, a model with the weights that the run began with.
         listeners: told of every step and evaluation; `tezo.training.integrations` has one for transformers' callbacks.
+        progress: whether standard error shows what the run does: a line that is overwritten on a terminal and in a
+            notebook, elsewhere a line every few seconds. The `Run` has it as an attribute for what follows.
         settings: any others by their dotted keys, such as {"data.seed": 3}; docs/settings.md has them all.
         named: the same by the last part of a key: `lr=1e-4, rank=8, steps=200, batch_size=16`. `seed` is train.seed.
 
@@ -79,17 +84,19 @@ def train(
     if reward is not None:
         given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
     score = None if isinstance(reward, str) else reward
-    config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
-    objects = {part: rows for part, rows in parts.items() if not is_named(rows)}
-    rows = splits_of(config.data, objects) if objects else None
-    folder = _folder(output, resume=resume)
-    watcher = _Watcher()
-    try:
-        summary = loop.train(config, folder, [*listeners, watcher], resume=resume, loaded=base, rows=rows, score=score)
-    except BaseException as error:
-        if output is None:
-            _leave(folder, error)
-        raise
+    with showing(progress) as line:
+        config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
+        objects = {part: rows for part, rows in parts.items() if not is_named(rows)}
+        rows = splits_of(config.data, objects) if objects else None
+        folder = _folder(output, resume=resume)
+        watcher = _Watcher()
+        told = [*listeners, *([] if line is None else [Screen(line)]), watcher]
+        try:
+            summary = loop.train(config, folder, told, resume=resume, loaded=base, rows=rows, score=score)
+        except BaseException as error:
+            if output is None:
+                _leave(folder, error)
+            raise
     return Run(
         folder,
         summary,
@@ -99,6 +106,7 @@ def train(
         reward=reward,
         temporary=output is None,
         trust_remote_code=config.model.trust_remote_code,
+        progress=progress,
     )
 
 

@@ -18,6 +18,7 @@ from tezo.models.model_card import Tuning
 from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.progress.meter import AFTER, BEFORE, SAVING, STEPS, current, metered
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
@@ -71,36 +72,37 @@ def train(
     """
     ranks = join()
     folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
-    try:
-        ranks.check_same({"resume": resume, **request_of(config)})
-        with ranks.together("use the run folder"):
-            if not (resume and folder.has_begun):
-                folder.check_free()
-        if resume and (summary := folder.summary()) is not None:
-            folder.check_ended()
-            check_unchanged(read_config(output / CONFIG, []), config)
-            return summary
-        with ranks.together("prepare the run"):
-            if resume and (begun := folder.header()) is not None:
-                config = with_choices_of(begun, config)
-            job = prepare(config, loaded=loaded, rows=rows, score=score)
-            check_shareable(job, ranks)
+    with metered() as meter, meter.telling(listener.working for listener in listeners):
         try:
-            job = job.with_lr(
-                *ranks.first([float(job.config.method.options["lr"])])
-            )  # trials may be rounded otherwise here
-            header = log_header(job)
-            own = {f"model.{part}": digest for part, digest in header["model"].items()}
-            ranks.check_same(header | {"model": None} | own)  # ranks may have the same files in other places
-            job = replace(job, config=with_absolute_paths(job.config))
-            with Interruption() as interruption:
-                return Loop(job, folder, listeners, interruption, ranks).run()
-        except BaseException:
-            if loaded is not None:
-                job.optimizer.close()  # the model is the caller's, and free again
-            raise
-    finally:
-        ranks.close()
+            ranks.check_same({"resume": resume, **request_of(config)})
+            with ranks.together("use the run folder"):
+                if not (resume and folder.has_begun):
+                    folder.check_free()
+            if resume and (summary := folder.summary()) is not None:
+                folder.check_ended()
+                check_unchanged(read_config(output / CONFIG, []), config)
+                return summary
+            with ranks.together("prepare the run"):
+                if resume and (begun := folder.header()) is not None:
+                    config = with_choices_of(begun, config)
+                job = prepare(config, loaded=loaded, rows=rows, score=score)
+                check_shareable(job, ranks)
+            try:
+                job = job.with_lr(
+                    *ranks.first([float(job.config.method.options["lr"])])
+                )  # trials may be rounded otherwise here
+                header = log_header(job)
+                own = {f"model.{part}": digest for part, digest in header["model"].items()}
+                ranks.check_same(header | {"model": None} | own)  # ranks may have the same files in other places
+                job = replace(job, config=with_absolute_paths(job.config))
+                with Interruption() as interruption:
+                    return Loop(job, folder, listeners, interruption, ranks).run()
+            except BaseException:
+                if loaded is not None:
+                    job.optimizer.close()  # the model is the caller's, and free again
+                raise
+        finally:
+            ranks.close()
 
 
 class Loop:
@@ -118,6 +120,7 @@ class Loop:
         self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption, ranks: Ranks
     ) -> None:
         self.job = job
+        self.meter = current()
         self.settings = job.config.train
         self.folder = folder
         self.listeners = listeners
@@ -150,11 +153,16 @@ class Loop:
             start = self._restore_checkpoint(self.resumed)
         for listener in self.listeners:
             listener.started(self.job)
-        before = self.evaluations.of("test", 0)
-        steps = self._steps(start, before)
+        with self.meter.phase(BEFORE):
+            before = self.evaluations.of("test", 0)
+        self.job.optimizer.own_loss = before["loss"]
+        self.job.optimizer.warn_by(self._warn)
+        with self.meter.phase(STEPS):
+            steps = self._steps(start, before)
         self._check_ranks(steps)
         self.best.restore(steps)
-        after = self.evaluations.of("test", steps)
+        with self.meter.phase(AFTER):
+            after = self.evaluations.of("test", steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
         return self._finish(steps, before, after)
@@ -172,6 +180,7 @@ class Loop:
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         job.optimizer.set_factor_store(self.folder.factor_files)
+        self.meter.add_earlier(state.elapsed, state.passes)
         self.job = replace(job, notices=(*job.notices, *notices, *state.notices))
         return state
 
@@ -193,10 +202,12 @@ class Loop:
         """All steps from `start` on, with their evaluations and checkpoints; how many the run has then."""
         settings = self.settings
         keep_every = interval(settings.checkpoint_every, settings)
+        self.meter.report(start, settings.num_steps, STEPS)
         if start == 0:
             self.best.note(0, before)
         for steps in range(start + 1, settings.num_steps + 1):
             self._step(steps - 1)
+            self.meter.report(steps, settings.num_steps, STEPS)
             ended = self.resumed.end is not None and steps == self.resumed.end.steps
             ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
             self.best.note(steps, last=ends)
@@ -239,6 +250,12 @@ class Loop:
         for listener in self.listeners:
             listener.stepped(progress)
 
+    def _warn(self, text: str) -> None:
+        """Says something of the run that was not known at its start."""
+        self.job = replace(self.job, notices=(*self.job.notices, text))
+        for listener in self.listeners:
+            listener.warned(text)
+
     def _log_step(self, progress: Progress) -> None:
         record, settings = progress.record, self.settings
         taken = record.step + 1
@@ -249,6 +266,8 @@ class Loop:
                 "projected_grads": list(record.projected_grads),
                 "lr": record.lr,
                 "seconds": round(progress.seconds, 3),
+                "elapsed": round(self.meter.seconds, 3),
+                "passes": round(self.meter.passes, 2),
                 "memory": progress.memory,
             }
             self.folder.append_metrics(taken, line)
@@ -322,16 +341,18 @@ class Loop:
             after,
             self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
             self.best.rollbacks,
+            kept is not None,
             self.best.stopped,
         )
         self.folder.append_end(End(outcome.steps, outcome.kept_step))
         # in this order: saving a whole model merges the change into it
         job = self.job
         tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after)
-        result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
-        summary = summarize(self.job, outcome, self.ranks, result)
+        with self.meter.phase(SAVING):
+            result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
         answers = compare(self.job.test, first, last)
+        summary = summarize(self.job, outcome, self.ranks, result, self.meter.phases)
         self.folder.finish(summary, answers)
         for listener in self.listeners:
             if answers is not None:

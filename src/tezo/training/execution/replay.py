@@ -13,6 +13,7 @@ from tezo.models.identity import check_model
 from tezo.models.saving import save_result
 from tezo.numerics.noise_table import NOISE_VERSION
 from tezo.optim.tuner import Tuner
+from tezo.progress.meter import SAVING, STEPS, current, tracked
 from tezo.runs.environment import versions
 from tezo.runs.factor_files import FactorFiles
 from tezo.runs.fingerprint import check_complete, check_place
@@ -64,8 +65,10 @@ def replay(
     if contents.size > contents.valid:
         notices.append(f"{contents.size - contents.valid} bytes at the end of {LOG} are unfinished, and left out.")
     wanted = _wanted(contents, step)
-    take_again(optimizer, contents, wanted)
-    result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
+    with current().phase(STEPS):
+        take_again(optimizer, contents, wanted)
+    with current().phase(SAVING):
+        result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
     return {"steps": wanted, "result": result, "notices": notices}
 
 
@@ -73,7 +76,7 @@ def take_again(optimizer: Tuner, log: LogContents, steps: int) -> None:
     """Takes the first steps of a log again, with the returns to earlier parameters between them."""
     returned_to = {rollback.to for rollback in log.rollbacks.values()}
     kept: dict[int, dict[str, Tensor]] = {}
-    for step in range(steps):
+    for step in tracked(range(steps), STEPS):
         if step in returned_to:
             kept[step] = optimizer.tuned_state()
         if step in log.rollbacks:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tezo.errors import RequestError
 from tezo.files import write_file
 from tezo.models.loading import LoadedModel
+from tezo.progress.meter import ENCODING, current, tracked
 from tezo.tasks import Row
 from tezo.tasks.evaluation import Metrics, measure, predict
 from tezo.tasks.rewards import Score
@@ -79,7 +80,8 @@ def answer_rows(
     form = make_format(config.data, loaded, rows)
     new = 0 if form.options else max_new_tokens or form.max_new_tokens or MAX_NEW_TOKENS
     objective = make_objective(config.data, loaded, form, new)
-    encoded = [objective.encode(form.example(row, answered=False)) for row in rows]
+    with current().phase(ENCODING):
+        encoded = [objective.encode(form.example(row, answered=False)) for row in tracked(rows)]
     answers = predict(loaded.model, objective, encoded, config.train.eval_batch_size, new)
     return answers, token_notices(objective, new)
 

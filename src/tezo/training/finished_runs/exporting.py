@@ -21,6 +21,7 @@ from tezo.models.model_card import Tuning
 from tezo.models.peft_adapters import adapter_kind, open_adapter
 from tezo.models.peft_check import check_in_peft
 from tezo.models.saving import save_peft_adapter, save_with_card
+from tezo.progress.meter import SAVING, current
 from tezo.runs.folder import ADAPTER, CONFIG, MODEL
 from tezo.training.configuration.config import read_run_config
 from tezo.training.configuration.recipe import Config
@@ -59,7 +60,7 @@ def export_run(
     config = read_run_config(run / CONFIG, [*here, *([("model.name", model)] if model else [])])
     _check_result(run, config, form)
     write, rank = _from_folder(run, config, form)
-    with new_folder(output) as folder:
+    with current().phase(SAVING), new_folder(output) as folder:
         write(folder)
     return rank
 
@@ -83,7 +84,7 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None
     if form == MERGED:
         check_mergeable(tuned.model)
     write = _from_memory(run, config, form, tuned)
-    with new_folder(output) as folder:
+    with current().phase(SAVING), new_folder(output) as folder:
         write(folder)
 
 

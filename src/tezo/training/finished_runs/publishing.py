@@ -12,6 +12,7 @@ from tezo.files import one_line, open_to_read, own_object, read_bytes, reading
 from tezo.models.kinds import kind_of
 from tezo.models.lora import TASK_TYPES
 from tezo.models.model_card import CARD, HERE, Saved, card_text, hub_name, shown_name
+from tezo.progress.meter import UPLOADING, current
 from tezo.runs.folder import ADAPTER, CONFIG, MODEL, read_summary
 from tezo.training.configuration.config import read_run_config
 from tezo.training.configuration.recipe import Config
@@ -45,7 +46,9 @@ def push_run(run: Path, name: str, *, public: bool = False) -> str:
     config = read_run_config(run / CONFIG, [])
     result = run / (ADAPTER if (run / ADAPTER).is_dir() else MODEL)
     _check_name(name)
-    return _upload(result, _changed(result, run, config, name), name, public=public)
+    changed = _changed(result, run, config, name)
+    with current().phase(UPLOADING):
+        return _upload(result, changed, name, public=public)
 
 
 def _check_name(name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from tezo.errors import RequestError
 from tezo.files import read_bytes
 from tezo.models.loading import LoadedModel
+from tezo.progress.status_line import showing
 from tezo.runs.folder import CONFIG, METRICS
 from tezo.runs.manifest import check_manifest
 from tezo.runs.metrics_log import MOST_METRICS
@@ -45,6 +46,7 @@ class Run:
         folder: the run folder.
         summary: what is in summary.json, metrics before and after among it.
         config: the settings of the run, resolved.
+        progress: whether standard error shows how far `evaluate`, `predict` and `export` are; may be set.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class Run:
         reward: Score | str | None = None,
         temporary: bool = False,
         trust_remote_code: bool = False,
+        progress: bool = True,
     ) -> None:
         self.folder = folder
         self.summary = summary
+        self.progress = progress
         self._name = base if isinstance(base, str) else None
         self._base = None if isinstance(base, str) else base
         named = [("model.name", self._name)] if self._name else []
@@ -118,10 +122,11 @@ class Run:
         Raises:
             RequestError: rows cannot be read, or do not fit the run.
         """
-        loaded = self.loaded
-        rows = self._reported(loaded) if data is None else rows_of(data, "data")
-        config, score = with_reward(self.config, reward if reward is not None else self._reward)
-        metrics, notices = measure_rows(config, loaded, rows, score=score)
+        with showing(self.progress):
+            loaded = self.loaded
+            rows = self._reported(loaded) if data is None else rows_of(data, "data")
+            config, score = with_reward(self.config, reward if reward is not None else self._reward)
+            metrics, notices = measure_rows(config, loaded, rows, score=score)
         _warn(notices)
         return metrics
 
@@ -135,8 +140,9 @@ class Run:
         Raises:
             RequestError: rows cannot be read, or do not fit the run.
         """
-        asked = rows_of(rows, "rows")
-        answers, notices = answer_rows(self.config, self._open().loaded, asked, max_new_tokens)
+        with showing(self.progress):
+            asked = rows_of(rows, "rows")
+            answers, notices = answer_rows(self.config, self._open().loaded, asked, max_new_tokens)
         _warn(notices)
         return answers
 
@@ -156,13 +162,14 @@ class Run:
             RequestError: the folder is in use, or the run has no result of this form.
         """
         output = Path(folder)
-        if self._base is None and (self._tuned is None or form == MERGED):
-            self._check_open()
-            export_run(
-                self.folder, output, form, model=self._name, trust_remote_code=self.config.model.trust_remote_code
-            )
-        else:
-            export_tuned(self.folder, output, form, self._open().loaded)
+        with showing(self.progress):
+            if self._base is None and (self._tuned is None or form == MERGED):
+                self._check_open()
+                export_run(
+                    self.folder, output, form, model=self._name, trust_remote_code=self.config.model.trust_remote_code
+                )
+            else:
+                export_tuned(self.folder, output, form, self._open().loaded)
         return output
 
     def merge(self) -> Any:

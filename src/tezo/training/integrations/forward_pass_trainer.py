@@ -1,13 +1,16 @@
 """What `tezo.TezoTrainer` and `tezo.TezoSFTTrainer` share: a Trainer whose steps are those of a zeroth-order method."""
 
 import logging
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
+from tqdm.auto import tqdm
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -19,11 +22,20 @@ from tezo.models.peft_check import why_not_in_peft_yet
 from tezo.models.quantization import stay_packed
 from tezo.numerics.random import permutation
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.progress.status_line import showing
 from tezo.runs.checkpoints import Checkpoint
 from tezo.training.integrations.optimizer_view import OptimizerView
 from tezo.training.integrations.trainer_arguments import check_precision, forward_only, learning_rate
 from tezo.training.integrations.trainer_loss import StepLoss
-from tezo.training.integrations.trainer_method import build, check_same, closure_of, parse_method, resolve, with_method
+from tezo.training.integrations.trainer_method import (
+    build,
+    check_same,
+    closure_of,
+    parse_method,
+    resolve,
+    resolve_scale,
+    with_method,
+)
 from tezo.training.integrations.trainer_state import method_of, read_state, restore, save_state
 from tezo.training.preparation.job import BASIS_ROWS
 
@@ -112,6 +124,11 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             self.tuner = build(self._settings, self.model, self.args.seed)
             if self._rows_at_hand:
                 self.tuner.set_calibration_passes(self._basis_passes)
+            if self._resumed is None:
+                self._settings = resolve_scale(
+                    self._settings, self.tuner, self._loss_of_rows(self.args.train_batch_size)
+                )
+            self.tuner.warn_by(logger.warning)
             self.optimizer = OptimizerView(self.tuner)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
@@ -124,9 +141,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             )
             return
         given = self.compute_loss_func is not None or self.label_smoother is not None
-        self._settings = resolve(
-            self._settings, self.model, self.args.seed, self._loss_of_rows, self.args.train_batch_size, shared=given
-        )
+        self._settings = resolve(self._settings, self.model, self.args.seed, self._loss_of_rows, shared=given)
 
     @property
     def _rows_at_hand(self) -> bool:
@@ -168,7 +183,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
 
     def train(self, *args: Any, **named: Any) -> Any:
         self._micro_batches = []  # a run that was stopped between two of them
-        return super().train(*args, **named)
+        with showing(not self.args.disable_tqdm, write=partial(tqdm.write, file=sys.stderr)):
+            return super().train(*args, **named)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Of the forward passes of a step; Trainer counts one, and a backward pass of twice as much."""
