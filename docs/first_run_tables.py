@@ -115,9 +115,33 @@ def newcomer() -> str:
     return grid(heads, rows) + f"\nOne seed. `{results['command']}`; {machine(results)}.\n"
 
 
+def real_model() -> str:
+    """What a run of the embedded language model says and measures, by data type."""
+    results, rows = read("real_model"), []
+    for dtype, run in results["runs"].items():
+        phases = run["phases"]
+        passes = [phases.get(name, {}).get("passes", 0.0) for name in ("measuring rho", "searching the learning rate")]
+        rows.append([
+            dtype, f"{run['first_line']:.1f} s", f"{run['longest_silence']:.1f} s", f"{run['seconds']:.0f} s",
+            f"{sum(phase['passes'] for phase in phases.values()):.0f}", *(f"{made:.0f}" for made in passes),
+            f"{run['rho']:g}", f"{run['highest_ratio']:.3f}",
+            *(f"{part['loss']:.3f} / {100 * part['accuracy']:.1f} %" for part in (run["before"], run["after"])),
+        ])  # fmt: skip
+    heads = [
+        "dtype", "first line", "longest silence", "whole run", "forward passes", "of them for rho", "for the rate", "rho",
+        "highest point / own loss", "test before", "after",
+    ]  # fmt: skip
+    said = (
+        f"{results['rows']['train']} training rows, {results['rows']['dev']} dev, {results['rows']['test']} test, "
+        f"{results['steps']} steps, one seed; the points are of the first 20 steps"
+    )
+    return grid(heads, rows) + f"\n{said}. `{results['command']}`; {machine(results)}, {results['threads']}.\n"
+
+
 FIRST_RUN_TABLES: dict[str, Callable[[], str]] = {
     "first-runs": first_runs,
     "first-runs-models": first_runs_models,
     "learning-rates": learning_rates,
     "newcomer": newcomer,
+    "real-model": real_model,
 }
