@@ -14,9 +14,7 @@ from trainers import trainer
 
 import tezo as library
 from tezo.errors import NonFiniteLossError, PerturbationWarning
-from tezo.optim.methods import METHODS, lozo, mezo
-from tezo.optim.methods import tezo as plain_tezo
-from tezo.optim.perturbation_scale import (
+from tezo.optim.measured_scale import (
     MOST_CURVATURE,
     MOST_RISE,
     MOST_ROUNDING,
@@ -26,6 +24,8 @@ from tezo.optim.perturbation_scale import (
     measure_scale,
     most_passes,
 )
+from tezo.optim.methods import METHODS, lozo, mezo
+from tezo.optim.methods import tezo as plain_tezo
 from tezo.training.configuration.config import parse_config, read_config
 from tezo.training.execution.listeners import Listener
 from tezo.training.preparation.job import basis_passes, make_optimizer, prepare
