@@ -24,9 +24,9 @@ import torch
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.runs.environment import hardware, threads, versions
+from tezo.studies.bench.result_files import commit
 from tezo.training.configuration.config import read_config
 from tezo.training.preparation.job import prepare
-from tezo.studies.bench.result_files import commit
 
 MODEL, DTYPES = "embedded:smollm2-135m", ("float32", "bfloat16")
 MOST_CHARACTERS = 110

@@ -46,7 +46,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         RunError: raised by `step` where a gradient is not finite; the parameters are unchanged.
     """
 
-    own_loss: float | None = None
+    own_loss = math.inf
     num_directions = 0
     """Number of random directions per step."""
     per_example = False

@@ -34,7 +34,7 @@ from tezo.errors import NonFiniteLossError, NonFiniteModelError
 from tezo.estimators.estimate import Closure
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.emulation import float32_on_emulating_cpu
-from tezo.optim.perturbation_scale import MeasuredScale, Progress, untold
+from tezo.optim.measured_scale import MeasuredScale, Progress, untold
 from tezo.optim.tuner import Tuner
 
 T = TypeVar("T")

@@ -101,9 +101,9 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             the closure reads a parameter past its modules, where forward hooks do not perturb it.
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
 
-    A `PerturbationWarning` says once that a perturbed point has a loss above the model's own
-    by more than half of it and more than 0.1: there the two losses tell little of this model. One more pass in the
-    first step is for that.
+    Where `own_loss` is set to a loss of the model as it is, a `PerturbationWarning` says once that a perturbed point has
+    a loss above the model's own by more than half of it and more than 0.1: there the two losses tell little of this
+    model. Runs and Trainers set it.
     """
 
     @torch.inference_mode(False)  # state that is made in a user's inference mode could not be written outside of it
@@ -135,7 +135,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
         self._calibrated = self._stepping = self._has_warned = False
-        self.own_loss: float | None = None
+        self.own_loss = math.inf
         self._tell: Callable[[str], object] = partial(warnings.warn, category=PerturbationWarning, stacklevel=5)
         perturbation.prepare(self.targets)
         self.parameters = TunedParameters(
@@ -224,22 +224,15 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         return estimate.loss
 
     def _compare_with_own(self, closure: Closure, probes: Sequence[Probe]) -> None:
-        """Warns, once, where the losses of a step are far above the model's own.
-
-        That is measured in the first step unless it is known, and again on the rows of a step that seems to be far
-        above it.
-        """
-        if self._has_warned or all(probe.loss_plus == probe.loss_minus for probe in probes):
+        """Warns, once, where the losses of a step are far above `own_loss`, and above the model's own on its rows."""
+        if self._has_warned or not probes:
             return
-        plus, minus = (
-            statistics.fmean(losses) for losses in zip(*((p.loss_plus, p.loss_minus) for p in probes), strict=True)
-        )
-        highest = max(plus, minus)
-        if self.own_loss is not None and not is_far_above(highest, self.own_loss):
+        highest = max(statistics.fmean(getattr(p, sign) for p in probes) for sign in ("loss_plus", "loss_minus"))
+        if not is_far_above(highest, self.own_loss):
             return
         with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
             own = float(torch.as_tensor(precise(closure())).mean())
-        self.own_loss = own if self.own_loss is None else max(own, self.own_loss)
+        self.own_loss = max(own, self.own_loss)
         if is_far_above(highest, own):
             self._has_warned = True
             self._tell(

@@ -64,8 +64,8 @@ class Tuner(Protocol):
     def warn_by(self, tell: Callable[[str], object]) -> None:
         """Sets what is told, once, of a step whose losses are far above the model's own; else a warning is given."""
 
-    own_loss: float | None
-    """Loss of the model as it is, which a step's losses are compared with; None: the next step measures it."""
+    own_loss: float
+    """Loss of the model as it is, which a step's losses are compared with; infinite: they are not."""
 
     @property
     def num_steps(self) -> int:

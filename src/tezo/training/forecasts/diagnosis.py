@@ -11,8 +11,8 @@ from tezo.directions.targets import find_targets, select_targets
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.quantization import bytes_of, stored_bytes
+from tezo.optim.measured_scale import MeasuredScale, measure_scale
 from tezo.optim.memory_forecast import forecasts
-from tezo.optim.perturbation_scale import MeasuredScale, measure_scale
 from tezo.progress.meter import FORECAST, KEPT, RHO, current
 from tezo.runs.environment import hardware, usable_memory, versions
 from tezo.tasks import Row, TaskFormat, task

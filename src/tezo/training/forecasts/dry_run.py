@@ -21,10 +21,10 @@ from tezo.errors import RequestError
 from tezo.estimators.estimate import FEEDBACK, GRADIENT
 from tezo.models.quantization import stored_bytes
 from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.optim.measured_scale import most_passes
 from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
 from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import PER_EXAMPLE
-from tezo.optim.perturbation_scale import most_passes
 from tezo.progress.meter import TIMING, current, metered
 from tezo.runs.environment import hardware, memory_for, peak_memory
 from tezo.tasks.objectives import Encoded

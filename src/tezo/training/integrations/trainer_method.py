@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from tezo.directions.targets import ALL
 from tezo.errors import RequestError, nearest
 from tezo.forward import is_changed_beside, settle
@@ -94,7 +96,12 @@ def resolve_scale(config: Config, tuner: ZerothOrderOptimizer, loss: StepLoss | 
         tuner: the optimizer, before its first step.
         loss: of a batch of training rows; None: they are not at hand.
     """
-    config, notices, _ = resolve_rho(config, tuner, None if loss is None else loss.row_losses_or_loss)
+    config, notices, measured = resolve_rho(config, tuner, None if loss is None else loss.row_losses_or_loss)
+    if measured is not None:
+        tuner.own_loss = measured.loss
+    elif loss is not None:
+        with torch.no_grad():
+            tuner.own_loss = float(loss.loss())
     return _told(config, notices)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from tezo.directions.targets import is_packed
 from tezo.errors import RequestError
 from tezo.models.in_memory import dtype_name
+from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
 from tezo.optim.methods import AUTO, Tuner, method
-from tezo.optim.perturbation_scale import MeasuredScale, in_words, measure_scale
 from tezo.progress.meter import RHO, current
 from tezo.tasks.objectives import BatchClosure
 from tezo.training.configuration.recipe import REWARD, Config
@@ -55,7 +55,7 @@ def resolve_rho(
 ) -> tuple[Config, list[str], MeasuredScale | None]:
     """Replaces "auto" in method.rho; returns (configuration, notices for the user, what was measured).
 
-    It is measured along the directions that the run draws; see `tezo.optim.perturbation_scale`. For a reward or a
+    It is measured along the directions that the run draws; see `tezo.optim.measured_scale`. For a reward or a
     metric, and where there are no rows to measure on, it is a number. The optimizer has the rho of the result.
 
     Args:

@@ -12,8 +12,8 @@ from typing import Any
 from tezo.errors import RequestError
 from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.learning_rate import choose_lr
+from tezo.optim.measured_scale import MeasuredScale
 from tezo.optim.methods import AUTO
-from tezo.optim.perturbation_scale import MeasuredScale
 from tezo.optim.tuner import Tuner
 from tezo.progress.meter import RATE, current
 from tezo.tasks import Format, LabelFormat
