@@ -152,6 +152,9 @@ def test_tools_are_given_to_the_template(given):
         assert (found.answer, found.note) == (plain.answer, "")
     for none in (None, [], ""):
         assert example({"messages": [QUESTION, ANSWER], "tools": none}, TOOLS) == plain
+    meant = json.dumps([TOOL | {"default": None}])
+    found = example({"messages": [QUESTION, ANSWER], "tools": meant}, TOOLS)
+    assert found.prompt == f"[tools]{meant}</s>" + plain.prompt
     for wrong in ("look", [3], {"name": "look"}):
         with pytest.raises(RequestError, match="line 1: field 'tools' is not a list"):
             example({"messages": [QUESTION, ANSWER], "tools": wrong}, TOOLS)

@@ -223,7 +223,8 @@ def _tools_in(row: Row) -> Messages | None:
             f"{row.where}: field {own!r} is not a list of descriptions of functions, or JSON of one; fix that row, or "
             "take the field out."
         )
-    return cast("Messages", without_nulls(tools))
+    padded = own is not None and not isinstance(row.fields[own], str)  # nulls in JSON are what its writer meant
+    return cast("Messages", without_nulls(tools) if padded else tools)
 
 
 def _with_parsed_calls(messages: Messages) -> Messages:
