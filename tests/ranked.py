@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tezo import distributed
-from tezo.errors import TezoError
+from tezo.errors import RunInterrupted, TezoError
 from tezo.training.configuration.config import parse_setting, read_config
 from tezo.training.execution.listeners import Listener
 from tezo.training.execution.loop import train
@@ -89,7 +89,7 @@ def main() -> int:
     try:
         config = read_config(asked.recipe, [parse_setting(text) for text in asked.set])
         train(config, asked.run, listeners, resume=asked.resume)
-    except TezoError as error:
+    except (TezoError, RunInterrupted) as error:
         print(f"rank {os.environ.get('RANK')}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0

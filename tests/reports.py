@@ -9,7 +9,9 @@ from typing import Any
 from folders import label_rows, model_folder, train, write_rows
 
 from tezo.estimators.estimate import Probe, StepRecord
-from tezo.runs.step_log import StepLog
+from tezo.runs.folder import FILES
+from tezo.runs.manifest import write_manifest
+from tezo.runs.step_log import StepLog, read_log
 
 HOSTILE = "<script>alert(1)<\\script> $\\frac{$ & \"x\" '{{ 7*7 }}'"
 
@@ -44,6 +46,7 @@ def made(
     log.close()
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
+        write_manifest(folder, FILES)
     return folder
 
 
@@ -55,6 +58,7 @@ def hostile(home: Path, root: Path) -> Path:
     summary |= {"notices": [mark], "hardware": mark, "versions": {mark: mark}}
     summary["losses"] = {"steps": mark, "rows": mark}
     summary["verdict"] = f"Better: {mark}"
+    summary["phases"] = {mark: {"seconds": 1.0, "passes": 2.0}}
     for key in ("before", "after"):
         summary[key] = {mark: 0.5, **summary[key]}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -66,11 +70,17 @@ def hostile(home: Path, root: Path) -> Path:
     plan = json.loads((folder / "plan.json").read_text())
     plan[0]["name"] = plan[-1]["moved"] = mark
     (folder / "plan.json").write_text(json.dumps(plan))
-    (folder / "manifest.json").unlink()
-    log = StepLog(folder / "steps.log", {}, 0)
+    logged = read_log(folder / "steps.log")
+    (folder / "steps.log").unlink()
+    log = StepLog(folder / "steps.log", logged.header, 0)
+    for record in logged.steps:
+        log.append(record)
+    for (split, step), metrics in logged.evaluations.items():
+        log.append_evaluation(split, step, metrics)
     for split, step, value in (("13", 10, 0.5), ("14", 11, 0.5), ("13", 12, 0.25)):
         log.append_evaluation(f"{mark}{split}", step, {mark: value, "loss": 1.0})
     log.close()
+    write_manifest(folder, FILES)
     return folder
 
 

@@ -236,6 +236,6 @@ def test_no_gradient_is_allocated_and_no_graph_is_built(case):
 
     for _ in range(MIDDLE):
         assert isinstance(optimizer.step(closure), float)
-    assert len(outputs) == case.passes * MIDDLE and not any(loss.requires_grad for loss in outputs)
+    assert len(outputs) == case.passes * MIDDLE + 1 and not any(loss.requires_grad for loss in outputs)
     assert all(parameter.grad is None and parameter.grad_fn is None for parameter in model.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from short_runs import STEPS, config, result, same, stopped
 from tezo.errors import RequestError
 from tezo.runs.folder import FILES, LOG, METRICS
 from tezo.runs.manifest import MANIFEST, check_manifest
+from tezo.training.api import open_run
 from tezo.training.configuration.config import parse_config, to_tree
 from tezo.training.configuration.recipe import Config
+from tezo.training.execution.listeners import Listener
 from tezo.training.execution.loop import train
 from tezo.training.execution.replay import replay
 
@@ -98,6 +101,7 @@ def check(home: Path, tmp_path: Path, kind: str, per_file: int, *only: str) -> N
     assert min(found.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_is_found_or_changes_nothing(home, tmp_path):
     check(home, tmp_path, "activation", 1, "resume", "report")
 
@@ -134,15 +138,7 @@ def test_an_added_a_removed_and_a_linked_file_are_found(home, tmp_path):
     config_file.rename(run / "elsewhere.json")
     refused(tezo(*evaluate), "adapter/adapter_config.json is missing")
     config_file.symlink_to(run / "elsewhere.json")
-    refused(tezo(*evaluate), "adapter_config.json is missing, or is a link")
-
-
-def test_a_run_that_was_killed_before_its_manifest_gets_it_by_resume(home, tmp_path):
-    made = run_of(home)
-    run = Path(shutil.copytree(home / "activation", tmp_path / "run"))
-    (run / MANIFEST).unlink()
-    train(made, run, resume=True)
-    assert contents(run) == contents(home / "activation")
+    refused(tezo(*evaluate), "adapter_config.json is a link")
 
 
 def test_a_changed_dev_loss_in_metrics_does_not_choose_the_step(home, tmp_path):
@@ -193,3 +189,96 @@ def test_a_factor_file_of_another_seed_or_step_is_not_taken(home, tmp_path, name
         with pytest.raises(RequestError, match=rf"{name} is (missing|not the file that this run wrote)"):
             again()
     assert not (tmp_path / "o").exists() and STEPS > 6
+
+
+def test_without_its_manifest_a_run_is_refused_and_made_again_from_its_log(home, tmp_path):
+    run, rows = Path(shutil.copytree(home / "activation", tmp_path / "run")), home / "test.jsonl"
+    (run / MANIFEST).unlink()
+    flip(run / "adapter" / "adapter_model.safetensors", -20, 64)
+    for line in (
+        ("eval", run, "--data", rows),
+        ("predict", run, "--input", rows, "--output", tmp_path / "answers.jsonl"),
+        ("export", run, "--output", tmp_path / "out"),
+        ("report", run, "--output", tmp_path / "page.html"),
+        ("push", run, "me/it"),
+    ):
+        refused(tezo(*line), f"{run} has no manifest.json", "--resume")
+    with pytest.raises(RequestError, match=r"no manifest\.json"):
+        open_run(run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert tezo("train", "--output", run, "--resume").code == 0
+    assert contents(run) == contents(home / "activation")
+
+
+def test_a_damaged_manifest_is_not_taken_for_damage_of_another_file(home, tmp_path):
+    run = Path(shutil.copytree(home / "activation", tmp_path / "run"))
+    whole = (run / MANIFEST).read_bytes()
+    for place in positions(run / MANIFEST, 60):
+        flip(run / MANIFEST, place)
+        try:
+            check_manifest(run, FILES)
+        except RequestError as error:
+            said = str(error).partition(";")[0]
+            assert "manifest.json" in said and not [name for name in FILES if name in said], said
+        (run / MANIFEST).write_bytes(whole)
+
+
+def test_a_changed_basis_of_a_run_that_has_ended_is_found_by_resume(home, tmp_path):
+    run = Path(shutil.copytree(home / "activation", tmp_path / "run"))
+    for path in (next(run.glob("basis-*")), next(run.glob("feedback-*"))):
+        flip(path, -3)
+        refused(tezo("train", "--output", run, "--resume"), path.name, "not the file that this run wrote")
+        flip(path, -3)
+    assert tezo("train", "--output", run, "--resume").code == 0
+
+
+@pytest.mark.parametrize("name", ["config.yaml", LOG])
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_has_lost_a_file_is_told_which(home, tmp_path, name, ended):
+    run = tmp_path / "run"
+    if ended:
+        shutil.copytree(home / "activation", run)
+    else:
+        stopped(run_of(home), run, 3)
+    (run / name).unlink()
+    refused(tezo("train", "--output", run, "--resume"), f"has lost its {name}", "put it back")
+    if ended or name != LOG:
+        refused(tezo("eval", run, "--data", home / "test.jsonl"), name)
+
+
+def test_a_run_needs_no_room_in_the_temporary_folder_of_the_system(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    train(run_of(home), tmp_path / "run")
+    assert contents(tmp_path / "run") == contents(home / "activation")
+    assert tezo("export", tmp_path / "run", "--output", tmp_path / "out").code == 0
+    assert not list((tmp_path / "run").rglob(".*")) and not list((tmp_path / "out").rglob(".*"))
+
+
+class Asks(Listener):
+    """Asks the run to stop after three steps, and dies where its result is written."""
+
+    wants_stop = False
+
+    def stepped(self, progress: Any) -> None:
+        self.wants_stop = progress.record.step == 2
+
+    def finished(self, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_was_asked_to_end_ends_there_again(home, tmp_path):
+    made, run = config(home, "tezo-cadam"), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train(made, run, [Asks()])
+    whole = contents(run)
+    (run / MANIFEST).unlink()
+    assert train(made, run, resume=True)["steps"] == 3 < STEPS
+    assert contents(run) == whole
+
+
+def test_replay_says_what_it_leaves_out_of_a_torn_log(home, tmp_path):
+    run = tmp_path / "run"
+    stopped(config(home, "tezo-cadam"), run, 4)
+    with (run / LOG).open("ab") as file:
+        file.write(b"step torn")
+    assert replay(run, tmp_path / "out")["notices"] == [f"9 bytes at the end of {LOG} are unfinished, and left out."]

@@ -19,6 +19,9 @@ from folders import (
 )
 from safetensors.torch import load_file, save_file
 
+from tezo.runs.folder import FILES
+from tezo.runs.manifest import write_manifest
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
@@ -247,7 +250,6 @@ def test_an_unknown_export_format(home, tmp_path):
 @pytest.mark.parametrize("damage", ["cut", "no tensors", "no config", "other kind"])
 def test_a_damaged_adapter(home, tmp_path, damage):
     run = Path(shutil.copytree(home / "run", tmp_path / "run"))
-    (run / "manifest.json").unlink()  # as of an earlier version
     weights, config = run / "adapter" / "adapter_model.safetensors", run / "adapter" / "adapter_config.json"
     if damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-10])
@@ -257,6 +259,7 @@ def test_a_damaged_adapter(home, tmp_path, damage):
         config.unlink()
     else:
         config.write_text(json.dumps(json.loads(config.read_text()) | {"peft_type": "IA3"}))
+    write_manifest(run, FILES)  # as whoever damaged it by intent would
     answers = ("--input", home / "rows.jsonl", "--output", tmp_path / "answers.jsonl")
     for done in (tezo("eval", run), tezo("predict", run, *answers), tezo("export", run, "--output", tmp_path / "x")):
         refused(done, run / "adapter")

@@ -25,6 +25,7 @@ from folders import (
 )
 from safetensors.torch import load_file, save_file
 
+from tezo.runs.result_words import work_text
 from tezo.tasks.examples import MOST_TEXT
 from tezo.training.configuration.recipe import TrainConfig
 from tezo.training.preparation.resolution import with_steps
@@ -73,8 +74,8 @@ def test_the_installed_program_fails_in_words_and_with_debug_in_full(home, tmp_p
     flags = ("train", "--model", home / "opt", "--data", tmp_path / "no.jsonl", "--output", tmp_path / "out")
     done = program(*flags)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert sum("error" in line for line in done.stderr.splitlines()) == 1
     assert "no.jsonl" in done.stderr
     done = program("--debug", *flags)
     assert done.returncode == 2
@@ -105,14 +106,14 @@ def test_results_go_to_standard_output_and_progress_to_standard_error(home, tmp_
     assert "6testrows" in words
     assert f"loss{summary['before']['loss']:.4f}{summary['after']['loss']:.4f}" in words.replace("│", "")
     assert str(run / "adapter") in done.out
-    assert "3 steps, 8 forward passes" in done.out
+    assert work_text(summary) in " ".join(done.out.split()) and f"{summary['steps']} steps, " in work_text(summary)
     assert f"tezo predict {run}" in done.out
     assert done.says("lozo-adam on", home / "opt", "rank 4", "8 training rows, 4 dev, 6 test", "step 0 test")
 
 
 def test_json_is_all_there_is_on_standard_output(home, tmp_path):
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", "--json")
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0 and "loading the model" in done.err.splitlines() and "step 0" not in done.err
     assert json.loads(done.out) == json.loads((tmp_path / "run" / "summary.json").read_text())
     measured = tezo("eval", tmp_path / "run", "--data", home / "test.jsonl", "--json")
     assert json.loads(measured.out)["rows"] == 6
@@ -120,7 +121,7 @@ def test_json_is_all_there_is_on_standard_output(home, tmp_path):
 
 def test_held_out_rows_are_said(home, tmp_path):
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", data__hold_out=0.25)
-    assert done.says("3 of 12 training rows are held out", "data.dev names others", "9 training rows, 3 dev, 3 test")
+    assert done.says("3 of 12 training rows are held out", "data.dev names others", "9 training rows, 3 dev, 0 test")
     assert "dev rows, which also chose the step" in " ".join(done.out.split())
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "other", "--test", home / "test.jsonl")
     assert done.says("4 of 12 training rows are held out", "8 training rows, 4 dev, 6 test")
@@ -144,7 +145,7 @@ def test_free_text_is_sampled_before_and_after(home, tmp_path):
 def test_a_run_ends_with_a_verdict(home, tmp_path):
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run")
     said = json.loads((tmp_path / "run/summary.json").read_text())["verdict"]
-    assert said in done.out and said.split(":")[0] in ("Better", "No better")
+    assert said in done.out and said.split(":")[0] in ("Better", "Hardly better", "No better")
 
 
 def test_of_several_processes_the_first_prints(home, tmp_path, monkeypatch):

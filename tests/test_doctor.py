@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import mostly_slow
 from folders import model_folder, refused, saved, tezo, tiny_model, tokenizer_for
+from tezo.optim.estimate_error import AROUND, ENOUGH, EstimateError, measure_estimate_error, recommended
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,7 +17,6 @@ from tezo.models.loading import load_model
 from tezo.models.model_config import ModelConfig
 from tezo.models.peft_adapters import add_adapter
 from tezo.models.quantization import stored_bytes
-from tezo.optim.estimate_error import AROUND, ENOUGH, EstimateError, measure_estimate_error, recommended
 from tezo.optim.memory_forecast import forecasts
 from tezo.optim.methods import METHODS, adam
 from tezo.optim.methods import tezo as plain_tezo

@@ -32,11 +32,16 @@ def test_the_forecast_is_of_the_run_that_follows(given, more, tmp_path):
     assert done.code == 0, done.err
     summary = json.loads(done.out)
     assert sum(forecast["steps"].values()) == summary["steps"]
-    for key in ("method", "model", "rows", "parameters", "num_forward_passes", "notices"):
+    for key in ("method", "model", "rows", "parameters", "num_forward_passes"):
         assert forecast[key] == summary[key], key
+    later = [notice for notice in summary["notices"] if notice not in forecast["notices"]]
+    assert set(forecast["notices"]) <= set(summary["notices"])
+    assert all(any(notice.startswith(key) for key in forecast["measured"]) for notice in later)
     assert forecast["memory"]["model"] == summary["model_bytes"]
     assert forecast["plan"] == json.loads((tmp_path / "run/plan.json").read_text())
-    assert parse_config(forecast["settings"]) == read_config(tmp_path / "run/config.yaml", [])
+    expected = read_config(tmp_path / "run/config.yaml", [])
+    measured = {"rho": expected.method.options["rho"]} if "method.rho" in forecast["measured"] else {}
+    assert parse_config(forecast["settings"]).with_options(**measured) == expected
 
 
 def test_the_time_of_the_run_is_the_sum_of_its_parts(given):
@@ -44,7 +49,7 @@ def test_the_time_of_the_run_is_the_sum_of_its_parts(given):
     forecast = json.loads(tezo(*command, *FEEDBACK_RUN, "--dry-run", "--json").out)
     seconds, steps = forecast["seconds"], forecast["steps"]
     assert steps == {"two-point": 4, "feedback": 2}
-    parts = seconds["preparation"] + seconds["evaluations"]
+    parts = seconds["preparation"] + seconds["measurements"] + seconds["evaluations"]
     parts += sum(seconds[f"{kind} step"] * (count - 1) + seconds[f"first {kind} step"] for kind, count in steps.items())
     assert seconds["run"] == pytest.approx(parts, abs=0.01) and min(seconds.values()) > 0
 

@@ -135,7 +135,7 @@ def test_a_forged_checkpoint_reads_nothing_outside_its_folder(home, tmp_path):
     folder, outside = run / "checkpoint-6", tmp_path / "outside.safetensors"
     shutil.move(folder / "tensors.safetensors", outside)
     (folder / "tensors.safetensors").symlink_to(outside)
-    with pytest.raises(DamagedError, match="missing, or is a link"):
+    with pytest.raises(DamagedError, match="is a link"):
         load_checkpoint(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["../outside.safetensors"] = manifest.pop("tensors.safetensors")

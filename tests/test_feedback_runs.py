@@ -31,7 +31,6 @@ from tezo.runs.step_log import read_log
 from tezo.training.configuration.config import read_config
 from tezo.training.execution.loop import train
 from tezo.training.execution.replay import replay
-from tezo.training.execution.run_header import check_same, log_header
 from tezo.training.preparation.feedback_schedule import EARLY_RATE, LEAST_STEPS
 from tezo.training.preparation.job import prepare
 
@@ -147,16 +146,6 @@ def test_where_no_layer_qualifies_a_default_is_left_out_and_said_and_a_wish_refu
     done = trained(home / "opt", home / "train.jsonl", tmp_path / "out", **settings, train__feedback_first=1)
     refused(done, "no tuned layer", "method.targets")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_run_of_before_there_were_such_steps_goes_on_without(home):
-    job = prepare(made(home, feedback_first=0, feedback_last=0))
-    found = log_header(job)
-    for key in ("feedback_first", "feedback_last"):
-        del found["config"]["train"][key]
-    assert check_same(found, log_header(job), job.optimizer) == []
-    with pytest.raises(RequestError, match=r"train\.feedback_first is 3, and the run began with 0"):
-        check_same(found, log_header(prepare(made(home))), job.optimizer)
 
 
 @pytest.mark.parametrize(

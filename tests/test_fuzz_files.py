@@ -13,7 +13,8 @@ from folders import label_rows, message_rows, model_folder, refused, settings, t
 from safetensors.torch import load_file, save_file
 from short_runs import config, stopped
 
-from tezo.runs.manifest import entry_of
+from tezo.runs.folder import FILES
+from tezo.runs.manifest import entry_of, write_manifest
 
 UNFORESEEN = "was not foreseen"
 DEEP: Any = 0
@@ -113,9 +114,9 @@ def test_a_run_folder_that_was_changed_is_used_or_refused(home, tmp_path, seed):
     for number in range(15):
         run = shutil.copytree(home / "run", tmp_path / f"run-{number}")
         path = draw.choice(sorted(path for path in run.rglob("*") if path.is_file()))
-        if draw.random() < 0.5:  # somebody's own files have a manifest of their own, or none
-            (run / "manifest.json").unlink(missing_ok=True)
-        change(path, draw) if path.exists() else None
+        change(path, draw)
+        if draw.random() < 0.5:  # somebody's own files have a manifest of their own
+            write_manifest(run, FILES)
         for command in commands_over(home, run, tmp_path / f"out-{number}"):
             judge(tezo(*command), f"{seed} {number} {path.name} {command[0]}")
         shutil.rmtree(run)

@@ -5,12 +5,15 @@ import os
 import random
 import signal
 import threading
+import time
 
 import pytest
 import torch
 from cases import CASES, ONE_OF_EACH_KIND, choose, every_method_fast_for_kinds
 from tiny import lm_loss, tiny_opt, tokens
 from torch.overrides import TorchFunctionMode
+
+from tezo.optim.first_order import FirstOrderOptimizer
 
 ALL = {"targets": ["all"]}
 
@@ -130,4 +133,106 @@ def test_a_second_interrupt_does_not_wait():
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(closure)
     assert torch.equal(output(model), before) and optimizer.num_steps == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class AlarmError(Exception):
+    """Raised by the handler of a signal that is none of those that end a process."""
+
+
+def is_equal(optimizer, other):
+    ours, theirs = optimizer.resumable_state(), other.resumable_state()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def built(name, model):
+    return FirstOrderOptimizer(model, lr=1e-3) if name == "adam" else CASES[name].build(model, **ALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [("tezo-cadam", 30), *(pytest.param(n, 200, marks=pytest.mark.slow) for n in (*ONE_OF_EACH_KIND, "adam"))],
+)
+def test_another_signal_whose_handler_raises_leaves_all_as_before_or_after_the_step(name, rounds):
+    def raises(number, frame):
+        heard.append(number)
+        raise AlarmError
+
+    model = tiny_opt()
+    twin = copy.deepcopy(model)
+    optimizer, other = built(name, model), built(name, twin)
+    started, draw, before, between, heard = time.perf_counter(), random.Random(0), 0, 0, []
+    for one, tuned in ((optimizer, model), (other, twin)):
+        for step in range(2):
+            one.step(lm_loss(tuned, tokens(seed=step)))
+    longest, modes = (time.perf_counter() - started) / 4, function_modes()
+    old = signal.signal(signal.SIGALRM, raises)
+    try:
+        for seed in range(rounds):
+            heard.clear()
+            steps, raised = optimizer.num_steps, False
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, longest))
+                optimizer.step(lm_loss(model, tokens(seed=seed)))
+                while not heard:
+                    pass
+            except AlarmError:
+                raised = True
+            before, between = before + (raised and optimizer.num_steps == steps), between + raised
+            if optimizer.num_steps > steps:
+                other.step(lm_loss(twin, tokens(seed=seed)))
+            assert function_modes() == modes and optimizer.num_steps == other.num_steps
+            if not is_equal(optimizer, other):
+                assert steps == optimizer.num_steps, seed
+                other.draw()  # a step that renews the factors folds what was trained with the old ones before all else
+                assert is_equal(optimizer, other), seed
+            assert signal.getsignal(signal.SIGALRM) is raises
+        assert 0 < before < between, "some of them came before the update, and some in it or after it"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_a_handler_that_raises_nothing_runs_once_and_an_error_loses_no_signal():
+    model, heard = tiny_opt(), []
+    optimizer = CASES["tezo"].build(model)
+    old = signal.signal(signal.SIGALRM, lambda *_: heard.append(optimizer.num_steps))
+
+    def closure():
+        signal.raise_signal(signal.SIGALRM)
+        assert len(heard) == closure.calls, "it waits for the end of the measurement"
+        closure.calls += 1
+        return lm_loss(model, tokens(seed=0))()
+
+    def fails():
+        signal.raise_signal(signal.SIGALRM)
+        raise ValueError
+
+    try:
+        closure.calls = 0
+        optimizer.step(closure)
+        assert heard == [0, 0]
+        with pytest.raises(ValueError):
+            optimizer.step(fails)
+        assert len(heard) == 3
+    finally:
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_in_the_update_a_second_interrupt_waits_too():
+    optimizer = CASES["tezo"].build(model := tiny_opt())
+    apply = optimizer.update.step
+
+    def interrupted_update(*arguments):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        apply(*arguments)
+
+    optimizer.update.step = interrupted_update
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(lm_loss(model, tokens(seed=0)))
+    twin = tiny_opt()
+    other = CASES["tezo"].build(twin)
+    other.step(lm_loss(twin, tokens(seed=0)))
+    assert optimizer.num_steps == 1 and is_equal(optimizer, other)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -9,19 +9,19 @@ import torch
 from folders import label_rows, model_folder, settings, tezo, train, write_rows
 from safetensors.torch import load_file, save_file
 
-from tezo.runs.manifest import MANIFEST
+from tezo.runs.folder import FILES
+from tezo.runs.manifest import write_manifest
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A run over each adapter of PEFT, without the manifest that finds every change."""
+    """A run over each adapter of PEFT."""
     root = tmp_path_factory.mktemp("home")
     base, data = model_folder(root, "llama"), write_rows(root / "rows.jsonl", label_rows(8))
     for adapter in ("lora", "prefix", "prompt"):
         flags = ("--test", data, "--method", "mezo", "--steps", 2, *settings(model__peft=adapter, method__lr=0.05))
         done = train(base, data, root / adapter, *flags, method__rank=None)
         assert done.code == 0, done.err
-        (root / adapter / MANIFEST).unlink()
     return root
 
 
@@ -31,6 +31,7 @@ def described(home, kind, tmp_path, **changes):
     shutil.copytree(home / kind, run)
     file = run / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    write_manifest(run, FILES)  # a matching one: it is a stranger's
     return run
 
 
@@ -98,6 +99,7 @@ def test_other_tensors_than_those_of_the_adapter_are_refused(home, kind, change,
         "NaN name": {f"nan.{name}": tensor},
     }[change]
     save_file(tensors, file)
+    write_manifest(run, FILES)
     done = tezo("eval", run, "--json")
     assert done.code == 2 and "is not an adapter that can be read" in done.err, done.err
     assert "Traceback" not in done.err
@@ -107,6 +109,7 @@ def test_other_tensors_than_those_of_the_adapter_are_refused(home, kind, change,
 def test_settings_that_are_no_settings_are_refused(home, text, tmp_path):
     run = described(home, "lora", tmp_path)
     (run / "adapter" / "adapter_config.json").write_text(text)
+    write_manifest(run, FILES)
     done = tezo("eval", run, "--json")
     assert done.code == 2 and "is not an adapter that can be read" in done.err, done.err
 

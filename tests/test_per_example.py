@@ -122,6 +122,17 @@ def test_each_example_of_a_run_is_measured_along_its_own_direction(family, shape
     assert optimizer.last_step.loss == pytest.approx(float(whole), rel=1e-4)  # up to terms in rho^2
 
 
+@pytest.mark.parametrize("q", [1, 2])
+@pytest.mark.parametrize(("family", "shape"), FAMILIES)
+def test_a_measurement_is_that_of_the_next_step(family, shape, q):
+    model, objective, _ = objective_case(family, shape)
+    closure = objective.closure(model, objective.batches(objective_examples(family, shape, objective)))
+    optimizer = METHODS["tezo"].build(model, rank=3, lr=0.0, rho=RHO, directions="per-example", num_directions=q)
+    assert optimizer.per_example and len(measured := optimizer.measure(closure)) == q * closure.examples
+    optimizer.step(closure)
+    assert optimizer.last_step.probes == measured
+
+
 def objective_examples(family, shape, objective):
     made = masked_examples() if family == "roberta" else free_text(7) if shape == "text" else labelled()
     return [objective.encode(example) for example in made]
@@ -232,6 +243,7 @@ def test_mean_and_variance_are_the_closed_forms(rows, directions):
     a_BM, x_BN = (torch.randn(rows, width, generator=draw, dtype=torch.float64) for width in (7, 5))
     model = Linear(a_BM, x_BN)
     optimizer = tezo.tezo(model, rank=rank, lr=0.0, rho=1.0, directions=directions)
+    optimizer.own_loss = math.inf  # of a quadratic every scale is as good
     found = []
     for _ in range(steps):
         drawn = optimizer.draw()
@@ -265,6 +277,7 @@ def test_signs_of_one_factor_vary_little_more_than_factors_of_their_own(rows):
     a_BM, x_BN = (torch.randn(rows, width, generator=draw, dtype=torch.float64) for width in (out_features, 5))
     model = Linear(a_BM, x_BN)
     optimizer = tezo.lozo(model, rank=rank, lr=0.0, rho=1.0, lazy_update_interval=None, directions="per-example")
+    optimizer.own_loss = math.inf  # of a quadratic every scale is as good
     found = []
     for _ in range(steps):
         (direction,) = optimizer.draw().directions["layer.weight"]

@@ -1,17 +1,173 @@
-"""The perturbation scale that a run chooses: the paper's in float32, by its error where a model rounds its losses."""
+"""The perturbation scale that a run measures: curvature and rounding within their bounds along its own directions."""
 
 import json
+import math
+import warnings
 
 import pytest
 import torch
 from cases import CASES
-from folders import completion_rows, model_folder, refused, train, write_rows
+from folders import completion_rows, model_folder, refused, tezo, train, write_rows
+from tiny import Regression
+from torch import nn
+from trainers import trainer
 
-from tezo.optim.estimate_error import ENOUGH, measure_estimate_error, recommended
-from tezo.optim.methods import METHODS
+import tezo as library
+from tezo.errors import NonFiniteLossError, PerturbationWarning
+from tezo.optim.methods import METHODS, lozo, mezo
+from tezo.optim.methods import tezo as plain_tezo
+from tezo.optim.perturbation_scale import (
+    MOST_CURVATURE,
+    MOST_RISE,
+    MOST_ROUNDING,
+    MOST_TRIALS,
+    SCALES,
+    in_words,
+    measure_scale,
+    most_passes,
+)
 from tezo.training.configuration.config import parse_config, read_config
-from tezo.training.preparation.job import make_optimizer, prepare
-from tezo.training.preparation.perturbation_scale import DEFAULT_RHO, SCALES
+from tezo.training.execution.listeners import Listener
+from tezo.training.preparation.job import basis_passes, make_optimizer, prepare
+from tezo.training.preparation.perturbation_scale import first_scale, losses_of
+
+
+class Squares:
+    """Rows of least squares, as a loss of each: exactly quadratic in the weight."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, rows: int = 200, size: float = 1.0) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 5, bias=False, dtype=dtype))
+        self.x = size * torch.randn(rows, 6, dtype=dtype)
+        self.y = torch.randn(rows, 5, dtype=dtype)
+        self.calls = 0
+
+    def losses(self) -> torch.Tensor:
+        self.calls += 1
+        return (self.model(self.x) - self.y).square().sum(1)
+
+    def rounded(self, q: float) -> torch.Tensor:
+        """Off by errors of variance q^2 / 12 that look random, as those of long computations do."""
+        values = self.losses()
+        return values + q * ((values * 1e8).frac().abs() - 0.5)
+
+    def optimizer(self, **options):
+        return plain_tezo(self.model, rank=3, seed=1, **options)
+
+    def ratio(self, optimizer) -> float:
+        """Even part over odd part at rho = 1."""
+        weight = self.model[0].weight
+        with torch.no_grad():
+            own = self.losses()
+            (direction,) = optimizer.draw().directions["0.weight"]
+            z = direction.u_MR * direction.coefficient @ direction.v_NR.T
+            points = []
+            for sign in (1, -1):
+                weight.add_(sign * z)
+                points.append(self.losses())
+                weight.sub_(sign * z)
+        even, odd = (points[0] + points[1]) / 2 - own, (points[0] - points[1]) / 2
+        return float(even.square().mean().sqrt() / odd.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("size", [0.3, 1.0, 30.0, 1000.0])
+def test_of_a_quadratic_it_is_the_largest_scale_whose_curvature_is_within_the_bound(size):
+    rows = Squares(size=size)
+    optimizer = rows.optimizer()
+    ratio = rows.ratio(optimizer)
+    rows.calls = 0
+    found = measure_scale(optimizer, rows.losses, SCALES[0])
+    for at in found.tried:
+        assert at.curvature == pytest.approx(at.rho * ratio, rel=1e-6)
+    assert found.chosen.rho == max(scale for scale in SCALES if scale * ratio <= MOST_CURVATURE)
+    assert found.chosen.excess <= 1 and found.num_forward_passes == rows.calls <= most_passes(1)
+    assert optimizer.num_steps == 0 and found.loss == pytest.approx(float(rows.losses().detach().mean()))
+
+
+def test_rows_that_move_together_are_measured_along_the_directions_of_each():
+    # along one direction the slopes of all rows are one number, which may be near zero; along 64 the mean square is not
+    rows = Squares()
+    rows.x, rows.y = rows.x[:1].expand(64, -1), rows.y[:1].expand(64, -1)
+    chosen = []
+    for seed in range(8):
+        optimizer = lozo(rows.model, rank=6, seed=seed, directions="per-example", lazy_update_interval=None)
+        rows.calls = 0
+        found = measure_scale(optimizer, rows.losses, 1e-1)
+        assert found.num_forward_passes == rows.calls <= most_passes(1), "no more passes than along one direction"
+        kappas = [probe.projected_grad for probe in optimizer.measure(rows.losses, found.chosen.rho)]
+        assert found.kappa_sq == pytest.approx(sum(kappa**2 for kappa in kappas) / 64**2)
+        chosen.append(SCALES.index(found.chosen.rho))
+        optimizer.close()
+    assert max(chosen) - min(chosen) <= 1
+
+
+def test_its_figures_are_those_of_the_mean_loss_along_the_directions():
+    rows = Squares()
+    optimizer = rows.optimizer()
+    found = measure_scale(optimizer, rows.losses, 1e-3)
+    (probe,) = optimizer.measure(lambda: rows.losses().mean(), 1e-3)
+    assert found.kappa_sq == pytest.approx(probe.projected_grad**2)
+    own = float(rows.losses().detach().mean())
+    second = (probe.loss_plus + probe.loss_minus - 2 * own) / 1e-6
+    assert found.second_derivative == pytest.approx(second, rel=1e-5)
+
+
+def test_rounding_is_told_by_a_scale_beside_it():
+    # of the odd part the variance is half of a loss's
+    q, rows = 1e-4, Squares(rows=2000)
+    optimizer = rows.optimizer()
+    exact = measure_scale(optimizer, rows.losses, 1e-3)
+    rounded = measure_scale(optimizer, lambda: rows.rounded(q), 1e-3)
+    assert exact.chosen.rounding < 1e-6
+    at = next(at for at in rounded.tried if at.rho == 1e-3)
+    plus, minus = [], []
+    optimizer.measure(
+        lambda: (plus if len(plus) <= len(minus) else minus).append(rows.losses()) or plus[0].mean(), 1e-3
+    )
+    odd = float(((plus[0] - minus[0]) / 2).square().mean().sqrt())
+    assert at.rounding == pytest.approx(q / 24**0.5 / odd, rel=0.1)  # 2000 rows: 1.6 % of a standard deviation
+
+
+@pytest.mark.parametrize("q", [1e-3, 1e-2, 1e-1])
+def test_where_rounding_is_too_large_and_curvature_leaves_room_the_scale_is_larger(q):
+    rows = Squares(size=0.3)
+    optimizer = rows.optimizer()
+    found = measure_scale(optimizer, lambda: rows.rounded(q), 1e-3)
+    first = found.tried[0]
+    assert first.rho == 1e-3 and first.rounding > MOST_ROUNDING and found.chosen.rho > 1e-3
+    assert found.chosen.excess < first.excess
+
+
+def test_where_no_scale_does_both_the_least_bad_one_is_taken_and_a_dtype_named():
+    rows, q = Squares(size=30.0), 50.0
+    found = measure_scale(rows.optimizer(), lambda: rows.rounded(q), 1e-2)
+    assert found.chosen.excess > 1 and found.chosen.rise <= MOST_RISE
+    sound = [at for at in found.tried if at.rise <= MOST_RISE]
+    assert found.chosen.excess == min(at.excess for at in sound)
+    said = in_words(found, "bfloat16")
+    assert "no scale keeps" in said and "model.dtype=float32 has one" in said and f"{found.chosen.rho:g}" in said
+    assert "model.dtype=float32" not in in_words(found, "float32")
+
+
+def test_it_steps_down_from_where_losses_are_not_finite_and_says_where_they_never_are():
+    rows = Squares()
+    start = rows.model[0].weight.detach().clone()
+
+    def near(radius: float):
+        def losses() -> torch.Tensor:
+            moved = float((rows.model[0].weight - start).norm()) if rows.model[0]._forward_hooks == {} else 0.0
+            values = rows.losses()
+            return torch.where((values - own).abs().max() > radius, math.nan, values) + 0 * moved
+
+        return losses
+
+    with torch.no_grad():
+        own = rows.losses()
+    found = measure_scale(rows.optimizer(), near(0.5), SCALES[0])
+    assert found.tried[0].curvature == math.inf and math.isfinite(found.chosen.curvature)
+    with pytest.raises(NonFiniteLossError):
+        measure_scale(rows.optimizer(), near(-1.0), SCALES[0])
+    assert len(found.tried) <= MOST_TRIALS + 1
 
 
 @pytest.fixture(scope="module")
@@ -29,32 +185,32 @@ def prepared(home, model, method="tezo", **options):
                                  "method": options, "train": {"batch_size": 8}}))  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["tezo", "mezo"])
-def test_in_float32_it_is_the_papers_and_nothing_is_measured(home, method):
-    job = prepared(home, "opt", method)
-    assert job.optimizer.rho == job.config.method.options["rho"] == DEFAULT_RHO
-    assert not any("method.rho" in notice for notice in job.notices)
-
-
+@pytest.mark.parametrize("model", ["opt", "optbfloat16"])
 @pytest.mark.parametrize("method", ["tezo", "lozo-adam", "mezo"])
-def test_in_half_precision_it_is_the_scale_of_least_or_acceptable_error(home, method):
-    job = prepared(home, "optbfloat16", method)
+def test_a_run_measures_it_along_its_own_directions_in_every_precision(home, model, method):
+    job = prepared(home, model, method)
     rho = job.config.method.options["rho"]
     assert rho in SCALES and job.optimizer.rho == rho
-    assert any(f"method.rho: {rho:g} was chosen" in notice for notice in job.notices)
+    (said,) = [notice for notice in job.notices if notice.startswith("method.rho: ")]
+    assert f"{rho:g}" in said
+    first = {name: job.optimizer.draw().directions[name][0] for name in job.optimizer.moving}
     job.optimizer.close()
-    cheap = {"basis": "gaussian"} if "basis" in METHODS[method].options() else {}
-    fresh = make_optimizer(job.config.with_options(rho=DEFAULT_RHO, **cheap), job.loaded, job.untrained)
-    loss = job.objective.closure(job.model, job.objective.batches(job.train[:8]))
-    errors = measure_estimate_error(fresh, loss, SCALES)
+    fresh = make_optimizer(job.config.with_options(rho=1.0), job.loaded, job.untrained)
+    fresh.set_calibration_passes(basis_passes(job.loaded, job.objective, job.train, job.config.train.seed))
+    drawn = fresh.draw().directions
+    for name, direction in first.items():
+        if METHODS[method].name != "mezo":
+            assert torch.equal(direction.v_NR, drawn[name][0].v_NR), "of the basis that the run has"
+    rows = [job.train[i] for i in job.sampler().rows(0)]
+    closure = job.objective.closure(job.model, job.objective.batches(rows))
+    found = measure_scale(fresh, losses_of(closure, fresh), first_scale(job.model))
     fresh.close()
-    assert recommended(errors).rho == rho
-    least = min(error.error for error in errors)
-    assert next(e for e in errors if e.rho == rho).error <= max(least, ENOUGH)
+    assert found.chosen.rho == rho
 
 
 def test_a_number_is_taken_as_it_is(home):
-    assert prepared(home, "optbfloat16", rho=0.02).optimizer.rho == 0.02
+    job = prepared(home, "optbfloat16", rho=0.02)
+    assert job.optimizer.rho == 0.02 and not any("method.rho" in notice for notice in job.notices)
 
 
 def test_a_metric_has_no_scale_to_measure(home, tmp_path):
@@ -67,7 +223,88 @@ def test_a_run_records_it_and_goes_on_with_it(home, tmp_path):
     assert done.code == 0, done.err
     rho = read_config(tmp_path / "run/config.yaml", []).method.options["rho"]
     assert rho in SCALES
-    (tmp_path / "run/summary.json").unlink()
+    (tmp_path / "run/manifest.json").unlink()
     again = train(home / "optbfloat16", home / "rows.jsonl", tmp_path / "run", "--json", "--resume")
     assert again.code == 0, again.err
     assert not any("method.rho" in notice for notice in json.loads(again.out)["notices"]), "measured once"
+
+
+def test_the_doctor_recommends_what_a_run_on_its_rows_would_take(home):
+    import tezo.training.forecasts.diagnosis as diagnosis
+
+    done = tezo("doctor", "--model", home / "opt", "--set", "method.name=tezo", "--set", "method.rank=4", "--json")
+    assert done.code == 0, done.err
+    config = diagnosis.run_config(str(home / "opt"), [("method.name", "tezo"), ("method.rank", "4")])
+    loaded = diagnosis.load(config)
+    assert diagnosis.model_scale(config, loaded).chosen.rho == json.loads(done.out)["model"]["recommended_rho"]
+
+
+def test_a_trainer_measures_it_too(tmp_path):
+    run = trainer(tmp_path, method="lozo-adam", method_options={"rank": 4})
+    run.train()
+    assert run.tuner.rho in SCALES
+    assert trainer(tmp_path / "b", method="lozo-adam", method_options={"rank": 4, "rho": 0.02}).train()
+
+
+# a step on a destroyed model
+
+
+def test_a_step_on_a_destroyed_model_is_a_warning_the_first_time_that_it_happens():
+    model = Regression()
+    optimizer = mezo(model, rho=100.0, lr=0.0)
+    with pytest.warns(
+        PerturbationWarning, match=r"with method\.rho 100 the loss at a perturbed point is .* own"
+    ) as told:
+        optimizer.step(model.loss)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(model.loss)
+
+
+def test_a_step_that_the_model_survives_says_nothing_and_the_own_loss_is_measured_once():
+    model, calls = Regression(), []
+
+    def loss():
+        calls.append(1)
+        return model.loss()
+
+    optimizer = mezo(model, rho=1e-3, lr=1e-3)
+    for _ in range(5):
+        optimizer.step(loss)
+    assert len(calls) == 2 * 5 + 1 and optimizer.own_loss is not None
+
+
+def test_rows_that_are_harder_than_the_others_are_no_destroyed_model():
+    model = Regression()
+    optimizer = mezo(model, rho=1e-3, lr=0.0)
+    optimizer.own_loss = float(model.loss().detach()) / 10  # of easier rows
+    optimizer.step(model.loss)
+    assert optimizer.own_loss == pytest.approx(float(model.loss().detach()))
+
+
+class Told(Listener):
+    def __init__(self):
+        self.texts = []
+
+    def warned(self, text):
+        self.texts.append(text)
+
+
+def test_runs_and_trainers_say_it_too(home, tmp_path):
+    wild = {"method__rho": 3.0, "method__lr": 1e-9, "method__targets": "all", "steps": 3}
+    done = train(home / "opt", home / "rows.jsonl", tmp_path / "run", **wild)
+    assert done.code == 0, done.err
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    (said,) = [notice for notice in summary["notices"] if "perturbed point" in notice]
+    assert said in done.err
+    told = Told()
+    wild = {"rank": 4, "rho": 3.0, "lr": 1e-9, "targets": ("all",), "steps": 3}
+    run = library.train(str(home / "opt"), str(home / "rows.jsonl"), listeners=[told], **wild)
+    assert len(told.texts) == 1 and told.texts[0] in run.summary["notices"]
+
+
+def test_a_trainer_logs_it(tmp_path, caplog):
+    run = trainer(tmp_path, method="mezo", method_options={"rho": 3.0, "targets": ("all",)}, learning_rate=1e-9)
+    run.train()
+    assert sum("perturbed point" in record.message for record in caplog.records) == 1

@@ -20,7 +20,7 @@ import datasets, peft, psutil, shutil, torch, transformers
 import fcntl as posix_fcntl
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None
-del os.sysconf, os.fork
+del os.sysconf, os.fork, os.O_NOFOLLOW, os.O_NONBLOCK, os.O_CLOEXEC
 system_open, system_sync = os.open, os.fsync
 
 def open_file(path, flags, *more, **named):

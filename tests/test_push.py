@@ -39,7 +39,7 @@ def test_what_is_pushed_is_private_is_loaded_by_peft_and_names_no_folder(home, t
         assert done.returncode == 0 and done.stdout.strip() == f"{hub.url}/me/routing", done.stderr
         assert hub.private["me/routing"] and hub.checked_cards > 0
         files = hub.files["me/routing"]
-        assert set(files) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+        assert set(files) == {"README.md", "adapter_config.json", "adapter_model.safetensors", "base.json"}
         assert files["adapter_model.safetensors"] == (home / "adapted/adapter/adapter_model.safetensors").read_bytes()
         assert not [name for name, data in files.items() if str(home).encode() in data or HERE.encode() in data]
         assert b'PeftModel.from_pretrained(model, "me/routing")' in files["README.md"]
@@ -74,7 +74,8 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(home, token, fails_at, code,
     with hub_server() as hub:
         hub.fails_at = fails_at
         done = push(hub, home / "adapted", "me/routing", token=token)
-    assert done.returncode == code and done.stderr.startswith("error: ") and said in done.stderr, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == code and last.startswith("error: ") and said in last, done.stderr
 
 
 @pytest.mark.parametrize("name", ["routing", "a/b/c", "me/ro uting", "."])

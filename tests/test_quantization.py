@@ -164,7 +164,7 @@ def test_replay_and_resume_on_a_packed_base(home, tmp_path):
     assert again.code == 0, again.err
     adapters = [tmp_path / name / "adapter/adapter_model.safetensors" for name in ("run", "again")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
-    (tmp_path / "run/summary.json").unlink()
+    (tmp_path / "run/manifest.json").unlink()
     resumed = tezo("train", "--output", tmp_path / "run", "--resume", "--set", "model.quantization=int8")
     refused(resumed, "model.quantization is 'int8'", "began with 'nf4'")
     assert tezo("train", "--output", tmp_path / "run", "--resume").code == 0

@@ -236,6 +236,20 @@ def test_a_rank_with_other_rows_is_refused_at_the_start(home, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rank_whose_model_is_configured_otherwise_is_refused_at_the_start(home, tmp_path):
+    for name in ("here", "there"):
+        shutil.copytree(home / "opt", tmp_path / name / "opt")
+    path = tmp_path / "there" / "opt" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"activation_function": "gelu"}))
+    folders = ("--folder-of", 0, tmp_path / "here", "--folder-of", 1, tmp_path / "there")
+    done = ranks(2, recipe(home, tmp_path), tmp_path / "run", "--set", "model.name=opt", *folders)
+    said = 'rank 0: model.config.activation_function is "gelu" on rank 1 and "relu" on rank 0; start all ranks'
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.timeout(600)
 def test_where_one_rank_is_refused_the_others_end_and_name_it(home, tmp_path):
     (tmp_path / "empty").mkdir()

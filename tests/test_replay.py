@@ -38,18 +38,18 @@ def test_base_and_log_alone_give_the_tuned_model(home, tmp_path, name):
     alone.mkdir()
     shutil.copy(tmp_path / "run" / LOG, alone / LOG)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    done = replay(alone, tmp_path / "out", step=summary["kept_step"])
+    done = replay(alone, tmp_path / "out")
+    assert done["steps"] == summary["kept_step"]
     assert done["result"]["kind"] == summary["result"]["kind"]
     assert same(result(tmp_path / "out"), result(tmp_path / "run"))
-    assert replay(tmp_path / "run", tmp_path / "again")["steps"] == summary["kept_step"]
-    assert replay(alone, tmp_path / "all")["steps"] == STEPS
+    assert replay(alone, tmp_path / "all", step=STEPS)["steps"] == STEPS
 
 
 def test_what_replay_cannot_do_it_says(home, tmp_path):
     run = tmp_path / "run"
     train(config(home, "adam"), run)
     refused(tezo("replay", run, "--output", tmp_path / "out"), "method.name", "adam", "gradients")
-    refused(tezo("replay", tmp_path, "--output", tmp_path / "out"), "steps.log", "cannot be read")
+    refused(tezo("replay", tmp_path, "--output", tmp_path / "out"), "has no steps.log")
     train(config(home), tmp_path / "second")
     refused(tezo("replay", tmp_path / "second", "--output", tmp_path / "out", "--step", 99), "step is 99", str(STEPS))
     refused(tezo("replay", tmp_path / "second", "--output", run), "output", "in use")

@@ -16,8 +16,10 @@ from folders import completion_rows, refused, tezo, train, write_rows
 from reports import HOSTILE, Page, hostile, made, two_runs
 
 from tezo.runs.answers_file import OUTCOMES
+from tezo.runs.folder import FILES
+from tezo.runs.manifest import write_manifest
 from tezo.runs.reader import read_run
-from tezo.runs.result_words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_text
+from tezo.runs.result_words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_of, work_text
 from tezo.runs.step_log import MAGIC, StepLog, read_log
 from tezo.studies.report import charts, page, result_block
 from tezo.studies.report import curves as numbers
@@ -31,8 +33,8 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def run(home, tmp_path):
-    """A copy of a run that a test may damage; a manifest would tell at once."""
-    return Path(shutil.copytree(home / "one", tmp_path / "run", ignore=shutil.ignore_patterns("manifest.json")))
+    """A copy of a run that a test may damage."""
+    return Path(shutil.copytree(home / "one", tmp_path / "run"))
 
 
 def reported(tmp_path, *runs):
@@ -49,8 +51,9 @@ def test_every_figure_of_the_page_is_that_of_the_files(home, tmp_path):
         after = summary["after"][name]
         assert shown.row(name) == pytest.approx([before, after, after - before])
     values = {attributes["value"] for attributes in shown.of("data")}
-    for key in ("num_forward_passes", "peak_memory", "model_bytes", "seconds_stepping", "kept_step"):
-        assert str(summary[key]) in values, key
+    passes, seconds = work_of(summary)
+    for figure in (round(passes), seconds, *(summary[key] for key in ("peak_memory", "seconds_stepping", "kept_step"))):
+        assert str(figure) in values, figure
     kappas = [p.projected_grad for step in read_log(home / "one" / "steps.log").steps for p in step.probes]
     rms = math.sqrt(sum(k * k for k in kappas) / len(kappas))
     assert shown.row("rms") == pytest.approx([rms])
@@ -96,7 +99,8 @@ def test_two_runs_lie_over_each_other_and_are_compared(home, tmp_path):
     shown = reported(tmp_path, home / "one", home / "two")
     first, second = (json.loads((home / name / "summary.json").read_text()) for name in ("one", "two"))
     assert shown.row("loss after") == [first["after"]["loss"], second["after"]["loss"]]
-    assert shown.row("forward passes") == [26, 34]
+    summaries = [json.loads((home / name / "summary.json").read_text()) for name in ("one", "two")]
+    assert shown.row("forward passes") == [round(work_of(summary)[0]) for summary in summaries]
     assert shown.row("method.num_directions") == ["1", "2"]
     assert shown.row("train.seed") == ["0", "5"]
     runs = [read_run(home / name) for name in ("one", "two")]
@@ -118,7 +122,7 @@ def test_a_run_opens_with_its_result_in_the_words_of_the_command_line(home, tmp_
         run = tmp_path / name
         done = train(home / "opt", data, run, *flags)
         summary = json.loads((run / "summary.json").read_text())
-        rows = f"{summary['rows']['test']} {kind}"
+        rows = f"{summary['rows']['test'] or summary['rows']['dev']} {kind}"
         block = text_of(tmp_path, run).partition("Loss: ")[0]
         said = " ".join(done.out.split())
         assert rows in block and rows in said
@@ -216,7 +220,8 @@ def test_answers_are_shown_before_and_after_with_their_rows(home, tmp_path):
 
 
 def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
-    (run / "summary.json").unlink()
+    for name in ("summary.json", "manifest.json"):
+        (run / name).unlink()
     with (run / "steps.log").open("ab") as file:
         file.write(b"torn")
     shown = reported(tmp_path, run)
@@ -326,7 +331,7 @@ def too_many_right(run):
 
 ALIASES = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 DAMAGE = {
-    "no config": (lambda run: (run / "config.yaml").unlink(), ["is no run folder", "config.yaml"]),
+    "no config": (lambda run: (run / "config.yaml").unlink(), ["has lost its config.yaml"]),
     "bad config": (lambda run: (run / "config.yaml").write_text("model: [1]"), ["config.yaml", "model"]),
     "deep config": (lambda run: (run / "config.yaml").write_text("[" * 5000), ["config.yaml"]),
     "long config": (lambda run: (run / "config.yaml").write_text("#" * (5 << 20)), ["config.yaml", "more than"]),
@@ -345,7 +350,7 @@ DAMAGE = {
     ),
     "deep metrics": (lambda run: (run / "metrics.jsonl").write_text("[" * 99999 + "\n"), ["metrics.jsonl", "line 1"]),
     "metrics list": (lambda run: (run / "metrics.jsonl").write_bytes(b"[1]\n"), ["line 1"]),
-    "metrics folder": (lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()), ["missing"]),
+    "metrics folder": (lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()), ["plain file"]),
     "summary": (lambda run: (run / "summary.json").write_text("{"), ["summary.json", "cannot be read"]),
     "summary list": (lambda run: (run / "summary.json").write_text("[]"), ["summary.json", "not a JSON object"]),
     "summary kind": (lambda run: (run / "summary.json").write_text('{"steps": "9"}'), ["steps is '9'"]),
@@ -369,6 +374,7 @@ DAMAGE = {
 def test_a_damaged_run_is_refused_in_words_and_nothing_is_written(kind, run, tmp_path):
     damage, parts = DAMAGE[kind]
     damage(run)
+    write_manifest(run, FILES)  # as whoever damaged it by intent would
     refused(tezo("report", run, "--output", tmp_path / "report.html"), run, *parts)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 

@@ -10,6 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 from reports import made
 
+from tezo.runs.folder import FILES
+from tezo.runs.manifest import write_manifest
 from tezo.runs.reader import PlanRow, read_run
 from tezo.runs.step_log import StepLog
 from tezo.studies.plotting import COLOURS
@@ -110,4 +112,5 @@ def test_time_between_the_lines_of_metrics_is_interpolated_and_ends_with_the_sum
     folder = made(tmp_path / "r", [1.0] * 6, summary={"seconds_stepping": 12.0})
     lines = [{"step": s, "seconds": t, "memory": 1} for s, t in ((2, 4.0), (4, 6.0))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "sec')
+    write_manifest(folder, FILES)
     assert numbers.seconds_at(read_run(folder)) == pytest.approx({1: 2, 2: 4, 3: 5, 4: 6, 5: 9, 6: 12})

@@ -380,6 +380,7 @@ def hub(tmp_path, monkeypatch):
     (shards / "train-00001-of-00002.parquet").write_bytes(b"a shard that is never needed")
     load = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda _name, _subset, **more: load(str(shards.parent), **more))
+    monkeypatch.setattr("tezo.tasks.row_sources.ask_hub", lambda *_: None)
     return rows
 
 
@@ -398,7 +399,7 @@ def test_a_streamed_run_has_as_many_rows_as_are_asked_for(hub, home, tmp_path):
     flags = settings(data__streaming="true", data__num_train=50, data__num_dev=20)
     done = train(home / "opt", "owner/rows", tmp_path / "run", *flags)
     assert done.code == 0, done.err
-    assert json.loads((tmp_path / "run/summary.json").read_text())["rows"] == {"train": 50, "dev": 20, "test": 20}
+    assert json.loads((tmp_path / "run/summary.json").read_text())["rows"] == {"train": 50, "dev": 20, "test": 0}
     done = tezo("eval", tmp_path / "run", "--json")
     assert json.loads(done.out)["rows"] == 20, done.err
 

@@ -69,4 +69,4 @@ def test_a_run_is_not_tested_on_rows_it_was_trained_on(tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", label_rows(20))
     done = train(model_folder(tmp_path, "opt"), data, tmp_path / "run", "--json", data__per_class=3, data__hold_out=0.2)
     assert done.code == 0, done.err
-    assert json.loads(done.out)["rows"] == {"train": 6, "dev": 4, "test": 4}
+    assert json.loads(done.out)["rows"] == {"train": 6, "dev": 4, "test": 0}

@@ -1,6 +1,7 @@
 """TezoSFTTrainer: the real SFTTrainer of TRL, with the steps of a method."""
 
 import importlib
+import json
 import sys
 
 import datasets
@@ -137,6 +138,23 @@ def test_a_base_that_trl_packs_is_tuned(tmp_path):
     loaded = peft.PeftModel.from_pretrained(other, tmp_path / "run")
     assert run.model.is_quantized
     assert (logits(loaded, IDS) - tuned).abs().max() < 0.1 * (base_alone - tuned).abs().max()
+
+
+@pytest.mark.parametrize("method", ["lozo-adam", "mezo"])
+def test_nothing_is_warned_that_nobody_asked_for_and_arguments_are_saved_as_json(tmp_path, caplog, method):
+    options = {"rank": 4, "rho": 1e-3} if method == "lozo-adam" else {"rho": 1e-3}
+    assert trl.SFTConfig(str(tmp_path), use_cpu=True).bf16, "on by itself"
+    run = sft(tmp_path, method=method, method_options=options, save_strategy="steps", save_steps=3, hub_token="secret")
+    assert not [record for record in caplog.records if "autocast" in record.message]
+    run.train()
+    run.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-3"):
+        text = (folder / "training_args.json").read_text()
+        assert json.loads(text)["learning_rate"] == 1e-2 and "secret" not in text
+        assert (folder / "adapter_model.safetensors").is_file() == (method == "lozo-adam")
+    assert not list(tmp_path.rglob("*.bin"))
+    sft(tmp_path / "other", fp16=True)
+    assert [r for r in caplog.records if r.message.startswith("fp16: autocast is off")], "one that was asked for is"
 
 
 def test_without_trl_the_extra_is_named(monkeypatch):

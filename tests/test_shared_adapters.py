@@ -221,7 +221,7 @@ def test_a_run_is_exported_for_llama_cpp(run, tmp_path):
 def test_a_name_is_of_the_hub_or_of_a_folder(tmp_path, monkeypatch):
     assert hub_name("facebook/opt-125m") == shown_name("facebook/opt-125m") == "facebook/opt-125m"
     assert hub_name("gpt2") == "gpt2"
-    for folder in (str(tmp_path), "C:\\models\\opt", "in memory", "embedded:all-minilm-l6-v2", ""):
+    for folder in (str(tmp_path), "C:\\models\\opt", "in memory", "embedded:all-minilm-l6-v2", "model.gguf", ""):
         assert hub_name(folder) is None
     assert shown_name("C:\\models\\opt") == shown_name("/home/me/opt") == "opt"
     (tmp_path / "models/opt").mkdir(parents=True)

@@ -1,6 +1,5 @@
 """The step log: what is written is read, torn tails are cut, damage is found, one process writes."""
 
-import json
 import math
 import struct
 import subprocess
@@ -190,59 +189,6 @@ def test_a_record_of_a_kind_that_the_header_does_not_name_is_no_record(tmp_path)
         )
         path.write_bytes(forged)
         assert read_log(path).steps == []
-
-
-def earlier(version: int, path: Path, directions: int, kinds: str) -> list[StepRecord]:
-    """Writes a log of version 1 or 2, and returns its steps: "z" along directions, "f" by feedback or gradient."""
-    others = ["feedback"] if directions else ["gradient"]
-    text = json.dumps({"directions": directions} | ({"kinds": ["two-point", *others]} if version == 2 else {})).encode()
-    data = b"tezolog%d" % version + struct.pack("<I", len(text)) + text
-    data += struct.pack("<I", zlib.crc32(data))
-    logged, before = [], "z"
-    for i, kind in enumerate(kinds):
-        values = [[1.5 + i, 0.5, 500.0 + j] for j in range(directions if kind == "z" else 0)]
-        passes = 2 * directions if kind == "z" else 3 if directions and before == "z" else 1
-        body = struct.pack("<QQQdd", i, 7, 16 * (i + 1), 1e-4, 0.1 * i)
-        body += struct.pack("<IHH", passes, kind == "f", len(values)) if version == 2 else b""
-        body += b"".join(struct.pack("<ddd", *v) for v in values) or (b"\xff", bytes(1))[version - 1] * 24 * directions
-        data += body + struct.pack("<I", zlib.crc32(body, struct.unpack("<I", data[-4:])[0]))
-        name = "two-point" if kind == "z" else others[0]
-        logged.append(StepRecord(i, 0.1 * i, 1e-4, tuple(Probe(*v) for v in values), name, passes))
-        before = kind
-    path.write_bytes(data)
-    return logged
-
-
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(("directions", "kinds"), [(2, "zzz"), (1, "ffzfffz"), (3, "zff"), (0, "fff")])
-def test_an_earlier_version_is_read_and_goes_on_in_this_one(tmp_path, version, directions, kinds):
-    path = tmp_path / "steps.log"
-    logged = earlier(version, path, directions, kinds)
-    found = read_log(path)
-    assert (found.version, found.steps, found.files) == (version, logged, None)
-    names = ["two-point", "feedback"] if directions else ["gradient"]
-    log = StepLog(path, {"directions": directions, "kinds": names}, 0)
-    log.rewrite(names, {("test", 0): {"loss": 1.5}, ("dev", 2): {"loss": 0.5}}, {"basis-0.safetensors": "ab"})
-    more = StepRecord(len(kinds), 0.5, 1e-4, logged[0].probes if kinds[0] == "z" else (), names[0], 4)
-    log.append(more)
-    log.close()
-    again = read_log(path)
-    assert (again.version, again.header["kinds"], again.steps) == (4, names, [*logged, more])
-    assert again.evaluations == {("test", 0): {"loss": 1.5}, ("dev", 2): {"loss": 0.5}}
-    assert again.files == {"basis-0.safetensors": "ab"}
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_damaged_record_of_an_earlier_version_is_found_and_a_torn_tail_is_not_read(tmp_path, version):
-    path = tmp_path / "steps.log"
-    logged = earlier(version, path, 1, "zzzz")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    assert read_log(path).steps == logged[:-1]
-    size = (len(whole) - whole.index(b"}") - 5) // 4
-    path.write_bytes(whole[: -3 * size] + bytes([whole[-3 * size] ^ 1]) + whole[-3 * size + 1 :])
-    with pytest.raises(RequestError, match="damaged after step 1, with intact entries after"):
-        read_log(path)
 
 
 def test_evaluations_and_digests_of_files_keep_their_place_and_every_flipped_byte_is_found(tmp_path):

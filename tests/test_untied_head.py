@@ -90,7 +90,6 @@ def test_a_run_tunes_the_head_alone_and_is_opened_and_merged_as_it_was_tuned(hom
     base, tuned = load_model(str(home / family)).model, load_model(str(merged)).model
     changed = {n for n, w in tuned.named_parameters() if n != head and not torch.equal(w, base.get_parameter(n))}
     assert changed == set() and not torch.equal(tuned.get_parameter(head), base.get_parameter(head))
-    (run / "summary.json").unlink()
     (run / MANIFEST).unlink()
     refused(tezo("train", "--output", run, "--resume", *settings(model__untie_head=False)), "untie_head")
     assert tezo("train", "--output", run, "--resume").code == 0

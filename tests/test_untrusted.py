@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from tezo.errors import RequestError
 from tezo.models.lora import load_adapter
 from tezo.runs.checkpoints import DamagedError, load_checkpoint
+from tezo.runs.folder import FILES
+from tezo.runs.manifest import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +96,8 @@ def test_an_adapter_of_other_shapes_is_refused(run, tmp_path_factory):
     save_file(tensors, adapter / "adapter_model.safetensors")
     tuned = copy_of(run, tmp_path_factory)
     shutil.rmtree(tuned / "adapter")
-    (tuned / "manifest.json").unlink()  # or a matching one: it is a stranger's
     shutil.copytree(adapter, tuned / "adapter")
+    write_manifest(tuned, FILES)  # a matching one: it is a stranger's
     refused(tezo("eval", tuned, "--data", run.parent / "rows.jsonl"), "weight of", "base model that it was trained on")
     tensors = {key: value[:2] if key.endswith("lora_A.weight") else value for key, value in tensors.items()}
     save_file(tensors, adapter / "adapter_model.safetensors")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tezo.errors import NonFiniteLossError as NonFiniteLossError
 from tezo.errors import RequestError as RequestError
 from tezo.errors import RunError as RunError
+from tezo.errors import RunInterrupted as RunInterrupted
 from tezo.errors import TezoError as TezoError
 
 if TYPE_CHECKING:

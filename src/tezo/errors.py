@@ -5,7 +5,9 @@ the message alone and exits with `exit_code`.
 """
 
 import difflib
+import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class TezoError(Exception):
@@ -24,6 +26,36 @@ class RunError(TezoError, RuntimeError):
     """A run failed after it had started."""
 
 
+class RunInterrupted(KeyboardInterrupt):
+    """A run was stopped by a signal; what it has done is in its folder, and it can be resumed.
+
+    It is no `Exception`, so that `except Exception` does not take Ctrl-C for a failure and go on.
+
+    Args:
+        by: name of the signal.
+        steps: number of steps that are saved.
+        folder: of the run.
+    """
+
+    def __init__(self, by: str, steps: int, folder: Path) -> None:
+        super().__init__(by, steps, folder)
+        self.by, self.steps, self.folder = by, steps, folder
+
+    def __str__(self) -> str:
+        return f"stopped by {self.by} after step {self.steps}; {resume_words(self.folder)}"
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the number of the signal, as of a process that it ends; 1 if another process got it."""
+        number = getattr(signal, self.by, None)
+        return 1 if number is None else 128 + number
+
+
+def resume_words(folder: Path) -> str:
+    """How to go on, from Python, with a run that was cut short."""
+    return f"what it has done is in {folder}: go on with tezo.train(..., output={str(folder)!r}, resume=True)."
+
+
 class NonFiniteLossError(RunError):
     """A loss was NaN or infinite; the parameters are restored to their values before that step.
 
@@ -37,11 +69,13 @@ class NonFiniteLossError(RunError):
     exit_code = 2
 
     def __init__(self, step: int, loss: float, last_loss: float | None) -> None:
-        last = "there was no earlier step" if last_loss is None else f"the last good loss was {last_loss:.6g}"
-        super().__init__(
-            f"the loss is {loss} at step {step}; {last}, and the weights are restored to before that step. "
-            "Lower method.lr or method.rho, or check the rows of this batch."
-        )
+        if last_loss is None:
+            told = "no step was taken before, so that the learning rate is not the reason"
+            way_out = "A model in float16 is loaded in float32 or bfloat16 instead; or lower method.rho"
+        else:
+            told = f"the last good loss was {last_loss:.6g}, and the weights are restored to before that step"
+            way_out = "Lower method.lr or method.rho"
+        super().__init__(f"the loss is {loss} at step {step}; {told}. {way_out}, or check the rows of this batch.")
         self.step = step
         self.last_loss = last_loss
 
@@ -59,6 +93,29 @@ class NonFiniteResultError(RunError):
             f"the loss is {loss} after {steps} steps, so no result was saved. Lower method.lr, or give data.dev to "
             "keep the best step."
         )
+
+
+class NonFiniteModelError(NonFiniteResultError):
+    """What a model gives is NaN or infinite, though no step is under way: no learning rate helps.
+
+    Args:
+        subject: what is, in words.
+        value: its value.
+        dtype: that the model computes in.
+    """
+
+    def __init__(self, subject: str, value: float, dtype: object) -> None:
+        name = str(dtype).removeprefix("torch.")
+        way_out = (
+            "it computes beyond the largest number of float16: load it in float32 or bfloat16 (model.dtype=float32)"
+            if name == "float16"
+            else "its weights or these rows are at fault: load the model again, or try other rows"
+        )
+        RunError.__init__(self, f"{subject} is {value} in {name}; {way_out}.")
+
+
+class PerturbationWarning(UserWarning):
+    """A step's losses were measured where the model is far from itself."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -5,6 +5,9 @@ the same way: each file and the folder are forced to disk before the rename. A p
 version, the new version, or a name that starts with a dot; a lock on a folder that is being written tells it from such
 a leftover. Only plain files of bounded size are read. JSON is written by the standard, without NaN and infinity.
 
+No link is followed, in reading or writing: a folder that a stranger has filled cannot lead to a file outside of it. The
+folder that the user names may itself be reached through links.
+
 Windows has no such locks, and opens no folder to force it to disk: there, two processes that write one folder are not
 told from one that has died.
 """
@@ -14,8 +17,10 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +34,71 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-BINARY = getattr(os, "O_BINARY", 0)
-"""Flag of `os.open` by which Windows leaves line ends as they are."""
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_PLAIN = _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Flags of `os.open`: no link is followed, a pipe does not wait for its other end, and Windows keeps line ends."""
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+"""Flags of `open_plain` for a file that must not exist yet."""
+
+
+class UntrustedError(ValueError):
+    """A file is missing, too large, damaged or a link; the message is a short reason."""
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
+    """`os.open` of a regular file that is no link.
+
+    Args:
+        path: the file; its folder must have been checked.
+        flags: of `os.open`. A file that is changed in place must have no second name (hard link), which would change
+            with it.
+
+    Raises:
+        UntrustedError: it is a link or no regular file, or has a second name.
+        OSError: it cannot be opened.
+    """
+    try:
+        if not _NO_FOLLOW and path.is_symlink():
+            raise OSError(errno.ELOOP, "a link")
+        handle = os.open(path, flags | _PLAIN, 0o644)
+    except OSError:
+        if path.is_symlink():
+            raise UntrustedError(f"{path.name} is a link, which is not followed") from None
+        raise
+    status = os.fstat(handle)
+    in_place = flags & (os.O_WRONLY | os.O_RDWR)
+    if stat.S_ISREG(status.st_mode) and not (in_place and status.st_nlink > 1):
+        return handle
+    os.close(handle)
+    if stat.S_ISREG(status.st_mode):
+        raise UntrustedError(f"{path.name} has a second name (a hard link), whose file would change with it")
+    raise UntrustedError(f"{path.name} is not a plain file")
+
+
+def open_to_read(path: Path) -> BufferedReader:
+    """A regular file that is no link, open for reading; errors are those of `open_plain`."""
+    return open(open_plain(path), "rb")
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a folder with all that is in it, or a link itself; nothing where there is nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Turns a write error of the operating system into a `RunError` with the file and the way out."""
+    """Turns a write error of the operating system into a `RunError` with the file and the way out.
+
+    Raises:
+        RequestError: a link or a hard link is in the way.
+    """
     try:
         yield
+    except UntrustedError as error:
+        raise RequestError(f"{path.parent}: {error}; put a copy of the file itself there, or remove it.") from None
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is intact.") from error
 
@@ -80,6 +141,7 @@ def write_file(path: Path, data: bytes) -> None:
     beside = _beside(path)
     with storing(path):
         try:
+            remove(beside)
             _write(beside, data)
             os.replace(beside, path)  # noqa: PTH105
             sync(path.parent)
@@ -88,7 +150,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o644)
+    handle = open_plain(path, NEW)
     try:
         write_all(handle, data)
         os.fsync(handle)
@@ -110,7 +172,7 @@ def append(path: Path, data: bytes) -> None:
         RunError: it cannot be written.
     """
     with storing(path):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | BINARY, 0o644)
+        handle = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             write_all(handle, data)
         finally:
@@ -126,10 +188,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         RunError: something cannot be written.
     """
     beside = _beside(path)
-    if not _is_leftover(beside):
+    if not (beside.is_symlink() or _is_leftover(beside)):
         raise RequestError(f"output: another process is writing {path}; wait for it, or give another --output.")
     with storing(path):
-        shutil.rmtree(beside, ignore_errors=True)
+        remove(beside)
         beside.mkdir(parents=True)
         try:
             with _locked(beside):
@@ -148,12 +210,14 @@ def check_free(output: Path, ways: str = "give another --output, or delete it fi
 
     A folder that has only what killed processes left of files and folders they were writing is emptied.
     """
+    if str(output) == "-":
+        raise RequestError("output is -, and standard output takes no folder; give a folder.")
     inside = list(output.iterdir()) if output.is_dir() else []
     if not all(map(_is_leftover, inside)) or (output.exists() and not output.is_dir()):
         raise RequestError(f"output: {output} is in use; {ways}.")
     for path in inside:
         with storing(path):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)
 
 
 def _beside(path: Path) -> Path:
@@ -208,11 +272,11 @@ def lock(handle: int) -> bool:
 
 def _exchange(beside: Path, path: Path) -> None:
     old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
+    remove(old)
+    if os.path.lexists(path):
         os.replace(path, old)  # noqa: PTH105
     os.replace(beside, path)  # noqa: PTH105
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 def sync(path: Path) -> None:
@@ -230,24 +294,21 @@ MOST_JSON = 1 << 24
 """Maximum size of a JSON file in bytes."""
 
 
-class UntrustedError(ValueError):
-    """A file is missing, too large or damaged; the message is a short reason."""
-
-
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file's bytes; `UntrustedError` if it is not a plain file, or has more than `most` bytes."""
+    """A file's bytes; `UntrustedError` if it is not a plain file, is a link, or has more than `most` bytes."""
     try:
-        if not path.is_file():
-            raise UntrustedError(f"{path.name} is missing")
-        if path.stat().st_size > most:
-            raise UntrustedError(f"{path.name} has more than {most} bytes")
-        return path.read_bytes()
+        with open_to_read(path) as file:
+            if os.fstat(file.fileno()).st_size > most:
+                raise UntrustedError(f"{path.name} has more than {most} bytes")
+            return file.read()
+    except FileNotFoundError:
+        raise UntrustedError(f"{path.name} is missing") from None
     except OSError:
         raise UntrustedError(f"{path.name} cannot be read") from None
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else."""
+    """The JSON value in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else, and for a link."""
     data = read_bytes(path, MOST_JSON)
     try:
         return json.loads(data.decode())
@@ -256,7 +317,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else."""
+    """The JSON object in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else, and for a link."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise UntrustedError(f"{path.name} is not a JSON object")

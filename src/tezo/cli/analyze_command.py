@@ -21,7 +21,9 @@ def analyze(
         list[Path] | None, typer.Argument(metavar="[RUN|FILE]...", help="Run folders, or bench JSON files.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for NAME.png, NAME.svg and NAME.json.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file, hub name, or embedded:smollm2-135m.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="JSONL, CSV, TSV or Parquet file, or hub data set.")] = None,
     task: Annotated[str | None, typer.Option(help="Task instead of --data; see `tezo tasks`.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,

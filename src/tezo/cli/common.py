@@ -1,11 +1,17 @@
 """Options and output functions that the commands share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from tezo.files import json_text
+from tezo.models.quiet import quiet_libraries
+from tezo.progress.meter import LIBRARIES, current
+from tezo.progress.status_line import StatusLine, showing
 
 
 @dataclass
@@ -13,6 +19,8 @@ class Options:
     """Options of the program itself, given before the command."""
 
     debug: bool = False
+    started: float = 0.0
+    """`time.perf_counter()` when the command began."""
 
 
 options = Options()
@@ -24,6 +32,19 @@ RewardOption = Annotated[
 ]
 TrustOption = typer.Option(False, "--trust-remote-code", help="Let code run that comes with the base model.")
 JsonOption = typer.Option(False, "--json", help="Print JSON.")
+
+
+@contextmanager
+def showing_work() -> Iterator[StatusLine | None]:
+    """While open, standard error shows what the command does; the first line comes before torch is imported.
+
+    Of the processes that torchrun starts the first one shows it; the others get None.
+    """
+    with showing(started=options.started) as line:
+        with current().phase(LIBRARIES):
+            quiet_libraries()
+            import_module("tezo.training.api")
+        yield line
 
 
 def print_json(value: Any) -> None:

@@ -1,11 +1,11 @@
 """`tezo doctor`."""
 
+import math
 from typing import Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json
-from tezo.models.quiet import quiet_libraries
+from tezo.cli.common import JsonOption, SetOption, print_json, showing_work
 
 
 def register(app: typer.Typer) -> None:
@@ -13,6 +13,7 @@ def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
 
 
+@showing_work()
 def doctor(
     model: Annotated[str | None, typer.Option(help="Say also what this model can be tuned with.")] = None,
     quantization: Annotated[str | None, typer.Option(help="Of its linear layers: nf4, int8 or int8wo.")] = None,
@@ -20,7 +21,6 @@ def doctor(
     json: bool = JsonOption,
 ) -> None:
     """Say what is installed, what this machine has, and what a model can take."""
-    quiet_libraries()
     from tezo.training.configuration.config import parse_setting
     from tezo.training.forecasts.diagnosis import machine_report, model_report
 
@@ -52,7 +52,7 @@ def _print_model(report: dict[str, Any]) -> None:
     for key in ("name", "kind", "dtype", "quantization", "parameters", "linear_parameters"):
         print(f"  {key:<26} {report[key]}")
     print(f"  {'bytes':<26} {_mebibytes(report['bytes'])}, of linear layers {_mebibytes(report['linear_bytes'])}")
-    print("\nmethods, on the linear layers; beside the model, without a pass's activations:")
+    print("\nmethods, on the linear layers; counted, beside the model, without a pass's activations:")
     refused: dict[str, list[str]] = {}
     for row in report["methods"]:
         if row["refusal"]:
@@ -63,14 +63,15 @@ def _print_model(report: dict[str, Any]) -> None:
     for reason, names in refused.items():
         print(f"  not {', '.join(names)}: {reason}")
     _print_memory(report["memory"])
-    print("\nprojected gradient at close scales: scatter, and shift to the next smaller, as shares of its size")
-    if isinstance(report["noise"], str):
-        print(f"  not measured: {report['noise']}")
+    print("\nperturbation scales, measured on eight short reviews along the directions of the method:")
+    if isinstance(report["scales"], str):
+        print(f"  not measured: {report['scales']}")
         return
-    print("  rho       scatter  shift")
-    for row in report["noise"]:
+    print("  rho       curvature  rounding, as parts of the change of the losses")
+    for row in report["scales"]:
         mark = "  <- method.rho" if row["rho"] == report["recommended_rho"] else ""
-        print(f"  {row['rho']:<8g}  {row['scatter']:<7.3f}  {row['shift']:.3f}{mark}")
+        curvature = "not finite" if row["curvature"] == math.inf else f"{row['curvature']:.1%}"
+        print(f"  {row['rho']:<8g}  {curvature:<9}  {row['rounding']:.2%}{mark}")
 
 
 def _print_memory(report: dict[str, Any] | str) -> None:

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json
+from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json, showing_work
 from tezo.errors import RequestError
-from tezo.models.quiet import quiet_libraries
 from tezo.runs.result_words import metric_text
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ def register(app: typer.Typer) -> None:
     app.command("eval")(evaluate)
 
 
+@showing_work()
 def evaluate(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, or a base model.")],
     data: Annotated[str | None, typer.Option(help="Rows to evaluate on; default: the run's test rows.")] = None,
@@ -37,8 +37,6 @@ def evaluate(
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
     from tezo.training.configuration.config import parse_setting
-
-    quiet_libraries()
     from tezo.training.finished_runs.opening import run_config
 
     named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import BaseOption, JsonOption, TrustOption, print_json
-from tezo.models.quiet import quiet_libraries
+from tezo.cli.common import BaseOption, JsonOption, TrustOption, print_json, showing_work
 
 
 def register(app: typer.Typer) -> None:
@@ -14,6 +13,7 @@ def register(app: typer.Typer) -> None:
     app.command("export")(export)
 
 
+@showing_work()
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
     output: Annotated[Path, typer.Option(help="Folder to write, new.")],
@@ -25,7 +25,6 @@ def export(
     json: bool = JsonOption,
 ) -> None:
     """Write a run's result elsewhere: its LoRA adapter, or the whole model with everything merged in."""
-    quiet_libraries()
     from tezo.models.gguf_lora import GGUF_FILE
     from tezo.models.padded_rank import ALLOWED_RANKS
     from tezo.training.finished_runs.exporting import GGUF, export_run

@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from tezo.cli.common import print_json
+from tezo.progress.status_line import duration_text
 
 if TYPE_CHECKING:
     from tezo.training.configuration.recipe import Config
 
 
 def print_dry_run(config: "Config", *, json: bool) -> None:
-    """Prepares and times a run, and prints what it would do; nothing is written."""
+    """Prepares a run, times a pass, and prints what the run would do; nothing is written."""
     from tezo.training.forecasts.dry_run import dry_run
 
     found = dry_run(config)
@@ -25,15 +26,22 @@ def _lines(found: dict[str, Any]) -> list[str]:
     memory = {name: _mebibytes(value) for name, value in found["memory"].items()}
     seconds = found["seconds"]
     steps = [f"{count} {kind} ({seconds[f'{kind} step']:.3f} s each)" for kind, count in found["steps"].items()]
-    run, evaluations, preparing = (_duration(seconds[name]) for name in ("run", "evaluations", "preparation"))
+    times = {name: duration_text(seconds[name]) for name in ("run", "evaluations", "preparation", "measurements")}
+    measured = [
+        f"measured     {key} at the start, by up to {count} forward pass{'es' * (count > 1)}"
+        for key, count in found["measured"].items()
+    ]
     return [
         f"{found['method']} on {found['model']}; nothing is written",
         f"rows         {rows['train']} training, {rows['dev']} dev, {rows['test']} test",
         f"parameters   {parameters['trained']:,} of {parameters['total']:,} are trained",
         *_by_way(found["plan"]),
         f"steps        {', '.join(steps)}; {found['num_forward_passes']} forward passes",
+        *measured,
         f"memory       {memory['peak']} at the peak; the model {memory['model']}, fixed factors {memory['factors']}",
-        f"time         {run}, of it preparation {preparing} and evaluations {evaluations}; {found['hardware']}",
+        f"time         up to {times['run']}, of it preparation {times['preparation']}, measurements "
+        f"{times['measurements']} and evaluations {times['evaluations']}, by one pass of "
+        f"{seconds['timed pass']:.3f} s; {found['hardware']}",
         *(f"note: {notice}" for notice in found["notices"]),
     ]
 
@@ -54,11 +62,3 @@ def _by_way(plan: list[dict[str, Any]]) -> list[str]:
 
 def _mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

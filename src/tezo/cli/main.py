@@ -1,6 +1,7 @@
 """The program `tezo`: registers the commands, and turns errors into messages and exit codes."""
 
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Annotated
@@ -22,7 +23,7 @@ from tezo.cli import tasks_command as tasks
 from tezo.cli import train_command as train
 from tezo.cli.common import options
 from tezo.cli.foreign_options import check_options
-from tezo.errors import TezoError
+from tezo.errors import RunInterrupted, TezoError
 from tezo.files import one_line
 
 INTERRUPTED = 130
@@ -61,7 +62,11 @@ def _global(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line. Exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 Ctrl-C."""
+    """Runs the command line.
+
+    Exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 Ctrl-C, 143 SIGTERM.
+    """
+    options.started = time.perf_counter() - (time.process_time() if arguments is None else 0.0)
     try:
         check_options(app, sys.argv[1:] if arguments is None else arguments)
         app(args=arguments, prog_name="tezo")
@@ -85,6 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         raise SystemExit(1) from None
     except SystemExit as stop:
-        if stop.code == INTERRUPTED:
-            print("error: interrupted; if the run has a checkpoint, go on with --resume.", file=sys.stderr)
+        if stop.code != INTERRUPTED:
+            raise
+        cause = getattr(stop.__context__, "__cause__", None)  # typer's own exception is between
+        if isinstance(cause, RunInterrupted):
+            print(f"error: stopped by {cause.by} after step {cause.steps}; go on with --resume.", file=sys.stderr)
+            raise SystemExit(cause.exit_code) from None
+        print("error: interrupted; if the run has a checkpoint, go on with --resume.", file=sys.stderr)
         raise

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import JsonOption, print_json
-from tezo.models.quiet import quiet_libraries
+from tezo.cli.common import JsonOption, print_json, showing_work
 
 
 def register(app: typer.Typer) -> None:
@@ -14,6 +13,7 @@ def register(app: typer.Typer) -> None:
     app.command("push")(push)
 
 
+@showing_work()
 def push(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the hub; it is created if needed.")],
@@ -21,7 +21,6 @@ def push(
     json: bool = JsonOption,
 ) -> None:
     """Upload a run's adapter, or its model, with a model card to the Hugging Face hub; private unless --public."""
-    quiet_libraries()
     from tezo.training.finished_runs.publishing import push_run
 
     url = push_run(run, name, public=public)

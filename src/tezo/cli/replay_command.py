@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli.common import BaseOption, JsonOption, TrustOption, print_json
-from tezo.models.quiet import quiet_libraries
+from tezo.cli.common import BaseOption, JsonOption, TrustOption, print_json, showing_work
 
 
 def register(app: typer.Typer) -> None:
@@ -14,6 +13,7 @@ def register(app: typer.Typer) -> None:
     app.command("replay")(replay)
 
 
+@showing_work()
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, finished or not.")],
     output: Annotated[Path, typer.Option(help="Folder to create.")],
@@ -26,7 +26,6 @@ def replay(
     json: bool = JsonOption,
 ) -> None:
     """Rebuild the tuned model from its base and the run's steps.log, without data."""
-    quiet_libraries()
     from tezo.training.execution.replay import replay as replay_run
 
     done = replay_run(run, output, step=step, device=device, model=model, trust_remote_code=trust_remote_code)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json
+from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json, showing_work
 from tezo.cli.forecast import print_dry_run
 from tezo.errors import RequestError
 from tezo.files import reading
-from tezo.models.quiet import quiet_libraries
+from tezo.progress.status_line import StatusLine
 
 if TYPE_CHECKING:
     from tezo.training.configuration.recipe import Config
@@ -27,7 +27,9 @@ def train(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="Recipe file, or the name of one of tezo's, such as lozo.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder, hub name, or embedded:all-minilm-l6-v2.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file, hub name, or embedded:smollm2-135m.")
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Training rows: file, folder or pattern of files, or hub data set.")
     ] = None,
@@ -67,29 +69,36 @@ def train(
         ("train.steps", steps),
         ("train.seed", seed),
     ]
-    config = _configured(recipe, output / "config.yaml" if output and resume else None, named, settings)
-    quiet_libraries()
-    if dry:
-        print_dry_run(config, json=json)
-        return
-    assert output is not None
-    from tezo.cli.progress import Screen
-    from tezo.training.execution.loop import train as run
-
-    is_first = int(os.environ.get("RANK", "0")) == 0  # of the processes that torchrun starts, one prints
-    listeners: list[Listener] = [] if json or not is_first else [Screen()]
-    if report_to is not None and is_first:
-        from tezo.training.integrations.trackers import trackers
-
-        listeners.append(trackers(report_to, output))
-    summary = run(config, output, listeners, resume=resume)
-    if not is_first:
+    with showing_work() as line:
+        config = _configured(recipe, output / "config.yaml" if output and resume else None, named, settings)
+        if output is None or dry:
+            print_dry_run(config, json=json)
+            return
+        summary = _trained(config, output, line, resume=resume, report_to=report_to, json=json)
+    if line is None:
         return
     if json:
         print_json(summary)
         return
-    with reading(f"{output}: summary.json is not that of a run", "restore it, or delete it to go on with the run"):
+    with reading(
+        f"{output}: summary.json is not that of a run", "restore it, or delete manifest.json to go on with the run"
+    ):
         _print_end(summary, output)
+
+
+def _trained(
+    config: "Config", output: Path, line: StatusLine | None, *, resume: bool, report_to: str | None, json: bool
+) -> dict[str, Any]:
+    """The summary of the run; without `json`, evaluations are printed above the status line."""
+    from tezo.training.execution.loop import train as run
+    from tezo.training.execution.screen import Screen
+
+    listeners: list[Listener] = [] if line is None or json else [Screen(line)]
+    if report_to is not None and line is not None:
+        from tezo.training.integrations.trackers import trackers
+
+        listeners.append(trackers(report_to, output))
+    return run(config, output, listeners, resume=resume)
 
 
 _OTHER_ROWS = {"data.train": "data.task", "data.task": "data.train"}
@@ -109,8 +118,14 @@ def _configured(
         *flags,
         *map(parse_setting, settings),
     ]
-    if recipe is None and begun is not None and begun.is_file():
+    if recipe is None and begun is not None and os.path.lexists(begun):
         return read_run_config(begun, given)
+    has_log = begun is not None and os.path.lexists(begun.with_name("steps.log"))
+    if recipe is None and begun is not None and has_log and "model.name" not in dict(flags):
+        raise RequestError(
+            f"{begun.parent} is a run folder that has lost its {begun.name}; put it back, or give all flags of the run "
+            "again."
+        )
     return read_config(None if recipe is None else find_recipe(recipe), given)
 
 

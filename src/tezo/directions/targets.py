@@ -183,18 +183,27 @@ def is_packed(parameter: Tensor) -> bool:
 def find_targets(model: nn.Module) -> list[Target]:
     """Every parameter of `model` that is not frozen; a tied parameter is listed once.
 
-    A parameter is frozen if `requires_grad` is False. A packed tensor, which cannot require a gradient, is frozen if
-    the model has a PEFT adapter.
+    A parameter is frozen if `requires_grad` is False and that of another is True: where no parameter requires a
+    gradient, as after PEFT's merge_and_unload, none is frozen. A packed tensor, which cannot require a gradient, is
+    frozen if the model has a PEFT adapter; with one, a model without gradients is frozen as a whole.
     """
     adapted = hasattr(model, "peft_config")
     sites: dict[int, list[Site]] = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             sites.setdefault(id(parameter), []).append(Site(module_name, module, layout_of(module, attribute)))
+    found = [Target(name, parameter, tuple(sites[id(parameter)])) for name, parameter in model.named_parameters()]
+    free = [t for t in found if t.parameter.requires_grad or (is_packed(t.parameter) and not adapted)]
+    return free if free or adapted else found
+
+
+def frozen_notice(model: nn.Module) -> list[str]:
+    """That nothing is frozen where no parameter requires a gradient; see `find_targets`."""
+    if hasattr(model, "peft_config") or any(p.requires_grad or is_packed(p) for p in model.parameters()):
+        return []
     return [
-        Target(name, parameter, tuple(sites[id(parameter)]))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or (is_packed(parameter) and not adapted)
+        "no parameter of the model requires a gradient, as after merge_and_unload(), so none is taken for frozen; "
+        "requires_grad_(True) on some leaves the others as they are."
     ]
 
 
@@ -234,7 +243,8 @@ def select_targets(model: nn.Module, patterns: Sequence[str] = (ALL_LINEAR,)) ->
 def _no_match(pattern: str, available: Sequence[Target]) -> RequestError:
     if not available:
         return RequestError(
-            "method.targets: all parameters of this model are frozen; call requires_grad_(True) on those to be tuned."
+            "method.targets: all parameters of this model and of its adapter are frozen; call requires_grad_(True) on "
+            "those to be tuned (PeftModel.from_pretrained(..., is_trainable=True))."
         )
     fault = f"method.targets: the pattern {pattern!r} matches no trainable parameter"
     parts = dict.fromkeys(part for target in available for part in target.name.split(".") if not part.isdigit())

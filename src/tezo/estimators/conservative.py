@@ -33,7 +33,11 @@ class Conservative(TwoPoint):
             raise FloatingPointError(losses[0])
         best = min(losses, key=lambda sign: losses[sign] if math.isfinite(losses[sign]) else math.inf)
         chosen = replace(probe, projected_grad=best * probe.projected_grad)
-        return average(losses[0], (chosen,), 2 + len(losses), draw)
+        return average(losses[0], (chosen,), self.passes(1, first=False), draw)
+
+    def passes(self, directions: int, *, first: bool) -> int:
+        del first
+        return 5 * directions
 
     def _loss_at(self, closure: Closure, draw: StepDraw, scale: float) -> float:
         """f(W + scale * Z)."""

@@ -35,6 +35,16 @@ class Estimator(ABC):
             FloatingPointError: a loss is NaN or infinite; the loss is the only argument of the error.
         """
 
+    def passes(self, directions: int, *, first: bool) -> int:
+        """Number of closure evaluations of a step: two for each direction, unless an estimator says otherwise.
+
+        Args:
+            directions: number of directions of a step, or of each example.
+            first: whether the step has none of its kind before it in the update rule's moments.
+        """
+        del first
+        return 2 * directions
+
     @abstractmethod
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
         """The estimate of a finished step from its record and the factor store, without evaluating a closure.

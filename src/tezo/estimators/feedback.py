@@ -90,10 +90,14 @@ class DirectFeedback(Estimator):
         coefficients = {target.name: _gradient(target, errors) for target in writers}
         if not all(math.isfinite(x) for x in (float(loss), *(float(g.abs().max()) for g in coefficients.values()))):
             raise FloatingPointError(float(loss))
-        collected = CollectedFactors(coefficients, 1 if draw.count else 1 + PASSES)
+        collected = CollectedFactors(coefficients, self.passes(0, first=draw.count == 0))
         if self._store is not None:
             self._store.save(self.kind, draw.step, collected)
         return self._estimate(float(loss), collected, draw)
+
+    def passes(self, directions: int, *, first: bool) -> int:
+        del directions
+        return 1 + PASSES * first
 
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
         collected = self._store.load(self.kind, record.step) if self._store is not None else None

@@ -35,7 +35,11 @@ class ForwardGradient(TwoPoint):
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         probes = self.probes(closure, draw.directions, self.rho)
         loss = sum(probe.loss_plus for probe in probes) / len(probes)
-        return average(loss, probes, len(probes), draw)
+        return average(loss, probes, self.passes(len(probes), first=False), draw)
+
+    def passes(self, directions: int, *, first: bool) -> int:
+        del first
+        return directions
 
     def probes(self, closure: Closure, drawn: Mapping[str, Sequence[Direction]], rho: float) -> tuple[Probe, ...]:
         """The losses at W, as both losses of a probe, and the derivatives along all directions.

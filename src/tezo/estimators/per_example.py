@@ -1,10 +1,12 @@
 """Simultaneous perturbation with directions of their own for the examples of a batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from tezo.directions.spaces import Direction
 from tezo.distributed import Ranks
 from tezo.errors import RequestError
 from tezo.estimators.estimate import Closure, Estimate, ExampleClosure, Probe, StepDraw, precise
@@ -14,6 +16,9 @@ from tezo.forward.blocks import Blocks
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.forward.uninterrupted import let_interrupt
 from tezo.numerics.emulation import float32_on_emulating_cpu
+
+Drawn = Mapping[str, Sequence[Direction]]
+"""Parameter name -> its directions."""
 
 MOST_INFLUENCE = 0.05
 """Largest change of an example's loss by the directions of the others, as a part of the change by its own: rounding."""
@@ -40,45 +45,62 @@ class PerExample(TwoPoint):
         self._blocks = blocks
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
-        source = closure if isinstance(closure, ExampleClosure) else _PlainClosure(closure)
-        q = len(next(iter(draw.directions.values())))
+        source, drawn = _source(closure), draw.directions
+        q = len(next(iter(drawn.values())))
+        with self._one_row_for_each_example():
+            measured = [self._both(source, drawn, j, self.rho) for j in range(q)]
+            checked = draw.count == 0 and measured[0].shape[1] > 1
+            if checked:
+                self._check_apart(source, drawn, measured[0])
+        probes = self._probes(torch.stack(measured).double(), self.rho)
+        loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
+        return average(loss, probes, self.passes(q, first=checked), draw)
+
+    def passes(self, directions: int, *, first: bool) -> int:
+        return 2 * directions + 2 * first
+
+    def probes(self, closure: Closure, drawn: Drawn, rho: float) -> tuple[Probe, ...]:
+        """The measurements of each example along its own directions: that of example i along Z_ij at place i q + j."""
+        source, q = _source(closure), len(next(iter(drawn.values())))
+        with self._one_row_for_each_example():
+            measured = [self._both(source, drawn, j, rho) for j in range(q)]
+        return self._probes(torch.stack(measured).double(), rho)
+
+    @contextmanager
+    def _one_row_for_each_example(self) -> Iterator[None]:
+        """Context of passes in evaluation mode, and a sentence where a tuned layer sees other rows."""
         with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
             try:
-                measured = [self._both(source, draw, j) for j in range(q)]
-                checked = draw.count == 0 and measured[0].shape[1] > 1
-                if checked:
-                    self._check_apart(source, draw, measured[0])
+                yield
             except NotInBlocksError:
                 raise RequestError(
                     "directions is per-example, but a tuned layer does not see one row for each example (the experts "
                     "of a mixture, for one, or position embeddings); leave it out of the targets, or use "
                     "directions=shared."
                 ) from None
-        probes = self._probes(torch.stack(measured).double())
-        loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
-        return average(loss, probes, 2 * q + 2 * checked, draw)
 
     def _both(
         self,
         source: "ExampleClosure | _PlainClosure",
-        draw: StepDraw,
+        drawn: Drawn,
         j: int,
+        rho: float,
         place: Callable[[int], int] = lambda i: i,
     ) -> Tensor:
         """(2, B): the losses of example i at both signs of its j-th direction, or of that of example place(i)."""
 
         def at(*scales: float) -> Tensor:
-            return self._losses(source, draw, j, scales, place)
+            return self._losses(source, drawn, j, scales, place)
 
         if isinstance(source, ExampleClosure) and fitting_copies(source.example_tokens, dense=False) >= 2:
-            return at(self.rho, -self.rho)
-        return torch.cat([at(self.rho), at(-self.rho)])
+            return at(rho, -rho)
+        return torch.cat([at(rho), at(-rho)])
 
-    def _check_apart(self, source: "ExampleClosure | _PlainClosure", draw: StepDraw, losses_2B: Tensor) -> None:
+    def _check_apart(self, source: "ExampleClosure | _PlainClosure", drawn: Drawn, losses_2B: Tensor) -> None:
         """An error where an example's loss depends on the directions of others: kappa would be of all of them."""
         count = losses_2B.shape[1]
         # every other example has another direction, in passes of the same shapes: others round differently
-        moved_2B = self._both(source, draw, 0, place=lambda i: i + count * (i % 2))
+        moved_2B = self._both(source, drawn, 0, self.rho, place=lambda i: i + count * (i % 2))
         change = (moved_2B - losses_2B)[:, ::2].abs().max()
         if change > MOST_INFLUENCE * (losses_2B[0] - losses_2B[1]).abs().max():
             raise RequestError(
@@ -89,7 +111,7 @@ class PerExample(TwoPoint):
     def _losses(
         self,
         source: "ExampleClosure | _PlainClosure",
-        draw: StepDraw,
+        drawn: Drawn,
         j: int,
         scales: Sequence[float],
         place: Callable[[int], int],
@@ -107,7 +129,7 @@ class PerExample(TwoPoint):
             seen += rows
             places = [place(i) for i in examples]
             for name, parameter in self._moving.items():
-                parameter.set_perturbations([Shift(draw.directions[name][j], scale, places) for scale in scales])
+                parameter.set_perturbations([Shift(drawn[name][j], scale, places) for scale in scales])
 
         with self._blocks.before_each_pass(begin):
             try:
@@ -122,9 +144,9 @@ class PerExample(TwoPoint):
             )
         return losses
 
-    def _probes(self, losses_Q2B: Tensor) -> tuple[Probe, ...]:
+    def _probes(self, losses_Q2B: Tensor, rho: float) -> tuple[Probe, ...]:
         plus, minus = (losses_Q2B[:, sign].T.flatten().tolist() for sign in (0, 1))  # index i q + j
-        probes = tuple(Probe(p, m, (p - m) / (2 * self.rho)) for p, m in zip(plus, minus, strict=True))
+        probes = tuple(Probe(p, m, (p - m) / (2 * rho)) for p, m in zip(plus, minus, strict=True))
         self._check(probes)
         return probes
 
@@ -136,6 +158,10 @@ class PerExample(TwoPoint):
         raise RequestError(
             "train.parallel is directions, but each example has its own; set train.parallel=rows, which shares them."
         )
+
+
+def _source(closure: Closure) -> "ExampleClosure | _PlainClosure":
+    return closure if isinstance(closure, ExampleClosure) else _PlainClosure(closure)
 
 
 class _PlainClosure:

@@ -64,7 +64,7 @@ class TwoPoint(Estimator):
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         probes = self.probes(closure, draw.directions, self.rho)
         loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
-        return average(loss, probes, 2 * len(probes), draw)
+        return average(loss, probes, self.passes(len(probes), first=False), draw)
 
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
         return average(record.loss, record.probes, record.forward_passes, draw)

@@ -19,6 +19,7 @@ from tezo.forward.moving_parameter import MovingParameter as MovingParameter
 from tezo.forward.moving_parameter import Shift as Shift
 from tezo.forward.moving_parameter import is_changed_beside as is_changed_beside
 from tezo.forward.moving_parameter import require_writable as require_writable
+from tezo.forward.moving_parameter import settle as settle
 from tezo.forward.vector_in_forward import VectorInForward as VectorInForward
 
 

@@ -1,5 +1,6 @@
 """The interface of a tuned parameter: temporary perturbations during a step, and permanent updates."""
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,8 +57,12 @@ class MovingParameter(ABC):
     in_storage = False
     """Whether perturbations are in the stored tensor, where code that reads the tensor past its modules meets them."""
 
+    owner: Callable[[], object | None] = staticmethod(lambda: True)
+    """None once the optimizer is gone, so that nobody can call `close`; see `settle`."""
+
     def __init__(self, target: Target) -> None:
         self.target = target
+        settle([target.parameter], keep=True)
         if is_changed_beside([target.parameter]):
             raise RequestError(
                 f"{target.name} has been tuned by another optimizer, whose change is not in the weights; call merge() "
@@ -174,6 +179,36 @@ def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
     """Whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
     asked = {id(parameter) for parameter in parameters}
     return any(id(moving.target.parameter) in asked and moving.state() for moving in _open)
+
+
+def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
+    """Closes what optimizers that are gone have left on these parameters; whether there was a change that was kept.
+
+    Args:
+        parameters: of a model that is to be tuned.
+        keep: whether their changes are added to the stored tensors; else they are dropped.
+
+    Raises:
+        RequestError: they cannot be added, because the tensors are packed.
+    """
+    asked = {id(parameter) for parameter in parameters}
+    ours = [moving for moving in _open if id(moving.target.parameter) in asked]
+    if any(moving.owner() is not None and moving.state() for moving in ours):
+        gc.collect()  # its optimizer may be gone but for a cycle
+    left = [moving for moving in ours if moving.owner() is None]
+    changed = [moving for moving in left if keep and moving.state()]
+    for moving in changed:
+        if not moving.target.is_writable:
+            raise RequestError(
+                f"{moving.target.name} has been tuned by a run or optimizer that is gone, and is packed, so that it "
+                "cannot take the change; load the model again."
+            )
+    with torch.inference_mode(False), torch.no_grad():
+        for moving in changed:
+            moving.fold()
+    for moving in left:
+        moving.close()
+    return bool(changed)
 
 
 def check_between_steps(call: str, target: Target, perturbed: bool) -> None:

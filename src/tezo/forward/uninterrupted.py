@@ -1,46 +1,106 @@
-"""Interrupts during a step: they wait for a moment in which model and optimizer are as before or after the step."""
+"""Signals during a step: they wait for a moment in which model and optimizer are as before or after the step."""
 
 import signal
 import threading
-from collections.abc import Iterator
+from _signal import getsignal  # type: ignore[import-not-found]  # the public one is 80 times as slow
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_waiting: list[Any] = []
-"""While a step is under way, the signal frames of the interrupts that wait; one at most."""
+_NUMBERS = tuple(map(int, signal.valid_signals()))
+"""All signals of this system."""
+_INSISTENT = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Signals of which a second one does not wait: a closure may hang."""
+
+_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+"""Signal -> the handler in Python that `_wait` stands for."""
+_waiting: list[tuple[int, FrameType | None]] = []
+"""Signals that came during a step and wait, in order."""
+_state = {"waits": False, "commits": False}
+"""Whether signals wait, and whether the update has begun, in which a second signal waits too."""
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Context in which the first Ctrl-C waits for `let_interrupt`, or for the end; a second one has its usual effect.
+    """Context in which the handlers of signals wait for `let_interrupt`, or for the end.
 
-    Python can raise KeyboardInterrupt between any two instructions: between a perturbation and its removal, or between
-    the updates of two parameters.
+    Python runs a handler between any two instructions. One that raises, as Ctrl-C raises KeyboardInterrupt, would end a
+    step between a perturbation and its removal, or between the updates of two parameters. A second SIGINT or SIGTERM
+    does not wait, until the update has begun.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield  # Ctrl-C raises nothing here
+    if _state["waits"] or threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread alone
         return
-
-    def wait(number: int, frame: FrameType | None) -> None:
-        _waiting.append(frame)
-        signal.signal(number, before)
-
-    signal.signal(signal.SIGINT, wait)
     try:
+        _state.update(waits=True, commits=False)
+        _take_over()
         yield
         let_interrupt()
     finally:
-        _waiting.clear()
-        if signal.getsignal(signal.SIGINT) is wait:
-            signal.signal(signal.SIGINT, before)
+        _state["waits"] = False
+        _give_back()
+        _handle_waiting()
 
 
-def let_interrupt() -> None:
-    """Has a waiting interrupt take its usual effect: by default, KeyboardInterrupt is raised."""
+def let_interrupt(*, last: bool = False) -> None:
+    """Runs the handlers that wait; one of them may raise.
+
+    Args:
+        last: whether this is the last moment before the update, which is then not interrupted by any signal.
+    """
+    if _waiting and _state["waits"]:
+        _state["waits"] = False
+        try:
+            _handle_waiting()
+        finally:
+            _state["waits"] = True
+            _take_over()  # from handlers that those that waited have set
+    if last:
+        _state["commits"] = True
+
+
+def _take_over() -> None:
+    for number in _NUMBERS:
+        handler = getsignal(number)
+        if callable(handler) and handler is not _wait:
+            _handlers[number] = handler
+            signal.signal(number, _wait)
+
+
+def _give_back() -> None:
+    # where a handler raises in between, `_wait` stays in the place of others, and passes their signals on
+    for number, handler in list(_handlers.items()):
+        if getsignal(number) is _wait:
+            signal.signal(number, handler)
+
+
+def _wait(number: int, frame: FrameType | None) -> None:
+    before = [one for one in _waiting if one[0] == number]
+    insists = bool(before) and number in _INSISTENT and not _state["commits"]
+    if _state["waits"] and not insists:
+        _waiting.append((number, frame))
+        return
+    for one in before:
+        _waiting.remove(one)
+        _handle(*one)
+    _handle(number, frame)
+
+
+def _handle_waiting() -> None:
+    """Runs the handler of each signal that waits; where several raise, the last error has the others as its context."""
     if _waiting:
-        frame = _waiting.pop()
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):
-            handler(signal.SIGINT, frame)
+        one = _waiting.pop(0)
+        try:
+            _handle(*one)
+        finally:
+            _handle_waiting()
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    own = getsignal(number)
+    handler = _handlers.get(number) if own is _wait else own
+    if callable(handler):
+        handler(number, frame)
+    elif own == signal.SIG_DFL:  # set by the handler of the first signal
+        signal.raise_signal(number)

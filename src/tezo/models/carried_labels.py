@@ -43,7 +43,7 @@ def read_labels(folder: Path) -> CarriedLabels | None:
     if not path.exists():
         return None
     try:
-        found = read_object(path)
+        found = read_object(path.resolve())
     except UntrustedError as error:
         raise _damaged(path, str(error)) from None
     words, template, pooling = found.get("label_words"), found.get("template"), found.get("pooling")

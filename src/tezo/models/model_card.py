@@ -6,6 +6,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Literal
 
 from tezo.files import write_file
+from tezo.models.gguf_files import is_gguf
 from tezo.models.kinds import Kind
 from tezo.models.padded_rank import ALLOWED_RANKS
 from tezo.optim.methods import METHODS
@@ -35,7 +36,7 @@ class Tuning:
         method: name of the method.
         steps: number of steps that led to the kept parameters.
         rows: split ("train", "dev", "test") -> number of rows.
-        before: metrics of the test rows before training.
+        before: metrics before training of the test rows, or of the dev rows where there are none.
         after: the same after training.
     """
 
@@ -86,10 +87,12 @@ def card_text(saved: Saved, tuning: Tuning | None) -> str:
 
 
 def hub_name(base: str) -> str | None:
-    """`base` if it is the name of a repository of the hub; None for a folder or a model without a name."""
+    """`base` if it is the name of a repository of the hub; None for a folder, a GGUF file or a model without a name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    if is_gguf(base):
+        return None
     try:
         validate_repo_id(base)
     except HFValidationError:
@@ -118,7 +121,7 @@ def _origin(saved: Saved, tuning: Tuning | None) -> str:
         method = METHODS.get(tuning.method)
         rows["method"] = f"`{tuning.method}`" + (f": {method.summary.partition(': ')[2]}" if method else "")
         rows["steps"] = str(tuning.steps)
-        rows["rows"] = ", ".join(f"{count} {split}" for split, count in tuning.rows.items())
+        rows["rows"] = ", ".join(f"{count} {split}" for split, count in tuning.rows.items() if count)
     if saved.rank is not None:
         rows["rank"] = f"{saved.rank}, at scale 1 (`lora_alpha` = `r`)"
     lines = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
@@ -136,19 +139,22 @@ def _metrics(tuning: Tuning) -> str:
 def _loading(saved: Saved, base: str) -> list[str]:
     """How to load the result, with the libraries that take it."""
     cls = _CLASSES.get(saved.kind, "AutoModel")
-    load = f'from transformers import {cls}\n\nmodel = {cls}.from_pretrained("{{}}")'
+    load = f"from transformers import {cls}\n\nmodel = {cls}.from_pretrained({{}})"
     where = f"`{HERE}` stands for this folder or repository."
     if saved.form == "model":
-        return [where, _code(load.format(HERE))]
+        return [where, _code(load.format(f'"{HERE}"'))]
+    in_gguf = is_gguf(base)
+    load = load.format(f'"FOLDER", gguf_file="{base}"' if in_gguf else f'"{base}"')
+    where += f" FOLDER is the folder of {base}." if in_gguf else ""
     if saved.not_in_peft is not None:
         why = f"PEFT does not add this adapter as it was trained ({saved.not_in_peft}); `tezo` does:"
         with_tezo = f'\nhandles = tezo.load_adapter(model, "{HERE}")'
-        return [f"{where} {why}", _code(load.format(base) + with_tezo, "import tezo")]
+        return [f"{where} {why}", _code(load + with_tezo, "import tezo")]
     with_peft = f'\nmodel = PeftModel.from_pretrained(model, "{HERE}")'
-    ways = [where, "With PEFT:", _code(load.format(base) + with_peft, "from peft import PeftModel")]
+    ways = [where, "With PEFT:", _code(load + with_peft, "from peft import PeftModel")]
     if saved.form == "lora":
-        ways += ["With transformers, which needs PEFT:", _code(load.format(base) + f'\nmodel.load_adapter("{HERE}")')]
-    if saved.kind == "causal" and saved.rank is not None and saved.rank <= ALLOWED_RANKS[-1]:
+        ways += ["With transformers, which needs PEFT:", _code(load + f'\nmodel.load_adapter("{HERE}")')]
+    if saved.kind == "causal" and not in_gguf and saved.rank is not None and saved.rank <= ALLOWED_RANKS[-1]:
         serve = f"vllm serve {base} --enable-lora --max-lora-rank {saved.rank} --lora-modules tuned={HERE}"
         ways += ["With vLLM:", _code(serve, language="sh")]
     return ways

@@ -12,11 +12,11 @@ class ModelConfig:
     """The section `model`: the base model, and where and how its weights are held."""
 
     name: str
-    """Model folder, hub name, or embedded:all-minilm-l6-v2."""
+    """Model folder, GGUF file, hub name, embedded:smollm2-135m, or embedded:all-minilm-l6-v2."""
     kind: Literal["auto", "causal", "masked", "encoder", "classifier"] = "auto"
     """Kind of model: causal, masked, encoder or classifier. Default auto: by its architecture."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Data type of the weights. Default auto: as stored."""
+    """Data type of the weights. Default auto: as stored, or float32 where a GGUF file has them packed."""
     device: str = "auto"
     """Device to compute on, such as cpu or cuda. Default auto: the first GPU, otherwise the CPU."""
     quantization: Literal["none", "nf4", "int8", "int8wo"] = "none"

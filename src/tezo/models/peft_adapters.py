@@ -94,7 +94,7 @@ def open_adapter(loaded: LoadedModel, config: ModelConfig, folder: Path) -> Load
     """
     try:
         tensors = load_file(plain_file(folder / "adapter_model.safetensors"))
-        described = read_object(plain_file(folder / "adapter_config.json"))
+        described = read_object(folder / "adapter_config.json")
         opened = add_adapter(loaded, config, seed=0)
         opened.model.requires_grad_(requires_grad=False)
         (own,) = opened.model.peft_config.values()

@@ -7,12 +7,12 @@ whose weights take no memory.
 
 import copy
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 from tezo.errors import RequestError
 from tezo.files import storing
 from tezo.models.lora import Adapter, for_file, save_adapter
+from tezo.progress.meter import ASKING_PEFT, current
 
 
-def check_in_peft(adapter: Adapter, model: nn.Module) -> None:
-    """Raises a `RequestError` if PEFT would not add exactly this adapter to the model; see `why_not_in_peft`."""
-    reason = why_not_in_peft(adapter, model)
+def check_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> None:
+    """Raises a `RequestError` if PEFT would not add exactly this adapter to the model; see `why_not_in_peft_yet`."""
+    reason = why_not_in_peft_yet(adapter, model, disk)
     if reason is not None:
         raise RequestError(
             f"there is no exact adapter, because {reason}; export the merged model, or leave such layers out of "
@@ -34,24 +35,31 @@ def check_in_peft(adapter: Adapter, model: nn.Module) -> None:
         )
 
 
-def why_not_in_peft(adapter: Adapter, model: nn.Module) -> str | None:
+def why_not_in_peft(adapter: Adapter, model: nn.Module, folder: Path) -> str | None:
     """None if PEFT adds exactly this adapter to the model; else the reason, in words.
 
     None, too, where there is nothing to ask: PEFT is not installed, or the model is not one of transformers, whose
     layers PEFT takes by the names that it finds.
+
+    Args:
+        adapter: the adapter.
+        model: the model that it was trained for.
+        folder: the adapter as `save_adapter` wrote it.
     """
     if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
         return None
+    with current().phase(ASKING_PEFT):
+        return _why_not(for_file(adapter), model, folder)
+
+
+def _why_not(adapter: Adapter, model: PreTrainedModel, folder: Path) -> str | None:
     import peft
 
-    adapter = for_file(adapter)
     by = f"PEFT {peft.__version__}"
-    with tempfile.TemporaryDirectory() as folder, _unwarned():
-        with storing(Path(folder)):
-            save_adapter(adapter, Path(folder), model=model, base="")
+    with _unwarned():
         try:
             loaded: Any = peft.PeftModel.from_pretrained(
-                _without_memory(model), folder, low_cpu_mem_usage=True, torch_device="cpu"
+                _without_memory(model), str(folder), low_cpu_mem_usage=True, torch_device="cpu"
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
             return f"{by} refuses it ({' '.join(str(error).split())[:200]})"
@@ -61,6 +69,16 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module) -> str | None:
         return None
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"{by} does not add to {wrong[0]}{more} what was trained"
+
+
+def why_not_in_peft_yet(adapter: Adapter, model: nn.Module, disk: Path) -> str | None:
+    """The same of an adapter that is not saved: it is written for the time being into a folder of `disk`.
+
+    A temporary folder of the system may be on another disk, without room.
+    """
+    with storing(disk), TemporaryDirectory(dir=disk, prefix=".adapter-", suffix=".partial") as folder:
+        save_adapter(adapter, Path(folder), model=model, base="")
+        return why_not_in_peft(adapter, model, Path(folder))
 
 
 @contextmanager

@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from tezo.models.identity import Fingerprint, fingerprint
 from tezo.models.kinds import kind_of
 from tezo.models.loading import LoadedModel
-from tezo.models.lora import Adapter, for_file, make_adapter, save_adapter, save_model
+from tezo.models.lora import Adapter, for_file, make_adapter, save_adapter, save_base, save_model
 from tezo.models.model_card import Saved, Tuning, write_card
-from tezo.models.model_config import ModelConfig
+from tezo.models.model_config import IN_MEMORY, ModelConfig
 from tezo.models.peft_check import check_in_peft, why_not_in_peft
 from tezo.optim.tuner import Tuner
 
@@ -43,11 +46,19 @@ def save_result(
             save_peft_adapter(loaded, folder, config, tuning)
         return {"kind": "peft", "folder": "adapter", "adapter": config.peft}
     if reason is None:
-        adapter = make_adapter(optimizer)
-        reason = why_not_in_peft(adapter, loaded.model)
-        if reason is None or not all(target.is_writable for target in optimizer.targets):
+        adapter, base = make_adapter(optimizer), loaded.fingerprint
+        writable = all(target.is_writable for target in optimizer.targets)
+        try:
             with place("adapter") as folder:
-                save_with_card(adapter, folder, loaded.model, config.name, tuning, reason)
+                save_with_card(adapter, folder, loaded.model, config.name, base, tuning)
+                reason = why_not_in_peft(adapter, loaded.model, folder)
+                if reason is not None and writable:
+                    raise _NotInPeftError
+                if reason is not None:
+                    save_with_card(adapter, folder, loaded.model, config.name, base, tuning, reason)
+        except _NotInPeftError:
+            pass
+        else:
             odd = {} if reason is None else {"why_not_in_peft": reason}
             return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank, **odd}
     optimizer.merge()
@@ -56,11 +67,16 @@ def save_result(
     return {"kind": "model", "folder": "model", "why_no_adapter": reason}
 
 
+class _NotInPeftError(Exception):
+    """The folder of an adapter is dropped, because PEFT would not add it as it was trained."""
+
+
 def save_with_card(
     adapter: Adapter,
     folder: Path,
     model: Any,
     base: str,
+    base_is: Fingerprint,
     tuning: Tuning | None = None,
     not_in_peft: str | None = None,
 ) -> None:
@@ -71,10 +87,12 @@ def save_with_card(
         folder: folder to write into.
         model: the model whose modules the adapter names.
         base: folder or hub name of the base model.
+        base_is: fingerprint of the base model.
         tuning: what the card says of the run; None: nothing.
         not_in_peft: reason why PEFT would not add it as it was trained.
     """
     save_adapter(adapter, folder, model=model, base=base)
+    save_base(folder, base_is)
     kind, rank = kind_of([type(model).__name__]), for_file(adapter).rank
     write_card(folder, Saved("lora", base, kind, rank, not_in_peft), tuning)
 
@@ -89,6 +107,9 @@ def save_peft_adapter(loaded: LoadedModel, folder: Path, config: ModelConfig, tu
         tuning: what the card says of the run; None: nothing.
     """
     assert config.peft != "none"
+    if config.name != IN_MEMORY:
+        for adapter in loaded.model.peft_config.values():
+            adapter.base_model_name_or_path = config.name
     loaded.model.save_pretrained(folder)
     write_card(folder, Saved(config.peft, config.name, loaded.kind), tuning)
 
@@ -103,7 +124,10 @@ def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
         RequestError: the change is not exactly an adapter, or PEFT as it is installed here would not add it exactly;
             `optimizer.merge()` gives the whole model.
     """
-    adapter, model = make_adapter(optimizer), optimizer.model
-    check_in_peft(adapter, model)
-    save_with_card(adapter, Path(folder), model, getattr(model, "name_or_path", ""))
+    adapter, model, folder = make_adapter(optimizer), optimizer.model, Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    check_in_peft(adapter, model, folder.parent)
+    kind = kind_of([type(model).__name__])
+    base_is = fingerprint(model, kind) if isinstance(model, PreTrainedModel) and kind is not None else {}
+    save_with_card(adapter, folder, model, getattr(model, "name_or_path", ""), base_is)
     return adapter

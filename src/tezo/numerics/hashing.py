@@ -1,4 +1,4 @@
-"""SHA-256 digests of tensors: a fast one from a sample of the entries of many tensors, and a full one of one tensor."""
+"""SHA-256 digests of tensors."""
 
 import hashlib
 from collections.abc import Mapping
@@ -7,18 +7,28 @@ import torch
 from torch import Tensor
 
 SAMPLE = 4096
-"""Number of evenly spaced entries that `digest` reads from each tensor."""
+"""Number of evenly spaced entries that a digest of a sample has of each tensor."""
+
+_AT_ONCE = 1 << 24
+"""Number of entries that are copied to the CPU at once."""
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the name, shape, dtype and about `SAMPLE` entries of every tensor; independent of their order."""
+def digest(tensors: Mapping[str, Tensor], *, sample: bool = False) -> str:
+    """SHA-256 of the name, shape, dtype and bytes of every tensor; independent of their order.
+
+    Args:
+        tensors: tensors by name.
+        sample: whether about `SAMPLE` entries of each are enough, as they are to see that two computations went apart.
+    """
     made = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         made.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         for part in _plain(tensor.detach()):
             flat = part.reshape(-1)
-            sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().cpu()
-            made.update(sample.view(torch.uint8).numpy().data if sample.numel() else b"")
+            read = flat[:: max(1, flat.numel() // SAMPLE)] if sample else flat
+            for start in range(0, read.numel(), _AT_ONCE):  # of a tensor on another device, a piece is on the CPU
+                piece = read[start : start + _AT_ONCE].contiguous().cpu()
+                made.update(piece.view(torch.uint8).numpy().data)
     return made.hexdigest()
 
 

@@ -1,7 +1,7 @@
 """First-order Adam with the interface of the zeroth-order optimizer, as a baseline in the same training loop."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from tezo.directions.targets import ALL, select_targets
 from tezo.distributed import Ranks
 from tezo.errors import NonFiniteLossError, RequestError, RunError
 from tezo.estimators.estimate import GRADIENT, Closure, Probe, StepRecord
+from tezo.forward.uninterrupted import let_interrupt, uninterrupted
 from tezo.numerics.random import seed_of
 from tezo.optim.bound_to_model import BoundToModel
 from tezo.optim.limits import check_rate
@@ -45,8 +46,10 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         RunError: raised by `step` where a gradient is not finite; the parameters are unchanged.
     """
 
+    own_loss: float | None = None
     num_directions = 0
     """Number of random directions per step."""
+    per_example = False
 
     def __init__(
         self,
@@ -98,17 +101,26 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         self._check_kind(kind)
         self.check_bound()
         check_rate("lr", float(self.param_groups[0]["lr"]))
-        try:
-            value = self._measure_gradients(closure)
-            self._check_range()
-            self._step_in_float32()
-        finally:
-            for weight in self._weights:
-                weight.drop_gradient()
         lr = float(self.param_groups[0]["lr"])
-        self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=1)
-        self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + 1
+        with uninterrupted():
+            try:
+                value = self._measure_gradients(closure)
+                self._check_range()
+                let_interrupt(last=True)
+                self._step_in_float32()
+            finally:
+                for weight in self._weights:
+                    weight.drop_gradient()
+            passes = self.passes_of(kind, first=False)
+            self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=passes)
+            self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + passes
         return value
+
+    def passes_of(self, kind: str, *, first: bool) -> int:
+        """One, and the gradient's beside it."""
+        del first
+        self._check_kind(kind)
+        return 1
 
     def _step_in_float32(self) -> None:
         # weights without a tensor in float32 get one for their own step alone
@@ -182,6 +194,14 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
     def rho(self) -> float:
         """0: nothing is perturbed."""
         return 0.0
+
+    def warn_by(self, tell: Callable[[str], object]) -> None:
+        """No effect: nothing is perturbed."""
+        del tell
+
+    def set_rho(self, rho: float) -> None:
+        """No effect: nothing is perturbed."""
+        del rho
 
     @property
     def replays(self) -> bool:

@@ -1,21 +1,24 @@
-"""Choosing a learning rate by short trials from the start of a run, on the loss itself.
+"""Choosing a learning rate by short trials from the start of a run, on the loss itself, within a number of passes.
 
-First the rate grows by `GROWTH` from step to step on one batch, from a rate that is surely too low,
+First the rate grows by `GROWTH` from step to step on one batch, from a rate that is too low,
 
+    lr_0 = D / (16 c)   where the curvature c = Z^T H Z along the run's own directions is known and positive, else
     lr_0 = 1e-5 f D / kappa^2   (a plain step lowers the loss f by about lr kappa^2; D is `Update.divisor`),
 
 until a step raises the loss of that batch by 5 %. On the same rows a step along their own estimate lowers the loss, in
 proportion to the rate, until curvature prevails. The growth therefore also ends after `FLAT` steps in a row that lower
 it by less than an earlier one did: a loss over few labels is bounded, and need not rise however high the rate is. The
 last rate before the rise, or else the one with the lowest loss, bounds the search from above. From there trials of the
-run's own first steps go down by factors of 2: each starts at the same parameters, takes the same batches and
-directions, and is judged by the loss on held-out rows. A trial fails as soon as that loss is above the start's by twice
-the standard error of the rows' differences. The search ends when a trial is worse than the one before.
+run's own first steps go down, by factors of `FINE` or, where passes are few, `COARSE`: each starts at the same
+parameters, takes the same batches and directions, and is judged by the loss on held-out rows. A trial fails as soon as
+that loss is above the start's by twice the standard error of the rows' differences. The search ends when a trial is
+worse than the one before, or where the next would take more passes than are left.
 
 A few steps favour higher rates than a run, whose signal decreases while its noise does not: the result is `CAUTION`
 times the best rate of the trials.
 If `ENOUGH` trials neither failed nor lowered the loss, they are too short to tell rates apart: the result is then
-`CAUTION`^2 times the highest of their rates.
+`CAUTION`^2 times the highest of their rates. It is `CAUTION`^2 times the bound where there are passes for no trial, and
+`CAUTION`^2 D / c where there are none for the bound either.
 """
 
 import math
@@ -27,10 +30,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tezo.errors import NonFiniteLossError, NonFiniteResultError
+from tezo.errors import NonFiniteLossError, NonFiniteModelError
 from tezo.estimators.estimate import Closure
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.optim.perturbation_scale import MeasuredScale, Progress, untold
 from tezo.optim.tuner import Tuner
 
 T = TypeVar("T")
@@ -43,11 +47,17 @@ RISE = 0.05
 """Relative rise of the loss that ends the growth."""
 FLAT = 4
 """Steps in a row that end it if each lowers the loss by less than an earlier one."""
-TRIAL_STEPS = 16
-"""Steps of a trial: fewer favour higher rates."""
+TRIAL_STEPS, FEWEST_STEPS = 16, 4
+"""Steps of a trial, at most and at least: fewer favour higher rates."""
+TRIALS = 3
+"""Trials that the passes should be enough for, by fewer steps in each."""
 MOST_TRIALS = 12
 MOST_PASSES = 200
-"""Forward passes, for each direction of a step, after which no further trial is begun."""
+"""Forward passes, for each direction of a step, of a search that nothing else bounds."""
+FINE, COARSE = 2.0, 4.0
+"""Factor from a rate to the next one that is tried, where passes are enough for full trials, and where they are not."""
+GROWTH_SHARE = 0.4
+"""Passes of the growing rate, as a part of all, at most."""
 CAUTION = 0.5
 ENOUGH = 3
 
@@ -92,6 +102,9 @@ def choose_lr(
     held_out: Callable[[], Sequence[float]],
     held_out_passes: int,
     steps: int,
+    budget: int | None = None,
+    measured: MeasuredScale | None = None,
+    progress: Progress = untold,
 ) -> ChosenRate:
     """Chooses a learning rate; the optimizer is then as before its first step, with this rate.
 
@@ -101,23 +114,35 @@ def choose_lr(
         held_out: the losses of rows that the trials' steps do not see; their mean is the objective.
         held_out_passes: its cost in forward passes of a batch.
         steps: of the run; a short one has shorter trials.
+        budget: forward passes that the search may take; None: `MOST_PASSES` for each direction.
+        measured: what the measurement of rho found along these directions; None: it is measured here.
+        progress: told of the passes made, and of `budget`.
 
     Raises:
-        NonFiniteResultError: the loss is NaN or infinite before the first step.
+        NonFiniteModelError: the loss is NaN or infinite before the first step.
     """
     default = float(optimizer.param_groups[0]["lr"])
-    search = _Search(optimizer, batch, held_out, held_out_passes, max(2, min(TRIAL_STEPS, steps // 5)))
-    trials = search.run()
-    lr, how = _choice(trials, default)
+    most = MOST_PASSES * optimizer.num_directions if budget is None else budget
+    search = _Search(optimizer, batch, held_out, held_out_passes, steps, most, progress)
+    known, optimizer.own_loss = optimizer.own_loss, math.inf  # a rate that destroys the model is no surprise here
+    try:
+        bound, trials = search.run(measured)
+    finally:
+        optimizer.own_loss = known
+    lr, how = _choice(bound, trials, default)
     for group in optimizer.param_groups:
         group["lr"] = lr
     return ChosenRate(lr, trials, search.passes, _notice(lr, how, trials, search.passes))
 
 
-def _choice(trials: tuple[Trial, ...], default: float) -> tuple[float, str]:
+def _choice(bound: float | None, trials: tuple[Trial, ...], default: float) -> tuple[float, str]:
     """(learning rate, how it was chosen in words; "" by the best trial)."""
-    if not trials:
+    if bound is None:
         return default, "the method's default, because the loss does not change along its directions"
+    if bound <= 0:
+        return default, "the method's default, because the run has too few steps to try rates"
+    if not trials:
+        return float(f"{CAUTION**2 * bound:.1e}"), "by curvature, because the run has too few steps to try rates"
     best = min(trials, key=lambda trial: trial.change)
     sound = [trial.lr for trial in trials if not trial.failed]
     if best.change < 0:
@@ -151,34 +176,93 @@ class _Search:
     batch: Callable[[int], Closure]
     held_out: Callable[[], Sequence[float]]
     held_out_passes: int
-    trial_steps: int
+    steps: int
+    budget: int
+    progress: Progress
     passes: int = 0
     start: dict[str, Tensor] = field(default_factory=dict)
 
-    def run(self) -> tuple[Trial, ...]:
-        probes = self.optimizer.measure(self.batch(0))
-        self.passes += 2 * len(probes)
+    def run(self, measured: MeasuredScale | None) -> tuple[float | None, tuple[Trial, ...]]:
+        """(rate that bounds the search from above, its trials).
+
+        The rate is None where the loss does not change along the directions, and 0 where nothing is known of it.
+        """
+        if measured is None and self._cost(0) + 1 > self.budget:
+            return 0.0, ()
+        loss, kappa_sq, curvature = self._slope() if measured is None else _slope_of(measured)
         self.start = self.optimizer.tuned_state()  # after the first draw: it has a basis that is computed from data
-        kappa_sq = sum(probe.projected_grad**2 for probe in probes) / len(probes)
-        loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
         if kappa_sq == 0 or loss == 0:
-            return ()
-        first = FIRST_DECREASE * abs(loss) * self.optimizer.step_divisor(kappa_sq) / kappa_sq
-        lr = self._bound(first)
+            return None, ()
+        divisor = self.optimizer.step_divisor(kappa_sq)
+        by_curvature = divisor / curvature if curvature > 0 else 0.0
+        first = max(by_curvature / GROWTH**2, FIRST_DECREASE * abs(loss) * divisor / kappa_sq)
+        bound = self._bound(first) if self._cost(2) + 3 <= self._growth_end else by_curvature
+        trial_steps = self._trial_steps()
+        if bound <= 0 or trial_steps == 0:
+            return bound, ()
         start = self._held_out()
         if not all(map(math.isfinite, start)):
-            raise NonFiniteResultError(0, statistics.fmean(start))
+            dtype = next(p.dtype for p in self.optimizer.model.parameters() if p.is_floating_point())
+            raise NonFiniteModelError("the loss of the untuned model", statistics.fmean(start), dtype)
         trials: list[Trial] = []
-        while len(trials) < MOST_TRIALS and not self._is_found(trials):
-            trials.append(self._trial(lr, start))
-            lr /= 2
-        return tuple(trials)
+        factor = FINE if trial_steps == min(TRIAL_STEPS, self._longest) else COARSE
+        while len(trials) < MOST_TRIALS and not self._is_found(trials) and self._affords(trial_steps):
+            trials.append(self._trial(bound / factor ** len(trials), start, trial_steps))
+        return bound, tuple(trials)
+
+    def _slope(self) -> tuple[float, float, float]:
+        """(loss, mean square of the projected gradients, curvature), along the directions of the first step."""
+        own = self._loss(self.batch(0))
+        probes, directions = self.optimizer.measure(self.batch(0)), self.optimizer.num_directions
+        self._count(2 * directions)
+        kappa_sq = sum(probe.projected_grad**2 for probe in probes) / len(probes)
+        kappa_sq /= len(probes) / directions  # rows that have their own directions; see `MeasuredScale`
+        means = [(probe.loss_plus + probe.loss_minus) / 2 for probe in probes]
+        rho = self.optimizer.rho
+        return own, kappa_sq, 2 * (sum(means) / len(means) - own) / rho**2 if rho else 0.0
+
+    @property
+    def _longest(self) -> int:
+        """Steps of a trial, at most: a short run has shorter ones."""
+        return max(2, min(TRIAL_STEPS, self.steps // 5))
+
+    def _cost(self, steps: int) -> int:
+        """Forward passes of so many first steps, or of a measurement along their directions."""
+        kind = self.optimizer.kinds[0]
+        first, other = (self.optimizer.passes_of(kind, first=first) for first in (True, False))
+        return first + other * (steps - 1) if steps else 2 * self.optimizer.num_directions
+
+    def _trial_steps(self) -> int:
+        """Steps of each trial, so that there are passes for `TRIALS`; 0 if there are not for one."""
+        wanted = [steps for steps in range(self._longest, 1, -1) if self._all_trials(steps, TRIALS) <= self._left]
+        steps = wanted[0] if wanted else 0
+        fewest = min(FEWEST_STEPS, self._longest)
+        if steps >= fewest:
+            return steps
+        return fewest if self._all_trials(fewest, 1) <= self._left else 0
+
+    def _all_trials(self, steps: int, count: int) -> int:
+        return self.held_out_passes + count * (self._cost(steps) + len(_stops(steps)) * self.held_out_passes)
+
+    def _affords(self, steps: int) -> bool:
+        return self._all_trials(steps, 1) - self.held_out_passes <= self._left
+
+    @property
+    def _left(self) -> int:
+        return self.budget - self.passes
+
+    @property
+    def _growth_end(self) -> float:
+        return GROWTH_SHARE * self.budget
+
+    def _count(self, passes: int) -> None:
+        self.passes += passes
+        self.progress(self.passes, self.budget)
 
     def _is_found(self, trials: Sequence[Trial]) -> bool:
         sound = [trial for trial in trials if not trial.failed]
         if any(trial.change < 0 for trial in sound):
-            spent = self.passes >= MOST_PASSES * self.optimizer.num_directions
-            return spent or (len(trials) > 1 and trials[-2].change < min(0.0, trials[-1].change))
+            return len(trials) > 1 and trials[-2].change < min(0.0, trials[-1].change)
         return len(sound) == ENOUGH
 
     def _bound(self, lr: float) -> float:
@@ -186,7 +270,9 @@ class _Search:
         fixed = self.batch(0)
         start = lowest = self._loss(fixed)
         largest_fall, flat, best = 0.0, 0, lr
-        for _ in range(MOST_GROWTH):
+        for grown in range(MOST_GROWTH):
+            if grown and self.passes + self._cost(1) + 1 > self._growth_end:
+                break
             self._step(fixed, lr)
             loss = self._loss(fixed)
             if not loss <= lowest + RISE * abs(start) or self._left_out():
@@ -210,9 +296,9 @@ class _Search:
         probes = record.probes if record is not None else ()
         return any(probe.projected_grad == 0 and probe.loss_plus != probe.loss_minus for probe in probes)
 
-    def _trial(self, lr: float, start: Sequence[float]) -> Trial:
+    def _trial(self, lr: float, start: Sequence[float], steps: int) -> Trial:
         change, taken, failed = 0.0, 0, False
-        for stop in sorted({max(1, self.trial_steps // 4), max(1, self.trial_steps // 2), self.trial_steps}):
+        for stop in _stops(steps):
             if not all(self._step(self.batch(step), lr) for step in range(taken, stop)):
                 change, failed = math.inf, True
                 break
@@ -234,7 +320,7 @@ class _Search:
         except NonFiniteLossError:
             return False
         record = self.optimizer.last_step
-        self.passes += record.forward_passes if record is not None else 0
+        self._count(record.forward_passes if record is not None else 0)
         return True
 
     def _loss(self, closure: Closure) -> float:
@@ -245,13 +331,24 @@ class _Search:
 
     def _evaluated(self, losses: Callable[[], T], passes: int) -> T:
         """Losses at the parameters between two steps."""
-        self.passes += passes
+        self._count(passes)
         model = self.optimizer.model
         with torch.no_grad(), evaluation_mode(model), float32_on_emulating_cpu(model):
             return losses()
 
     def _restart(self) -> None:
         self.optimizer.load_resumable_state(self.start, [])
+
+
+def _slope_of(measured: MeasuredScale) -> tuple[float, float, float]:
+    return measured.loss, measured.kappa_sq, measured.second_derivative
+
+
+def _stops(steps: int) -> list[int]:
+    """Numbers of steps after which a trial is judged."""
+    return sorted(
+        {max(1, steps // 4), max(1, steps // 2), steps} if steps > 2 * FEWEST_STEPS else {(steps + 1) // 2, steps}
+    )
 
 
 def standard_error(values: Sequence[float]) -> float:

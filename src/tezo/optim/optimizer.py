@@ -1,9 +1,12 @@
 """The zeroth-order optimizer: torch.optim's interface, `loss = optimizer.step(closure)`, with forward passes only."""
 
 import math
+import statistics
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, overload
 
 import torch
@@ -14,8 +17,8 @@ from tezo.directions.perturbations import DrawKey, Perturbation
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.distributed import Ranks
-from tezo.errors import NonFiniteLossError, RequestError
-from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord
+from tezo.errors import NonFiniteLossError, PerturbationWarning, RequestError
+from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord, precise
 from tezo.estimators.estimator import Estimator
 from tezo.estimators.per_example import PerExample
 from tezo.estimators.two_point import TwoPoint
@@ -53,6 +56,15 @@ class StepRule:
     restarts: bool = False
 
 
+FAR_ABOVE, FAR_AT_LEAST = 0.5, 0.1
+"""A loss is far above the model's own if it is higher by more than half of that, and by more than 0.1."""
+
+
+def is_far_above(loss: float, own: float) -> bool:
+    """Whether the loss at a perturbed point is far above the model's own; never of a reward, which is negated."""
+    return own > 0 and loss - own > max(FAR_ABOVE * own, FAR_AT_LEAST)
+
+
 class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     """An optimizer that combines a perturbation, an estimator and an update rule for the parameters of a model.
 
@@ -88,6 +100,10 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         RequestError: a setting is out of range, or the targets cannot be tuned this way; raised by the first `step` if
             the closure reads a parameter past its modules, where forward hooks do not perturb it.
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
+
+    A `PerturbationWarning` says once that a perturbed point has a loss above the model's own
+    by more than half of it and more than 0.1: there the two losses tell little of this model. One more pass in the
+    first step is for that.
     """
 
     @torch.inference_mode(False)  # state that is made in a user's inference mode could not be written outside of it
@@ -118,18 +134,29 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.seed = seed
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
-        self._calibrated = self._stepping = False
+        self._calibrated = self._stepping = self._has_warned = False
+        self.own_loss: float | None = None
+        self._tell: Callable[[str], object] = partial(warnings.warn, category=PerturbationWarning, stacklevel=5)
         perturbation.prepare(self.targets)
         self.parameters = TunedParameters(
             model, self.targets, perturbation, update, in_forward=in_forward, frozen_rank=frozen_rank
         )
+        try:
+            self._prepare(directions, estimator, rho, more_rules)
+        except BaseException:
+            self.parameters.close()
+            raise
+        super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
+
+    def _prepare(
+        self, directions: Directions, estimator: type[TwoPoint], rho: float, more_rules: Sequence[StepRule]
+    ) -> None:
         self._two_point = self._simultaneous(directions, estimator, rho)
-        self.rules = {rule.estimator.kind: rule for rule in (StepRule(self._two_point, update), *more_rules)}
+        self.rules = {rule.estimator.kind: rule for rule in (StepRule(self._two_point, self.update), *more_rules)}
         for rule in self.rules.values():
-            rule.estimator.prepare(model, self.moving, seed)
+            rule.estimator.prepare(self.model, self.moving, self.seed)
         self._restarting = [kind for kind, rule in self.rules.items() if rule.restarts]
         self.progress = OptimizerState(counts=dict.fromkeys(self.rules, 0), moments={kind: {} for kind in self.rules})
-        super().__init__([t.parameter for t in self.targets], {"lr": lr, "weight_decay": weight_decay})
 
     def _simultaneous(self, directions: Directions, estimator: type[TwoPoint], rho: float) -> TwoPoint:
         if directions == SHARED:
@@ -183,17 +210,43 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         check_rate("lr", lr)
         if not self._calibrated:
             self._calibrate_with(lambda _: closure())
-        with self._in_step(), uninterrupted():
+        with uninterrupted(), self._in_step():
             draw = self.draw(kind)
             try:
                 with self.parameters.refusing_direct_reads():
                     estimate = rule.estimator.estimate(closure, draw)
             except FloatingPointError as error:
                 raise self._not_finite(error) from None
-            let_interrupt()
+            self._compare_with_own(closure, estimate.probes)
+            let_interrupt(last=True)
             record = StepRecord(self.num_steps, estimate.loss, lr, estimate.probes, kind, estimate.forward_passes)
             self._apply(rule, estimate, record, draw)
         return estimate.loss
+
+    def _compare_with_own(self, closure: Closure, probes: Sequence[Probe]) -> None:
+        """Warns, once, where the losses of a step are far above the model's own.
+
+        That is measured in the first step unless it is known, and again on the rows of a step that seems to be far
+        above it.
+        """
+        if self._has_warned or all(probe.loss_plus == probe.loss_minus for probe in probes):
+            return
+        plus, minus = (
+            statistics.fmean(losses) for losses in zip(*((p.loss_plus, p.loss_minus) for p in probes), strict=True)
+        )
+        highest = max(plus, minus)
+        if self.own_loss is not None and not is_far_above(highest, self.own_loss):
+            return
+        with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
+            own = float(torch.as_tensor(precise(closure())).mean())
+        self.own_loss = own if self.own_loss is None else max(own, self.own_loss)
+        if is_far_above(highest, own):
+            self._has_warned = True
+            self._tell(
+                f"step {self.num_steps}: with method.rho {self.rho:g} the loss at a perturbed point is {highest:.4g}, "
+                f"and the model's own on these rows is {own:.4g}; such a step says little of this model. Set a smaller "
+                "method.rho; runs measure one where it is auto."
+            )
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -210,6 +263,9 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     @torch.no_grad()
     def measure(self, closure: Closure, rho: float | None = None) -> tuple[Probe, ...]:
         """Two-point measurements along the directions of the next step; no step is taken.
+
+        One for each direction, or each example and each of its directions: that of example i along the j-th of q is at
+        place i q + j.
 
         Args:
             closure: as in `step`.
@@ -238,7 +294,13 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             )
         with uninterrupted():
             draw = self.draw(record.kind)
-            self._apply(rule, rule.estimator.recall(record, draw), record, draw)
+            estimate = rule.estimator.recall(record, draw)
+            let_interrupt(last=True)
+            self._apply(rule, estimate, record, draw)
+
+    def passes_of(self, kind: str, *, first: bool) -> int:
+        """Number of closure evaluations of a step; `first`: no step of its kind comes before it."""
+        return self._rule(kind).estimator.passes(self.num_directions, first=first)
 
     def check_kind(self, kind: str, closure: Closure) -> None:
         """Checks that the model supports this kind of step.
@@ -372,6 +434,19 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     def rho(self) -> float:
         """Perturbation scale."""
         return self._two_point.rho
+
+    def warn_by(self, tell: Callable[[str], object]) -> None:
+        """Sets what is told, once, of a step whose losses are far above the model's own; else a warning is given."""
+        self._tell = tell
+
+    @property
+    def per_example(self) -> bool:
+        """Whether each example of a batch has directions of its own."""
+        return isinstance(self._two_point, PerExample)
+
+    def set_rho(self, rho: float) -> None:
+        """Sets the perturbation scale of the steps that follow."""
+        self._two_point.rho = rho
 
     @property
     def num_steps(self) -> int:

@@ -1,5 +1,6 @@
 """The parameters that an optimizer tunes, and their trained changes."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -50,11 +51,12 @@ class TunedParameters:
         self.model, self.perturbation, self.update = model, perturbation, update
         self.merged = self.closed = self._reads_checked = False
         self.blocks = Blocks(model)
+        weakref.finalize(self, self.blocks.close).atexit = False  # what is left has no use for them
         self.moving: dict[str, MovingParameter] = {}
         try:
             for target in targets:
                 self.moving[target.name] = self._moving(target, in_forward, frozen_rank)
-        except RequestError:
+        except BaseException:
             self.close()
             raise
 
@@ -68,7 +70,9 @@ class TunedParameters:
             )
         if self.update.writes_weight:
             require_writable(target, "this method")
-        return moving_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+        moving = moving_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+        moving.owner = weakref.ref(self)
+        return moving
 
     @contextmanager
     def refusing_direct_reads(self) -> Iterator[None]:

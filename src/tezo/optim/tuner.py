@@ -1,6 +1,6 @@
 """The interface that a training run requires of zeroth-order and first-order optimizers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +55,19 @@ class Tuner(Protocol):
         """Perturbation scale; 0 for gradient steps."""
 
     @property
+    def per_example(self) -> bool:
+        """Whether each example of a batch has directions of its own."""
+
+    def set_rho(self, rho: float) -> None:
+        """Sets the perturbation scale of the steps that follow."""
+
+    def warn_by(self, tell: Callable[[str], object]) -> None:
+        """Sets what is told, once, of a step whose losses are far above the model's own; else a warning is given."""
+
+    own_loss: float | None
+    """Loss of the model as it is, which a step's losses are compared with; None: the next step measures it."""
+
+    @property
     def num_steps(self) -> int:
         """Number of steps taken."""
 
@@ -68,6 +81,9 @@ class Tuner(Protocol):
 
     def take_step(self, closure: Closure, kind: str) -> float:
         """Takes one step of this kind and returns its loss."""
+
+    def passes_of(self, kind: str, *, first: bool) -> int:
+        """Number of closure evaluations of a step; `first`: no step of its kind comes before it."""
 
     def check_kind(self, kind: str, closure: Closure) -> None:
         """Raises a `RequestError` if the model does not support this kind of step; `closure` evaluates some rows."""

@@ -1,5 +1,6 @@
 """answers.json of a run read back, with every value checked; `tezo.training.execution.kept_answers` makes it."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,7 @@ def read_answers(path: Path) -> KeptAnswers | None:
     Raises:
         UntrustedError: it is damaged.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     tree = read_object(path)
     try:

@@ -5,7 +5,6 @@ verified first; a damaged checkpoint is skipped and an older one is used.
 """
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tezo.files import UntrustedError, new_folder, plain_file, read_object
+from tezo.files import UntrustedError, new_folder, read_object, remove
 from tezo.runs.manifest import MANIFEST, entry_of
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -53,7 +52,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
         manifest = {name: entry_of(folder / name) for name in (TENSORS, STATE)}
         (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     for old in [*checkpoints(run)[keep:], *_unfinished(run)]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
     return path
 
 
@@ -71,7 +70,7 @@ def checkpoints(run: Path) -> list[Path]:
 def remove_checkpoints(run: Path) -> None:
     """Removes all checkpoints of a run."""
     for path in [*checkpoints(run), *_unfinished(run)]:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 def _step_of(path: Path) -> int:
@@ -111,13 +110,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def _verified(path: Path) -> Checkpoint:
     if path.is_symlink():
         raise DamagedError("it is a link to another folder")
-    manifest = read_object(plain_file(path / MANIFEST))
+    manifest = read_object(path / MANIFEST)
     if set(manifest) != {TENSORS, STATE}:
         raise DamagedError(f"its manifest names other files than {TENSORS} and {STATE}")
     for name, entry in manifest.items():
-        if entry_of(plain_file(path / name)) != entry:
+        if entry_of(path / name) != entry:
             raise DamagedError(f"{name} is not the file that was saved")
-    state = read_object(plain_file(path / STATE))
+    state = read_object(path / STATE)
     if state.pop("step", None) != _step_of(path):
         raise DamagedError(f"{STATE} belongs to another step")
     return Checkpoint(_step_of(path), load_file(path / TENSORS), state)

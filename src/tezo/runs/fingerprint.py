@@ -13,12 +13,12 @@ KEYS = {
     "directions": int,
     "config": dict,
     "untrained": list,
-    "model": str,
+    "model": dict,
     "rows": str,
     "device": str,
     "versions": dict,
 }
-"""Key -> type, for the keys of every log; newer versions write additional keys."""
+"""Key -> type."""
 
 _ROWS = {"rows": "training rows", "answers": "answers of its training rows", "held_rows": "dev and test rows"}
 
@@ -47,14 +47,8 @@ def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def check_rows(header: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raises a `RequestError` if the digests of rows differ from those in the header."""
     for key, what in _ROWS.items():
-        if header.get(key, own[key]) != own[key]:  # headers of earlier versions have only the first key
+        if header.get(key) != own[key]:
             raise RequestError(f"data: the {what} are not those that the run began with; restore them.")
-
-
-def check_model(header: Mapping[str, Any], own: str) -> None:
-    """Raises a `RequestError` if the digest of the weights, `own`, differs from the one in the header."""
-    if header["model"] != own:
-        raise RequestError("model.name: its weights are not those that the run began with; restore them.")
 
 
 def check_place(

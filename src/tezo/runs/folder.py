@@ -14,6 +14,7 @@ manifest.json        size and SHA-256 of all of these once the run has ended, se
 """
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,33 +26,36 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.estimators.estimate import StepRecord
-from tezo.files import check_free, new_folder, own_object, write_file
+from tezo.files import NEW, check_free, new_folder, open_plain, own_object, remove, write_file
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
 from tezo.runs.factor_files import FactorFiles
-from tezo.runs.manifest import MANIFEST, check_manifest, entry_of, write_manifest
+from tezo.runs.manifest import MANIFEST, check_manifest, write_manifest
 from tezo.runs.metrics_log import MetricsLog
-from tezo.runs.step_log import LogContents, Rollback, StepLog, read_header, read_log
+from tezo.runs.step_log import End, LogContents, Rollback, StepLog, read_header, read_log
 from tezo.tasks.evaluation import Metrics
 
 CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
 ANSWERS = "answers.json"
 ADAPTER, MODEL = "adapter", "model"
-FACTOR_FILES = ("basis-*.safetensors", "feedback-*.safetensors")
 FILES = (CONFIG, PLAN, LOG, METRICS, ANSWERS, SUMMARY, ADAPTER, MODEL)
 """Files and folders of a run that has ended, in its manifest; its log has the digests of the others."""
 
 
+def lost(folder: Path, name: str) -> RequestError:
+    """Of a run folder without a file that every run has."""
+    return RequestError(f"{folder} is a run folder that has lost its {name}; put it back, or give another folder.")
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary of a run; None if the run has not ended.
+    """The summary of a run; None if the run has not ended, which is when it gets its manifest.
 
     Raises:
         RequestError: it is damaged, or is not the one that the run wrote.
     """
-    path = folder / SUMMARY
-    if not path.is_file():
+    if not os.path.lexists(folder / MANIFEST):
         return None
     check_manifest(folder, [SUMMARY])
-    return own_object(path, "delete it to go on with the run")
+    return own_object(folder / SUMMARY, f"delete {MANIFEST} to go on with the run")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,10 @@ class ResumeState:
         evaluations: (split, step) -> metrics, of those that were made.
         answers: (split, step) -> answers to the first rows, of those that have kept them.
         rollbacks: number of steps -> the return to earlier parameters after them.
+        end: of the run, where its process was killed before the manifest; None: it has not ended.
         seconds: spent on steps so far.
+        elapsed: seconds that the starts of the run have taken so far, as far as metrics.jsonl says.
+        passes: forward passes in them.
         notices: what the user should know.
     """
 
@@ -77,22 +84,37 @@ class ResumeState:
     evaluations: Mapping[tuple[str, int], Metrics] = field(default_factory=lambda: MappingProxyType({}))
     answers: Mapping[tuple[str, int], Sequence[str]] = field(default_factory=lambda: MappingProxyType({}))
     rollbacks: Mapping[int, Rollback] = field(default_factory=lambda: MappingProxyType({}))
+    end: End | None = None
     seconds: float = 0.0
+    elapsed: float = 0.0
+    passes: float = 0.0
     notices: tuple[str, ...] = ()
 
 
 def _resume_state(
-    log: LogContents, begun: bool, checkpoint: Checkpoint | None, seconds: float, notices: Sequence[str]
+    log: LogContents, begun: bool, checkpoint: Checkpoint | None, metrics: MetricsLog, notices: Sequence[str]
 ) -> ResumeState:
     return ResumeState(
-        log.header, begun, checkpoint, log.steps, log.evaluations, log.answers, log.rollbacks, seconds, tuple(notices)
+        log.header,
+        begun,
+        checkpoint,
+        log.steps,
+        log.evaluations,
+        log.answers,
+        log.rollbacks,
+        log.end,
+        metrics.seconds,
+        metrics.elapsed,
+        metrics.passes,
+        tuple(notices),
     )
 
 
 class RunFolder(ABC):
     """The files of one run: one process writes them, others of the same run read them.
 
-    Calls come in this order: `open`, `describe`, steps and evaluations, `finish`; and `close` in any case.
+    Calls come in this order: `open`, `describe`, steps and evaluations, `append_end`, `finish`; and `close` in any
+    case.
 
     Args:
         path: of the folder.
@@ -107,7 +129,7 @@ class RunFolder(ABC):
     @property
     def has_begun(self) -> bool:
         """Whether there is a run to go on with."""
-        return (self.path / LOG).is_file()
+        return os.path.lexists(self.path / LOG)
 
     def header(self) -> dict[str, Any] | None:
         """Header of the step log; None if there is none, or its process died while it wrote it."""
@@ -167,6 +189,10 @@ class RunFolder(ABC):
         """Adds a return to earlier parameters to the log, if it is not there already."""
         del rollback
 
+    def append_end(self, end: End) -> None:
+        """Adds the end of the run to the log, if it is not there already."""
+        del end
+
     def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
         """Writes a checkpoint, after the log is on disk, and removes all but the newest `keep`."""
         del checkpoint, keep
@@ -175,8 +201,8 @@ class RunFolder(ABC):
         """Writes answers.json, where there are any, summary.json and manifest.json, and removes the checkpoints."""
         del summary, answers
 
-    def complete(self) -> None:
-        """Completes the folder of a run that has ended, if its process was killed before it did.
+    def check_ended(self) -> None:
+        """Checks all files of a run that has ended, and removes checkpoints that its process left when it was killed.
 
         Raises:
             RequestError: a file is not the one that the run wrote; the file is named.
@@ -198,16 +224,15 @@ class WritableRunFolder(RunFolder):
         return FactorFiles(self.path, writes=True, digests=self._digests, saved=self._log.append_file)
 
     def check_free(self) -> None:
+        if not self.has_begun and os.path.lexists(self.path / CONFIG):
+            raise lost(self.path, LOG)
         check_free(self.path, "give another --output, go on with --resume, or delete it first")
 
     def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
         begun = self.has_begun
         self._check_writable()
-        (self.path / MANIFEST).unlink(missing_ok=True)  # of a run whose summary was deleted
         log = self._steps = StepLog(self.path / LOG, header, sync_every)
         self._metrics = MetricsLog(self.path / METRICS, log.contents)
-        if log.contents.files is None:  # an earlier version, which logged neither evaluations nor files
-            log.rewrite(header["kinds"], self._metrics.evaluations, self._own_files())
         contents = log.contents
         self._digests = contents.files
         self.factor_files.check()
@@ -217,18 +242,15 @@ class WritableRunFolder(RunFolder):
         if begun:
             at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
             notices.append(f"going on after step {len(contents.steps)}, from {at} and {LOG}.")
-        return _resume_state(contents, begun, checkpoint, self._metrics.seconds, notices)
-
-    def _own_files(self) -> dict[str, str]:
-        """File name -> SHA-256 of the tensors that depend on data."""
-        paths = [path for pattern in FACTOR_FILES for path in sorted(self.path.glob(pattern))]
-        return {path.name: entry_of(path)["sha256"] for path in paths}
+            notices.append(f"what earlier starts did after their last line of a step in {METRICS} is in no count.")
+        return _resume_state(contents, begun, checkpoint, self._metrics, notices)
 
     def _check_writable(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".writable"
-            probe.touch()
+            remove(probe)
+            os.close(open_plain(probe, NEW))
             probe.unlink()
         except OSError as error:
             raise RequestError(f"output: {self.path} cannot be written ({error.strerror}); give another.") from None
@@ -252,6 +274,9 @@ class WritableRunFolder(RunFolder):
     def append_rollback(self, rollback: Rollback) -> None:
         self._log.append_rollback(rollback)
 
+    def append_end(self, end: End) -> None:
+        self._log.append_end(end)
+
     def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
         self._log.sync()
         save_checkpoint(self.path, checkpoint, keep)
@@ -269,11 +294,9 @@ class WritableRunFolder(RunFolder):
         write_manifest(self.path, FILES)
         remove_checkpoints(self.path)
 
-    def complete(self) -> None:
-        if (self.path / MANIFEST).is_file():
-            check_manifest(self.path, FILES)
-        else:
-            write_manifest(self.path, FILES)
+    def check_ended(self) -> None:
+        check_manifest(self.path, FILES)
+        FactorFiles(self.path, writes=False, digests=read_log(self.path / LOG).files).check()
         remove_checkpoints(self.path)
 
     def close(self) -> None:
@@ -295,13 +318,13 @@ class ReadOnlyRunFolder(RunFolder):
     def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
         del header, sync_every
         contents = read_log(self.path / LOG)
-        seconds = MetricsLog(self.path / METRICS, contents).seconds
+        metrics = MetricsLog(self.path / METRICS, contents)
         self._digests = contents.files
         checkpoint, _ = newest(self.path, len(contents.steps))
-        return _resume_state(contents, True, checkpoint, seconds, [])
+        return _resume_state(contents, True, checkpoint, metrics, [])
 
     @contextmanager
     def result(self, name: str) -> Iterator[Path]:
-        del name
-        with TemporaryDirectory() as folder:
+        # beside the real one: a temporary folder of the system may be on a disk without room
+        with TemporaryDirectory(dir=self.path, prefix=f".{name}-", suffix=".partial") as folder:
             yield Path(folder)

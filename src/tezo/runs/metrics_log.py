@@ -5,17 +5,20 @@ A run decides nothing by it: losses and evaluations are in the step log, and onl
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
-from tezo.files import append, json_text, storing
+from tezo.files import UntrustedError, append, json_text, open_plain, read_bytes, storing
 from tezo.runs.step_log import LogContents
 from tezo.tasks.evaluation import Metrics
 
 MOST_LINE = 1 << 20
 """Largest size of a line in bytes."""
+MOST_METRICS = 1 << 28
+"""Largest size of the file in bytes."""
 
 
 def read_lines(data: bytes) -> Iterator[dict[str, Any]]:
@@ -41,17 +44,19 @@ class MetricsLog:
     Attributes:
         evaluations: (split, step) -> metrics.
         seconds: time spent on steps, from the last step line.
+        elapsed: time since the start of the command, and of earlier ones of the run, from the same line.
+        passes: forward passes in that time.
 
     Raises:
-        RequestError: a complete line is damaged, or differs from the step log.
+        RequestError: a complete line is damaged, or differs from the step log, or the file is a link.
     """
 
     def __init__(self, path: Path, log: LogContents) -> None:
         self.path = path
         self.evaluations: dict[tuple[str, int], Metrics] = {}
-        self.seconds = 0.0
+        self.seconds = self.elapsed = self.passes = 0.0
         self._last_step = 0
-        data = path.read_bytes() if path.exists() else b""
+        data = _read(path)
         self._size, self._kept = len(data), 0
         for number, (text, line) in enumerate(zip(data.splitlines(keepends=True), read_lines(data), strict=False), 1):
             if line and _is_ahead(line, log):
@@ -75,6 +80,7 @@ class MetricsLog:
                 return json_text(log.evaluations.get((split, step), metrics)) == json_text(metrics)
             record = log.steps[step - 1]
             self.seconds, self._last_step = float(line["seconds"]), step
+            self.elapsed, self.passes = (float(line.get(key, 0.0)) for key in ("elapsed", "passes"))
             found = (line["loss"], line["projected_grads"], line["lr"])
             return found == (record.loss, list(record.projected_grads), record.lr)
         except (ValueError, KeyError, TypeError, IndexError):
@@ -83,7 +89,7 @@ class MetricsLog:
     def cut_tail(self) -> None:
         """Removes an incomplete last line, and lines ahead of the step log; to be called before a line is added."""
         if self._kept < self._size:
-            with storing(self.path), self.path.open("r+b") as file:
+            with storing(self.path), os.fdopen(open_plain(self.path, os.O_RDWR), "r+b") as file:
                 file.truncate(self._kept)
 
     def step(self, step: int, **line: Any) -> None:
@@ -100,8 +106,16 @@ class MetricsLog:
         append(self.path, f"{json_text(line)}\n".encode())
 
 
+def _read(path: Path) -> bytes:
+    """The file's bytes, none where there is no file."""
+    try:
+        return read_bytes(path, MOST_METRICS) if os.path.lexists(path) else b""
+    except UntrustedError as error:
+        raise RequestError(f"{path.parent}: {error}; remove it to go on.") from None
+
+
 def _is_ahead(line: dict[str, Any], log: LogContents) -> bool:
     """Whether the step log lacks what a line says: a power cut can lose its end."""
     if line["step"] > len(log.steps):
         return True
-    return log.version > 2 and "split" in line and (line["split"], line["step"]) not in log.evaluations
+    return "split" in line and (line["split"], line["step"]) not in log.evaluations

@@ -1,5 +1,6 @@
 """A run folder read back, with every file checked: it may be damaged, cut short or a stranger's."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from tezo.errors import RequestError
 from tezo.estimators.estimate import StepRecord
 from tezo.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes, read_json, read_object, reading
 from tezo.runs.answers_file import KeptAnswers, read_answers
-from tezo.runs.folder import ANSWERS, CONFIG, LOG, METRICS, PLAN, SUMMARY
+from tezo.runs.folder import ANSWERS, CONFIG, LOG, METRICS, PLAN, SUMMARY, lost
 from tezo.runs.manifest import check_manifest
 from tezo.runs.metrics_log import read_lines
 from tezo.runs.step_log import Rollback, read_log
@@ -102,7 +103,7 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise RequestError(f"{folder}: there is no such run folder; check the path.")
     if not all((folder / name).is_file() for name in (CONFIG, LOG)):
-        raise RequestError(f"{folder} is no run folder (no {CONFIG} and {LOG}); give one that tezo train has written.")
+        raise no_run(folder)
     way_out = "put a sound copy in its place, or leave this run out"
     try:
         with reading(f"{folder}: a file of this run cannot be read", way_out, but=UntrustedError):
@@ -117,13 +118,21 @@ def read_run(folder: Path) -> Run:
     return run
 
 
+def no_run(folder: Path) -> RequestError:
+    """Of a folder that lacks what every run has; what is missing is named."""
+    missing = [name for name in (CONFIG, LOG) if not (folder / name).is_file()]
+    if len(missing) == 1:
+        return lost(folder, missing[0])
+    return RequestError(f"{folder} is no run folder (no {CONFIG} and {LOG}); give one that tezo train has written.")
+
+
 def _read_files(folder: Path) -> Run:
-    check_manifest(folder, [CONFIG, PLAN, LOG, METRICS, ANSWERS, SUMMARY])
+    ended = os.path.lexists(folder / SUMMARY)
+    check_manifest(folder, [CONFIG, PLAN, LOG, METRICS, ANSWERS, SUMMARY], required=ended)
     read_bytes(folder / LOG, MAX_LOG_BYTES)
     log = read_log(folder / LOG)
-    evaluations, times, memory = _read_metrics(folder / METRICS)
-    if log.version > 2:  # earlier versions have them in metrics.jsonl alone
-        evaluations = {key: _finite_metrics(metrics) for key, metrics in log.evaluations.items()}
+    times, memory = _read_metrics(folder / METRICS)
+    evaluations = {key: _finite_metrics(metrics) for key, metrics in log.evaluations.items()}
     return Run(
         folder=folder,
         name=folder.resolve().name or str(folder),
@@ -169,23 +178,22 @@ def _finite_metrics(value: Any) -> dict[str, float]:
     return {str(key): float(v) for key, v in value.items() if v is not None and _is_number(v)}
 
 
-def _read_metrics(path: Path) -> tuple[dict[tuple[str, int], dict[str, float]], list[tuple[int, float]], int | None]:
-    """Evaluations, times and memory. A killed process may leave an unfinished last line, which is not read."""
-    evaluations: dict[tuple[str, int], dict[str, float]] = {}
+def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None]:
+    """Times and memory. A killed process may leave an unfinished last line, which is not read."""
     times: dict[int, float] = {}
     memory = None
-    for number, line in enumerate(read_lines(read_bytes(path, MAX_LOG_BYTES) if path.exists() else b""), 1):
+    for number, line in enumerate(read_lines(read_bytes(path, MAX_LOG_BYTES) if os.path.lexists(path) else b""), 1):
         step, split = line.pop("step", None), line.pop("split", None)
         try:
             if split is not None:
-                evaluations[str(split), step] = _finite_metrics(line)
+                _finite_metrics(line)
             elif step is not None and _is_number(line["seconds"]) and _is_count(line["memory"]):
                 times[step], memory = float(line["seconds"]), line["memory"]
             else:
                 raise ValueError
         except (ValueError, KeyError):
             raise UntrustedError(f"{path.name} is damaged at line {number}") from None
-    return evaluations, _rising(times), memory
+    return _rising(times), memory
 
 
 def _rising(times: dict[int, float]) -> list[tuple[int, float]]:
@@ -198,7 +206,7 @@ def _rising(times: dict[int, float]) -> list[tuple[int, float]]:
 
 
 def _read_plan(path: Path) -> list[PlanRow]:
-    if not path.exists():  # the process was killed before it wrote one
+    if not os.path.lexists(path):  # the process was killed before it wrote one
         return []
     rows = read_json(path)
     try:
@@ -214,14 +222,22 @@ def _plan_row(row: Any) -> PlanRow:
     return PlanRow(str(row["name"]), tuple(shape), bool(row["trained"]), rank, str(row.get("moved", "")))
 
 
+def _is_spent(value: Any) -> bool:
+    """Whether it is what a phase of a run has taken."""
+    return isinstance(value, dict) and all(_is_number(value.get(key)) for key in ("seconds", "passes"))
+
+
 def _read_summary(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     summary = read_object(path)
     for key, value in summary.items():
         fits = _is_number(value) if key in _SUMMARY_NUMBERS else isinstance(value, _SUMMARY_TYPES.get(key, object))
         if not fits:
             raise UntrustedError(f"{path.name}: {key} is {str(value)[:40]!r}")
+    phases = summary.get("phases", {})
+    if not isinstance(phases, dict) or not all(map(_is_spent, phases.values())):
+        raise UntrustedError(f"{path.name}: phases is {str(phases)[:40]!r}")
     for key in ("before", "after"):
         try:
             summary[key] = _finite_metrics(summary.get(key, {}))

@@ -3,10 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tezo.progress.status_line import duration_text
+
 REWARD = "reward"
 """The metric, and the objective, that a scorer of the user's defines."""
 TEXT_LOSS = "negative log-likelihood per answer token, in nats"
 OPTIONS_LOSS = "cross-entropy over the options, in nats"
+
+
+BETTER, HARDLY, NO_BETTER = "Better", "Hardly better", "No better"
+"""The first words of a verdict."""
 
 
 def metric_text(name: str, value: float) -> str:
@@ -32,35 +38,42 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
-def duration_text(seconds: float) -> str:
-    """Seconds as "4.2 s", "3 min 20 s" or "2 h 05 min"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes_of_hour = divmod(minutes, 60)
-    return f"{hours} h {minutes_of_hour:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
 def measured_rows_text(summary: Mapping[str, Any]) -> str:
     """The rows of the metrics before and after: "60 test rows", or dev rows that also chose the step; "" if unknown."""
-    count = summary.get("rows", {}).get("test")
+    count, chose = summary.get("rows", {}).get("test"), summary.get("test_rows_chose") is True
     if not isinstance(count, int):
         return ""
-    kind = "dev rows, which also chose the step" if summary.get("test_rows_chose") is True else "test rows"
-    return f"{count_text(count)} {kind}"
+    dev = summary["rows"].get("dev")
+    if count == 0 and isinstance(dev, int):
+        return f"{count_text(dev)} dev rows" + (", which also chose the step" if chose else "")
+    return f"{count_text(count)} " + ("dev rows, which also chose the step" if chose else "test rows")
 
 
 def work_text(summary: Mapping[str, Any]) -> str:
-    """The work of a finished run: "200 steps, 402 forward passes, 3 min 20 s; step 160 kept"; what is known of it."""
-    parts = [
-        f"{count_text(summary[key])} {unit}"
-        for key, unit in (("steps", "steps"), ("num_forward_passes", "forward passes"))
-        if key in summary
-    ]
-    if "seconds_stepping" in summary:
-        parts.append(duration_text(summary["seconds_stepping"]))
+    """The work of a run: "200 steps, 640 forward passes, 3 min 20 s (2 min 10 s steps); step 160 kept"; what is known.
+
+    The time has its longest phases beside it. Of runs of earlier versions passes and time are those of steps alone.
+    """
+    parts = [f"{count_text(summary['steps'])} steps"] if "steps" in summary else []
+    passes, seconds = work_of(summary)
+    if passes is not None:
+        parts.append(f"{count_text(round(passes))} forward passes")
+    if seconds is not None:
+        phases = {name: spent["seconds"] for name, spent in summary.get("phases", {}).items()}
+        longest = [name for name in sorted(phases, key=phases.__getitem__)[:-4:-1] if phases[name] >= seconds / 20]
+        of_it = ", ".join(f"{duration_text(phases[name])} {name}" for name in longest)
+        parts.append(duration_text(seconds) + (f" ({of_it})" if of_it else ""))
     kept = f"; step {count_text(summary['kept_step'])} kept" if "kept_step" in summary else ""
     return ", ".join(parts) + kept
+
+
+def work_of(summary: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """(forward passes, seconds) of all phases of a run; of earlier versions those of steps alone; None: not known."""
+    phases = summary.get("phases")
+    if phases:
+        passes, seconds = (sum(spent[key] for spent in phases.values()) for key in ("passes", "seconds"))
+        return passes, seconds
+    return summary.get("num_forward_passes"), summary.get("seconds_stepping")
 
 
 def minus(metric: str) -> str:

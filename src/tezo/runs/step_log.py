@@ -7,12 +7,12 @@
     "eval": JSON: an evaluation with its split, step and metrics; of test rows with answers to the first of them
     "back": JSON: a return to the parameters after an earlier step, with the rates from there on (`Rollback`)
     "file": JSON: a file beside the log that later entries depend on, with its SHA-256
+    "done": JSON: the last entry, of a run that has ended, with the step whose parameters it kept (`End`)
 
 The kind is an index into the header's list "kinds". Little-endian. The CRC of an entry continues from the stored one of
 the entry before it (of the header, for the first), so that an entry is valid only in its place. A process that dies can
 leave the last entry unfinished: an invalid tail, with nothing valid after it, is cut off. A fault with valid entries
-after it is damage, and refused. This is version 4. Version 3 is the same without "back";
-`tezo.runs.earlier_logs` reads the versions before.
+after it is damage, and refused.
 """
 
 import json
@@ -21,18 +21,17 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
 from tezo.estimators.estimate import MOST_DIRECTIONS, Probe, StepRecord
-from tezo.files import BINARY, json_text, lock, storing, sync, write_all, write_file
-from tezo.runs.earlier_logs import read_records
+from tezo.files import UntrustedError, json_text, lock, open_plain, open_to_read, storing, sync, write_all
 from tezo.tasks.evaluation import Metrics
 
-MAGIC = b"tezolog4"
+MAGIC = b"tezolog5"
 MOST_HEADER = 1 << 20
 """Bound on the size that a file may claim for its header or an entry, before anything is read by it."""
 MOST_KINDS = 1 << 8
@@ -40,11 +39,8 @@ MOST_KINDS = 1 << 8
 MOST_SEARCH = 1 << 28
 """Bound on the bytes that are read to tell damage from an unfinished tail."""
 
-_VERSIONS = {b"tezolog1": 1, b"tezolog2": 2, b"tezolog3": 3, MAGIC: 4}
-_FIRST_OF_ENTRIES = 3
-"""The first version whose log is a sequence of entries."""
-_STEP, _EVALUATION, _FILE, _BACK = b"step", b"eval", b"file", b"back"
-_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE, _BACK)))
+_STEP, _EVALUATION, _FILE, _BACK, _DONE = b"step", b"eval", b"file", b"back", b"done"
+_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE, _BACK, _DONE)))
 _LENGTH, _CRC, _PROBE = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<ddd")
 _ENTRY, _FIXED = struct.Struct("<4sI"), struct.Struct("<QddIII")
 
@@ -67,30 +63,43 @@ class Rollback:
 
 
 @dataclass(frozen=True)
+class End:
+    """The end of a run.
+
+    Attributes:
+        steps: number of steps taken.
+        kept: number of steps after which the parameters were reached that the run kept.
+    """
+
+    steps: int
+    kept: int
+
+
+@dataclass
 class LogContents:
     """The contents of a log.
 
     Attributes:
-        version: of the format.
         header: JSON, with the number of directions per step and the kinds of step.
         valid: bytes up to the end of the last valid entry.
         size: bytes of the file; an unfinished tail is beyond `valid`.
         steps: finished steps, from 0 on.
-        evaluations: (split, step) -> metrics; empty before version 3.
+        evaluations: (split, step) -> metrics.
         answers: (split, step) -> answers to the first rows, of the evaluations that have kept them.
-        files: name -> SHA-256, in hexadecimal; None before version 3.
+        files: name -> SHA-256, in hexadecimal.
         rollbacks: number of steps taken -> the return to earlier parameters after them.
+        end: of the run; None: it has not ended.
     """
 
-    version: int
     header: dict[str, Any]
     valid: int
     size: int
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: dict[tuple[str, int], Metrics] = field(default_factory=dict)
     answers: dict[tuple[str, int], list[str]] = field(default_factory=dict)
-    files: dict[str, str] | None = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
     rollbacks: dict[int, Rollback] = field(default_factory=dict)
+    end: End | None = None
 
 
 def _entry(kind: bytes, content: bytes, crc: int) -> bytes:
@@ -124,21 +133,13 @@ def read_log(path: Path) -> LogContents:
     """Reads a step log.
 
     Raises:
-        RequestError: it is no step log, or it is damaged before its end; the place is named.
+        RequestError: it is no step log, a link, or damaged before its end; the place is named.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
-    version, header, start = _read_head(path, data)
-    if version < _FIRST_OF_ENTRIES:
-        records, valid, damaged = read_records(data, version, header, start)
-        contents = LogContents(version, header, valid, len(data), records, files=None)
-    else:
-        contents = LogContents(version, header, start, len(data))
-        contents = replace(contents, valid=_read_entries(data, contents))
-        damaged = _is_damaged(data, contents.valid)
-    if damaged:
+    data = _read_some(path, -1)
+    header, start = _read_head(path, data)
+    contents = LogContents(header, start, len(data))
+    contents.valid = _read_entries(data, contents)
+    if _is_damaged(data, contents.valid):
         raise RequestError(
             f"{path} is damaged after step {len(contents.steps)}, with intact entries after the damage; "
             "put an intact copy in its place, or start the run again."
@@ -146,10 +147,26 @@ def read_log(path: Path) -> LogContents:
     return contents
 
 
+def _read_some(path: Path, count: int) -> bytes:
+    """The first `count` bytes of a log, all for -1."""
+    try:
+        with open_to_read(path) as file:
+            return file.read(count)
+    except FileNotFoundError:
+        raise RequestError(
+            f"{path.parent} has no {path.name}, from which a run is checked and repeated; put it back, or start the "
+            "run again."
+        ) from None
+    except UntrustedError as error:
+        raise RequestError(f"{path.parent}: {error}; put a copy of the file itself there.") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
+
+
 def _read_entries(data: bytes, contents: LogContents) -> int:
     """Adds the valid entries to the contents; returns where the last one ends."""
     place = contents.valid
-    while (end := _end_of_entry(data, place)) is not None:
+    while contents.end is None and (end := _end_of_entry(data, place)) is not None:
         kind, _ = _ENTRY.unpack_from(data, place)
         try:
             _ADD[kind](contents, data[place + _ENTRY.size : end - _CRC.size])
@@ -208,7 +225,6 @@ def _add_evaluation(contents: LogContents, content: bytes) -> None:
 
 def _add_file(contents: LogContents, content: bytes) -> None:
     entry = json.loads(content)
-    assert contents.files is not None
     contents.files[str(entry["name"])] = str(entry["sha256"])
 
 
@@ -220,7 +236,15 @@ def _add_rollback(contents: LogContents, content: bytes) -> None:
     contents.rollbacks[rollback.step] = rollback
 
 
-_ADD = {_STEP: _add_step, _EVALUATION: _add_evaluation, _FILE: _add_file, _BACK: _add_rollback}
+def _add_end(contents: LogContents, content: bytes) -> None:
+    entry = json.loads(content)
+    end = End(int(entry["steps"]), int(entry["kept"]))
+    if not 0 <= end.kept <= end.steps == len(contents.steps):
+        raise ValueError
+    contents.end = end
+
+
+_ADD = {_STEP: _add_step, _EVALUATION: _add_evaluation, _FILE: _add_file, _BACK: _add_rollback, _DONE: _add_end}
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -229,18 +253,14 @@ def read_header(path: Path) -> dict[str, Any]:
     Raises:
         RequestError: it is no step log, or its header is damaged.
     """
-    try:
-        with path.open("rb") as file:
-            return _read_head(path, file.read(len(MAGIC) + _LENGTH.size + MOST_HEADER + _CRC.size))[1]
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read ({error.strerror}); give the folder of a run.") from None
+    return _read_head(path, _read_some(path, len(MAGIC) + _LENGTH.size + MOST_HEADER + _CRC.size))[0]
 
 
-def _read_head(path: Path, data: bytes) -> tuple[int, dict[str, Any], int]:
-    """(version, header, where the entries begin)."""
+def _read_head(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
+    """(header, where the entries begin)."""
     fault = RequestError(f"{path} is not a step log, or its header is damaged; go on from a copy, or start again.")
-    version, start = _VERSIONS.get(data[: len(MAGIC)], 0), len(MAGIC) + _LENGTH.size
-    if version == 0 or len(data) < start:
+    start = len(MAGIC) + _LENGTH.size
+    if not data.startswith(MAGIC) or len(data) < start:
         raise fault
     end = start + _LENGTH.unpack_from(data, len(MAGIC))[0]
     if end - start > MOST_HEADER or len(data) < end + _CRC.size:
@@ -251,18 +271,17 @@ def _read_head(path: Path, data: bytes) -> tuple[int, dict[str, Any], int]:
         header = json.loads(data[start:end])
     except (ValueError, RecursionError):
         raise fault from None
-    if not isinstance(header, dict) or not _is_sound(header, version):
+    if not isinstance(header, dict) or not _is_sound(header):
         raise fault
-    return version, header, end + _CRC.size
+    return header, end + _CRC.size
 
 
-def _is_sound(header: dict[str, Any], version: int) -> bool:
+def _is_sound(header: dict[str, Any]) -> bool:
     """Whether the header has what reading entries requires."""
     directions, kinds = header.get("directions"), header.get("kinds", [])
     if not isinstance(directions, int) or not 0 <= directions <= MOST_DIRECTIONS:
         return False
-    named = isinstance(kinds, list) and len(kinds) <= MOST_KINDS and all(isinstance(kind, str) for kind in kinds)
-    return named and (version == 1 or len(kinds) > 0)
+    return isinstance(kinds, list) and 0 < len(kinds) <= MOST_KINDS and all(isinstance(kind, str) for kind in kinds)
 
 
 class StepLog:
@@ -276,11 +295,11 @@ class StepLog:
             killed loses no step either way; a power cut loses at most that many, which are then taken again.
 
     Attributes:
-        contents: of the file when it was opened. A log of an earlier version must be rewritten before it goes on.
+        contents: of the file when it was opened.
         count: finished steps.
 
     Raises:
-        RequestError: another process writes it, or it is damaged.
+        RequestError: another process writes it, it is damaged, or it is a link.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], sync_every: int) -> None:
@@ -296,7 +315,7 @@ class StepLog:
 
     def _open(self) -> None:
         with storing(self.path):
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o644)
+            self._file = open_plain(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             self._lock()
         except BaseException:
@@ -305,8 +324,7 @@ class StepLog:
 
     def _begin(self, head: bytes) -> None:
         """Writes the header of a new file, or of one whose process died while it wrote it."""
-        with self.path.open("rb") as file:
-            begun = file.read(len(head))
+        begun = _read_some(self.path, len(head))
         if len(begun) < len(head) and head.startswith(begun):
             with storing(self.path):
                 os.ftruncate(self._file, 0)
@@ -319,42 +337,12 @@ class StepLog:
         self.contents = read_log(self.path)
         with storing(self.path):
             os.ftruncate(self._file, self.contents.valid)
-        with self.path.open("rb") as file:
+        with open_to_read(self.path) as file:
             file.seek(self.contents.valid - _CRC.size)
             self._crc = int(_CRC.unpack(file.read(_CRC.size))[0])
         self.count = len(self.contents.steps)
-        self._evaluated, self._files = set(self.contents.evaluations), dict(self.contents.files or {})
+        self._evaluated, self._files = set(self.contents.evaluations), dict(self.contents.files)
         self._rolled_back = set(self.contents.rollbacks)
-
-    def rewrite(
-        self, kinds: list[str], evaluations: Mapping[tuple[str, int], Metrics], files: Mapping[str, str]
-    ) -> None:
-        """Replaces a log of an earlier version by one of this version.
-
-        Args:
-            kinds: kinds of step, for the header.
-            evaluations: (split, step) -> metrics, which earlier versions did not log.
-            files: name -> SHA-256, likewise.
-        """
-        header = {**self.contents.header, "kinds": kinds}
-        data = _head_bytes(header)
-        for kind, content in self._in_order(header, evaluations, files):
-            data += _entry(kind, content, _CRC.unpack(data[-_CRC.size :])[0])
-        write_file(self.path, data)
-        os.close(self._file)
-        self._open()
-        self._read()
-
-    def _in_order(
-        self, header: dict[str, Any], evaluations: Mapping[tuple[str, int], Metrics], files: Mapping[str, str]
-    ) -> Iterator[tuple[bytes, bytes]]:
-        yield from ((_FILE, _file_content(name, sha256)) for name, sha256 in files.items())
-        for steps in range(self.count + 1):
-            if steps > 0:
-                yield _STEP, _step_content(self.contents.steps[steps - 1], header)
-            for (split, step), metrics in evaluations.items():
-                if step == steps:
-                    yield _EVALUATION, _evaluation_content(split, step, metrics)
 
     def _lock(self) -> None:
         try:
@@ -394,6 +382,12 @@ class StepLog:
         if self._files.get(name) != sha256:
             self._append(_FILE, _file_content(name, sha256))
             self._files[name] = sha256
+
+    def append_end(self, end: End) -> None:
+        """Adds the end of the run, if it is not there already; nothing can follow it."""
+        if self.contents.end is None:
+            self._append(_DONE, json_text(asdict(end)).encode())
+            self.contents.end = end
 
     def _append(self, kind: bytes, content: bytes) -> None:
         data = _entry(kind, content, self._crc)

@@ -1,9 +1,17 @@
 """The configuration of a run that was read from its folder."""
 
+from pathlib import Path
+
 from tezo.errors import RequestError
 from tezo.runs.reader import Run
 from tezo.training.configuration.config import parse_config
 from tezo.training.configuration.recipe import Config
+
+
+def shown_path(name: str) -> str:
+    """A name; of a whole path the last part, for what is shown to others."""
+    path = Path(name)
+    return path.name if path.is_absolute() else name
 
 
 def run_config(run: Run) -> Config:

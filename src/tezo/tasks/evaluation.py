@@ -1,15 +1,18 @@
 """Evaluation of a model on encoded examples, and prediction of answers."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tezo.errors import RequestError
+from tezo.errors import NonFiniteModelError, RequestError
 from tezo.models.loading import LoadedModel
 from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.progress.meter import ENCODING, EVALUATING, WRITING, current, tracked
 from tezo.tasks import Measure, Row
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.examples import check_answers
@@ -98,7 +101,10 @@ def evaluate_and_answer(
         else:
             assert isinstance(objective, CausalObjective)
             metrics = _evaluate_text(model, objective, encoded, batch_size)
-            answers = completions(model, objective, encoded, batch_size, max_new_tokens) if measures else []
+            answers = []
+            if measures:
+                with current().phase(WRITING):
+                    answers = completions(model, objective, encoded, batch_size, max_new_tokens)
     return metrics | _measured(measures, answers, encoded), answers
 
 
@@ -132,9 +138,19 @@ def measure(
     options: dict[str, Any] = {"measures": form.measures, "max_new_tokens": new, "calibrate": calibrate}
     if reward is None:
         check_answers(examples)
-    encoded = [objective.encode(example) for example in examples]
-    metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
+    with current().phase(ENCODING):
+        encoded = [objective.encode(example) for example in tracked(examples)]
+    with current().phase(EVALUATING):
+        metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
+    check_finite(metrics, loaded.model)
     return metrics, token_notices(objective)
+
+
+def check_finite(metrics: Metrics, model: Any) -> None:
+    """An error where a metric of a model is NaN or infinite."""
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise NonFiniteModelError(f"the model's {name} of these rows", value, model.dtype)
 
 
 def option_scores(
@@ -223,9 +239,28 @@ def predict(
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if not encoded[0].example.options:
-            return completions(model, objective, encoded, batch_size, max_new_tokens)
-        scores = option_scores(model, objective, encoded, batch_size)
+            with current().phase(WRITING), _checked_scores(model):
+                return completions(model, objective, encoded, batch_size, max_new_tokens)
+        with current().phase(WRITING):
+            scores = option_scores(model, objective, encoded, batch_size)
+        _check_scores(torch.stack([row.amax() for row in scores]), model)
         return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
+
+
+@contextmanager
+def _checked_scores(model: Any) -> Iterator[None]:
+    """While open, scores of the next token that are NaN or infinite raise an error: a token is found in any."""
+    hook = model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _check_scores(highest: Tensor, model: Any) -> None:
+    wrong = highest[~highest.isfinite()]
+    if len(wrong):
+        raise NonFiniteModelError("the model's score of an answer", float(wrong[0]), model.dtype)
 
 
 def macro_f1(predictions: Sequence[int], labels: Sequence[int | None]) -> float:

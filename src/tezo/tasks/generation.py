@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tezo.numerics.random import normal
+from tezo.progress.meter import tracked
 from tezo.tasks.objectives import CausalObjective, Encoded, Objective
 from tezo.tasks.objectives.ends import text_after
 
@@ -162,5 +163,5 @@ def _plain_decoding(model: Any, ends: list[int]) -> Iterator[None]:
 def by_length(encoded: Sequence[Encoded], batch_size: int) -> Iterator[list[int]]:
     """Indices of the examples in batches of similar length, which keeps padding short."""
     order = sorted(range(len(encoded)), key=lambda i: encoded[i].length)
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
+    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    yield from tracked(parts, sizes=map(len, parts))

@@ -11,8 +11,9 @@ from torch.nn import functional
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
 from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.progress.meter import EVALUATING, current
 from tezo.tasks.data_config import DataConfig
-from tezo.tasks.evaluation import Metrics, choice_metrics
+from tezo.tasks.evaluation import Metrics, check_finite, choice_metrics
 from tezo.tasks.generation import by_length
 from tezo.tasks.objectives import Encoded, Objective
 from tezo.tasks.setup import make_format, make_objective
@@ -42,7 +43,9 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
     rows = divide(splits, form, kept, seed)
     objective = make_objective(data, loaded, form)
     parts = [[objective.encode(form.example(row)) for row in part] for part in (rows.train, rows.test or rows.dev)]
-    train_BD, test_BD = (features(loaded.model, objective, part, batch_size) for part in parts)
+    with current().phase(EVALUATING):
+        train_BD, test_BD = (features(loaded.model, objective, part, batch_size) for part in parts)
+    check_finite({"sum of features": float(train_BD.sum() + test_BD.sum())}, loaded.model)
     labels_B = torch.tensor([e.example.label for e in parts[0]])
     center_D, scale_D = train_BD.mean(0), train_BD.std(0).clamp_min(1e-12)
     weight_OD, bias_O = fit((train_BD - center_D) / scale_D, labels_B, len(form.options))

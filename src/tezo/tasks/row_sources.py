@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
+from tezo.models.local_names import ask_hub, check_no_path, hint, is_pattern
 from tezo.models.model_config import IN_MEMORY
+from tezo.progress.meter import READING, current
 from tezo.tasks.examples import Row, class_names, rows_of_fields
 from tezo.tasks.row_files import file_rows, kind_of_file
-
-_PATTERN = "*?"
-"""Characters of a pattern. Brackets are not: a split of a hub data set may have them, as in train[:10%]."""
 
 _SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
 """Beginnings of the names of files that are not to be mixed."""
@@ -18,7 +17,7 @@ _SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
 def is_local(source: str) -> bool:
     """Whether `source` is a file, a folder or a pattern, and not a name on the hub."""
-    return Path(source).expanduser().exists() or _is_pattern(source)
+    return Path(source).expanduser().exists() or is_pattern(source)
 
 
 def read_rows(
@@ -39,23 +38,20 @@ def read_rows(
     if source == IN_MEMORY:
         raise RequestError(f"{key}: the rows of this run were objects in memory; give them again, or name a file.")
     path = Path(source).expanduser()
-    if path.is_file():
-        rows = file_rows(path, key)
-    elif path.is_dir():
-        rows = _in_folder(path, key)
-    elif _is_pattern(source):
-        rows = _of_files(_matches(path, source, key), key)
-    elif kind_of_file(path) or path.is_absolute() or source.startswith("."):
-        raise RequestError(f"{key}: there is no file {source}; check the path.")
-    else:
-        rows = _from_hub(source, key, split, subset, first)
+    with current().phase(READING):
+        if path.is_file():
+            rows = file_rows(path, key)
+        elif path.is_dir():
+            rows = _in_folder(path, key)
+        elif is_pattern(source):
+            rows = _of_files(_matches(path, source, key), key)
+        elif kind_of_file(path) or path.is_absolute() or source.startswith("."):
+            raise RequestError(f"{key}: there is no file {source}; check the path.{hint(source)}")
+        else:
+            rows = _from_hub(source, key, split, subset, first)
     if not rows:
         raise RequestError(f"{key}: {source} has no rows; give a file with at least one.")
     return rows
-
-
-def _is_pattern(source: str) -> bool:
-    return any(sign in source for sign in _PATTERN)
 
 
 def _matches(pattern: Path, source: str, key: str) -> list[Path]:
@@ -113,6 +109,8 @@ def _saved(folder: Path, key: str) -> list[Row]:
 
 
 def _from_hub(name: str, key: str, split: str, subset: str | None, first: int | None) -> list[Row]:
+    check_no_path(key, name, "dataset")
+    ask_hub(key, name, "dataset")
     import datasets
 
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from tezo.errors import RequestError
+from tezo.models.local_names import hint, is_gone
 from tezo.tasks import Fields, Format, Row, Task, hold_out, hold_out_of_groups, parts, per_class, read_rows, task
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.row_sources import is_local
@@ -125,12 +126,21 @@ def rows_to_report(data: DataConfig, seed: int, file: str | None) -> tuple[list[
         return read_rows(file, key="data"), file
     if data.task is not None:
         return evaluation_rows(data), f"{data.task}, {data.test or 'test'}"
+    own = data.test or data.dev or str(data.train)
+    if is_gone(own):
+        raise RequestError(
+            f"data: the rows of this run were in {own}, which is not here; give --data FILE (evaluate(FILE) in Python)."
+            f"{hint(own)}"
+        )
     if data.test is not None:
         return evaluation_rows(data), data.test
     if data.dev is not None:
         return _drawn_dev(read_part(data, "dev"), data, seed), data.dev
     if data.train == NO_ROWS:
-        raise RequestError("data is not set; give --data FILE or --task NAME with the rows to evaluate on.")
+        raise RequestError(
+            "data is not set, and there is no run folder of that name, which would have rows; give --data FILE or "
+            "--task NAME with the rows to evaluate on."
+        )
     _, held = _held_out(training_rows(data), data, _seed_of_draws(data, seed))
     if not held:
         raise RequestError("data is not set, and the run had neither dev nor test rows; give --data FILE.")

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError
+from tezo.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.models import lora
 from tezo.models.in_memory import dtype_name, from_objects
 from tezo.models.loading import LoadedModel
 from tezo.models.model_config import IN_MEMORY, ModelConfig
-from tezo.runs.folder import CONFIG, SUMMARY, read_summary
+from tezo.progress.status_line import showing
+from tezo.runs.folder import CONFIG, LOG, read_summary
+from tezo.runs.manifest import MANIFEST
 from tezo.tasks.rewards import Score
 from tezo.tasks.row_objects import Rows, is_named, splits_of
 from tezo.training.configuration.config import overlay, parse_config, read_run_config
@@ -21,6 +23,7 @@ from tezo.training.configuration.keywords import dotted_settings
 from tezo.training.configuration.recipe import Config
 from tezo.training.execution import loop
 from tezo.training.execution.listeners import Listener
+from tezo.training.execution.screen import Screen
 from tezo.training.finished_runs.opening import TunedModel, check_is_run
 from tezo.training.finished_runs.run import Run as Run
 from tezo.training.preparation.job import Job
@@ -38,6 +41,7 @@ def train(
     test: Rows | None = None,
     resume: bool = False,
     listeners: Sequence[Listener] = (),
+    progress: bool = True,
     settings: Mapping[str, Any] | None = None,
     **named: Any,
 ) -> Run:
@@ -52,13 +56,16 @@ def train(
         reward: what is maximised in place of the likelihood of answers: a function (prompt, completion, fields of the
             row) -> score, or FILE.py:FUNCTION. The model writes the completions; rows need only prompts.
         tokenizer: of a model in memory.
-        output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process.
+        output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process, and kept
+            where the run is interrupted: the error names it.
         dev: rows that choose the parameters to keep; as `data`. A name may be a split of the hub data set.
         test: rows for the figures before and after; likewise. Without dev rows some of `data` are held
             out; without test rows the dev rows count.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Objects must be given again, a model with the weights that the run began with.
         listeners: told of every step and evaluation; `tezo.training.integrations` has one for transformers' callbacks.
+        progress: whether standard error shows what the run does: a line that is overwritten on a terminal and in a
+            notebook, elsewhere a line every few seconds. The `Run` has it as an attribute for what follows.
         settings: any others by their dotted keys, such as {"data.seed": 3}; docs/settings.md has them all.
         named: the same by the last part of a key: `lr=1e-4, rank=8, steps=200, batch_size=16`. `seed` is train.seed.
 
@@ -68,7 +75,8 @@ def train(
     Raises:
         RequestError: the request is wrong; nothing has been written.
         NonFiniteLossError: a loss was NaN or infinite.
-        RunError: the run was interrupted, or something could not be written; with `output` it can be resumed.
+        RunInterrupted: Ctrl-C, or SIGTERM, came during the run, which can be resumed. A KeyboardInterrupt.
+        RunError: something could not be written; the run can be resumed.
             After any error a model in memory is as before, unless the method writes weights or has an adapter of PEFT.
     """
     parts = {part: rows for part, rows in (("train", data), ("dev", dev), ("test", test)) if rows is not None}
@@ -76,18 +84,19 @@ def train(
     if reward is not None:
         given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
     score = None if isinstance(reward, str) else reward
-    config, base = _configured(model, tokenizer, parts, method, given)
-    objects = {part: rows for part, rows in parts.items() if not is_named(rows)}
-    rows = splits_of(config.data, objects) if objects else None
-    folder = _folder(output, resume=resume)
-    watcher = _Watcher()
-    try:
-        summary = loop.train(config, folder, [*listeners, watcher], resume=resume, loaded=base, rows=rows, score=score)
-    except BaseException:
-        watcher.release()
-        if output is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with showing(progress) as line:
+        config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
+        objects = {part: rows for part, rows in parts.items() if not is_named(rows)}
+        rows = splits_of(config.data, objects) if objects else None
+        folder = _folder(output, resume=resume)
+        watcher = _Watcher()
+        told = [*listeners, *([] if line is None else [Screen(line)]), watcher]
+        try:
+            summary = loop.train(config, folder, told, resume=resume, loaded=base, rows=rows, score=score)
+        except BaseException as error:
+            if output is None:
+                _leave(folder, error)
+            raise
     return Run(
         folder,
         summary,
@@ -97,6 +106,7 @@ def train(
         reward=reward,
         temporary=output is None,
         trust_remote_code=config.model.trust_remote_code,
+        progress=progress,
     )
 
 
@@ -119,14 +129,14 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
     summary = read_summary(path)
     if summary is None:
         raise RequestError(
-            f"{path} is of a run that has not ended (it has no {SUMMARY}); go on with tezo.train(..., resume=True) or "
+            f"{path} is of a run that has not ended (it has no {MANIFEST}); go on with tezo.train(..., resume=True) or "
             f"`tezo train --output {path} --resume`."
         )
     if model is None or is_named(model):
         name = None if model is None else str(model)
         return Run(path, summary, base=name, trust_remote_code=trust_remote_code)
     kind = read_run_config(path / CONFIG, []).model.kind
-    return Run(path, summary, base=from_objects(model, tokenizer, kind))
+    return Run(path, summary, base=from_objects(model, tokenizer, kind, keep=False))
 
 
 def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
@@ -142,21 +152,29 @@ def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
     Raises:
         RequestError: a file is missing or damaged, or the adapter is of another model.
     """
-    return lora.attach_adapter(model, lora.load_adapter(Path(folder)))
+    adapter = lora.load_adapter(Path(folder))
+    lora.check_base(Path(folder), model)
+    return lora.attach_adapter(model, adapter)
 
 
 def _configured(
-    model: Any, tokenizer: Any, parts: Mapping[str, Rows], method: str, settings: Sequence[tuple[str, Any]]
+    model: Any,
+    tokenizer: Any,
+    parts: Mapping[str, Rows],
+    method: str,
+    settings: Sequence[tuple[str, Any]],
+    *,
+    keep: bool,
 ) -> tuple[Config, LoadedModel | None]:
     """(the configuration, the base model where it is in memory)."""
     if "train" not in parts and "data.task" not in dict(settings):
         raise RequestError("data is not set; give rows, or the setting task for one of `tezo tasks`.")
     by_name = is_named(model)
-    name = str(model) if by_name else getattr(model, "name_or_path", "") or IN_MEMORY
+    name = str(model) if by_name else IN_MEMORY
     sources = [(f"data.{part}", str(rows) if is_named(rows) else IN_MEMORY) for part, rows in parts.items()]
     config = parse_config(overlay({}, [("model.name", name), ("method.name", method), *sources, *settings]))
     if not by_name:
-        return _with_object(config, model, tokenizer)
+        return _with_object(config, model, tokenizer, keep=keep)
     if tokenizer is not None:
         raise RequestError(f"tokenizer is given, and model is the name {name}, which has its own; leave it out.")
     return config, None
@@ -165,15 +183,16 @@ def _configured(
 _OF_LOADING = ("dtype", "device", "quantization", "placement", "untie_head", "trust_remote_code")
 
 
-def _with_object(config: Config, model: Any, tokenizer: Any) -> tuple[Config, LoadedModel]:
+def _with_object(config: Config, model: Any, tokenizer: Any, *, keep: bool) -> tuple[Config, LoadedModel]:
     for key in _OF_LOADING:
         value = getattr(config.model, key)
         if value != getattr(ModelConfig, key):
             raise RequestError(f"model.{key} is {value!r}, and model is an object, taken as it is; leave it out.")
-    base = from_objects(model, tokenizer, config.model.kind)
+    base = from_objects(model, tokenizer, config.model.kind, keep=keep)
     # so that a base with these weights, loaded by its name, is the same
     dtype: Any = dtype_name(model)
-    return replace(config, model=replace(config.model, kind=base.kind, dtype=dtype)), base
+    name = getattr(model, "name_or_path", "") or IN_MEMORY
+    return replace(config, model=replace(config.model, name=name, kind=base.kind, dtype=dtype)), base
 
 
 def _folder(output: str | Path | None, *, resume: bool) -> Path:
@@ -184,6 +203,16 @@ def _folder(output: str | Path | None, *, resume: bool) -> Path:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RequestError("output is not set, and several processes need one folder to share; give it.")
     return Path(tempfile.mkdtemp(prefix="tezo-"))
+
+
+def _leave(folder: Path, error: BaseException) -> None:
+    """Keeps the temporary folder of a run that can go on, and has the error name it; removes any other."""
+    stopped = isinstance(error, RunInterrupted)
+    ended = isinstance(error, RunError | KeyboardInterrupt) and getattr(error, "exit_code", 1) != RequestError.exit_code
+    if not ended or not (folder / LOG).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+    elif not stopped:
+        error.add_note(resume_words(folder))
 
 
 class _Watcher(Listener):

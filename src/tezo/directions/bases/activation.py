@@ -20,6 +20,7 @@ from tezo.directions.bases.gaussian import GaussianBasis
 from tezo.directions.bases.sketch import Sketch, sketch_bytes, width
 from tezo.directions.targets import Target, only_input
 from tezo.errors import RequestError
+from tezo.progress.meter import BASIS, current, tracked
 
 SHARE, LEAST_BYTES, MOST_BYTES = 16, 1 << 25, 1 << 28
 """Sketches take at most a sixteenth of the layers' bytes at a time, or `LEAST_BYTES` where that is more, and never more
@@ -107,13 +108,14 @@ class ActivationBasis(Basis):
         started, (model, passes) = time.perf_counter(), self._calibration
         factors: dict[str, Tensor] = {}
         num_calls = 0
-        for group in groups(self._targets, self._ranks):
-            sketches = {target.name: _sketch(target, self._ranks[target.name]) for target in group}
-            with recording(model, group, sketches) as calls:
-                passes(refresh_step)
-            num_calls += calls()
-            for name, sketch in sketches.items():
-                factors[name] = self._leading(name, sketch)
+        with current().phase(BASIS):
+            for group in tracked(list(groups(self._targets, self._ranks)), "groups of layers"):
+                sketches = {target.name: _sketch(target, self._ranks[target.name]) for target in group}
+                with recording(model, group, sketches) as calls:
+                    passes(refresh_step)
+                num_calls += calls()
+                for name, sketch in sketches.items():
+                    factors[name] = self._leading(name, sketch)
         self._seconds += time.perf_counter() - started
         return CollectedFactors(factors, num_calls)
 

@@ -66,7 +66,7 @@ def results(paths: Sequence[Path], kind: str, figure: Callable[[dict[str, Any]],
     selected = []
     for path in paths:
         try:
-            read = read_json(path)
+            read = read_json(path.resolve())
             for result in read if isinstance(read, list) else [read]:
                 if result["kind"] == kind:
                     figures = {row["label"]: figure(row) for row in result["rows"]}

@@ -11,7 +11,7 @@ from tezo.runs.reader import read_run
 from tezo.studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo.studies.analysis.gradients import rounded
 from tezo.studies.report.curves import half_life, seconds_at, smooth
-from tezo.studies.run_config import run_config
+from tezo.studies.run_config import run_config, shown_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ def measure_loss(options: LossOptions, given: Given) -> Numbers:
             {
                 "name": run.name,
                 "method": config.method.name,
-                "model": config.model.name,
-                "rows": config.data.task or config.data.train,
+                "model": shown_path(config.model.name),
+                "rows": config.data.task or shown_path(str(config.data.train)),
                 "losses": rounded([record.loss for record in run.records]),
                 "smoothed": rounded(smooth([record.loss for record in run.records], half)),
                 "gaussian": rounded(gaussian_smooth([record.loss for record in run.records], options.sigma)),

@@ -8,11 +8,12 @@ from typing import Any
 
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import method
+from tezo.progress.status_line import duration_text
 from tezo.runs.reader import Run
-from tezo.runs.result_words import change_text, count_text, duration_text, measured_rows_text, metric_text
+from tezo.runs.result_words import change_text, count_text, measured_rows_text, metric_text, work_of
 from tezo.studies.report.curves import OUTLIER_RMS, group_parameters, kappa_statistics, kappas
 from tezo.studies.report.losses import row_loss
-from tezo.studies.run_config import run_config
+from tezo.studies.run_config import run_config, shown_path
 from tezo.tasks.data_config import DataConfig
 from tezo.training.configuration.config import to_tree
 from tezo.training.configuration.recipe import Config, TrainConfig
@@ -123,16 +124,28 @@ def metrics_table(run: Run) -> Table:
     return Table("First and last evaluation so far", ("metric", "first", "last", "change"), rows)
 
 
+def _duration_cell(seconds: float | None) -> Cell:
+    return Cell(MISSING) if seconds is None else Cell(duration_text(seconds), seconds)
+
+
 def costs(run: Run) -> list[tuple[str, Cell]]:
     """Memory, time and work of a run."""
     summary, steps = run.summary or {}, len(run.records)
     seconds = summary.get("seconds_stepping", run.times[-1][1] if run.times else None)
     timed = steps if "seconds_stepping" in summary else (run.times[-1][0] if run.times else 0)
     passes = max(1, run.passes[min(timed, steps)])
+    all_passes, all_seconds = work_of(summary)
+    all_passes = run.passes[-1] if all_passes is None else round(all_passes)
+    all_seconds = seconds if all_seconds is None else all_seconds
     found = [
         ("steps", Cell(f"{steps} of {run_config(run).train.steps}", steps)),
-        ("forward passes", number_cell(summary.get("num_forward_passes", run.passes[-1]))),
-        ("time spent on steps", Cell(MISSING) if seconds is None else Cell(duration_text(seconds), seconds)),
+        ("forward passes", number_cell(all_passes)),
+        ("time", _duration_cell(all_seconds)),
+        *(
+            (f"of it {name}", Cell(f"{duration_text(spent['seconds'])}, {spent['passes']:,.0f} passes"))
+            for name, spent in summary.get("phases", {}).items()
+        ),
+        ("time spent on steps", _duration_cell(seconds)),
         ("seconds a step", number_cell(seconds / timed if seconds is not None and timed else None)),
         ("seconds a forward pass", number_cell(seconds / passes if seconds is not None and timed else None)),
         ("peak memory", bytes_cell(summary.get("peak_memory", run.memory))),
@@ -191,8 +204,7 @@ def plan_table(run: Run) -> Table:
 
 def model_text(config: Config) -> str:
     """The model's name; of a folder by its whole path the last part."""
-    path = Path(config.model.name)
-    return path.name if path.is_absolute() else config.model.name
+    return shown_path(config.model.name)
 
 
 def trained_share(run: Run) -> str:
@@ -209,7 +221,7 @@ def comparison(runs: Sequence[Run]) -> Table:
     rows: list[tuple[str, list[Cell]]] = [
         ("state", [Cell("finished" if run.summary is not None else "unfinished") for run in runs]),
         ("method", [Cell(config.method.name) for config in configs]),
-        ("model", [Cell(config.model.name) for config in configs]),
+        ("model", [Cell(model_text(config)) for config in configs]),
         ("measured on", [Cell(measured_rows_text(run.summary or {}) or MISSING) for run in runs]),
         ("loss of these rows", [Cell(row_loss(run)) for run in runs]),
     ]

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tezo.runs.reader import Run
-from tezo.runs.result_words import change_text, measured_rows_text, metric_text, work_text
+from tezo.runs.result_words import (
+    BETTER,
+    HARDLY,
+    NO_BETTER,
+    change_text,
+    measured_rows_text,
+    metric_text,
+    work_text,
+)
 from tezo.studies.report.report_tables import ARROW, MISSING, Cell, Table, costs, model_text
 from tezo.studies.run_config import run_config
 
@@ -27,7 +35,7 @@ class Result:
     """What a run came to.
 
     Attributes:
-        state: "better", "no better", "finished" or "unfinished".
+        state: "better", "hardly better", "no better", "finished" or "unfinished".
         headlines: the metric that counts and the loss; the loss alone where there is no other.
         rows: that were measured.
         caution: on what these rows can't say; empty: there is nothing.
@@ -50,7 +58,7 @@ def result(run: Run) -> Result:
     summary = run.summary
     verdict = str(summary.get("verdict", ""))
     found, _, why = verdict.partition(": ")
-    known = found in ("Better", "No better")
+    known = found in (BETTER, HARDLY, NO_BETTER)
     return Result(
         state=found.lower() if known else "finished",
         headlines=_headlines(summary["before"], summary["after"]),
@@ -92,7 +100,7 @@ def compared(runs: Sequence[Run]) -> Table:
     results = [result(run) for run in runs]
     names = list(dict.fromkeys(headline.name for one in results for headline in one.headlines))
     names.sort(key=lambda name: name == "loss")
-    facts = {"forward passes": "forward passes", "time": "time spent on steps", "peak memory": "peak memory"}
+    facts = ("forward passes", "time", "peak memory")
     rows = []
     for run, one in zip(runs, results, strict=True):
         config, known = run_config(run), {headline.name: headline for headline in one.headlines}
@@ -100,7 +108,7 @@ def compared(runs: Sequence[Run]) -> Table:
         ends = [Cell(_ends(known[name]) if name in known else MISSING) for name in names]
         work = dict(costs(run))
         made = [Cell(config.method.name), Cell(model_text(config))]
-        rows.append((run.name, [*told, *ends, *(work[fact] for fact in facts.values()), *made]))
+        rows.append((run.name, [*told, *ends, *(work[fact] for fact in facts), *made]))
     return Table("Results", ("run", "result", "measured on", *names, *facts, "method", "model"), rows)
 
 

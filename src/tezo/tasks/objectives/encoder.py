@@ -43,6 +43,7 @@ class EncoderObjective(WholeTextObjective):
         self._labels_COD: Tensor | None = None
         self.descriptions = {name: described[name].to(device) for name in ("input_ids", "attention_mask")}
         self.shared_tokens = self.descriptions["input_ids"].numel()
+        self.shared_rows = len(self.descriptions["input_ids"])
 
     @contextmanager
     def sharing(self, model: Any, copies: int = 1) -> Iterator[None]:

@@ -103,6 +103,8 @@ class Objective(ABC):
     """Whether each example has its own perturbations: then it shares no input with others."""
     shared_tokens: int = 0
     """Tokens, padding included, of the inputs that all batches share (label descriptions)."""
+    shared_rows: int = 0
+    """Number of these inputs."""
 
     def __init__(
         self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
@@ -238,6 +240,10 @@ class Objective(ABC):
             [plain_row(s, self.asked(s, a)[0]) for s, a in zip(e.sequences, e.answers, strict=True)] for e in encoded
         ]
 
+    def rows_of_pass(self, encoded: Sequence[Encoded], batch_size: int) -> float:
+        """Rows that enter the model when the loss of a batch is evaluated once, by the mean of these examples."""
+        return batch_size * sum(map(len, self.rows(encoded))) / len(encoded) + self.shared_rows
+
     def batches(self, encoded: Sequence[Encoded]) -> list[Batch]:
         """The examples in parts of similar length, each collated; see `like_lengths`."""
         rows = self.rows(encoded)
@@ -336,6 +342,12 @@ class BatchClosure:
         """The loss of each example for each copy, (copies, examples); their mean is the loss."""
         sums, count = self.example_totals(copies)
         return sums * (self.examples / count)
+
+    def row_losses(self) -> Tensor:
+        """The loss of each example (examples,), part by part, where all have the same perturbations; see `losses`."""
+        with self.objective.sharing(self.model):
+            sums = [self.objective.terms(self.model, batch).of_examples()[0] for batch in self.batches]
+        return torch.cat(sums) * (self.examples / sum(batch.num_terms for batch in self.batches))
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 import yaml
 
 from tezo.errors import RequestError
-from tezo.files import UntrustedError, parse_yaml
+from tezo.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes
+from tezo.models.local_names import absolute_name
 from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import AUTO, BASELINES, method
 from tezo.runs.manifest import check_manifest
@@ -36,6 +37,10 @@ ONLY_FROM_THE_USER = frozenset({"model.trust_remote_code", "train.reward"})
 
 A run folder may come from a stranger, and these let code run: that of a model, and that of a scorer.
 """
+
+
+PATHS = ("model.name", "data.train", "data.dev", "data.test", "data.dir", "train.reward")
+"""Settings that may be a path; of a hub data set or a task dev and test rows are splits of it."""
 
 
 def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Config:
@@ -63,7 +68,11 @@ def read_run_config(path: Path, settings: Sequence[tuple[str, Any]]) -> Config:
         RequestError: as `read_config`, or the file is not the one that the run wrote.
     """
     check_manifest(path.parent, [path.name])
-    return parse_config(overlay(untrusted_tree(_read_yaml(path)), settings))
+    try:
+        data = read_bytes(path, MOST_YAML)
+    except UntrustedError as error:
+        raise RequestError(f"{path.parent}: {error}; put an intact copy of that file in its place.") from None
+    return parse_config(overlay(untrusted_tree(_tree_of(path, data)), settings))
 
 
 def untrusted_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +148,29 @@ def _ordered(name: str, options: Mapping[str, Any]) -> list[str]:
     return sorted(options, key=lambda option: places.get(option, len(places)))
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with the whole path of each file and folder here, so that it means the same elsewhere."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key in PATHS:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        is_split = config.data.task is not None and key in ("data.dev", "data.test")
+        if value is not None and not is_split:
+            sections.setdefault(section, {})[name] = absolute_setting(key, value)
+    changed: Any = {section: dataclasses.replace(getattr(config, section), **new) for section, new in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def absolute_setting(key: str, value: Any) -> Any:
+    """The value of one of `PATHS` with its whole path, where it is a path here; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    if key != "train.reward":
+        return absolute_name(value)
+    file, colon, function = value.rpartition(":")
+    return f"{absolute_name(file)}{colon}{function}"
+
+
 def dump_config(config: Config) -> str:
     """The configuration as YAML."""
     tree = to_tree(config)
@@ -157,15 +189,21 @@ def parse_setting(text: str) -> tuple[str, str]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = parse_yaml(path.read_bytes())
+        data = path.read_bytes()
     except FileNotFoundError:
         raise RequestError(f"there is no recipe {path}; check the path.") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read ({error.strerror}); give another file.") from None
+    return _tree_of(path, data)
+
+
+def _tree_of(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(data)
     except UntrustedError as error:
         raise RequestError(
             f"{path} {error}; correct that file (what begins with ! needs quotes: [all, '!lm_head'])."
         ) from None
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read ({error.strerror}); give another file.") from None
     if not isinstance(tree, dict):
         raise RequestError(f"{path} is not a recipe; it needs the sections model, data, method, train.")
     return tree

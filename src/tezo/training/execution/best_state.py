@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tezo.distributed import Ranks
 from tezo.errors import RunError
+from tezo.progress.meter import BETWEEN, current
 from tezo.runs.folder import LOG, ResumeState, RunFolder
 from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
@@ -95,12 +96,16 @@ class BestState:
         self.dev_loss = None
         if steps in self._evaluation_steps or (self._every and last):
             same = before is not None and self.job.dev is self.job.test
-            loss = before["loss"] if same and before is not None else self.evaluations.of("dev", steps)["loss"]
+            loss = before["loss"] if same and before is not None else self._evaluated(steps)
             (self.dev_loss,) = self.ranks.first([loss])
             self._compare(steps, self.dev_loss)
         elif self.settings.guard and not self._every and steps % interval(None, self.settings) == 0:
             self._compare(steps, sum(self._losses) / len(self._losses) if self._losses else math.inf)
             self._losses = []
+
+    def _evaluated(self, steps: int) -> float:
+        with current().phase(BETWEEN):
+            return self.evaluations.of("dev", steps)["loss"]
 
     def _compare(self, steps: int, loss: float) -> None:
         if self.best is None or loss < self.best.loss:

@@ -1,7 +1,9 @@
 """The evaluations of a run: made once, logged, and told to its listeners."""
 
+import math
 from collections.abc import Sequence
 
+from tezo.errors import NonFiniteModelError
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import RunFolder
 from tezo.tasks.evaluation import Metrics, evaluate_and_answer
@@ -45,6 +47,9 @@ class Evaluations:
         if metrics is None:
             with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
                 metrics, answers = self._measured(encoded, written=split == "test")
+                if step == 0 and not math.isfinite(metrics["loss"]):
+                    dtype = self.job.model.dtype
+                    raise NonFiniteModelError(f"the untuned model's loss of the {split} rows", metrics["loss"], dtype)
                 if split == "test":
                     self.answers[split, step] = answers_to_keep(self.job, answers)
         self.known[split, step] = metrics

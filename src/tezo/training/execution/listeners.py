@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tezo.estimators.estimate import StepRecord
+from tezo.progress.meter import Work
 from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
 from tezo.training.preparation.job import Job
@@ -21,6 +22,9 @@ class Progress:
 class Listener:
     """Follows a run; a subclass overrides what it wants to hear of. Calls come in the order of what they report."""
 
+    def working(self, work: Work) -> None:
+        """A phase has begun or has got further; the first call comes before there is a job."""
+
     def started(self, job: Job) -> None:
         """All is ready; nothing has been evaluated yet."""
 
@@ -32,6 +36,9 @@ class Listener:
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
         """`split` ("dev" or "test") was evaluated after `step` steps."""
+
+    def warned(self, text: str) -> None:
+        """Something of the run should be known that was not at its start; the summary has it among the notices."""
 
     def rolled_back(self, rollback: Rollback) -> None:
         """The run has returned to an earlier state, and goes on at a lower rate."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tezo.distributed import Ranks, join
-from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunError, nearest
+from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted, nearest
 from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.files import reading
 from tezo.models.loading import LoadedModel
@@ -18,13 +18,15 @@ from tezo.models.model_card import Tuning
 from tezo.models.saving import save_result
 from tezo.numerics.hashing import digest
 from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.progress.meter import AFTER, BEFORE, SAVING, STEPS, current, metered
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
-from tezo.runs.folder import CONFIG, METRICS, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
+from tezo.runs.folder import CONFIG, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
+from tezo.runs.step_log import End
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import Score
 from tezo.tasks.splits import Splits
-from tezo.training.configuration.config import dump_config, read_config
+from tezo.training.configuration.config import dump_config, read_config, with_absolute_paths
 from tezo.training.configuration.recipe import Config
 from tezo.training.execution.best_state import BestState
 from tezo.training.execution.data_parallel import check_shareable, shared_rows
@@ -35,7 +37,7 @@ from tezo.training.execution.listeners import Listener, Progress
 from tezo.training.execution.run_header import check_same, check_unchanged, log_header, request_of, with_choices_of
 from tezo.training.execution.summary import Outcome, row_counts, summarize
 from tezo.training.preparation.feedback_schedule import is_feedback
-from tezo.training.preparation.job import LOSS, Job, prepare
+from tezo.training.preparation.job import LOSS, Job, check_untuned, prepare
 from tezo.training.preparation.plan import plan
 from tezo.training.preparation.schedule import interval, lr_factor
 
@@ -65,32 +67,42 @@ def train(
     Raises:
         RequestError: the request is wrong; nothing has been written.
         NonFiniteLossError: a loss was NaN or infinite; the folder has what was logged until then.
-        RunError: the run was interrupted, or something could not be written; it can be resumed.
+        RunInterrupted: SIGINT or SIGTERM came; the step under way was finished and saved. A KeyboardInterrupt.
+        RunError: something could not be written; the run can be resumed.
     """
     ranks = join()
     folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
-    try:
-        ranks.check_same({"resume": resume, **request_of(config)})
-        with ranks.together("use the run folder"):
-            if not (resume and folder.has_begun):
-                folder.check_free()
-        if resume and (summary := folder.summary()) is not None:
-            folder.complete()
-            check_unchanged(read_config(output / CONFIG, []), config)
-            return summary
-        with ranks.together("prepare the run"):
-            if resume and (begun := folder.header()) is not None:
-                config = with_choices_of(begun, config)
-            job = prepare(config, loaded=loaded, rows=rows, score=score)
-            check_shareable(job, ranks)
-        job = job.with_lr(
-            *ranks.first([float(job.config.method.options["lr"])])
-        )  # trials may be rounded otherwise here
-        ranks.check_same(log_header(job))
-        with Interruption() as interruption:
-            return Loop(job, folder, listeners, interruption, ranks).run()
-    finally:
-        ranks.close()
+    with metered() as meter, meter.telling(listener.working for listener in listeners):
+        try:
+            ranks.check_same({"resume": resume, **request_of(config)})
+            with ranks.together("use the run folder"):
+                if not (resume and folder.has_begun):
+                    folder.check_free()
+            if resume and (summary := folder.summary()) is not None:
+                folder.check_ended()
+                check_unchanged(read_config(output / CONFIG, []), config)
+                return summary
+            with ranks.together("prepare the run"):
+                if resume and (begun := folder.header()) is not None:
+                    config = with_choices_of(begun, config)
+                job = prepare(config, loaded=loaded, rows=rows, score=score)
+                check_shareable(job, ranks)
+            try:
+                job = job.with_lr(
+                    *ranks.first([float(job.config.method.options["lr"])])
+                )  # trials may be rounded otherwise here
+                header = log_header(job)
+                own = {f"model.{part}": digest for part, digest in header["model"].items()}
+                ranks.check_same(header | {"model": None} | own)  # ranks may have the same files in other places
+                job = replace(job, config=with_absolute_paths(job.config))
+                with Interruption() as interruption:
+                    return Loop(job, folder, listeners, interruption, ranks).run()
+            except BaseException:
+                if loaded is not None:
+                    job.optimizer.close()  # the model is the caller's, and free again
+                raise
+        finally:
+            ranks.close()
 
 
 class Loop:
@@ -108,6 +120,7 @@ class Loop:
         self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption, ranks: Ranks
     ) -> None:
         self.job = job
+        self.meter = current()
         self.settings = job.config.train
         self.folder = folder
         self.listeners = listeners
@@ -138,17 +151,18 @@ class Loop:
         self.best.begin(self.resumed)
         with reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint"):
             start = self._restore_checkpoint(self.resumed)
-        if start > 0 and ("test", 0) not in self.resumed.evaluations:  # of a log that did not have them
-            raise RequestError(
-                f"{self.folder.path} has lost {METRICS}, with the test rows' metrics before; restore it."
-            )
         for listener in self.listeners:
             listener.started(self.job)
-        before = self.evaluations.of("test", 0)
-        steps = self._steps(start, before)
+        with self.meter.phase(BEFORE):
+            before = self.evaluations.of("test", 0)
+        self.job.optimizer.own_loss = before["loss"]
+        self.job.optimizer.warn_by(self._warn)
+        with self.meter.phase(STEPS):
+            steps = self._steps(start, before)
         self._check_ranks(steps)
         self.best.restore(steps)
-        after = self.evaluations.of("test", steps)
+        with self.meter.phase(AFTER):
+            after = self.evaluations.of("test", steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
         return self._finish(steps, before, after)
@@ -166,6 +180,7 @@ class Loop:
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         job.optimizer.set_factor_store(self.folder.factor_files)
+        self.meter.add_earlier(state.elapsed, state.passes)
         self.job = replace(job, notices=(*job.notices, *notices, *state.notices))
         return state
 
@@ -187,11 +202,14 @@ class Loop:
         """All steps from `start` on, with their evaluations and checkpoints; how many the run has then."""
         settings = self.settings
         keep_every = interval(settings.checkpoint_every, settings)
+        self.meter.report(start, settings.num_steps, STEPS)
         if start == 0:
             self.best.note(0, before)
         for steps in range(start + 1, settings.num_steps + 1):
             self._step(steps - 1)
-            ends = steps == settings.num_steps or self._any(self._asked_to_stop())
+            self.meter.report(steps, settings.num_steps, STEPS)
+            ended = self.resumed.end is not None and steps == self.resumed.end.steps
+            ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
             self.best.note(steps, last=ends)
             if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
                 return steps
@@ -200,7 +218,7 @@ class Loop:
                 self._keep(steps)
             if interrupted:
                 by = self.interruption.signal or "a signal to another rank"
-                raise RunError(f"stopped by {by} after step {steps}; go on with --resume.")
+                raise RunInterrupted(by, steps, self.folder.path)
         return start
 
     def _any(self, flag: bool) -> bool:
@@ -232,6 +250,12 @@ class Loop:
         for listener in self.listeners:
             listener.stepped(progress)
 
+    def _warn(self, text: str) -> None:
+        """Says something of the run that was not known at its start."""
+        self.job = replace(self.job, notices=(*self.job.notices, text))
+        for listener in self.listeners:
+            listener.warned(text)
+
     def _log_step(self, progress: Progress) -> None:
         record, settings = progress.record, self.settings
         taken = record.step + 1
@@ -242,6 +266,8 @@ class Loop:
                 "projected_grads": list(record.projected_grads),
                 "lr": record.lr,
                 "seconds": round(progress.seconds, 3),
+                "elapsed": round(self.meter.seconds, 3),
+                "passes": round(self.meter.passes, 2),
                 "memory": progress.memory,
             }
             self.folder.append_metrics(taken, line)
@@ -254,15 +280,17 @@ class Loop:
                 self._take_step(step, indices)
             except NonFiniteLossError:
                 if not self.best.roll_back_after_failure(step):
+                    if step == 0 and self.settings.minimises_loss:
+                        check_untuned(self.job.loaded, self.job.objective, [self.job.train[i] for i in indices])
                     raise
                 self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % self.settings.compare_every == 0:
-            self._check_ranks(step + 1)
+            self._check_ranks(step + 1, sample=True)
 
-    def _check_ranks(self, steps: int) -> None:
+    def _check_ranks(self, steps: int, *, sample: bool = False) -> None:
         if self.ranks.size > 1:
-            self.ranks.check_equal(digest(self.job.optimizer.resumable_state()), steps)
+            self.ranks.check_equal(digest(self.job.optimizer.resumable_state(), sample=sample), steps)
 
     def _take_step(self, step: int, indices: Sequence[int]) -> None:
         job, optimizer = self.job, self.job.optimizer
@@ -313,15 +341,18 @@ class Loop:
             after,
             self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
             self.best.rollbacks,
+            kept is not None,
             self.best.stopped,
         )
+        self.folder.append_end(End(outcome.steps, outcome.kept_step))
         # in this order: saving a whole model merges the change into it
         job = self.job
         tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after)
-        result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
-        summary = summarize(self.job, outcome, self.ranks, result)
+        with self.meter.phase(SAVING):
+            result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
         answers = compare(self.job.test, first, last)
+        summary = summarize(self.job, outcome, self.ranks, result, self.meter.phases)
         self.folder.finish(summary, answers)
         for listener in self.listeners:
             if answers is not None:

@@ -9,13 +9,15 @@ from torch import Tensor
 from tezo.directions.bases.activation import KIND
 from tezo.errors import RequestError
 from tezo.files import check_free, new_folder
+from tezo.models.identity import check_model
 from tezo.models.saving import save_result
 from tezo.numerics.noise_table import NOISE_VERSION
 from tezo.optim.tuner import Tuner
+from tezo.progress.meter import SAVING, STEPS, current, tracked
 from tezo.runs.environment import versions
 from tezo.runs.factor_files import FactorFiles
-from tezo.runs.fingerprint import check_complete, check_model, check_place
-from tezo.runs.folder import LOG, SUMMARY, read_summary
+from tezo.runs.fingerprint import check_complete, check_place
+from tezo.runs.folder import LOG
 from tezo.runs.manifest import check_manifest
 from tezo.runs.step_log import LogContents, read_log
 from tezo.training.configuration.config import overlay, parse_config, untrusted_tree
@@ -52,7 +54,7 @@ def replay(
     named = [("model.name", model)] if model else []
     config = parse_config(overlay(untrusted_tree(contents.header["config"]), [*here, *named]))
     loaded = load_for_tuning(config)
-    check_model(contents.header, loaded.fingerprint)
+    check_model(contents.header["model"], loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, contents.header["untrained"])
     if not optimizer.replays:
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
@@ -60,9 +62,13 @@ def replay(
     optimizer.set_calibration_passes(partial(_no_data, run))
     own = {"device": loaded.device.type, "noise": NOISE_VERSION, "versions": versions(("tezo", "torch"))}
     notices = check_place(contents.header, own, optimizer.drawn_on_the_device)
-    wanted = _wanted(run, contents, step)
-    take_again(optimizer, contents, wanted)
-    result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
+    if contents.size > contents.valid:
+        notices.append(f"{contents.size - contents.valid} bytes at the end of {LOG} are unfinished, and left out.")
+    wanted = _wanted(contents, step)
+    with current().phase(STEPS):
+        take_again(optimizer, contents, wanted)
+    with current().phase(SAVING):
+        result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
     return {"steps": wanted, "result": result, "notices": notices}
 
 
@@ -70,7 +76,7 @@ def take_again(optimizer: Tuner, log: LogContents, steps: int) -> None:
     """Takes the first steps of a log again, with the returns to earlier parameters between them."""
     returned_to = {rollback.to for rollback in log.rollbacks.values()}
     kept: dict[int, dict[str, Tensor]] = {}
-    for step in range(steps):
+    for step in tracked(range(steps), STEPS):
         if step in returned_to:
             kept[step] = optimizer.tuned_state()
         if step in log.rollbacks:
@@ -86,13 +92,9 @@ def _no_data(run: Path, refresh_step: int) -> None:
     )
 
 
-def _wanted(run: Path, contents: LogContents, step: int | None) -> int:
-    if step is None and (summary := read_summary(run)) is not None:
-        step = summary.get("kept_step")
-        if not isinstance(step, int):
-            raise RequestError(f"{run / SUMMARY} does not say which step was kept; give --step.")
+def _wanted(contents: LogContents, step: int | None) -> int:
     if step is None:
-        return len(contents.steps)
+        return len(contents.steps) if contents.end is None else contents.end.kept
     if not 0 <= step <= len(contents.steps):
         raise RequestError(f"step is {step}, and the log has {len(contents.steps)}; give one up to that.")
     return step

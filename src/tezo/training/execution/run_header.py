@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from tezo.errors import RequestError
-from tezo.models.model_config import ModelConfig
+from tezo.models.identity import check_model
+from tezo.models.local_names import is_gone
 from tezo.numerics.noise_table import NOISE_VERSION
 from tezo.optim.methods import AUTO, method
-from tezo.optim.optimizer import SHARED
 from tezo.optim.tuner import Tuner
 from tezo.runs.environment import versions
-from tezo.runs.fingerprint import check_complete, check_model, check_place, check_rows, check_settings, hash_of
-from tezo.tasks.data_config import DataConfig
+from tezo.runs.fingerprint import check_complete, check_place, check_rows, check_settings, hash_of
 from tezo.tasks.objectives import Encoded
-from tezo.training.configuration.config import to_tree, without_removed
+from tezo.training.configuration.config import PATHS, absolute_setting, to_tree
 from tezo.training.configuration.recipe import Config
 from tezo.training.preparation.job import Job
 from tezo.training.preparation.resolution import RESOLVED_AT_START
@@ -33,11 +32,6 @@ MAY_CHANGE_ON_RESUME = frozenset(
 )
 """Settings that may change between the parts of a run: they don't change what it computes on one device."""
 
-LEGACY_DEFAULTS = {"train.feedback_first": 0, "train.feedback_last": 0, "train.guard": False}
-"""Settings -> what a run did before they existed, where that is not the default of now."""
-LEGACY_OPTIONS = {"directions": SHARED}
-"""The same of the method's options. Those that a run chooses for itself were as in Python."""
-
 
 def log_header(job: Job) -> dict[str, Any]:
     """JSON for the head of a step log: with the base model, all that its steps are taken again from."""
@@ -48,7 +42,7 @@ def log_header(job: Job) -> dict[str, Any]:
         "kinds": list(job.optimizer.kinds),
         "config": json.loads(json.dumps(to_tree(job.config))),  # tuples become lists, as JSON has them
         "untrained": list(job.untrained),
-        "model": job.loaded.fingerprint,
+        "model": dict(job.loaded.fingerprint),
         "rows": hash_of([row.sequences for row in job.train]),
         "answers": hash_of([_answer(row) for row in job.train]),
         "held_rows": hash_of([(row.sequences, _answer(row)) for part in (job.dev, job.test) for row in part]),
@@ -73,15 +67,15 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
         optimizer: of the run that is asked for.
     """
     check_complete(found)
-    known = without_removed(found["config"])
-    chosen = method(known["method"]["name"])
-    legacy = LEGACY_OPTIONS | {name: chosen.default_in_python(name) for name in chosen.chosen}
-    known["method"] = {key: value for key, value in legacy.items() if key in chosen.options()} | known["method"]
-    check_settings(_defaults() | _flat(known), _flat(own["config"]))
+    before, now = _flat(found["config"]), _flat(own["config"])
+    for key in PATHS:  # one that is gone was moved: weights and rows are compared themselves
+        if is_gone(str(before.get(key))):
+            now[key] = before[key]
+    check_settings(before, now)
     check_rows(found, own)
     if found.get("reward") != own.get("reward"):
         raise RequestError("train.reward: the scorer is not the one that the run began with; restore it.")
-    check_model(found, own["model"])
+    check_model(found["model"], own["model"])
     return check_place(found, own, optimizer.drawn_on_the_device)
 
 
@@ -107,20 +101,15 @@ def check_unchanged(ended: Config, asked: Config) -> None:
     check_settings(before, now | resolved)
 
 
-def _defaults() -> dict[str, Any]:
-    """Settings that a run of an earlier version did not have, as they were then."""
-    known = _flat(to_tree(Config(model=ModelConfig(name=""), data=DataConfig()))) | LEGACY_DEFAULTS
-    return {key: value for key, value in known.items() if not key.startswith("method.")}
-
-
 def request_of(config: Config) -> dict[str, Any]:
     """All settings by dotted key, which ranks that share a run must have in common, but for their device."""
     return {key: value for key, value in _settings(to_tree(config)).items() if key != "model.device"}
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key, but for those that may change."""
-    return {key: value for key, value in _settings(tree).items() if key not in MAY_CHANGE_ON_RESUME}
+    """Settings by dotted key, paths in full, but for those that may change."""
+    settings = {key: value for key, value in _settings(tree).items() if key not in MAY_CHANGE_ON_RESUME}
+    return settings | {key: absolute_setting(key, settings[key]) for key in PATHS if key in settings}
 
 
 def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:

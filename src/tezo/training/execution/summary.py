@@ -1,6 +1,6 @@
 """The summary of a finished run, summary.json."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Outcome:
         after: metrics of the test rows after training.
         dev_loss_before: loss on the dev rows before training; None if there are no dev rows.
         rollbacks: returns to earlier states.
+        chosen: whether the step was kept for its loss on the dev rows.
         stopped: reason why the run ended before its last step, see `REASONS` in
             `tezo.training.execution.rollbacks`; None: it did not, or was asked to.
     """
@@ -46,15 +47,18 @@ class Outcome:
     after: Metrics
     dev_loss_before: float | None
     rollbacks: Sequence[Rollback]
+    chosen: bool
     stopped: str | None
 
 
 def row_counts(job: Job) -> dict[str, int]:
-    """Split -> number of its rows. Where there are no test rows the dev rows are counted for both."""
-    return {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)}
+    """Split -> number of its rows. Where there are no test rows the metrics before and after are of the dev rows."""
+    return {"train": len(job.train), "dev": len(job.dev), "test": 0 if job.test is job.dev else len(job.test)}
 
 
-def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) -> dict[str, Any]:
+def summarize(
+    job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any], phases: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
     """The summary as JSON: metrics, cost, hardware and versions.
 
     Args:
@@ -62,6 +66,7 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
         outcome: its outcome.
         ranks: the processes of the run.
         result: what was saved, as `save_result` returns it.
+        phases: seconds and forward passes of each phase; see `tezo.progress.meter`.
     """
     optimizer = job.optimizer
     calls, seconds = optimizer.cost_of_basis
@@ -73,12 +78,13 @@ def summarize(job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any]) 
         "after": outcome.after,
         "rows": row_counts(job),
         "steps": outcome.steps,
-        "test_rows_chose": job.test is job.dev,
+        "test_rows_chose": job.test is job.dev and outcome.chosen,
         "kept_step": outcome.kept_step,
         "dev_loss": outcome.dev_loss,
         "dev_loss_before": outcome.dev_loss_before,
         "rollbacks": [asdict(rollback) for rollback in outcome.rollbacks],
         "stopped": outcome.stopped,
+        "phases": phases,
         "num_forward_passes": optimizer.num_forward_passes,
         "basis_passes": calls,
         "seconds_stepping": round(outcome.seconds, 3),
@@ -122,10 +128,11 @@ def tuning_of(run: Path) -> Tuning | None:
     if summary is None:
         return None
     with reading(f"{run}: {SUMMARY} is not that of a run", "restore it"):
+        rows = {str(split): int(count) for split, count in summary["rows"].items()}
         return Tuning(
             method=str(summary["method"]),
             steps=int(summary["kept_step"]),
-            rows={str(split): int(count) for split, count in summary["rows"].items()},
+            rows=rows | ({"test": 0} if summary.get("test_rows_chose") is True else {}),
             before=_finite(summary["before"]),
             after=_finite(summary["after"]),
         )

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tezo.runs.result_words import REWARD
+from tezo.runs.result_words import BETTER, HARDLY, NO_BETTER, REWARD
 from tezo.training.execution.rollbacks import REASONS
 
 LEAST_GAIN = 1e-3
-"""Relative decrease of the loss (increase of the reward) below which a run is called no better."""
+"""Relative decrease of the loss (increase of the reward) below which a run is called hardly better."""
 FEW_ROWS = 100
 
 
@@ -38,16 +38,20 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
         planned_steps: number of steps that the run was to have.
     """
     if summary["dev_loss"] is None:
-        rows, before, after = "test", summary["before"]["loss"], summary["after"]["loss"]
+        before, after = summary["before"]["loss"], summary["after"]["loss"]
     else:
-        rows, before, after = "dev", summary["dev_loss_before"], summary["dev_loss"]
-    better = after < before - LEAST_GAIN * abs(before)
+        before, after = summary["dev_loss_before"], summary["dev_loss"]
+    rows = "dev" if summary["dev_loss"] is not None or summary["rows"].get("test") == 0 else "test"
     words = _OF_REWARD if REWARD in summary["after"] else _OF_LOSS
-    found = f"{rows} {words.figure} {words.better if better else 'was'} {words.sign * before:.4f}"
-    advice = _of_better(summary, planned_steps, words) if better else _of_no_better(summary, lr, words)
-    if better:
-        return f"Better: the {found} to {words.sign * after:.4f}. {advice}"
-    return f"No better: the {found} and is {words.sign * after:.4f}. {advice}"
+    start, end = (f"{words.sign * loss:.4f}" for loss in (before, after))
+    if after < before - LEAST_GAIN * abs(before):
+        advice = _of_better(summary, planned_steps, words)
+        return f"{BETTER}: the {rows} {words.figure} {words.better} {start} to {end}. {advice}"
+    advice = _of_no_better(summary, lr, words)
+    if after < before and start != end:
+        little = f"by less than {100 * LEAST_GAIN:g} %"
+        return f"{HARDLY}: the {rows} {words.figure} {words.better} {start} to {end}, {little}. {advice}"
+    return f"{NO_BETTER}: the {rows} {words.figure} was {start} and is {end}. {advice}"
 
 
 def _of_better(summary: Mapping[str, Any], planned_steps: int, words: _Words) -> str:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tezo.errors import RequestError
 from tezo.files import write_file
 from tezo.models.loading import LoadedModel
+from tezo.progress.meter import ENCODING, current, tracked
 from tezo.tasks import Row
 from tezo.tasks.evaluation import Metrics, measure, predict
 from tezo.tasks.rewards import Score
@@ -15,6 +17,9 @@ from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.token_notices import token_notices
 from tezo.training.configuration.recipe import REWARD, Config
 from tezo.training.preparation.reward_setup import make_reward
+
+STANDARD = "-"
+"""In the place of a file's name: standard input or output."""
 
 ANSWER = "prediction"
 """The field that a row gains in a file of answers."""
@@ -75,13 +80,16 @@ def answer_rows(
     form = make_format(config.data, loaded, rows)
     new = 0 if form.options else max_new_tokens or form.max_new_tokens or MAX_NEW_TOKENS
     objective = make_objective(config.data, loaded, form, new)
-    encoded = [objective.encode(form.example(row, answered=False)) for row in rows]
+    with current().phase(ENCODING):
+        encoded = [objective.encode(form.example(row, answered=False)) for row in tracked(rows)]
     answers = predict(loaded.model, objective, encoded, config.train.eval_batch_size, new)
     return answers, token_notices(objective, new)
 
 
 def check_answer_file(output: Path) -> None:
     """An error where a file of answers cannot be written, is there already, or has the name of another format."""
+    if str(output) == STANDARD:
+        return
     if output.suffix.lower() not in ("", ".jsonl", ".json"):
         raise RequestError(f"output is {output}, but answers are written as JSONL; give a file that ends in .jsonl.")
     if output.exists():
@@ -99,12 +107,16 @@ def check_no_answers(rows: Sequence[Row]) -> None:
 
 
 def write_answers(output: Path, rows: Sequence[Row], answers: Sequence[str]) -> None:
-    """Writes JSONL: each row with its answer, in order; whole or not at all.
+    """Writes JSONL: each row with its answer, in order; a file whole or not at all.
 
     Raises:
         RunError: it cannot be written.
     """
     pairs = zip(rows, answers, strict=True)
     lines = (json.dumps({**row.fields, ANSWER: answer}, ensure_ascii=False, default=str) for row, answer in pairs)
+    text = "".join(line + "\n" for line in lines)
+    if str(output) == STANDARD:
+        sys.stdout.write(text)
+        return
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_file(output, "".join(line + "\n" for line in lines).encode())
+    write_file(output, text.encode())

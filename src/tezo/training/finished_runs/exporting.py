@@ -21,12 +21,12 @@ from tezo.models.model_card import Tuning
 from tezo.models.peft_adapters import adapter_kind, open_adapter
 from tezo.models.peft_check import check_in_peft
 from tezo.models.saving import save_peft_adapter, save_with_card
-from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY
-from tezo.runs.manifest import check_manifest
+from tezo.progress.meter import SAVING, current
+from tezo.runs.folder import ADAPTER, CONFIG, MODEL
 from tezo.training.configuration.config import read_run_config
 from tezo.training.configuration.recipe import Config
 from tezo.training.execution.summary import tuning_of
-from tezo.training.finished_runs.opening import check_is_run, no_result, open_base
+from tezo.training.finished_runs.opening import check_result, no_result, open_base
 
 LORA, MERGED, GGUF = "lora", "merged", "gguf-lora"
 FORMS = (LORA, MERGED, GGUF)
@@ -53,14 +53,14 @@ def export_run(
     Raises:
         RequestError: the run has no result of this form, or the base model is another one.
     """
-    check_is_run(run)
+    check_result(run)
     check_free(output)
     _check_form(form)
     here = [("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
     config = read_run_config(run / CONFIG, [*here, *([("model.name", model)] if model else [])])
     _check_result(run, config, form)
     write, rank = _from_folder(run, config, form)
-    with new_folder(output) as folder:
+    with current().phase(SAVING), new_folder(output) as folder:
         write(folder)
     return rank
 
@@ -84,7 +84,7 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None
     if form == MERGED:
         check_mergeable(tuned.model)
     write = _from_memory(run, config, form, tuned)
-    with new_folder(output) as folder:
+    with current().phase(SAVING), new_folder(output) as folder:
         write(folder)
 
 
@@ -101,7 +101,7 @@ def _check_form(form: str) -> None:
 
 def _check_result(run: Path, config: Config, form: str) -> None:
     """An error where the run has no result of this form, or it is not the one that the run wrote."""
-    check_manifest(run, [LOG, ADAPTER, MODEL, SUMMARY])
+    check_result(run)
     if form == MERGED and config.model.quantization != "none":
         raise RequestError(
             f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "
@@ -146,8 +146,13 @@ def _adapter_writer(adapter: Adapter, loaded: LoadedModel, config: Config, form:
     if form == GGUF:
         check_gguf(loaded.model)
         return partial(save_gguf, adapter, model=loaded.model)
-    check_in_peft(adapter, loaded.model)
-    return partial(save_with_card, adapter, model=loaded.model, base=config.model.name, tuning=tuning)
+
+    def write(folder: Path) -> None:
+        model, base = loaded.model, loaded.fingerprint
+        check_in_peft(adapter, model, folder)
+        save_with_card(adapter, folder, model, config.model.name, base, tuning)
+
+    return write
 
 
 def _model_writer(loaded: LoadedModel, config: Config) -> Write:

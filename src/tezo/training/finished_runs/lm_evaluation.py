@@ -8,6 +8,7 @@ from typing import Any
 
 from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
+from tezo.tasks.evaluation import check_finite
 from tezo.training.configuration.recipe import Config
 from tezo.training.finished_runs.opening import open_model, run_config
 from tezo.training.finished_runs.run import Run
@@ -56,6 +57,8 @@ def harness_results(
             results: dict[str, Any] = simple_evaluate(model, tasks=names, task_manager=manager, **options)
     except OSError as error:  # of a data set that cannot be read, or fetched
         raise RequestError(f"lm-eval cannot read its task ({error}); check its files, or the network.") from error
+    for metrics in results["results"].values():
+        check_finite({k: v for k, v in metrics.items() if isinstance(v, float) and "_stderr" not in k}, loaded.model)
     return results
 
 

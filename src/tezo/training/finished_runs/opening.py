@@ -1,17 +1,21 @@
 """A run or a base model, opened for evaluation, prediction or export."""
 
+import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
+from tezo.models.identity import check_model
 from tezo.models.loading import LoadedModel
-from tezo.models.lora import attach_adapter, load_adapter, merge_adapter
+from tezo.models.local_names import hint, is_gone
+from tezo.models.lora import attach_adapter, leave_attached, load_adapter, merge_adapter
 from tezo.models.peft_adapters import open_adapter
-from tezo.runs.fingerprint import check_model
-from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL
-from tezo.runs.manifest import check_manifest
+from tezo.runs.fingerprint import check_complete
+from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY
+from tezo.runs.manifest import MANIFEST, check_manifest
 from tezo.runs.step_log import read_header
 from tezo.tasks.splits import NO_ROWS
 from tezo.training.configuration.config import overlay, parse_config, read_run_config
@@ -35,8 +39,8 @@ class TunedModel:
 
 
 def is_run(name: str | Path) -> bool:
-    """Whether `name` is a run folder."""
-    return (Path(name) / CONFIG).is_file()
+    """Whether `name` is a run folder; one that has lost its configuration is one still."""
+    return any(os.path.lexists(Path(name) / file) for file in (CONFIG, LOG))
 
 
 def check_is_run(name: str | Path) -> None:
@@ -45,11 +49,24 @@ def check_is_run(name: str | Path) -> None:
         raise RequestError(f"{name} is not a run folder (it has no {CONFIG}); give one that tezo train made.")
 
 
+def check_result(folder: Path) -> None:
+    """Checks the files of a run that has ended.
+
+    Raises:
+        RequestError: the run has no result, or a file is not the one that the run wrote.
+    """
+    check_is_run(folder)
+    if not any(os.path.lexists(folder / name) for name in (ADAPTER, MODEL, MANIFEST)):
+        raise no_result(str(folder))
+    check_manifest(folder, [CONFIG, LOG, ADAPTER, MODEL, SUMMARY], required=True)
+
+
 def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
     """The configuration of a run folder, or one made for a base model, with settings laid over it."""
     if is_run(name):
         return read_run_config(Path(name) / CONFIG, settings)
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         raise RequestError(f"{name} is neither a run folder (no {CONFIG}) nor a model (no config.json).")
     config = overlay({"model": {"name": name}}, settings)
     if not {"task", "train"} & set(config.get("data", {})):
@@ -58,21 +75,30 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
 
 
 def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> LoadedModel:
-    """The base model that a run's adapter belongs to; an error where it is the same but for its weights.
+    """The base model that a run's adapter belongs to; an error where it is not the one that the run began with.
+
+    Weights are compared in the data type of the run, and packed ones on its device.
 
     Args:
         folder: of the run.
         config: of the run, with settings laid over it.
         base: the base model, where it is in memory already; None: as the configuration names it.
     """
-    loaded, log = base or load(config), folder / LOG
-    own = read_run_config(folder / CONFIG, []).model
-    alike = (own.dtype, own.quantization) == (config.model.dtype, config.model.quantization)
-    if alike and log.is_file():
-        header = read_header(log)
-        if header.get("device") == loaded.device.type:
-            check_model(header, loaded.fingerprint)
+    loaded, header = base or _load_base(folder, config), read_header(folder / LOG)
+    check_complete(header)
+    comparable = config.model.quantization == "none" or header["device"] == loaded.device.type
+    check_model(header["model"], loaded.fingerprint, weights=comparable)
     return loaded
+
+
+def _load_base(folder: Path, config: Config) -> LoadedModel:
+    name = config.model.name
+    if is_gone(name):
+        raise RequestError(
+            f"model.name: the base model of {folder} was in {name}, which is not here; give its place now, by --set "
+            f"model.name=FOLDER (--model of export and replay, model=FOLDER of open_run).{hint(name)}"
+        )
+    return load(config)
 
 
 def open_model(name: str, config: Config) -> LoadedModel:
@@ -91,7 +117,7 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
     Raises:
         RequestError: the base model is another one, a file is damaged, or the run did not end.
     """
-    check_manifest(folder, [LOG, ADAPTER, MODEL])
+    check_result(folder)
     saved = folder / ADAPTER
     if saved.is_dir():
         loaded = open_base(folder, config, base)
@@ -118,12 +144,16 @@ def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
     handles = attach_adapter(loaded.model, adapter)
 
     def close() -> None:
+        left.detach()
         for handle in handles:
             handle.remove()
 
     def merge() -> None:
         close()
         merge_adapter(loaded.model, adapter)
+
+    left = weakref.finalize(close, leave_attached, weakref.ref(loaded.model), handles, adapter)
+    left.atexit = False
 
     return TunedModel(loaded, merge, close)
 

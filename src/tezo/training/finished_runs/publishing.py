@@ -1,26 +1,28 @@
 """The result of a run, as a repository of the Hugging Face hub."""
 
 import json
-import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tezo.errors import RequestError, RunError
-from tezo.files import one_line, own_object, reading, write_file
+from tezo.files import one_line, open_to_read, own_object, read_bytes, reading
 from tezo.models.kinds import kind_of
 from tezo.models.lora import TASK_TYPES
-from tezo.models.model_card import CARD, HERE, Saved, hub_name, shown_name, write_card
-from tezo.runs.folder import ADAPTER, CONFIG, MODEL, SUMMARY, read_summary
-from tezo.runs.manifest import check_manifest
+from tezo.models.model_card import CARD, HERE, Saved, card_text, hub_name, shown_name
+from tezo.progress.meter import UPLOADING, current
+from tezo.runs.folder import ADAPTER, CONFIG, MODEL, read_summary
 from tezo.training.configuration.config import read_run_config
 from tezo.training.configuration.recipe import Config
 from tezo.training.execution.summary import tuning_of
-from tezo.training.finished_runs.opening import check_is_run, no_result
+from tezo.training.finished_runs.opening import check_result
 
 PEFT_CONFIG = "adapter_config.json"
 _WAY_OUT = "put an intact copy in its place"
+MOST_CARD = 1 << 20
+"""Bytes of a model card, at most."""
 
 
 def push_run(run: Path, name: str, *, public: bool = False) -> str:
@@ -40,18 +42,13 @@ def push_run(run: Path, name: str, *, public: bool = False) -> str:
         RequestError: the run has no result, the name is not one of the hub, or the hub does not let it be written.
         RunError: the upload failed.
     """
-    check_is_run(run)
-    check_manifest(run, [CONFIG, ADAPTER, MODEL, SUMMARY])
+    check_result(run)
     config = read_run_config(run / CONFIG, [])
-    result = next((run / part for part in (ADAPTER, MODEL) if (run / part).is_dir()), None)
-    if result is None:
-        raise no_result(str(run))
+    result = run / (ADAPTER if (run / ADAPTER).is_dir() else MODEL)
     _check_name(name)
-    with TemporaryDirectory() as folder:
-        copy = Path(folder) / "result"
-        shutil.copytree(result, copy)
-        _prepare(copy, run, config, name)
-        return _upload(copy, name, public=public)
+    changed = _changed(result, run, config, name)
+    with current().phase(UPLOADING):
+        return _upload(result, changed, name, public=public)
 
 
 def _check_name(name: str) -> None:
@@ -59,17 +56,19 @@ def _check_name(name: str) -> None:
         raise RequestError(f"{name!r} is not a name on the hub, or is a folder here; give OWNER/NAME.")
 
 
-def _prepare(folder: Path, run: Path, config: Config, name: str) -> None:
-    """Makes the copy of a result fit for others: a card that names its repository, and no folder in its settings."""
-    base = config.model.name
-    if not (folder / CARD).is_file():  # a whole model, or an adapter of an earlier version
-        write_card(folder, _saved(folder, run, config), tuning_of(run))
-    text = (folder / CARD).read_text(encoding="utf-8")
-    write_file(folder / CARD, text.replace(HERE, name).encode())
-    if (folder / PEFT_CONFIG).is_file():
-        settings = own_object(folder / PEFT_CONFIG, _WAY_OUT)
-        settings["base_model_name_or_path"] = shown_name(base)
-        write_file(folder / PEFT_CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
+def _changed(result: Path, run: Path, config: Config, name: str) -> dict[str, bytes]:
+    """Name -> content of the files that others get changed: a card with its repository, settings without a folder."""
+    card = result / CARD
+    if card.is_file():
+        text = read_bytes(card, MOST_CARD).decode()
+    else:  # of a whole model
+        text = card_text(_saved(result, run, config), tuning_of(run))
+    changed = {CARD: text.replace(HERE, name).encode()}
+    if (result / PEFT_CONFIG).is_file():
+        settings = own_object(result / PEFT_CONFIG, _WAY_OUT)
+        settings["base_model_name_or_path"] = shown_name(config.model.name)
+        changed[PEFT_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
+    return changed
 
 
 def _saved(folder: Path, run: Path, config: Config) -> Saved:
@@ -84,15 +83,22 @@ def _saved(folder: Path, run: Path, config: Config) -> Saved:
     return Saved(form, config.model.name, kind, not_in_peft=alone)
 
 
-def _upload(folder: Path, name: str, *, public: bool) -> str:
-    from huggingface_hub import HfApi
+def _upload(result: Path, changed: Mapping[str, bytes], name: str, *, public: bool) -> str:
+    from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(library_name="tezo", library_version=version("tezo"))
     login = "log in with `hf auth login` or set HF_TOKEN, to an account that may write there"
     with reading(f"{name} cannot be written on the hub", login):
         url = api.create_repo(name, private=not public, exist_ok=True)
-    try:
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by tezo push")
-    except Exception as error:  # of the network library that huggingface_hub has, whichever it is
-        raise RunError(f"the upload to {name} failed ({one_line(error)}); run the same command again.") from error
+    with ExitStack() as opened:
+        files: dict[str, Any] = {
+            path.relative_to(result).as_posix(): opened.enter_context(open_to_read(path))
+            for path in sorted(result.rglob("*"))
+            if not path.is_dir()
+        }
+        added = [CommitOperationAdd(file, content) for file, content in (files | dict(changed)).items()]
+        try:
+            api.create_commit(name, added, commit_message="Upload by tezo push")
+        except Exception as error:  # of the network library that huggingface_hub has, whichever it is
+            raise RunError(f"the upload to {name} failed ({one_line(error)}); run the same command again.") from error
     return str(url)

@@ -11,8 +11,10 @@ from typing import Any
 from tezo.errors import RequestError
 from tezo.files import read_bytes
 from tezo.models.loading import LoadedModel
+from tezo.progress.status_line import showing
 from tezo.runs.folder import CONFIG, METRICS
 from tezo.runs.manifest import check_manifest
+from tezo.runs.metrics_log import MOST_METRICS
 from tezo.tasks import Row
 from tezo.tasks.rewards import Score
 from tezo.tasks.row_objects import Rows, reported_rows, rows_of
@@ -24,9 +26,6 @@ from tezo.training.finished_runs.answering import answer_rows, measure_rows
 from tezo.training.finished_runs.exporting import LORA, MERGED, check_mergeable, export_run, export_tuned
 from tezo.training.finished_runs.opening import TunedModel, open_tuned
 from tezo.training.preparation.reward_setup import with_reward
-
-MOST_METRICS = 1 << 28
-"""Bytes of metrics.jsonl, at most."""
 
 
 class Run:
@@ -40,10 +39,14 @@ class Run:
     - the model must stay on its device;
     - another run or optimizer on the same model is refused.
 
+    When this object is gone, the model stays tuned, and is free: the next run or optimizer on it first adds the change
+    to the weights, and says so. `tezo.open_run`, and a run that is resumed, take it off: they are given the base.
+
     Attributes:
         folder: the run folder.
         summary: what is in summary.json, metrics before and after among it.
         config: the settings of the run, resolved.
+        progress: whether standard error shows how far `evaluate`, `predict` and `export` are; may be set.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class Run:
         reward: Score | str | None = None,
         temporary: bool = False,
         trust_remote_code: bool = False,
+        progress: bool = True,
     ) -> None:
         self.folder = folder
         self.summary = summary
+        self.progress = progress
         self._name = base if isinstance(base, str) else None
         self._base = None if isinstance(base, str) else base
         named = [("model.name", self._name)] if self._name else []
@@ -84,7 +89,7 @@ class Run:
         stands for what is not finite.
         """
         path = self.folder / METRICS
-        check_manifest(self.folder, [METRICS])
+        check_manifest(self.folder, [METRICS], required=True)
         try:
             return [json.loads(line) for line in read_bytes(path, MOST_METRICS).splitlines()]
         except ValueError:
@@ -117,10 +122,11 @@ class Run:
         Raises:
             RequestError: rows cannot be read, or do not fit the run.
         """
-        loaded = self.loaded
-        rows = self._reported(loaded) if data is None else rows_of(data, "data")
-        config, score = with_reward(self.config, reward if reward is not None else self._reward)
-        metrics, notices = measure_rows(config, loaded, rows, score=score)
+        with showing(self.progress):
+            loaded = self.loaded
+            rows = self._reported(loaded) if data is None else rows_of(data, "data")
+            config, score = with_reward(self.config, reward if reward is not None else self._reward)
+            metrics, notices = measure_rows(config, loaded, rows, score=score)
         _warn(notices)
         return metrics
 
@@ -134,8 +140,9 @@ class Run:
         Raises:
             RequestError: rows cannot be read, or do not fit the run.
         """
-        asked = rows_of(rows, "rows")
-        answers, notices = answer_rows(self.config, self._open().loaded, asked, max_new_tokens)
+        with showing(self.progress):
+            asked = rows_of(rows, "rows")
+            answers, notices = answer_rows(self.config, self._open().loaded, asked, max_new_tokens)
         _warn(notices)
         return answers
 
@@ -155,13 +162,14 @@ class Run:
             RequestError: the folder is in use, or the run has no result of this form.
         """
         output = Path(folder)
-        if self._base is None and (self._tuned is None or form == MERGED):
-            self._check_open()
-            export_run(
-                self.folder, output, form, model=self._name, trust_remote_code=self.config.model.trust_remote_code
-            )
-        else:
-            export_tuned(self.folder, output, form, self._open().loaded)
+        with showing(self.progress):
+            if self._base is None and (self._tuned is None or form == MERGED):
+                self._check_open()
+                export_run(
+                    self.folder, output, form, model=self._name, trust_remote_code=self.config.model.trust_remote_code
+                )
+            else:
+                export_tuned(self.folder, output, form, self._open().loaded)
         return output
 
     def merge(self) -> Any:

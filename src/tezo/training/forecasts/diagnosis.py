@@ -1,26 +1,28 @@
-"""What this machine has, what a model can be tuned with, and how well its projected gradients can be measured."""
+"""What this machine has, what a model can be tuned with, and at which scale its losses can be measured."""
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from tezo.directions.targets import find_targets, select_targets
-from tezo.errors import RequestError
-from tezo.models.loading import EMBEDDED, LoadedModel, embedded_folder
+from tezo.errors import NonFiniteLossError, RequestError
+from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.quantization import bytes_of, stored_bytes
-from tezo.optim.estimate_error import DIRECTIONS, EstimateError, measure_estimate_error, recommended
 from tezo.optim.memory_forecast import forecasts
-from tezo.optim.methods import tezo
+from tezo.optim.perturbation_scale import MeasuredScale, measure_scale
+from tezo.progress.meter import FORECAST, KEPT, RHO, current
 from tezo.runs.environment import hardware, usable_memory, versions
 from tezo.tasks import Row, TaskFormat, task
-from tezo.tasks.data_config import DataConfig
 from tezo.tasks.setup import make_objective
 from tezo.training.configuration.recipe import Config
 from tezo.training.finished_runs.opening import run_config
 from tezo.training.forecasts.memory_ways import LENGTH, advice, memory_of_model
-from tezo.training.preparation.job import load
+from tezo.training.preparation.example_directions import resolve_directions
+from tezo.training.preparation.job import basis_passes, load, make_optimizer
+from tezo.training.preparation.perturbation_scale import first_scale, losses_of
 
 PACKAGES = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
 """Packages whose versions are reported."""
@@ -53,17 +55,17 @@ def machine_report() -> dict[str, Any]:
 
 def _embedded_state(name: str) -> str:
     try:
-        embedded_folder(name)
+        embedded_source(name)
     except RequestError as error:
         return str(error)
     return "installed, weights verified"
 
 
 def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON: a model's sizes, what each method trains and keeps, the memory of training, the noise of its gradients.
+    """JSON: a model's sizes, what each method trains and keeps, the memory of training, the scale of its perturbations.
 
-    Memory is compared with training by gradients; noise is that of projected gradients. Where one of the two cannot
-    be had, the reason stands in its place.
+    Memory is compared with training by gradients; the scale is measured as in a run. Where one of the two cannot be
+    had, the reason stands in its place.
 
     Args:
         name: a folder, a hub name or a run folder.
@@ -75,6 +77,10 @@ def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
     config = run_config(name, settings)
     loaded = load(config)
     linear = select_targets(loaded.model)
+    with current().phase(KEPT):
+        methods = [asdict(forecast) for forecast in forecasts(loaded.model)]
+    with current().phase(FORECAST):
+        memory = memory_report(config, loaded)
     report: dict[str, Any] = {
         "name": name,
         "kind": loaded.kind,
@@ -84,14 +90,15 @@ def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
         "parameters": sum(target.shape.numel() for target in find_targets(loaded.model)),
         "linear_parameters": sum(target.shape.numel() for target in linear),
         "linear_bytes": sum(bytes_of(target.parameter) for target in linear),
-        "methods": [asdict(forecast) for forecast in forecasts(loaded.model)],
-        "memory": memory_report(config, loaded),
+        "methods": methods,
+        "memory": memory,
     }
     try:
-        noise = model_estimate_error(config.data, loaded)
-    except RequestError as error:
-        return report | {"noise": str(error), "recommended_rho": None}
-    return report | {"noise": [asdict(at) for at in noise], "recommended_rho": recommended(noise).rho}
+        with current().phase(RHO):
+            found = model_scale(config, loaded)
+    except (RequestError, NonFiniteLossError) as error:
+        return report | {"scales": str(error), "recommended_rho": None}
+    return report | {"scales": [asdict(at) for at in found.tried], "recommended_rho": found.chosen.rho}
 
 
 def memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
@@ -113,16 +120,25 @@ def memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
     return {"rows": rows, "length": length, "available": memory, "ways": told, "advice": advice(ways, memory)}
 
 
-def model_estimate_error(data: DataConfig, loaded: LoadedModel) -> list[EstimateError]:
-    """`measure_estimate_error` on `REVIEWS`, along directions of rank 32, or less where a matrix is smaller."""
+def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
+    """The perturbation scale that a run of this configuration would measure, if its rows were `REVIEWS`."""
     entry = task("sst2")
     form = TaskFormat(entry, entry.wording(loaded.kind))
-    objective = make_objective(data, loaded, form)
+    objective = make_objective(config.data, loaded, form)
     rows = [Row({"sentence": text, "label": label}, text) for text, label in REVIEWS.items()]
     encoded = [objective.encode(form.example(row)) for row in rows]
-    side = min(min(target.matrix_shape) for target in select_targets(loaded.model))
-    optimizer = tezo(loaded.model, rank=min(32, side), num_directions=DIRECTIONS)
+    options = {key: value for key, value in config.method.options.items() if key != "rho"}
+    build = partial(make_optimizer, loaded=loaded, untrained=())
+    config, _ = resolve_directions(
+        replace(config, method=replace(config.method, options=options)),
+        build,
+        objective.closure(loaded.model, objective.batches(encoded[:2])),
+        rows_share_inputs=objective.shared_tokens > 0,
+    )
+    optimizer = build(config)
     try:
-        return measure_estimate_error(optimizer, objective.closure(loaded.model, objective.batches(encoded)))
+        optimizer.set_calibration_passes(basis_passes(loaded, objective, encoded, config.train.seed))
+        losses = losses_of(objective.closure(loaded.model, objective.batches(encoded)), optimizer)
+        return measure_scale(optimizer, losses, first_scale(loaded.model), current().report)
     finally:
         optimizer.close()

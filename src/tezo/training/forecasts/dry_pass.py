@@ -87,7 +87,15 @@ def meta_twin(model: Any) -> Any:
 
 
 def dry_pass(model: Any, rows: int, length: int, *, backward: bool = False) -> DryPass:
-    """One pass over a batch, with the loss at the last position of each row, as in `bench.workload`.
+    """The cost of one pass over a batch; the arguments are those of `pass_peak`."""
+    work = FlopCounterMode(display=False)
+    peak = pass_peak(model, rows, length, backward=backward)
+    _run(model, rows, length, work, backward=backward)  # apart: this counter keeps what checkpointing frees
+    return DryPass(peak, work.get_total_flops())
+
+
+def pass_peak(model: Any, rows: int, length: int, *, backward: bool = False) -> int:
+    """`DryPass.peak` of one pass over a batch, with the loss at the last position of each row, as in `bench.workload`.
 
     A model without an output head over a vocabulary has the mean of its first output as its loss.
 
@@ -97,14 +105,13 @@ def dry_pass(model: Any, rows: int, length: int, *, backward: bool = False) -> D
         length: tokens of each row.
         backward: whether the loss is differentiated, in training mode; the gradients are then part of the peak.
     """
+    live = LiveBytes(model.parameters())
+    _run(model, rows, length, live, backward=backward)
+    return live.peak
+
+
+def _run(model: Any, rows: int, length: int, counter: Any, *, backward: bool) -> None:
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device_of(model))
-    live, work = LiveBytes(model.parameters()), FlopCounterMode(display=False)
-    for counter in (live, work):  # one pass each: the counter of operations keeps what checkpointing frees
-        _run(model, ids, counter, backward=backward)
-    return DryPass(live.peak, work.get_total_flops())
-
-
-def _run(model: Any, ids: Tensor, counter: Any, *, backward: bool) -> None:
     model.train(backward)
     with counter, torch.set_grad_enabled(backward):
         loss = _loss(model, {"input_ids": ids} | _mask(model, ids))

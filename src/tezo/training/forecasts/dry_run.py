@@ -1,52 +1,65 @@
 """What a run would do, found without writing anything: its plan, and a forecast of its time and memory.
 
-The model is loaded, the rows are encoded, open settings are filled in, and some steps and evaluations are timed. What a
-run adds by returning to an earlier state, or saves by an early end, is in no forecast.
+The model is loaded, the rows are encoded, and one forward pass over a training batch is timed. With what loading and
+preparing try on a row each, that is less than two passes; all else is a forecast from numbers of passes. Settings that
+a run measures at its start are named with their cost, and stay open. What a run adds by returning to an earlier state,
+or saves by an early end, is in no forecast.
 """
 
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import torch
+
+from tezo.directions.bases.activation import groups
 from tezo.errors import RequestError
-from tezo.estimators.estimate import FEEDBACK
+from tezo.estimators.estimate import FEEDBACK, GRADIENT
 from tezo.models.quantization import stored_bytes
+from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
+from tezo.optim.methods import AUTO, METHODS, method
+from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.optim.perturbation_scale import most_passes
+from tezo.progress.meter import TIMING, current, metered
 from tezo.runs.environment import hardware, memory_for, peak_memory
-from tezo.tasks.evaluation import evaluate
 from tezo.tasks.objectives import Encoded
 from tezo.training.configuration.config import to_tree
 from tezo.training.configuration.recipe import Config
+from tezo.training.execution.kept_answers import SAMPLE_TOKENS
+from tezo.training.execution.summary import row_counts
 from tezo.training.preparation.feedback_schedule import is_feedback
-from tezo.training.preparation.job import Job, prepare
+from tezo.training.preparation.job import BASIS_ROWS, Job, prepare
+from tezo.training.preparation.perturbation_scale import is_rho_open
 from tezo.training.preparation.plan import parameter_counts, plan
+from tezo.training.preparation.resolution import search_budget
 from tezo.training.preparation.schedule import evaluation_steps
+
+WITH_GRADIENT = 3
+"""Time of a pass whose gradient is taken, in forward passes."""
 
 
 @dataclass(frozen=True)
-class _Cost:
-    """What the steps of one kind take: the first of a phase, which computes what the others share, and each other."""
+class _Pace:
+    """Seconds of a forward pass over a training batch, of a token in it, and of one token that is written alone."""
 
-    count: int
-    phases: int
-    seconds: tuple[float, float]
-    passes: tuple[int, int]
-
-    def total(self, first_and_other: tuple[float, float]) -> float:
-        """Sum over all steps of the kind."""
-        first, other = first_and_other
-        return self.phases * first + (self.count - self.phases) * other
+    batch: float
+    token: float
+    written: float
 
 
 def dry_run(config: Config) -> dict[str, Any]:
-    """Prepares a run, takes two of its steps of each kind in memory, and evaluates a batch.
+    """Prepares a run without measuring its open settings, and times a forward pass.
 
     Returns:
-        JSON: the resolved "settings", the "plan" of every parameter, "memory" in bytes (of the model, of fixed factors,
-        and the peak that was measured) and "seconds" (of the preparation, one step of each kind, the evaluations and
-        the whole run). Times are those of this machine as it is now.
+        JSON: the forward "passes" that were made; the resolved "settings"; those that are "measured" at the start, with
+        their forward passes at most; the "plan" of every parameter; "memory" in bytes (of the model, of fixed factors,
+        and a forecast of the peak); and "seconds" (of the preparation and the timed pass, and forecasts of one step of
+        each kind, the measurements, the evaluations and the whole run). Times are those of this machine as it is now.
 
     Raises:
         RequestError: the run could not start.
@@ -54,91 +67,147 @@ def dry_run(config: Config) -> dict[str, Any]:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RequestError("a dry run is of one process; leave out torchrun.")
+    with metered() as meter:
+        return _forecast(config) | {"passes": round(meter.passes, 2)}
+
+
+def _forecast(config: Config) -> dict[str, Any]:
     started = time.perf_counter()
-    job = prepare(config)
+    job = prepare(config, measuring=False)
+    before = peak_memory(job.loaded.device)
+    with current().phase(TIMING):
+        pace = _timed(job)
     preparing = time.perf_counter() - started
-    parameters = plan(job.model, job.optimizer)
-    costs = _steps(job)
-    evaluations = _evaluations(job)
-    stepping = sum(cost.total(cost.seconds) for cost in costs.values())
+    measured = _measured(config, job)
+    parameters, steps = plan(job.model, job.optimizer), _steps(job)
+    passes = {kind: (job.optimizer.passes_of(kind, first=True), job.optimizer.passes_of(kind, first=False))
+              for kind in steps}  # fmt: skip
+    seconds = {kind: tuple(count * _evaluation(job, kind, pace) for count in counts) for kind, counts in passes.items()}
+    evaluations, measuring = _evaluations(job, pace), sum(measured.values()) * pace.batch
+    stepping = sum(_total(steps[kind], seconds[kind]) for kind in steps)
     return {
         "method": job.config.method.name,
         "model": job.config.model.name,
         "hardware": hardware(),
-        "rows": {"train": len(job.train), "dev": len(job.dev), "test": len(job.test)},
+        "rows": row_counts(job),
         "parameters": parameter_counts(parameters),
-        "steps": {kind: cost.count for kind, cost in costs.items()},
-        "num_forward_passes": int(sum(cost.total(cost.passes) for cost in costs.values())),
-        "memory": {
-            "model": stored_bytes(job.model),
-            "factors": job.optimizer.factor_bytes,
-            "peak": peak_memory(job.loaded.device),
-        },
+        "steps": {kind: count for kind, (count, _) in steps.items()},
+        "num_forward_passes": int(sum(_total(steps[kind], passes[kind]) for kind in steps)),
+        "measured": measured,
         "seconds": {
             "preparation": round(preparing, 3),
-            **{f"first {kind} step": round(cost.seconds[0], 4) for kind, cost in costs.items()},
-            **{f"{kind} step": round(cost.seconds[1], 4) for kind, cost in costs.items()},
+            "timed pass": round(pace.batch, 4),
+            **{f"first {kind} step": round(first, 4) for kind, (first, _) in seconds.items()},
+            **{f"{kind} step": round(other, 4) for kind, (_, other) in seconds.items()},
+            "measurements": round(measuring, 3),
             "evaluations": round(evaluations, 3),
-            "run": round(preparing + stepping + evaluations, 3),
+            "run": round(preparing + measuring + stepping + evaluations, 3),
         },
         "notices": list(job.notices),
         "settings": to_tree(job.config),
         "plan": parameters,
+        "memory": _memory(job, before),
     }
 
 
-def _phases(job: Job) -> list[tuple[str, int]]:
-    """(kind, number) of the steps of one kind in a row, from the first step to the last."""
+def _steps(job: Job) -> dict[str, tuple[int, int]]:
+    """Kind of step -> (number of its steps, number of phases of such steps in a row)."""
     settings = job.config.train
     kinds = [FEEDBACK if is_feedback(step, settings) else job.optimizer.kinds[0] for step in range(settings.num_steps)]
-    return [(kind, len(list(steps))) for kind, steps in groupby(kinds)]
+    phases = [kind for kind, _ in groupby(kinds)]
+    return {kind: (kinds.count(kind), phases.count(kind)) for kind in dict.fromkeys(kinds)}
 
 
-def _steps(job: Job) -> dict[str, _Cost]:
-    """Kind of step -> its cost, by two of each that the run has."""
-    phases, sampler = _phases(job), job.sampler()
-    costs: dict[str, _Cost] = {}
-    for kind in dict.fromkeys(kind for kind, _ in phases):
-        (first, first_passes), (other, other_passes) = (_timed_step(job, kind, sampler.rows(step)) for step in range(2))
-        lengths = [length for of, length in phases if of == kind]
-        costs[kind] = _Cost(sum(lengths), len(lengths), (first, other), (first_passes, other_passes))
-    return costs
+def _total(steps: tuple[int, int], first_and_other: Sequence[float]) -> float:
+    """Sum over the steps of a kind: the first of a phase, which computes what the others share, and each other."""
+    (count, phases), (first, other) = steps, first_and_other
+    return phases * first + (count - phases) * other
 
 
-def _timed_step(job: Job, kind: str, indices: Sequence[int]) -> tuple[float, int]:
-    """(seconds, forward passes) of a step on these training rows."""
-    rows = [job.train[i] for i in indices]
-    started = time.perf_counter()
-    with memory_for(f"a {kind} step", rows, "train.batch_size"):
-        job.optimizer.take_step(_closure(job, rows), kind)
-    record = job.optimizer.last_step
-    assert record is not None
-    return time.perf_counter() - started, record.forward_passes
-
-
-def _closure(job: Job, rows: Sequence[Encoded]) -> Callable[[], Any]:
-    """What a step minimises on these rows."""
-    if job.config.train.minimises_loss:
-        return job.objective.closure(job.model, job.objective.batches(rows))
-    return lambda: -_metrics(job, rows, written=True)[job.config.train.objective]
-
-
-def _metrics(job: Job, rows: Sequence[Encoded], *, written: bool) -> dict[str, float]:
-    measures = job.format.measures if written else ()
-    size, new = job.config.train.eval_batch_size, job.format.max_new_tokens or 0
-    return evaluate(job.model, job.objective, rows, size, measures=measures, max_new_tokens=new, reward=job.reward)
-
-
-def _evaluations(job: Job) -> float:
-    """Seconds of all evaluations, by one batch of dev and one of test rows."""
-    settings = job.config.train
-    of_dev = len(evaluation_steps(settings))
-    total = 0.0
-    for rows, count, written in ((job.dev, of_dev, False), (job.test, 2, True)):
-        if rows and count:
-            batch = rows[: settings.eval_batch_size]
+@torch.no_grad()
+def _timed(job: Job) -> _Pace:
+    rows = [job.train[i] for i in job.sampler().rows(0)]
+    with memory_for("a forward pass", rows, "train.batch_size"), float32_on_emulating_cpu(job.model):
+        batch = job.objective.collate(rows)
+        started = time.perf_counter()
+        float(job.objective.loss(job.model, batch))
+        seconds, written = time.perf_counter() - started, 0.0
+        if _new_tokens(job):
             started = time.perf_counter()
-            with memory_for("an evaluation", batch, "train.eval_batch_size"):
-                _metrics(job, batch, written=written)
-            total += (time.perf_counter() - started) / len(batch) * len(rows) * count
-    return total
+            logits = job.model(input_ids=batch.input_ids_RL[:1, :1]).logits
+            float(logits.sum())
+            written = time.perf_counter() - started
+    return _Pace(seconds, seconds / _tokens(job, rows), written)
+
+
+def _tokens(job: Job, encoded: Sequence[Encoded]) -> int:
+    return sum(len(row.tokens) for own in job.objective.rows(encoded) for row in own)
+
+
+def _new_tokens(job: Job) -> int:
+    """Tokens of the longest answer that an evaluation of the test rows writes; 0: it writes none."""
+    if job.reward is not None:
+        return job.reward.max_new_tokens
+    if job.format.measures and not job.test[0].example.options:
+        return job.format.max_new_tokens or 0
+    return SAMPLE_TOKENS if job.format.shape in ("completion", "messages") else 0
+
+
+def _evaluation(job: Job, kind: str, pace: _Pace) -> float:
+    """Seconds of one evaluation of what a step minimises."""
+    if kind == GRADIENT:
+        return WITH_GRADIENT * pace.batch
+    if job.config.train.minimises_loss:
+        return pace.batch
+    return pace.batch * (job.reward is None) + pace.written * _new_tokens(job)
+
+
+def _evaluations(job: Job, pace: _Pace) -> float:
+    """Seconds of all evaluations; a token that is written takes as long for a batch as for a row."""
+    settings = job.config.train
+    of_dev = max(0, len(evaluation_steps(settings)) - (job.dev is job.test)) if job.dev else 0
+    reading = of_dev * _tokens(job, job.dev) + 2 * _tokens(job, job.test)
+    batches = math.ceil(len(job.test) / settings.eval_batch_size) if job.reward or job.format.measures else 1
+    return reading * pace.token + 2 * batches * _new_tokens(job) * pace.written
+
+
+def _measured(config: Config, job: Job) -> dict[str, int]:
+    """Setting that a run measures at its start -> forward passes that it takes for that, at most."""
+    options, optimizer = job.config.method.options, job.optimizer
+    found: dict[str, int] = {}
+    if options.get("directions") == PER_EXAMPLE != config.method.options.get("directions"):
+        found["method.directions"] = 1  # four, over two rows
+    if is_rho_open(job.config) and job.config.train.minimises_loss:
+        found["method.rho"] = most_passes(optimizer.num_directions)
+    basis = options.get("basis", method(config.method.name).defaults().get("basis"))
+    if basis == "activation":
+        ranks = {t.name: optimizer.application(t.name)[0] or 0 for t in optimizer.targets if t.input_role is not None}
+        shown = math.ceil(min(BASIS_ROWS, len(job.train)) / config.train.batch_size)
+        found["method.basis"] = shown * len(list(groups([t for t in optimizer.targets if t.name in ranks], ranks)))
+    if FEEDBACK in _steps(job):
+        found["train.feedback_first"] = optimizer.passes_of(FEEDBACK, first=True)
+    if options.get("lr") == AUTO:
+        found["method.lr"] = search_budget(job.config.train, optimizer)
+    return found
+
+
+def _memory(job: Job, before: int) -> Mapping[str, int]:
+    """Bytes; the peak is that of the timed pass, with a pass for both signs and what the method keeps beside it."""
+    after, factors, name = peak_memory(job.loaded.device), job.optimizer.factor_bytes, job.config.method.name
+    kept, copies = 0, 1
+    if name in METHODS:
+        job.optimizer.close()
+        options = {key: value for key, value in job.config.method.options.items() if value != AUTO and key != "targets"}
+        patterns = tuple(target.name for target in job.optimizer.targets)
+        said = forecast(job.model, METHODS[name], targets=patterns, **options)
+        kept, copies = (
+            said.kept + said.collecting,
+            copies_of(said, _tokens(job, job.train[: job.config.train.batch_size])),
+        )
+    else:
+        kept = sum(first_order_kept(job.model))
+    return {
+        "model": stored_bytes(job.model),
+        "factors": factors,
+        "peak": after + (copies - 1) * max(0, after - before) + kept,
+    }

@@ -1,6 +1,6 @@
 """Forecast of the memory of inference, of zeroth-order steps, and of training by gradients; nothing is trained.
 
-The model is rebuilt on the meta device, and its passes are counted there (`dry_pass`), with the loss at one position
+The model is rebuilt on the meta device, and its passes are counted there (`pass_peak`), with the loss at one position
 of each row. Left out: the allocator's rounding and reserve, the libraries' own memory, temporaries of an update.
 Attention is counted with its scores, which fused kernels do not store.
 """
@@ -21,7 +21,7 @@ from tezo.models.peft_adapters import add_adapter
 from tezo.models.quantization import stored_bytes
 from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
 from tezo.optim.methods import METHODS
-from tezo.training.forecasts.dry_pass import META, dry_pass, meta_twin, valueless
+from tezo.training.forecasts.dry_pass import META, meta_twin, pass_peak, valueless
 
 INFERENCE = "inference"
 LORA = "LoRA with gradients"
@@ -99,11 +99,11 @@ def memory_of_ways(
     """
     twin = build()
     unpacked = max((target.parameter.nbytes for target in select_targets(twin)), default=0) if packed else 0
-    found = [WayMemory(INFERENCE, weights, 0, dry_pass(twin, rows, length).peak + unpacked)]
+    found = [WayMemory(INFERENCE, weights, 0, pass_peak(twin, rows, length) + unpacked)]
     for name in ZEROTH_ORDER:
         with valueless(twin) as allocated:
             said = forecast(allocated, METHODS[name])
-        passing = dry_pass(twin, rows * copies_of(said, rows * length), length).peak + unpacked
+        passing = pass_peak(twin, rows * copies_of(said, rows * length), length) + unpacked
         showing = found[0].passing + said.collecting  # the passes that a data-dependent basis looks at
         found.append(WayMemory(name, weights, said.kept, max(passing, showing)))
     for way in (LORA, LORA_CHECKPOINTED):
@@ -117,7 +117,7 @@ def memory_of_ways(
 
 def _by_gradient(way: str, model: nn.Module, weights: int, unpacked: int, rows: int, length: int) -> WayMemory:
     kept, gradients = first_order_kept(model)
-    peak = dry_pass(model, rows, length, backward=True).peak
+    peak = pass_peak(model, rows, length, backward=True)
     return WayMemory(way, weights, kept, max(peak + unpacked, gradients))
 
 

@@ -1,27 +1,41 @@
 """What `tezo.TezoTrainer` and `tezo.TezoSFTTrainer` share: a Trainer whose steps are those of a zeroth-order method."""
 
 import logging
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
+from tqdm.auto import tqdm
 from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 
+from tezo.directions.targets import frozen_notice
 from tezo.errors import RequestError
-from tezo.files import storing
+from tezo.files import storing, write_file
 from tezo.models.lora import Adapter, make_adapter, save_adapter
-from tezo.models.peft_check import why_not_in_peft
+from tezo.models.peft_check import why_not_in_peft_yet
 from tezo.models.quantization import stay_packed
 from tezo.numerics.random import permutation
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.progress.status_line import showing
 from tezo.runs.checkpoints import Checkpoint
 from tezo.training.integrations.optimizer_view import OptimizerView
 from tezo.training.integrations.trainer_arguments import check_precision, forward_only, learning_rate
 from tezo.training.integrations.trainer_loss import StepLoss
-from tezo.training.integrations.trainer_method import build, check_same, closure_of, parse_method, resolve, with_method
+from tezo.training.integrations.trainer_method import (
+    build,
+    check_same,
+    closure_of,
+    parse_method,
+    resolve,
+    resolve_scale,
+    with_method,
+)
 from tezo.training.integrations.trainer_state import method_of, read_state, restore, save_state
 from tezo.training.preparation.job import BASIS_ROWS
 
@@ -104,10 +118,17 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         del model  # the one of this trainer: it is never wrapped
         if self.optimizer is None:
+            for notice in frozen_notice(self.model):
+                logger.warning(notice)
             self._resolve()
             self.tuner = build(self._settings, self.model, self.args.seed)
             if self._rows_at_hand:
                 self.tuner.set_calibration_passes(self._basis_passes)
+            if self._resumed is None:
+                self._settings = resolve_scale(
+                    self._settings, self.tuner, self._loss_of_rows(self.args.train_batch_size)
+                )
+            self.tuner.warn_by(logger.warning)
             self.optimizer = OptimizerView(self.tuner)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
@@ -120,9 +141,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             )
             return
         given = self.compute_loss_func is not None or self.label_smoother is not None
-        self._settings = resolve(
-            self._settings, self.model, self.args.seed, self._loss_of_rows, self.args.train_batch_size, shared=given
-        )
+        self._settings = resolve(self._settings, self.model, self.args.seed, self._loss_of_rows, shared=given)
 
     @property
     def _rows_at_hand(self) -> bool:
@@ -164,7 +183,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
 
     def train(self, *args: Any, **named: Any) -> Any:
         self._micro_batches = []  # a run that was stopped between two of them
-        return super().train(*args, **named)
+        with showing(not self.args.disable_tqdm, write=partial(tqdm.write, file=sys.stderr)):
+            return super().train(*args, **named)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Of the forward passes of a step; Trainer counts one, and a backward pass of twice as much."""
@@ -178,24 +198,29 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **named)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        adapter = self._exact_adapter()
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / "training_args.json", f"{self.args.to_json_string()}\n".encode())
+        adapter = self._exact_adapter(folder)
         if adapter is None:
             super()._save(output_dir, state_dict)  # the model's state dict has the tuned values
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle
             return
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
         with storing(folder):
             save_adapter(adapter, folder, model=self.model, base=getattr(self.model, "name_or_path", ""))
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
-            torch.save(self.args, folder / "training_args.bin")
 
-    def _exact_adapter(self) -> Adapter | None:
-        """The adapter that was trained; None: the whole model is to be saved."""
+    def _exact_adapter(self, folder: Path) -> Adapter | None:
+        """The adapter that was trained; None: the whole model is to be saved, in `folder` too."""
         if self.tuner is None or self.tuner.why_no_adapter() is not None:
             return None
         adapter = make_adapter(self.tuner)
         if self._why_not_in_peft is None:
-            self._why_not_in_peft = why_not_in_peft(adapter, self.model) or ""  # the same for each checkpoint
+            self._why_not_in_peft = (
+                why_not_in_peft_yet(adapter, self.model, folder) or ""
+            )  # the same for each checkpoint
             if self._why_not_in_peft:
                 logger.warning("the adapter is not one of PEFT, because %s", self._why_not_in_peft)
         packed = not all(target.is_writable for target in self.tuner.targets)  # then there is no whole model to save

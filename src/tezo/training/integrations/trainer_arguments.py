@@ -69,11 +69,14 @@ def default_values(args: Any) -> Mapping[str, Any]:
 def check_precision(args: Any, dtype: torch.dtype) -> None:
     """A warning where the arguments ask for mixed precision, which is off, in another dtype than the model's.
 
+    TRL's turn bf16 on by themselves, where their field is None: that is not asked for.
+
     Args:
         args: as the user gave them.
         dtype: that the model computes in.
     """
-    asked = next((name for name in _DTYPES if getattr(args, name)), None)
+    defaults = default_values(args)
+    asked = next((name for name in _DTYPES if getattr(args, name) and defaults.get(name) is not None), None)
     if asked is not None and _DTYPES[asked] != dtype:
         logger.warning(
             "%s: autocast is off, and the model computes in %s, as it was loaded; dtype=%s there takes less memory.",

@@ -43,6 +43,13 @@ class StepLoss:
         shares = torch.cat([self._shares(batch) for batch in self._batches])
         return shares * len(shares)
 
+    def row_losses_or_loss(self) -> Tensor:
+        """`row_losses` where they can be told from the model's output, else `loss`."""
+        try:
+            return self.row_losses()
+        except RequestError:
+            return self.loss()
+
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:
         trainer = self._trainer
         with trainer.compute_loss_context_manager():  # a copy, since it takes the labels out

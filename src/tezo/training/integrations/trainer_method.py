@@ -1,13 +1,14 @@
 """From a method's name and options to an optimizer for Trainer's model: what was left open is resolved as in a run."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tezo.directions.targets import ALL
 from tezo.errors import RequestError, nearest
-from tezo.forward import is_changed_beside
+from tezo.forward import is_changed_beside, settle
+from tezo.models.in_memory import SETTLED
 from tezo.models.model_config import IN_MEMORY
 from tezo.models.untied_head import check_head_not_tied
 from tezo.optim.methods import AUTO, METHODS
@@ -16,7 +17,7 @@ from tezo.training.configuration.config import parse_config
 from tezo.training.configuration.recipe import Config, MethodConfig
 from tezo.training.integrations.trainer_loss import StepLoss
 from tezo.training.preparation.example_directions import resolve_directions
-from tezo.training.preparation.perturbation_scale import DEFAULT_RHO, resolve_rho
+from tezo.training.preparation.perturbation_scale import resolve_rho
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ def build(config: Config, model: Any, seed: int) -> ZerothOrderOptimizer:
     Raises:
         RequestError: the model cannot be tuned this way.
     """
+    if settle(model.parameters(), keep=True):
+        logger.warning(SETTLED)
     if is_changed_beside(model.parameters()):
         raise RequestError(
             "model has been tuned by another trainer, run or optimizer, whose change is not in the weights; call that "
@@ -56,15 +59,14 @@ def build(config: Config, model: Any, seed: int) -> ZerothOrderOptimizer:
     return chosen.build(model, seed=seed, targets=targets, **options)
 
 
-def resolve(config: Config, model: Any, seed: int, loss_of: LossOfRows, batch_size: int, *, shared: bool) -> Config:
-    """The configuration with directions and rho filled in; notices for the user are logged.
+def resolve(config: Config, model: Any, seed: int, loss_of: LossOfRows, *, shared: bool) -> Config:
+    """The configuration with directions filled in; notices for the user are logged.
 
     Args:
         config: with a learning rate.
         model: the model.
         seed: of the directions.
         loss_of: the loss of some training rows.
-        batch_size: rows of a step.
         shared: whether rows have no losses of their own: the user gave the loss.
     """
 
@@ -72,24 +74,32 @@ def resolve(config: Config, model: Any, seed: int, loss_of: LossOfRows, batch_si
         return build(settings, model, seed)
 
     few = None if shared else loss_of(2)
-    notices: list[str] = []
     wanted = config.method.options.get("directions", METHODS[config.method.name].defaults().get("directions"))
     if shared and wanted == PER_EXAMPLE:
         raise RequestError(
             "directions is per-example, and the loss is of the whole batch (compute_loss_func, or label smoothing); "
             "leave one of them out."
         )
-    if few is None and wanted == AUTO:
-        config = config.with_options(directions=SHARED)
-    elif few is not None:
-        config, notices = resolve_directions(config, make, few.row_losses, rows_share_inputs=False)
-    many = loss_of(batch_size)
-    if many is not None:
-        config, more = resolve_rho(config, make, many.loss, model)
-    else:
-        given = config.method.options.get("rho", AUTO)
-        config, more = config.with_options(rho=DEFAULT_RHO if given == AUTO else given), []
-    for notice in [*notices, *more]:
+    if few is None:
+        return config.with_options(directions=SHARED) if wanted == AUTO else config
+    config, notices = resolve_directions(config, make, few.row_losses, rows_share_inputs=False)
+    return _told(config, notices)
+
+
+def resolve_scale(config: Config, tuner: ZerothOrderOptimizer, loss: StepLoss | None) -> Config:
+    """The configuration with rho filled in, which the optimizer has too; notices for the user are logged.
+
+    Args:
+        config: that the optimizer is of.
+        tuner: the optimizer, before its first step.
+        loss: of a batch of training rows; None: they are not at hand.
+    """
+    config, notices, _ = resolve_rho(config, tuner, None if loss is None else loss.row_losses_or_loss)
+    return _told(config, notices)
+
+
+def _told(config: Config, notices: Sequence[str]) -> Config:
+    for notice in notices:
         logger.warning(notice)
     return config
 

@@ -6,6 +6,7 @@ JSON, and their SHA-256 digests.
 
 from collections.abc import Mapping
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from tezo.runs.checkpoints import Checkpoint, DamagedError, checkpoints, load_ch
 from tezo.training.configuration.recipe import MethodConfig
 
 FOLDER = "tezo_state"
+_bases: WeakKeyDictionary[ZerothOrderOptimizer, str] = WeakKeyDictionary()
+"""Optimizer -> digest of the weights that it does not write, made at its first checkpoint."""
 _COUNTS = ("rule", "num_steps", "num_forward_passes", "counts", "seed")
 
 
@@ -29,10 +32,12 @@ def save_state(folder: Path, tuner: ZerothOrderOptimizer, method: MethodConfig) 
         method: its name and options.
     """
     tensors, described = tuner.resumable_state(), tuner.state_dict()
+    if tuner not in _bases:
+        _bases[tuner] = _base_digest(tuner, tensors)
     state = {
         "method": {"name": method.name, "options": method.options},
         "optimizer": {key: described[key] for key in _COUNTS},
-        "base": _base_digest(tuner, tensors),
+        "base": _bases[tuner],
     }
     with storing(folder):
         save_checkpoint(folder / FOLDER, Checkpoint(tuner.num_steps, tensors, state), keep=1)

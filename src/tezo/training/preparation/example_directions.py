@@ -1,16 +1,18 @@
 """Whether the examples of a batch get directions of their own, where the settings leave it open."""
 
+import math
 from collections.abc import Callable
 
 from tezo.errors import NonFiniteLossError, RequestError
 from tezo.estimators.estimate import Closure
 from tezo.optim.methods import AUTO, Tuner, method
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
+from tezo.progress.meter import DIRECTIONS, current
 from tezo.training.configuration.recipe import Config
 
 
 def resolve_directions(
-    config: Config, build: Callable[[Config], Tuner], loss: Closure, *, rows_share_inputs: bool
+    config: Config, build: Callable[[Config], Tuner], loss: Closure | None, *, rows_share_inputs: bool
 ) -> tuple[Config, list[str]]:
     """Replaces "auto" in method.directions; returns (configuration, notices for the user).
 
@@ -21,7 +23,8 @@ def resolve_directions(
     Args:
         config: with method.directions, or without it where it is at its default.
         build: makes the optimizer of a configuration.
-        loss: on a few training rows, two where there are as many.
+        loss: on a few training rows, two where there are as many; None: no pass is made, and each row is assumed to be
+            measured on its own.
         rows_share_inputs: whether a pass has inputs for all rows together, such as an encoder's descriptions of the
             labels; with directions of its own each row would need them again.
     """
@@ -35,7 +38,10 @@ def resolve_directions(
     try:
         cheap = {"rank": 1, "basis": "gaussian", "lr": 0.0}
         trial = build(found.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
-        trial.take_step(loss, trial.kinds[0])
+        trial.own_loss = math.inf  # what is tried is not how far its points are
+        if loss is not None:
+            with current().phase(DIRECTIONS):
+                trial.take_step(loss, trial.kinds[0])
     except NonFiniteLossError:
         pass  # the first step of the run says so
     except RequestError as error:

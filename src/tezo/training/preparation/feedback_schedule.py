@@ -5,6 +5,8 @@ from dataclasses import replace
 from tezo.errors import RequestError
 from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.tuner import Tuner
+from tezo.progress.meter import FEEDBACK as LOOKING
+from tezo.progress.meter import current
 from tezo.training.configuration.recipe import TrainConfig
 
 FIRST, LAST = 15, 60
@@ -24,7 +26,9 @@ def default_counts(steps: int) -> tuple[int, int]:
     return (min(FIRST, steps // 20), min(LAST, steps // 5)) if steps >= LEAST_STEPS else (0, 0)
 
 
-def resolve_feedback(train: TrainConfig, method: str, optimizer: Tuner, loss: Closure) -> tuple[TrainConfig, list[str]]:
+def resolve_feedback(
+    train: TrainConfig, method: str, optimizer: Tuner, loss: Closure | None
+) -> tuple[TrainConfig, list[str]]:
     """Replaces None in train.feedback_first and train.feedback_last; returns (settings, notices for the user).
 
     They become `default_counts` if the method takes feedback steps and the objective is the loss; otherwise 0.
@@ -33,7 +37,7 @@ def resolve_feedback(train: TrainConfig, method: str, optimizer: Tuner, loss: Cl
         train: settings with numbers or None for the two keys.
         method: name of the method.
         optimizer: optimizer on the model.
-        loss: the loss on some training rows.
+        loss: the loss on some training rows; None: no pass is made, and the model is assumed to support them.
 
     Raises:
         RequestError: feedback steps are set, but the method, the objective or the model does not support them.
@@ -46,9 +50,12 @@ def resolve_feedback(train: TrainConfig, method: str, optimizer: Tuner, loss: Cl
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
     defaults = default_counts(train.num_steps) if available and train.minimises_loss else (0, 0)
     notices: list[str] = []
-    if asked or any(default for key, default in zip(KEYS, defaults, strict=True) if getattr(train, key) is None):
+    if loss is not None and (
+        asked or any(default for key, default in zip(KEYS, defaults, strict=True) if getattr(train, key) is None)
+    ):
         try:
-            optimizer.check_kind(FEEDBACK, loss)
+            with current().phase(LOOKING):
+                optimizer.check_kind(FEEDBACK, loss)
         except RequestError as reason:
             if asked:
                 raise

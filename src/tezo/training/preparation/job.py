@@ -1,5 +1,6 @@
 """From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,15 +11,17 @@ import torch
 from tezo.directions.bases import Passes
 from tezo.directions.rank_selection import is_zero
 from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
-from tezo.errors import RequestError
+from tezo.errors import NonFiniteLossError, NonFiniteModelError, RequestError
 from tezo.forward import DirectReads
 from tezo.models.kinds import is_unused
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.peft_adapters import add_adapter
 from tezo.models.untied_head import check_head_not_tied
+from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.numerics.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, Tuner, method
+from tezo.progress.meter import CHECKING, ENCODING, current, tracked
 from tezo.tasks import Format
 from tezo.tasks.examples import check_answers
 from tezo.tasks.objectives import Batch, BatchClosure, Encoded, Objective
@@ -94,7 +97,12 @@ class Job:
 
 
 def prepare(
-    config: Config, *, loaded: LoadedModel | None = None, rows: Splits | None = None, score: Score | None = None
+    config: Config,
+    *,
+    loaded: LoadedModel | None = None,
+    rows: Splits | None = None,
+    score: Score | None = None,
+    measuring: bool = True,
 ) -> Job:
     """Loads, reads, encodes and plans.
 
@@ -103,6 +111,7 @@ def prepare(
         loaded: a model that is in memory, in place of the one that the configuration names.
         rows: rows that are in memory, in place of those that the configuration names.
         score: scorer of completions that is an object, in place of the file that train.reward names.
+        measuring: whether open settings may be measured by forward passes; otherwise they stay open.
 
     Raises:
         RequestError: something does not fit.
@@ -113,11 +122,19 @@ def prepare(
     used = _encode(config, loaded, found, reward)
     untrained = _untrained(loaded, used.objective, used.train)
     build = partial(make_optimizer, loaded=loaded, untrained=untrained)
-    resources = _resources(config, loaded, used)
-    config, choices = resolve_before_building(config, resources, build)
-    optimizer = build(config)
-    optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
-    resolved, more = resolve(config, resources, optimizer)
+    resources = _resources(config, loaded, used, measuring=measuring)
+    try:
+        config, choices = resolve_before_building(config, resources, build)
+        optimizer = build(config)
+        try:
+            optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
+            resolved, more = resolve(config, resources, optimizer)
+        except BaseException:
+            optimizer.close()  # a model that the caller has is free again
+            raise
+    except NonFiniteLossError:
+        check_untuned(loaded, used.objective, used.train[: config.train.batch_size])
+        raise
     return Job(
         config=resolved,
         loaded=loaded,
@@ -142,6 +159,14 @@ def prepare(
     )
 
 
+def check_untuned(loaded: LoadedModel, objective: Objective, encoded: Sequence[Encoded]) -> None:
+    """An error where the model's own loss of these rows is NaN or infinite, whatever a step does."""
+    with torch.no_grad(), float32_on_emulating_cpu(loaded.model):
+        loss = float(objective.closure(loaded.model, objective.batches(encoded))())
+    if not math.isfinite(loss):
+        raise NonFiniteModelError("the loss of the untuned model", loss, loaded.model.dtype)
+
+
 @dataclass(frozen=True)
 class _EncodedRows:
     """The rows of a run, encoded for the model."""
@@ -162,18 +187,21 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
     example_of = form.example if reward is None else partial(prompt_of, form)
     learnt_of = form.training_example if config.train.minimises_loss else example_of
     uses = ((used.train, learnt_of), (used.dev, example_of), (used.test, example_of))
-    examples = [[example(row) for row in part] for part, example in uses]
-    if reward is None:
-        check_answers([example for part in examples for example in part])
-    train, dev, test = ([objective.encode(example) for example in part] for part in examples)
+    with current().phase(ENCODING):
+        examples = [[example(row) for row in part] for part, example in uses]
+        if reward is None:
+            check_answers([example for part in examples for example in part])
+        train = [objective.encode(example) for example in tracked(examples[0])]
+        dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
     _check_use(config, dev)
     objective.adapt(loaded.model, train)
+    current().rows_per_pass = objective.rows_of_pass(train[:BASIS_ROWS], config.train.batch_size)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     as_read = rows_as_read(form, used.train[0], objective, train[0])
     return _EncodedRows(form, objective, train, dev, test, notices, as_read)
 
 
-def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows) -> Resources:
+def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows, *, measuring: bool) -> Resources:
     """What open settings are filled in by.
 
     Rates are compared on the run's own first steps, by dev rows or else training rows of later steps.
@@ -191,7 +219,7 @@ def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows) -> Resou
     def losses() -> list[float]:
         size = settings.batch_size  # no pass takes more memory than a step's
         parts = [held_out[start : start + size] for start in range(0, len(held_out), size)]
-        return [value for part in parts for value in loss(part).example_losses(1)[0].tolist()]
+        return [value for part in parts for value in loss(part).row_losses().tolist()]
 
     return Resources(
         format=rows.format,
@@ -204,6 +232,7 @@ def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows) -> Resou
         loss=lambda count: loss(train[:count]),
         batch=lambda step: loss([train[i] for i in sampler.rows(step)]),
         held_out=losses,
+        measuring=measuring,
     )
 
 
@@ -237,7 +266,7 @@ def load_for_tuning(config: Config, loaded: LoadedModel | None = None) -> Loaded
 def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded]) -> list[str]:
     """Parameters that the loss does not depend on, or that it reads past their modules."""
     targets, batch = find_targets(loaded.model), objective.collate(train[:1])
-    with torch.no_grad(), DirectReads(targets) as reads:
+    with current().phase(CHECKING), torch.no_grad(), DirectReads(targets) as reads:
         uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
     apart = uncalled | reads.names
     return [target.name for target in targets if target.name in apart or is_unused(target.name, loaded.kind)]

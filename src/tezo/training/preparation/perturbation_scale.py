@@ -4,59 +4,76 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tezo.directions.targets import is_packed
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure
-from tezo.optim.estimate_error import AROUND, measure_estimate_error, recommended
+from tezo.models.in_memory import dtype_name
 from tezo.optim.methods import AUTO, Tuner, method
+from tezo.optim.perturbation_scale import MeasuredScale, in_words, measure_scale
+from tezo.progress.meter import RHO, current
+from tezo.tasks.objectives import BatchClosure
 from tezo.training.configuration.recipe import REWARD, Config
 
 DEFAULT_RHO = 1e-3
-"""The paper's, for models that compute in float32: rounding is then far below the noise of a batch."""
+"""The paper's: the first scale that is tried where the model computes in float32."""
+ROUNDED_RHO = 3e-3
+"""The first where it rounds its losses: packed, or in half precision."""
 REWARD_RHO = 1e-2
 """For a reward: completions do not change at all within a shorter distance of the parameters."""
-SCALES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3)
-"""Scales that are measured otherwise."""
 
 
-def resolve_rho(
-    config: Config, build: Callable[[Config], Tuner], loss: Closure, model: Any
-) -> tuple[Config, list[str]]:
-    """Replaces "auto" in method.rho; returns (configuration, notices for the user).
-
-    A model that is quantised, or computes in half precision, rounds its losses: rho is then the scale at which the
-    error of the projected gradient, from rounding and from curvature, is acceptable; see `recommended`.
-
-    Args:
-        config: with method.rho, or without it where it is at its default.
-        build: makes the optimizer of a configuration.
-        loss: on the rows of a step.
-        model: the model.
+def is_rho_open(config: Config) -> bool:
+    """Whether the settings leave rho open, and the method has one.
 
     Raises:
         RequestError: rho is auto by request, and the objective is a metric.
     """
-    chosen = method(config.method.name)
     wanted = config.method.options.get("rho")
-    if chosen.defaults().get("rho") is None or wanted not in (None, AUTO):
-        return config, []
+    if method(config.method.name).defaults().get("rho") is None or wanted not in (None, AUTO):
+        return False
     if wanted == AUTO and not config.train.minimises_loss:
         raise RequestError(
             f"method.rho is auto, which needs train.objective loss, not {config.train.objective}; set a number."
         )
+    return True
+
+
+def first_scale(model: Any) -> float:
+    """The scale that is tried first on a model."""
     rounds = any(is_packed(p) or p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    if not config.train.minimises_loss or not rounds:
-        return config.with_options(rho=REWARD_RHO if config.train.objective == REWARD else DEFAULT_RHO), []
-    cheap = {"basis": "gaussian", "lr": 0.0}
-    optimizer = build(config.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
-    try:
-        errors = measure_estimate_error(optimizer, loss, SCALES)
-    finally:
-        optimizer.close()
-    found = recommended(errors)
-    passes = 2 * optimizer.num_directions * len(SCALES) * len(AROUND)
-    return config.with_options(rho=found.rho), [
-        f"method.rho: {found.rho:g} was chosen by the error of the projected gradient in this precision, "
-        f"{found.error:.1%} there and {errors[-1].error:.1%} at {errors[-1].rho:g} ({passes} forward passes)."
-    ]
+    return ROUNDED_RHO if rounds else DEFAULT_RHO
+
+
+def losses_of(batch: BatchClosure, optimizer: Tuner) -> Callable[[], Tensor]:
+    """What `measure_scale` takes of the rows of a step."""
+    return batch if optimizer.per_example else batch.row_losses
+
+
+def resolve_rho(
+    config: Config, optimizer: Tuner, losses: Callable[[], Tensor] | None
+) -> tuple[Config, list[str], MeasuredScale | None]:
+    """Replaces "auto" in method.rho; returns (configuration, notices for the user, what was measured).
+
+    It is measured along the directions that the run draws; see `tezo.optim.perturbation_scale`. For a reward or a
+    metric, and where there are no rows to measure on, it is a number. The optimizer has the rho of the result.
+
+    Args:
+        config: with method.rho, or without it where it is at its default.
+        optimizer: of the run, with its directions and its basis.
+        losses: of the rows of a step, as `measure_scale` takes them; None: nothing may be measured.
+
+    Raises:
+        RequestError: rho is auto by request, and the objective is a metric.
+    """
+    if not is_rho_open(config):
+        return config, [], None
+    if not config.train.minimises_loss or losses is None:
+        rho = REWARD_RHO if config.train.objective == REWARD else first_scale(optimizer.model)
+        optimizer.set_rho(rho)
+        return config.with_options(rho=rho), [], None
+    with current().phase(RHO):
+        found = measure_scale(optimizer, losses, first_scale(optimizer.model), current().report)
+    optimizer.set_rho(found.chosen.rho)
+    notice = in_words(found, dtype_name(optimizer.model))
+    return config.with_options(rho=found.chosen.rho), [notice], found

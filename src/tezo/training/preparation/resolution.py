@@ -10,17 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure
+from tezo.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.methods import AUTO
+from tezo.optim.perturbation_scale import MeasuredScale
 from tezo.optim.tuner import Tuner
+from tezo.progress.meter import RATE, current
 from tezo.tasks import Format, LabelFormat
 from tezo.tasks.data_config import DataConfig
 from tezo.tasks.formats import default_template
+from tezo.tasks.objectives import BatchClosure
 from tezo.training.configuration.recipe import Config, TrainConfig
 from tezo.training.preparation.example_directions import resolve_directions
-from tezo.training.preparation.feedback_schedule import resolve_feedback
-from tezo.training.preparation.perturbation_scale import resolve_rho
+from tezo.training.preparation.feedback_schedule import is_feedback, resolve_feedback
+from tezo.training.preparation.perturbation_scale import is_rho_open, losses_of, resolve_rho
 
 RESOLVED_AT_START: dict[str, Any] = {
     "data.shape": "auto",
@@ -34,6 +37,9 @@ RESOLVED_AT_START: dict[str, Any] = {
     "train.feedback_last": None,
 }
 """Settings that are filled in -> the value that leaves them open."""
+
+SEARCH_SHARE = 0.2
+"""Forward passes of the search for a learning rate, with those of the measurement of rho, as a part of the steps'."""
 
 EPOCHS, LEAST_STEPS, MOST_STEPS = 20, 200, 1000
 """Default number of steps: so many epochs, within these bounds."""
@@ -65,45 +71,50 @@ class Resources:
         loss: number of rows -> the objective on the first training rows.
         batch: step -> the objective on the rows of that step.
         held_out: the losses of rows that the first steps do not see.
+        measuring: whether passes may be made; without them settings that are measured stay open.
     """
 
     format: Format
     model: Any
     rows: RowFacts
     loss: Callable[[int], Closure]
-    batch: Callable[[int], Closure]
+    batch: Callable[[int], BatchClosure]
     held_out: Callable[[], Sequence[float]]
+    measuring: bool = True
 
 
 def resolve_before_building(
     config: Config, resources: Resources, build: Callable[[Config], Tuner]
 ) -> tuple[Config, list[str]]:
     """Fills in what the optimizer is built with; (configuration, what the user should know of the choices)."""
-    config, notices = resolve_directions(
-        config, build, resources.loss(2), rows_share_inputs=resources.rows.shared_tokens > 0
-    )
-    config, more = resolve_rho(config, build, resources.loss(config.train.batch_size), resources.model)
-    return config, [*notices, *more]
+    few = resources.loss(2) if resources.measuring else None
+    return resolve_directions(config, build, few, rows_share_inputs=resources.rows.shared_tokens > 0)
 
 
 def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Config, list[str]]:
     """(the configuration with no open setting, what the user should know of the choices).
 
-    The optimizer has the learning rate of the result.
+    The optimizer has the rho and the learning rate of the result. What would be measured stays open if nothing may be.
 
     Raises:
         RequestError: feedback steps or a chosen rate are asked for, and cannot be had.
     """
     train = with_steps(config.train, resources.rows.count)
-    loss = resources.loss(train.batch_size)
+    loss = resources.loss(train.batch_size) if resources.measuring else None
     train, notices = resolve_feedback(train, config.method.name, optimizer, loss)
     config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
-    lr, more = _resolved_lr(config, resources, optimizer)
+    measured = None
+    if resources.measuring or not is_rho_open(config) or not train.minimises_loss:
+        config, more, measured = resolve_rho(config, optimizer, losses_of(resources.batch(0), optimizer))
+        notices = [*notices, *more]
+    lr, more = _resolved_lr(config, resources, optimizer, measured)
     return config.with_options(lr=lr), [*notices, *more]
 
 
-def _resolved_lr(config: Config, resources: Resources, optimizer: Tuner) -> tuple[float, list[str]]:
-    """(learning rate, notices for the user); the optimizer has the rate."""
+def _resolved_lr(
+    config: Config, resources: Resources, optimizer: Tuner, measured: MeasuredScale | None
+) -> tuple[float | str, list[str]]:
+    """(learning rate, notices for the user); the optimizer has the rate. "auto" where it is not to be searched."""
     wanted, default = config.method.options.get("lr", AUTO), float(optimizer.param_groups[0]["lr"])
     if wanted != AUTO or optimizer.num_directions == 0:
         return default, []
@@ -116,9 +127,24 @@ def _resolved_lr(config: Config, resources: Resources, optimizer: Tuner) -> tupl
         if "lr" in config.method.options:
             raise RequestError(f"method.lr is auto, and {reason}; set a number.")
         return default, [f"method.lr is {default:.1e}, the method's default: {reason}."]
+    if not resources.measuring:
+        return AUTO, []
     passes = math.ceil(resources.rows.held_out / config.train.batch_size)
-    found = choose_lr(optimizer, resources.batch, resources.held_out, passes, config.train.num_steps)
+    spent = 0 if measured is None else measured.num_forward_passes
+    budget = search_budget(config.train, optimizer) - spent
+    with current().phase(RATE):
+        found = choose_lr(
+            optimizer, resources.batch, resources.held_out, passes, config.train.num_steps, budget, measured,
+            current().report,
+        )  # fmt: skip
     return found.lr, [found.notice]
+
+
+def search_budget(train: TrainConfig, optimizer: Tuner) -> int:
+    """Forward passes that the search for a learning rate may take, together with the measurement of rho."""
+    feedback = sum(is_feedback(step, train) for step in range(train.num_steps))
+    own = optimizer.passes_of(optimizer.kinds[0], first=False) * (train.num_steps - feedback)
+    return int(SEARCH_SHARE * (own + (optimizer.passes_of(FEEDBACK, first=False) * feedback if feedback else 0)))
 
 
 def with_steps(train: TrainConfig, num_rows: int) -> TrainConfig:

@@ -1,48 +1,39 @@
-"""Progress of a run on the screen: what is tuned, a progress bar, the evaluations, and two samples of free text."""
+"""Progress of a run on standard error: its phases, what is tuned, the evaluations, and two samples of free text."""
 
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+from tezo.progress.meter import STEPS
+from tezo.progress.status_line import StatusLine
 from tezo.runs.result_words import metric_text
 from tezo.runs.step_log import Rollback
 from tezo.tasks.evaluation import Metrics
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.listeners import Progress as StepProgress
+from tezo.training.execution.listeners import Listener, Progress
 from tezo.training.execution.rollbacks import in_words
+from tezo.training.execution.summary import row_counts
 from tezo.training.preparation.job import Job
 from tezo.training.preparation.plan import plan
 
-WIDE = 110
-"""Columns of a terminal from which on there is a bar beside the figures."""
 MOST_SAMPLE = 300
 """Characters of a sample that are printed; of a longer one the last."""
 
 
 class Screen(Listener):
-    """Prints the progress to standard error; standard output is for results."""
+    """Prints what a run reports beside the phases that the status line shows.
 
-    def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
-        self.bar = Progress(
-            *([BarColumn(bar_width=24)] if self.console.width >= WIDE else []),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            TextColumn("to go"),
-            console=self.console,
-        )
+    Args:
+        line: where to.
+    """
+
+    def __init__(self, line: StatusLine) -> None:
+        self.line = line
         self.dev_losses: list[float] = []
 
     def started(self, job: Job) -> None:
         self.job = job
         for line in _start_lines(job):
-            self.console.print(line, markup=False, soft_wrap=True)
-        self.task = self.bar.add_task("", total=job.config.train.num_steps, figures="")
-        self.bar.start()
+            self.line.print(line)
 
-    def stepped(self, progress: StepProgress) -> None:
+    def stepped(self, progress: Progress) -> None:
         record = progress.record
         figures = [f"loss {record.loss:.4f}", f"{progress.memory / 2**20:.0f} MiB"]
         if record.probes:
@@ -50,7 +41,7 @@ class Screen(Listener):
             figures.insert(1, f"|kappa| {kappa:.3g}")
         if self.dev_losses:
             figures.insert(0, f"dev {self.dev_losses[0]:.4f} -> {self.dev_losses[-1]:.4f}")
-        self.bar.update(self.task, completed=record.step + 1, figures="  ".join(figures))
+        self.line.figures[STEPS] = ", ".join(figures)
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
         if self.job.test is self.job.dev:
@@ -58,20 +49,19 @@ class Screen(Listener):
         if split == "dev":
             self.dev_losses.append(metrics["loss"])
         figures = "  ".join(f"{name} {metric_text(name, value)}" for name, value in metrics.items())
-        self.bar.console.print(f"  step {step:>6}  {split:<5} {figures}", markup=False)
+        self.line.print(f"  step {step:>6}  {split:<5} {figures}")
+
+    def warned(self, text: str) -> None:
+        self.line.print(f"notice: {text}")
 
     def rolled_back(self, rollback: Rollback) -> None:
-        self.bar.console.print(f"  step {rollback.step:>6}  {in_words(rollback)}", markup=False, soft_wrap=True)
+        self.line.print(f"  step {rollback.step:>6}  {in_words(rollback)}")
 
     def compared(self, answers: dict[str, Any]) -> None:
-        self.bar.stop()
         for row in [] if self.job.test[0].example.options else answers["shown"]:
-            self.console.print(f"sample of {row['row']}", markup=False)
+            self.line.print(f"sample of {row['row']}")
             for name, key in (("prompt", "text"), ("before", "before"), ("after", "after")):
-                self.console.print(f"  {name:<6} {_one_line(row[key])}", markup=False, soft_wrap=True)
-
-    def closed(self) -> None:
-        self.bar.stop()
+                self.line.print(f"  {name:<6} {_one_line(row[key])}")
 
 
 def _one_line(text: str) -> str:
@@ -80,17 +70,17 @@ def _one_line(text: str) -> str:
 
 
 def _start_lines(job: Job) -> list[str]:
-    rows = plan(job.model, job.optimizer)
-    trained = [row for row in rows if row["trained"]]
+    rows, parameters = row_counts(job), plan(job.model, job.optimizer)
+    trained = [row for row in parameters if row["trained"]]
     ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})
     span = "" if not ranks else f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
     moved = sorted({row["moved"] for row in trained})
     model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
     lines = [
         f"{job.config.method.name} on {model}",
-        f"{len(trained)} of {len(rows)} parameters are trained{span}, moved {' and '.join(moved)}"
+        f"{len(trained)} of {len(parameters)} parameters are trained{span}, moved {' and '.join(moved)}"
         + (f"; fixed factors take {job.optimizer.factor_bytes / 2**20:.1f} MiB" if ranks else ""),
-        f"{len(job.train)} training rows, {len(job.dev)} dev, {len(job.test)} test",
+        f"{rows['train']} training rows, {rows['dev']} dev, {rows['test']} test",
         *job.rows_as_read,
     ]
     return lines + [f"note: {notice}" for notice in job.notices]
