@@ -21,7 +21,7 @@ from folders import (
     write_rows,
 )
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from tezo import train
 from tezo.errors import RequestError
@@ -29,7 +29,7 @@ from tezo.models.in_memory import from_objects
 from tezo.models.loading import LoadedModel
 from tezo.tasks import Example, Fields, Row, choose_format
 from tezo.tasks.data_config import DataConfig
-from tezo.tasks.evaluation import measure, predict
+from tezo.tasks.evaluation import evaluate, measure, predict
 from tezo.tasks.generation import completions
 from tezo.tasks.objectives import CausalObjective, objective_for
 from tezo.tasks.objectives.ends import text_after
@@ -68,13 +68,33 @@ def learnt(tokenizer, row: dict) -> list[str]:
 
 @pytest.mark.parametrize(
     "template",
-    [TURN, TURN.replace("\n", ""), TURN.replace("<end>", "<end></s>"), TURN.replace("<end>", " <end> the film")],
-    ids=["line break behind it", "alone", "end of text behind it", "space before, text behind"],
+    [TURN, TURN.replace("\n", ""), TURN.replace("\n", "\n</s>"), TURN.replace("<end>", " <end> the film")],
+    ids=["line break behind it", "alone", "end of text on the next line", "space before, text behind"],
 )
 def test_an_answer_to_messages_ends_with_what_the_template_ends_turns_with(template):
     tokenizer = turns_tokenizer(template)
     assert learnt(tokenizer, {"messages": TALK}) == ["good", "<end>"]
     assert learnt(tokenizer, {"prompt": TALK[:1], "completion": TALK[1:]}) == ["good", "<end>"]
+
+
+@pytest.mark.parametrize("behind", ["", "<end>", "<end></s>", "<end></s>\n", "</s>"])
+def test_tokens_behind_an_answer_are_learnt_up_to_the_one_that_ends_texts(behind):
+    """Programs stop there, and not at a token before it, such as one that closes a thought or a channel."""
+    tokenizer = turns_tokenizer(TURN.replace("<end>", "<end></s>"))
+    assert learnt(tokenizer, {"messages": TALK}) == ["good", "<end>", "</s>"]
+    row = {"prompt": render_chat(tokenizer, TALK[:1]), "completion": "good" + behind}
+    assert learnt(tokenizer, row) == ["good", *(["<end>"] if behind != "</s>" else []), "</s>"]
+    assert set(objective_of(tokenizer).ends.marks) == {tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_token_that_opens_the_next_turn_ends_an_answer_where_the_model_names_it(named):
+    template = "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<end>' }}{{ m.content }}{% endfor %}"
+    tokenizer = turns_tokenizer(template + "{% if add_generation_prompt %}<end>{% endif %}")
+    model = tiny_model("opt", len(tokenizer))
+    model.generation_config.eos_token_id = [2, *([tokenizer.convert_tokens_to_ids("<user>")] if named else [])]
+    own = objective_of(tokenizer, model).encode(example_of(tokenizer, {"messages": TALK}))
+    assert tokenizer.convert_ids_to_tokens(own.sequences[0][-2:]) == ["good", "<user>" if named else "</s>"]
 
 
 def test_a_template_without_a_token_behind_the_answer_ends_it_as_a_text():
@@ -135,7 +155,37 @@ def test_the_end_of_texts_is_the_tokenizers_or_else_the_first_special_one_of_the
     assert objective_of(tokenizer, model).encode(example).sequences[0][-1] == tokenizer.eos_token_id
     tokenizer.eos_token = None
     assert objective_of(tokenizer, model).encode(example).sequences[0][-1] == end
-    assert set(objective_of(tokenizer, model).ends.marks) == {word, end, 2}
+    assert set(objective_of(tokenizer, model).ends.marks) == {end, 2}  # a default of the architecture is no word
+    model.generation_config = GenerationConfig(eos_token_id=[word, end])
+    assert set(objective_of(tokenizer, model).ends.marks) == {word, end}
+
+
+def test_a_notice_names_an_end_that_other_programs_do_not_stop_at():
+    tokenizer = turns_tokenizer()
+    model = tiny_model("opt", len(tokenizer))
+    for named, noted in (([2, tokenizer.convert_tokens_to_ids("<end>")], False), (2, True)):
+        model.generation_config.eos_token_id = named
+        objective = objective_of(tokenizer, model)
+        objective.encode(Example("the film", " good", (), None, "line 1"))
+        objective.encode(replace(example_of(tokenizer, {"messages": TALK}), where="line 2"))
+        notices = [notice for notice in token_notices(objective) if "generation_config" in notice]
+        assert [notice.startswith("1 row(s) (line 2): the answer ends with '<end>'") for notice in notices] == [
+            True
+        ] * noted
+
+
+def test_an_end_that_is_the_padding_is_learnt_and_padding_is_not():
+    tokenizer = turns_tokenizer()
+    model = tiny_model("llama", len(tokenizer))
+    talks = [TALK, [TALK[0], TALK[1] | {"content": "good the film was very bad"}]]
+    losses = []
+    for pad in ("<end>", "<pad>"):
+        tokenizer.pad_token = pad
+        objective = objective_of(tokenizer, model)
+        encoded = [objective.encode(example_of(tokenizer, {"messages": talk})) for talk in talks]
+        assert [e.sequences[0][-1] for e in encoded] == tokenizer.convert_tokens_to_ids(["<end>"] * 2)
+        losses.append(evaluate(model, objective, encoded, 2)["loss"])
+    assert losses[0] == losses[1]
 
 
 def test_a_notice_says_that_answers_have_no_end():
@@ -267,6 +317,16 @@ def test_training_evaluation_and_prediction_refuse_it_before_a_forward_pass():
     for ask in (run.evaluate, run.predict):
         with pytest.raises(RequestError, match="row 1: the token 'unheard'"):
             ask(rows[6:])
+
+
+def test_a_folder_whose_end_of_texts_has_no_embedding_is_refused_with_the_row_that_learns_it(tmp_path):
+    model = model_folder(tmp_path, "llama")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"eos_token": "<new>"})
+    tokenizer.save_pretrained(model)
+    rows = write_rows(tmp_path / "rows.jsonl", completion_rows(3))
+    done = tezo("eval", model, "--set", f"data.test={rows}")
+    assert done.code == 2 and "line 1: the token '<new>' has the number" in done.err, done.err
 
 
 def test_a_padding_token_beyond_the_embeddings_is_refused():

@@ -2,11 +2,11 @@
 
 import math
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import effective_weight
+from folders import words_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import Regression, lm_loss, tiny_bert, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class Saved:
 
 def test_of_a_batch_in_parts_the_graph_of_one_part_exists_at_a_time():
     model = tiny_opt()
-    objective = CausalObjective(SimpleNamespace(pad_token_id=0), torch.device("cpu"), 100, ())
+    objective = CausalObjective(words_tokenizer(), torch.device("cpu"), 100, ())
     texts = [*tokens(8, 4, seed=1).tolist(), *tokens(2, 20, seed=2).tolist()]
     rows = [Encoded((tuple(ids),), (len(ids) - 2,), Example("", "", (), None, "a row")) for ids in texts]
     closure = objective.closure(model, objective.batches(rows))

@@ -99,6 +99,27 @@ def test_a_call_and_what_the_tool_said_are_part_of_a_prompt():
         assert found.answer == "good"
 
 
+def test_an_answer_behind_a_tool_is_as_the_template_writes_it_though_it_refuses_a_tool_without_a_call():
+    strict = (
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}[{{ m.role }}]"
+        "{% if m.role == 'assistant' and m.content %}to the user:{% endif %}{{ m.content or m.tool_calls }}"
+        "</s>{% endfor %}" + OPENED
+    )
+    told = {"role": "tool", "content": "seen"}
+    assert example({"messages": [QUESTION, ANSWER]}, strict).answer == "to the user:good"
+    assert example({"messages": [QUESTION, CALLING, told, ANSWER]}, strict).answer == "to the user:good"
+
+
+def test_a_notice_says_where_a_template_opens_an_answer_otherwise_than_prompts_end():
+    closed = "{% if add_generation_prompt %}[assistant]no thought:{% endif %}"
+    thought = "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{{ m.reasoning or 'no thought' }}:"
+    template = thought + "{% endif %}{{ m.content }}</s>{% endfor %}" + closed
+    assert example({"messages": [QUESTION, ANSWER]}, template).note == ""
+    found = example({"messages": [QUESTION, ANSWER | {"reasoning": "well"}]}, template)
+    assert found.answer == "good" and "content alone is learnt" in found.note
+
+
 @pytest.mark.parametrize("template", [PLAIN + OPENED, PLAIN.replace("]{{", "]{{ '' + ") + OPENED])
 @pytest.mark.parametrize("content", [None, ""])
 def test_a_template_that_leaves_out_calls_is_refused(content, template):
@@ -131,6 +152,9 @@ def test_tools_are_given_to_the_template(given):
         assert (found.answer, found.note) == (plain.answer, "")
     for none in (None, [], ""):
         assert example({"messages": [QUESTION, ANSWER], "tools": none}, TOOLS) == plain
+    meant = json.dumps([TOOL | {"default": None}])
+    found = example({"messages": [QUESTION, ANSWER], "tools": meant}, TOOLS)
+    assert found.prompt == f"[tools]{meant}</s>" + plain.prompt
     for wrong in ("look", [3], {"name": "look"}):
         with pytest.raises(RequestError, match="line 1: field 'tools' is not a list"):
             example({"messages": [QUESTION, ANSWER], "tools": wrong}, TOOLS)

@@ -237,7 +237,8 @@ def _try(loaded: LoadedModel) -> None:
             "model.name: the tokenizer of this model has no vocabulary; put its files (tokenizer.json) into the folder."
         )
     ids = [*tokenizer("a")["input_ids"], *(token for token in own if token is not None)]
-    inputs = torch.tensor([ids[: loaded.max_length]], device=loaded.device)
+    count = num_embeddings(loaded.model) or max(ids) + 1  # the rows that have a token beyond them are named
+    inputs = torch.tensor([[token for token in ids if token < count][: loaded.max_length]], device=loaded.device)
     loaded.model(input_ids=inputs, attention_mask=torch.ones_like(inputs))
 
 

@@ -223,7 +223,8 @@ def _tools_in(row: Row) -> Messages | None:
             f"{row.where}: field {own!r} is not a list of descriptions of functions, or JSON of one; fix that row, or "
             "take the field out."
         )
-    return cast("Messages", without_nulls(tools))
+    padded = own is not None and not isinstance(row.fields[own], str)  # nulls in JSON are what its writer meant
+    return cast("Messages", without_nulls(tools) if padded else tools)
 
 
 def _with_parsed_calls(messages: Messages) -> Messages:
@@ -308,7 +309,7 @@ def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict
     if answer is None:
         return Example(prompt, "", (), None, row.where, chat=True, note=note)
     text, whole = answer["content"] or "", _rendered(render, row, [*messages, answer], tools, whole=True)
-    if end is None and answer.get(_CALLS):
+    if end is None:
         end = _written(render, ("user",))[2]
     if end is not None and whole.startswith(prompt) and whole.endswith(end):
         text = whole[len(prompt) : len(whole) - len(end)]
@@ -326,6 +327,11 @@ def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict
                 "its calls of tools cannot be learnt; write them into the content, or remove that row."
             )
         text = whole[len(prompt) :].rstrip()
+    elif not whole.startswith(prompt):
+        alone = (
+            "the model's chat template opens this answer otherwise than its prompts end, so the content alone is learnt"
+        )
+        note = "; ".join(filter(None, (note, alone)))
     return Example(prompt, text, (), None, row.where, chat=True, note=note)
 
 

@@ -100,12 +100,19 @@ class CausalObjective(Objective):
 
     def _ended(self, ids: list[int], start: int, end: int | None, example: Example) -> list[int]:
         """The tokens with `end` behind them, if the answer, which begins at `start`, does not have an end already."""
-        if ids[start:] and ids[-1] in self.ends.marks:
-            return ids
-        if end is None:
-            self.endless.add(0, example.where)
-            return ids
-        return [*ids, end]
+        if not (ids[start:] and ids[-1] in self.ends.marks):
+            if end is None:
+                self.endless.add(0, example.where)
+                return ids
+            ids = [*ids, end]
+        if ids[-1] in self.ends.unnamed:
+            own = self.ends.marks[ids[-1]]
+            note = (
+                f"the answer ends with {own!r}, which the model's generation_config does not name, so transformers and "
+                "servers would write on behind it; add its number to eos_token_id there"
+            )
+            self.note(note, example.where)
+        return ids
 
     def _alone(self, text: str) -> list[int]:
         """The tokens of a text behind others, without the space that some tokenizers put before a first word."""

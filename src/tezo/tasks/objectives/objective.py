@@ -128,8 +128,12 @@ class Objective(ABC):
         for ids in encoded.sequences:
             self._check_known(ids, example.where)
         if example.note:
-            self.notes.setdefault(example.note, Cuts()).add(0, example.where)
+            self.note(example.note, example.where)
         return encoded
+
+    def note(self, text: str, where: str) -> None:
+        """Counts a row of which the user is told `text`."""
+        self.notes.setdefault(text, Cuts()).add(0, where)
 
     @abstractmethod
     def _encode(self, example: Example) -> Encoded:
