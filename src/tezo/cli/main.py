@@ -3,12 +3,11 @@
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
-from tezo.cli import analyze_command as analyze
-from tezo.cli import bench_command as bench
 from tezo.cli import doctor_command as doctor
 from tezo.cli import eval_command as evaluate
 from tezo.cli import export_command as export
@@ -17,7 +16,6 @@ from tezo.cli import predict_command as predict
 from tezo.cli import push_command as push
 from tezo.cli import replay_command as replay
 from tezo.cli import report_command as report
-from tezo.cli import reproduce_command as reproduce
 from tezo.cli import tasks_command as tasks
 from tezo.cli import train_command as train
 from tezo.cli.common import options
@@ -34,11 +32,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-COMMANDS = (
-    train, evaluate, predict, export, push, methods, tasks, doctor, bench, analyze, report, reproduce, replay
-)  # fmt: skip
-for command in COMMANDS:
+EXTENSIONS = "tezo.commands"
+"""Entry-point group of modules of other distributions whose `register(app)` adds a command."""
+
+for command in (train, evaluate, predict, export, push, methods, tasks, doctor, report, replay):
     command.register(app)
+for extension in entry_points(group=EXTENSIONS):
+    extension.load().register(app)
 
 
 def _print_version(asked: bool) -> None:
