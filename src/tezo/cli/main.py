@@ -19,7 +19,6 @@ from tezo.cli import report_command as report
 from tezo.cli import tasks_command as tasks
 from tezo.cli import train_command as train
 from tezo.cli.common import options
-from tezo.cli.foreign_options import check_options
 from tezo.errors import TezoError
 from tezo.files import one_line
 
@@ -63,7 +62,6 @@ def _global(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line. Exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 Ctrl-C."""
     try:
-        check_options(app, sys.argv[1:] if arguments is None else arguments)
         app(args=arguments, prog_name="tezo")
     except TezoError as error:
         if options.debug or "--debug" in (sys.argv if arguments is None else arguments):
