@@ -38,7 +38,7 @@ def test_an_unknown_name_gets_a_suggestion(home, tmp_path, flags, parts):
 
 
 def test_python_suggests_its_own_names():
-    for name, own in (("stepps", "'steps'"), ("tast", "'task'"), ("dat", "'data'")):
+    for name, own in (("stepps", "'steps'"), ("batchsize", "'batch_size'"), ("dat", "'data'")):
         with pytest.raises(RequestError, match=f"{name}: there is no such setting. Did you mean {own}"):
             library.train("folder", "rows.jsonl", **{name: 1})
 

@@ -17,7 +17,7 @@ class GaussianBasis(Basis):
 
 
 class OrthonormalBasis(GaussianBasis):
-    """Q of the Gaussian factor's QR decomposition, times the square root of rows over columns: its mean square is 1.
+    """Q of the Gaussian factor's QR decomposition, times the square root of its rows: the mean square is 1.
 
     The diagonal of R is positive, which makes Q unique.
     """
@@ -25,5 +25,5 @@ class OrthonormalBasis(GaussianBasis):
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
         q, r = torch.linalg.qr(super().factor(role, target, rank, seed, refresh_step))
         signed: Tensor = q * torch.sign(torch.diagonal(r))
-        signed *= (len(q) / rank) ** 0.5
+        signed *= len(q) ** 0.5
         return signed

@@ -26,7 +26,5 @@ class Subspace(LowRankPerturbation):
 
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]
-        drawn: dict[str, Tensor] = {role: self.basis.factor(role, target, rank, seed, refresh_step) for role in ROLES}
-        if self.scale == "unit":
-            return drawn
-        return {role: factor * (rank / len(factor)) ** 0.5 for role, factor in drawn.items()}
+        drawn = ((role, self.basis.factor(role, target, rank, seed, refresh_step)) for role in ROLES)
+        return {role: factor / (rank if self.scale == "unit" else len(factor)) ** 0.5 for role, factor in drawn}
