@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tezo.distributed import Ranks
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure, Estimate, ExampleClosure, Probe, StepDraw, precise
+from tezo.estimators.estimate import Closure, Estimate, Probe, RowsClosure, StepDraw, precise
 from tezo.estimators.two_point import TwoPoint, average, fitting_copies
 from tezo.forward import NotInBlocksError, Shift
 from tezo.forward.blocks import Blocks
@@ -40,7 +40,7 @@ class PerExample(TwoPoint):
         self._blocks = blocks
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
-        source = closure if isinstance(closure, ExampleClosure) else _PlainClosure(closure)
+        source = closure if isinstance(closure, RowsClosure) else _PlainClosure(closure)
         q = len(next(iter(draw.directions.values())))
         with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
             try:
@@ -60,7 +60,7 @@ class PerExample(TwoPoint):
 
     def _both(
         self,
-        source: "ExampleClosure | _PlainClosure",
+        source: "RowsClosure | _PlainClosure",
         draw: StepDraw,
         j: int,
         place: Callable[[int], int] = lambda i: i,
@@ -70,11 +70,11 @@ class PerExample(TwoPoint):
         def at(*scales: float) -> Tensor:
             return self._losses(source, draw, j, scales, place)
 
-        if isinstance(source, ExampleClosure) and fitting_copies(source.example_tokens, dense=False) >= 2:
+        if isinstance(source, RowsClosure) and fitting_copies(source.example_tokens, dense=False) >= 2:
             return at(self.rho, -self.rho)
         return torch.cat([at(self.rho), at(-self.rho)])
 
-    def _check_apart(self, source: "ExampleClosure | _PlainClosure", draw: StepDraw, losses_2B: Tensor) -> None:
+    def _check_apart(self, source: "RowsClosure | _PlainClosure", draw: StepDraw, losses_2B: Tensor) -> None:
         """An error where an example's loss depends on the directions of others: kappa would be of all of them."""
         count = losses_2B.shape[1]
         # every other example has another direction, in passes of the same shapes: others round differently
@@ -88,7 +88,7 @@ class PerExample(TwoPoint):
 
     def _losses(
         self,
-        source: "ExampleClosure | _PlainClosure",
+        source: "RowsClosure | _PlainClosure",
         draw: StepDraw,
         j: int,
         scales: Sequence[float],

@@ -164,7 +164,7 @@ class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
 
         Args:
             closure: evaluates the objective on this step's batch. It is called twice for every direction, unless it is
-                a `BlockClosure` and one forward pass for several evaluations is faster.
+                a `RowsClosure` and one forward pass for several evaluations is faster.
             kind: kind of the step, one of `kinds`; None: the first one, with random directions.
         """
         if closure is None:
