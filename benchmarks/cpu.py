@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tezo.studies.bench.peak_memory import measure_memory
-from tezo.studies.bench.result_files import print_table, write_json
-from tezo.studies.bench.settings import Settings, entries
-from tezo.studies.bench.step_time import measure_step
+from tezo_studies.bench.peak_memory import measure_memory
+from tezo_studies.bench.result_files import print_table, write_json
+from tezo_studies.bench.settings import Settings, entries
+from tezo_studies.bench.step_time import measure_step
 
 METHODS = [
     "tezo", "tezo-cadam", "lozo", "lozo-adam", "subzo", "tezo-adam", "mezo", "plain-closure:tezo", "published:mezo",

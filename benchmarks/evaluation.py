@@ -14,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from tezo_studies.bench.shapes import build_model
 
 from tezo.runs.environment import hardware, versions
-from tezo.studies.bench.shapes import build_model
 from tezo.tasks import Example
 from tezo.tasks.evaluation import evaluate
 from tezo.tasks.objectives import CausalObjective, Encoded

@@ -17,13 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tezo_studies.bench.peak_memory import ALLOCATOR, forget_peak, peak_now
+from tezo_studies.bench.result_files import commit, cpu
+from tezo_studies.bench.shapes import build_model
 
 from tezo.estimators.estimate import FEEDBACK, TWO_POINT
 from tezo.optim.methods import lozo_adam
 from tezo.runs.environment import versions
-from tezo.studies.bench.peak_memory import ALLOCATOR, forget_peak, peak_now
-from tezo.studies.bench.result_files import commit, cpu
-from tezo.studies.bench.shapes import build_model
 from tezo.tasks import Example
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.objective import Encoded

@@ -21,6 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tezo_studies.bench.case_results import CaseResults
+from tezo_studies.bench.cases import Case, make_case
+from tezo_studies.bench.packed_model import packed
+from tezo_studies.bench.result_files import commit, cpu
+from tezo_studies.bench.settings import Settings
+from tezo_studies.bench.shapes import SHAPES
+from tezo_studies.bench.single_case import measure_case
+from tezo_studies.bench.workload import Work
 
 from tezo.errors import TezoError, nearest
 from tezo.files import one_line
@@ -28,14 +36,6 @@ from tezo.models.loading import choose_device
 from tezo.models.quantization import quantizer
 from tezo.models.quiet import quiet_libraries
 from tezo.runs.environment import driver_cuda, usable_memory, versions
-from tezo.studies.bench.case_results import CaseResults
-from tezo.studies.bench.cases import Case, make_case
-from tezo.studies.bench.packed_model import packed
-from tezo.studies.bench.result_files import commit, cpu
-from tezo.studies.bench.settings import Settings
-from tezo.studies.bench.shapes import SHAPES
-from tezo.studies.bench.single_case import measure_case
-from tezo.studies.bench.workload import Work
 
 PLAIN = ("F", "F2", "J2")
 READING = (

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tezo.studies.analysis.figure import COLOURS, Analysis, drawn
+from tezo_studies.analysis.figure import COLOURS, Analysis, drawn
+
 from tezo.training.forecasts.memory_ways import FULL, INFERENCE, LORA, LORA_CHECKPOINTED
 
 HERE = Path(__file__).parent

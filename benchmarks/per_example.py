@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cpu import BATCHES, quick, run
-
-from tezo.studies.bench.peak_memory import measure_memory
-from tezo.studies.bench.step_time import measure_step
+from tezo_studies.bench.peak_memory import measure_memory
+from tezo_studies.bench.step_time import measure_step
 
 METHODS = ["tezo", "per-example:tezo", "lozo-adam", "per-example:lozo-adam"]
 STEP = [(replace(batch, rounds=9, seconds=120), METHODS) for batch in BATCHES if batch.batch > 1]

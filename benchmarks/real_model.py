@@ -21,11 +21,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from tezo_studies.bench.result_files import commit
 
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.runs.environment import hardware, threads, versions
-from tezo.studies.bench.result_files import commit
 from tezo.training.configuration.config import read_config
 from tezo.training.preparation.job import prepare
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tezo_studies.bench.result_files import commit
 from transformers import AutoModelForCausalLM
 
 import tezo
 from tezo.models.quiet import quiet_libraries
 from tezo.runs.environment import hardware, versions
-from tezo.studies.bench.result_files import commit
 
 EXAMPLE = Path(__file__).parents[1] / "examples/reward"
 SETTINGS = {"method": "lozo-adam", "lr": 1e-3, "steps": 60, "max_new_tokens": 24}

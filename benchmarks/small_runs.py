@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tezo_studies.bench.result_files import commit, processor
+
 from tezo.runs.environment import versions
-from tezo.studies.bench.result_files import commit, processor
 
 LABELLED = {"data.num_train": 160, "data.num_dev": 64, "data.num_test": 64}
 """Rows of a task: few, as a first run has them."""

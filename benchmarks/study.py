@@ -22,15 +22,15 @@ from typing import Any
 from study_chart import save_chart
 from study_join import all_of, joined_curves, joined_runs
 from study_numbers import numbers_of
+from tezo_studies.bench.result_files import commit
+from tezo_studies.reproduce import Cell, Grid, find_table, make_grid
+from tezo_studies.reproduce.results import all_cells, chooser, is_finished, summary_of
 
 from tezo.errors import RequestError, TezoError
 from tezo.files import own_object
 from tezo.runs.folder import LOG, METRICS
 from tezo.runs.metrics_log import MetricsLog
 from tezo.runs.step_log import LogContents, read_log
-from tezo.studies.bench.result_files import commit
-from tezo.studies.reproduce import Cell, Grid, find_table, make_grid
-from tezo.studies.reproduce.results import all_cells, chooser, is_finished, summary_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "benchmarks/study.sh"

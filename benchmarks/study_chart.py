@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tezo.studies.analysis.figure import COLOURS, Analysis, drawn
+from tezo_studies.analysis.figure import COLOURS, Analysis, drawn
 
 LABELS = {"sst2": "SST-2", "sst5": "SST-5", "trec": "TREC", "snli": "SNLI", "rte": "RTE"}
 PUBLISHED: dict[str, tuple[str, Any]] = {

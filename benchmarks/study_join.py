@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tezo_studies.reproduce import Grid
+
 from tezo.errors import RequestError
-from tezo.studies.reproduce import Grid
 
 SAME = ("table", "title", "model", "small", "seeds")
 """What both must be of."""

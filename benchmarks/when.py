@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from small_runs import model_name, rows
+from tezo_studies.bench.peak_memory import ALLOCATOR
+from tezo_studies.bench.result_files import commit, cpu
 
 from tezo.runs.environment import usable_memory, versions
-from tezo.studies.bench.peak_memory import ALLOCATOR
-from tezo.studies.bench.result_files import commit, cpu
 from tezo.training.forecasts.memory_ways import FULL, INFERENCE, LORA, LORA_CHECKPOINTED, USABLE
 
 HERE = Path(__file__).parent

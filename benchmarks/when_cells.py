@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tezo_studies.bench.packed_model import packed
+from tezo_studies.bench.peak_memory import forget_peak, peak_now
+from tezo_studies.bench.settings import Settings
+from tezo_studies.bench.trainable_model import trainable
+from tezo_studies.bench.workload import Work
+from tezo_studies.cost_tables.meta_models import meta_model
 
 from tezo.directions.targets import select_targets
 from tezo.models.quiet import quiet_libraries
 from tezo.optim.methods import method
-from tezo.studies.bench.packed_model import packed
-from tezo.studies.bench.peak_memory import forget_peak, peak_now
-from tezo.studies.bench.settings import Settings
-from tezo.studies.bench.trainable_model import trainable
-from tezo.studies.bench.workload import Work
-from tezo.studies.cost_tables.meta_models import meta_model
 from tezo.tasks.evaluation import Metrics
 from tezo.training.execution.listeners import Listener, Progress
 from tezo.training.forecasts.memory_ways import memory_of_ways

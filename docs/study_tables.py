@@ -5,9 +5,8 @@ from typing import Any
 
 import drawing
 from drawing import grid, machine, read
-
-from tezo.studies.reproduce import find_table
-from tezo.studies.reproduce.study_tables import STUDY_DECODER
+from tezo_studies.reproduce import find_table
+from tezo_studies.reproduce.study_tables import STUDY_DECODER
 
 VARIED = "lozo-adam-act"
 """The line that removed lines are variants of."""

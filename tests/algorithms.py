@@ -1,6 +1,6 @@
 """The algorithms that our optimizers are compared with, on the library's draws, in float64.
 
-The published ones are those of `tezo.studies.bench.published`; MeZO-norm, LOZO-Adam and TeZO-cAdam are ours and are
+The published ones are those of `tezo_studies.bench.published`; MeZO-norm, LOZO-Adam and TeZO-cAdam are ours and are
 transcribed here. Where ours deviates from a publication, on purpose:
 
 - Low-rank directions have unit variance, see `KeyedDraws`.
@@ -14,13 +14,13 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
+from tezo_studies.bench.published import PUBLISHED, Published
+from tezo_studies.bench.published.dense_forms import ZOAdaMU
+from tezo_studies.bench.published.lazy_forms import LOZO, LOZOm
+from tezo_studies.bench.published.temporal_forms import TeZO
 from torch import Tensor, nn
 
 from tezo.numerics import random
-from tezo.studies.bench.published import PUBLISHED, Published
-from tezo.studies.bench.published.dense_forms import ZOAdaMU
-from tezo.studies.bench.published.lazy_forms import LOZO, LOZOm
-from tezo.studies.bench.published.temporal_forms import TeZO
 
 
 def gram_schmidt(gaussian: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tezo.directions.bases.activation import collecting_bytes, groups, input_siz
 from tezo.directions.bases.sketch import sketch_bytes
 from tezo.errors import RequestError
 from tezo.numerics.hashing import content_hash
-from tezo.optim.methods import METHODS, lozo_adam, tezo_cadam
+from tezo.optim.methods import METHODS, lozo_adam
 from tezo.runs.factor_files import FactorFiles
 
 RANK = 4
@@ -178,12 +178,10 @@ def test_a_basis_that_sees_nothing_says_what_to_do():
         optimizer.step(lm_loss(model, tokens()))
 
 
-def test_a_basis_has_a_name_and_factors_of_inputs_are_not_shared():
+def test_a_basis_has_a_name_or_is_given():
     for name in ("activations", "activation-centred"):
         with pytest.raises(RequestError, match=rf"method\.basis: there is no basis '{name}'.*activation\b"):
             find_basis(name)
-    with pytest.raises(RequestError, match="share_factors"):
-        tezo_cadam(tiny_opt(), rank=RANK, basis="activation", share_factors=True)
     assert isinstance(find_basis("gaussian"), GaussianBasis)
     own = ActivationBasis()
     assert find_basis(own) is own

@@ -6,10 +6,21 @@ import pytest
 import torch
 import transformers
 from cases import CASES, INTERVAL, Case, choose, effective_weights, every_method_fast_for_kinds
-from tiny import VOCAB, Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tiny_roberta, tokens
+from tiny import (
+    VOCAB,
+    Regression,
+    WholeLosses,
+    lm_loss,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_moe,
+    tiny_opt,
+    tiny_roberta,
+    tokens,
+)
 from torch import Tensor, nn
 
-from tezo.estimators.estimate import BlockClosure
+from tezo.estimators.estimate import RowsClosure
 from tezo.estimators.two_point import copies_of_a_pass
 from tezo.forward import NotInBlocksError
 from tezo.forward.blocks import Blocks
@@ -20,7 +31,7 @@ FAMILIES = {"opt": tiny_opt, "llama": tiny_llama, "gpt2": tiny_gpt2, "roberta": 
 
 
 @dataclass
-class Repeated:
+class Repeated(WholeLosses):
     """The loss of a language model on ids, for as many models as share a pass."""
 
     model: nn.Module
@@ -183,7 +194,7 @@ def test_what_modules_see_beside_rows_is_never_cut_into_blocks(case, make, targe
 )
 def test_how_many_models_share_a_pass(tokens, directions, dense, copies):
     closure = Repeated(nn.Identity(), torch.zeros(1), [], tokens)
-    assert isinstance(closure, BlockClosure)
+    assert isinstance(closure, RowsClosure)
     assert copies_of_a_pass(closure, directions, dense=dense) == copies
     assert copies_of_a_pass(lambda: 0.0, directions, dense=dense) == 1
 
@@ -237,7 +248,7 @@ def test_each_model_of_a_pass_draws_dense_noise_once_for_both_signs():
         calls.append(role)
         return draw(*args, role=role, **key)
 
-    class Closure:
+    class Closure(WholeLosses):
         tokens = 64
 
         def __call__(self) -> Tensor:

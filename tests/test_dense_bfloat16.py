@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tiny import WholeLosses
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -53,7 +54,7 @@ class Evaluated(NamedTuple):
     bias: Tensor
 
 
-class Recorded:
+class Recorded(WholeLosses):
     """A closure that keeps the outputs of the model, for one sign or for both in one pass."""
 
     def __init__(self, model: nn.Module, x_TN: Tensor, *, shared: bool) -> None:

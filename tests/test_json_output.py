@@ -7,9 +7,9 @@ import sys
 
 import pytest
 from folders import label_rows, model_folder, refused, tezo, train, write_rows
+from tezo_studies.analysis import ANALYSES
 
 import tezo as package
-from tezo.studies.analysis import ANALYSES
 
 
 @pytest.fixture(scope="module")

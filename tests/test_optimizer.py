@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import CASES, RANK, Case, choose, effective_weights, every_method, every_method_fast_for_kinds
+from cases import CASES, Case, choose, effective_weights, every_method, every_method_fast_for_kinds
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
@@ -288,18 +288,3 @@ def test_every_option_of_a_method_can_be_given_and_has_its_stated_default(case):
     for name, value in {"lr": given.param_groups[0]["lr"], "rho": given.rho}.items():
         assert value == METHODS[case.name].default_in_python(name)
     assert METHODS[case.name].summary
-
-
-@choose("tezo", "tezo-m", "tezo-adam", "tezo-cadam")
-def test_layers_of_one_shape_can_share_factors_and_keep_their_own_temporal_factors(case):
-    model = tiny_opt(torch.float32)
-    own, shared = case.build(tiny_opt(torch.float32)), case.build(model, share_factors=True)
-    sizes = {target.matrix_shape for target in shared.targets}
-    assert len(sizes) < len(shared.targets)
-    assert shared.perturbation.factor_bytes == sum(4 * RANK * (m + n) for m, n in sizes)
-    assert own.perturbation.factor_bytes == sum(4 * RANK * sum(target.matrix_shape) for target in own.targets)
-    first, second = [t for t in shared.targets if t.matrix_shape == (16, 16)][:2]
-    a, b = (shared.perturbation.direction(t, DrawKey(0, 0), {}) for t in (first, second))
-    assert a.u_MR is b.u_MR and a.v_NR is b.v_NR and not torch.equal(a.coefficient, b.coefficient)
-    losses = [shared.step(lm_loss(model, tokens())) for _ in range(3)]
-    assert len(set(losses)) == 3

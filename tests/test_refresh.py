@@ -187,9 +187,9 @@ def test_state_after_a_refresh_that_failed_has_the_factors_before_it_too(name):
     assert steps(fresh, 20, 22) == steps(optimizer, 20, 22)
 
 
-def test_a_momentum_over_shared_factors_is_carried_over_from_those():
+def test_a_momentum_is_carried_over_from_the_factors_that_were_used():
     model = tiny_opt()
-    optimizer = METHODS["tezo-m"].build(model, rank=RANK, lr=1e-3, lazy_update_interval=INTERVAL, share_factors=True)
+    optimizer = METHODS["tezo-m"].build(model, rank=RANK, lr=1e-3, lazy_update_interval=INTERVAL)
     target = optimizer.targets[0]
     used = optimizer.perturbation.factors(target, optimizer.seed, 0)
     before = optimizer.perturbation.before(target, DrawKey(optimizer.seed, INTERVAL))()

@@ -15,15 +15,15 @@ import pytest
 from folders import completion_rows, refused, tezo, train, write_rows
 from reports import HOSTILE, Page, hostile, made, two_runs
 
+from tezo.report import charts, page, result_block
+from tezo.report import curves as numbers
+from tezo.report.losses import row_loss, step_loss
 from tezo.runs.answers_file import OUTCOMES
 from tezo.runs.folder import FILES
 from tezo.runs.manifest import write_manifest
 from tezo.runs.reader import read_run
 from tezo.runs.result_words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_of, work_text
 from tezo.runs.step_log import MAGIC, StepLog, read_log
-from tezo.studies.report import charts, page, result_block
-from tezo.studies.report import curves as numbers
-from tezo.studies.report.losses import row_loss, step_loss
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from short_runs import result, same, stopped
 import tezo as library
 from tezo.errors import RequestError
 from tezo.optim.methods import METHODS
+from tezo.report.losses import row_loss, step_loss
 from tezo.runs.reader import read_run
 from tezo.runs.result_words import change_text, metric_text
-from tezo.studies.report.losses import row_loss, step_loss
 from tezo.tasks import Example
 from tezo.tasks.generation import Sampling, completions
 from tezo.tasks.objectives import CausalObjective

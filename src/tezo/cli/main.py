@@ -4,12 +4,11 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
-from tezo.cli import analyze_command as analyze
-from tezo.cli import bench_command as bench
 from tezo.cli import doctor_command as doctor
 from tezo.cli import eval_command as evaluate
 from tezo.cli import export_command as export
@@ -18,11 +17,9 @@ from tezo.cli import predict_command as predict
 from tezo.cli import push_command as push
 from tezo.cli import replay_command as replay
 from tezo.cli import report_command as report
-from tezo.cli import reproduce_command as reproduce
 from tezo.cli import tasks_command as tasks
 from tezo.cli import train_command as train
 from tezo.cli.common import options
-from tezo.cli.foreign_options import check_options
 from tezo.errors import RunInterrupted, TezoError
 from tezo.files import one_line
 
@@ -35,11 +32,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-COMMANDS = (
-    train, evaluate, predict, export, push, methods, tasks, doctor, bench, analyze, report, reproduce, replay
-)  # fmt: skip
-for command in COMMANDS:
+EXTENSIONS = "tezo.commands"
+"""Entry-point group of modules of other distributions whose `register(app)` adds a command."""
+
+for command in (train, evaluate, predict, export, push, methods, tasks, doctor, report, replay):
     command.register(app)
+for extension in entry_points(group=EXTENSIONS):
+    extension.load().register(app)
 
 
 def _print_version(asked: bool) -> None:
@@ -68,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options.started = time.perf_counter() - (time.process_time() if arguments is None else 0.0)
     try:
-        check_options(app, sys.argv[1:] if arguments is None else arguments)
         app(args=arguments, prog_name="tezo")
     except TezoError as error:
         if options.debug or "--debug" in (sys.argv if arguments is None else arguments):

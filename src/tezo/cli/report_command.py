@@ -22,7 +22,7 @@ def report(
     if output is None:
         raise RequestError("output is not set; give --output FILE.html for the page.")
     quiet_libraries()
-    from tezo.studies.report import save
+    from tezo.report import save
 
     save(runs, output)
     print(output)

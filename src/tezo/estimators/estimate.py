@@ -1,9 +1,10 @@
 """The data types of estimators: closures, measurements, directions of a step, gradient estimates, step records."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,53 +21,47 @@ TWO_POINT, FEEDBACK, GRADIENT = "two-point", "feedback", "gradient"
 """Kinds of step: with random directions, with the error at the last hidden states, with backpropagation."""
 
 
-@runtime_checkable
-class BlockClosure(Protocol):
-    """An objective that one forward pass can evaluate for several perturbed models, with one block of rows per model.
+class RowsClosure(ABC):
+    """An objective on rows, of which one forward pass can evaluate several perturbed models: it tells its rows apart.
 
-    Every block has the same rows. `tezo.tasks.objectives` creates such closures. Called without arguments it is an
-    ordinary closure.
+    A pass has the rows of one model `copies` times, block after block. Called without arguments it is an ordinary
+    closure. `tezo.closure` and `tezo.tasks.objectives` make such closures.
     """
 
     @property
+    @abstractmethod
     def tokens(self) -> int:
         """Largest number of tokens, padding included, of a forward pass for one model."""
 
-    def __call__(self) -> Tensor | float:
-        """The loss of one model."""
-
-    def losses(self, copies: int) -> Tensor:
-        """The loss of each of `copies` models: (copies,)."""
-
-
-@runtime_checkable
-class ExampleClosure(Protocol):
-    """An objective whose examples can have directions of their own: it knows the example of each row of its passes."""
-
     @property
+    @abstractmethod
     def examples(self) -> int:
         """Number of examples."""
 
     @property
     def example_tokens(self) -> int:
-        """Largest number of tokens, padding included, of a pass of `example_losses` with one copy."""
+        """As `tokens`, where each example has its own perturbations and shares no input with others."""
+        return self.tokens
 
+    @abstractmethod
+    def losses(self, copies: int) -> Tensor:
+        """The loss of each of `copies` models: (copies,), float32 or wider."""
+
+    @abstractmethod
     def example_passes(self) -> Sequence[Sequence[int]]:
         """For each forward pass of `example_losses`, the example of each row of one copy."""
 
+    @abstractmethod
     def example_losses(self, copies: int) -> Tensor:
-        """The loss of each example for each copy, (copies, examples); their mean over examples is the objective.
-
-        A pass has the rows of one copy `copies` times, block after block.
-        """
-
-
-@runtime_checkable
-class SummedClosure(Protocol):
-    """An objective in terms whose graphs need not exist at the same time."""
+        """The loss of each example for each copy, (copies, examples); their mean over examples is the objective."""
 
     def summands(self) -> Iterator[Tensor]:
         """Terms whose sum is the objective, computed one after another, no two of which share a graph."""
+        yield self()
+
+    def __call__(self) -> Tensor:
+        """The loss of one model: scalar, float32 or wider."""
+        return self.losses(1)[0]
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,7 @@ def evaluate(closure: Closure, copies: int) -> list[float]:
                 "directions='per-example'."
             )
         return [float(loss)]
-    assert isinstance(closure, BlockClosure)
+    assert isinstance(closure, RowsClosure)
     return [float(loss) for loss in precise(closure.losses(copies)).tolist()]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tezo.directions.spaces import Direction
 from tezo.distributed import Ranks
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure, Estimate, ExampleClosure, Probe, StepDraw, precise
+from tezo.estimators.estimate import Closure, Estimate, Probe, RowsClosure, StepDraw, precise
 from tezo.estimators.two_point import TwoPoint, average, fitting_copies
 from tezo.forward import NotInBlocksError, Shift
 from tezo.forward.blocks import Blocks
@@ -81,7 +81,7 @@ class PerExample(TwoPoint):
 
     def _both(
         self,
-        source: "ExampleClosure | _PlainClosure",
+        source: "RowsClosure | _PlainClosure",
         drawn: Drawn,
         j: int,
         rho: float,
@@ -92,11 +92,11 @@ class PerExample(TwoPoint):
         def at(*scales: float) -> Tensor:
             return self._losses(source, drawn, j, scales, place)
 
-        if isinstance(source, ExampleClosure) and fitting_copies(source.example_tokens, dense=False) >= 2:
+        if isinstance(source, RowsClosure) and fitting_copies(source.example_tokens, dense=False) >= 2:
             return at(rho, -rho)
         return torch.cat([at(rho), at(-rho)])
 
-    def _check_apart(self, source: "ExampleClosure | _PlainClosure", drawn: Drawn, losses_2B: Tensor) -> None:
+    def _check_apart(self, source: "RowsClosure | _PlainClosure", drawn: Drawn, losses_2B: Tensor) -> None:
         """An error where an example's loss depends on the directions of others: kappa would be of all of them."""
         count = losses_2B.shape[1]
         # every other example has another direction, in passes of the same shapes: others round differently
@@ -110,7 +110,7 @@ class PerExample(TwoPoint):
 
     def _losses(
         self,
-        source: "ExampleClosure | _PlainClosure",
+        source: "RowsClosure | _PlainClosure",
         drawn: Drawn,
         j: int,
         scales: Sequence[float],
@@ -160,8 +160,8 @@ class PerExample(TwoPoint):
         )
 
 
-def _source(closure: Closure) -> "ExampleClosure | _PlainClosure":
-    return closure if isinstance(closure, ExampleClosure) else _PlainClosure(closure)
+def _source(closure: Closure) -> "RowsClosure | _PlainClosure":
+    return closure if isinstance(closure, RowsClosure) else _PlainClosure(closure)
 
 
 class _PlainClosure:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tezo.directions.targets import only_input
 from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure, SummedClosure
+from tezo.estimators.estimate import Closure, RowsClosure
 from tezo.forward.interception import untraced
 
 Tap = tuple[Sequence[nn.Module], Callable[[Tensor], Tensor]]
@@ -87,7 +87,7 @@ def last_errors(
     losses: list[Tensor] = []
     errors: list[Tensor | None] = []
     with _recording(base, taps) as calls, torch.enable_grad():
-        summands = closure.summands() if isinstance(closure, SummedClosure) else [torch.as_tensor(closure())]
+        summands = closure.summands() if isinstance(closure, RowsClosure) else [torch.as_tensor(closure())]
         for summand in summands:
             leaves = [call.leaf for call in calls[len(errors) :] if call.leaf is not None]
             if summand.requires_grad:

@@ -11,11 +11,11 @@ from tezo.distributed import Ranks
 from tezo.errors import RequestError
 from tezo.estimators.estimate import (
     TWO_POINT,
-    BlockClosure,
     Closure,
     Estimate,
     ParameterEstimate,
     Probe,
+    RowsClosure,
     StepDraw,
     StepRecord,
     evaluate,
@@ -142,7 +142,7 @@ def two_point(
             An empty list removes the perturbations.
         rho: perturbation scale.
         directions: indices of the directions to be evaluated.
-        copies: number of models per forward pass; above 1, `closure` must be a `BlockClosure`.
+        copies: number of models per forward pass; above 1, `closure` must be a `RowsClosure`.
     """
     points = [(index, sign * rho) for index in directions for sign in (1, -1)]
     losses: list[float] = []
@@ -178,7 +178,7 @@ def copies_of_a_pass(closure: Closure, directions: int, *, dense: bool) -> int:
         directions: number of directions, with two models each.
         dense: whether sharing a pass saves draws of dense noise.
     """
-    if not isinstance(closure, BlockClosure):
+    if not isinstance(closure, RowsClosure):
         return 1
     return max(1, min(2 * directions, fitting_copies(closure.tokens, dense=dense)))
 

@@ -1,28 +1,26 @@
 """First-order Adam with the interface of the zeroth-order optimizer, as a baseline in the same training loop."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases import FactorStore, Passes
 from tezo.directions.targets import ALL, select_targets
-from tezo.distributed import Ranks
-from tezo.errors import NonFiniteLossError, RequestError, RunError
-from tezo.estimators.estimate import GRADIENT, Closure, Probe, StepRecord
+from tezo.errors import RequestError, RunError
+from tezo.estimators.estimate import GRADIENT, Closure, StepRecord
 from tezo.forward.uninterrupted import let_interrupt, uninterrupted
 from tezo.numerics.random import seed_of
-from tezo.optim.bound_to_model import BoundToModel
 from tezo.optim.limits import check_rate
+from tezo.optim.optimizer_state import OptimizerState
 from tezo.optim.stepped_weights import stepped_weight
-from tezo.optim.tuner import LowRankChange
+from tezo.optim.tuner import Tuner
 from tezo.optim.updates.update import check_average
 
 
-class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
+class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
     """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (with dropout).
 
     Moments are float32, and steps are computed in float32: in float16, eps = 1e-8 is 0 and the square of a small
@@ -46,10 +44,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         RunError: raised by `step` where a gradient is not finite; the parameters are unchanged.
     """
 
-    own_loss = math.inf
-    num_directions = 0
-    """Number of random directions per step."""
-    per_example = False
+    needs_gradient = True
 
     def __init__(
         self,
@@ -67,8 +62,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
         check_average("betas", betas, eps)
         self.model = model
         self.seed = seed
-        self.num_steps = self.num_forward_passes = 0
-        self.last_step: StepRecord | None = None
+        self.progress = OptimizerState(counts={GRADIENT: 0})
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
         for target in self.targets:
@@ -97,7 +91,6 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
 
     @torch.inference_mode(False)
     def take_step(self, closure: Closure, kind: str) -> float:
-        """Takes one step and returns the loss before it; `kind` must be `GRADIENT`."""
         self._check_kind(kind)
         self.check_bound()
         check_rate("lr", float(self.param_groups[0]["lr"]))
@@ -112,8 +105,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
                 for weight in self._weights:
                     weight.drop_gradient()
             passes = self.passes_of(kind, first=False)
-            self.last_step = StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=passes)
-            self.num_steps, self.num_forward_passes = self.num_steps + 1, self.num_forward_passes + passes
+            self.progress.add(StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=passes), ())
         return value
 
     def passes_of(self, kind: str, *, first: bool) -> int:
@@ -158,8 +150,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         if not math.isfinite(value):
-            last = self.last_step.loss if self.last_step is not None else None
-            raise NonFiniteLossError(self.num_steps, value, last)
+            raise self.not_finite(value)
         for target in self.targets:
             gradient = target.parameter.grad
             if gradient is not None and not gradient.isfinite().all():
@@ -176,109 +167,24 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
             )
 
     def check_kind(self, kind: str, closure: Closure) -> None:
-        """Raises a `RequestError` for any kind except `GRADIENT`."""
         del closure
         self._check_kind(kind)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of step: `GRADIENT` only."""
         return (GRADIENT,)
 
-    @property
-    def needs_gradient(self) -> bool:
-        """True: closures must be differentiable."""
-        return True
-
-    @property
-    def rho(self) -> float:
-        """0: nothing is perturbed."""
-        return 0.0
-
-    def warn_by(self, tell: Callable[[str], object]) -> None:
-        """No effect: nothing is perturbed."""
-        del tell
-
-    def set_rho(self, rho: float) -> None:
-        """No effect: nothing is perturbed."""
-        del rho
-
-    @property
-    def replays(self) -> bool:
-        """False: a record does not contain the gradient."""
-        return False
-
-    def replay(self, record: StepRecord) -> None:
-        """Not supported: a record does not contain the gradient."""
-        del record
-        raise RequestError("method.name is adam, whose gradients are not in the step log; use a zeroth-order method.")
-
-    def measure(self, closure: Closure, rho: float | None = None) -> tuple[Probe, ...]:
-        """Not supported: no directions are drawn."""
-        del closure, rho
-        raise RequestError(
-            "method.name is adam, which draws no directions to measure along; use a zeroth-order method."
-        )
-
-    def step_divisor(self, kappa_sq: float) -> float:
-        """1: its steps do not depend on projected gradients."""
-        del kappa_sq
-        return 1.0
-
-    def share_directions(self, ranks: Ranks) -> None:
-        """Not supported: gradient steps run in one process."""
-        del ranks
-        raise RequestError("method.name is adam, which runs in one process; start it without torchrun.")
-
     def drawn_on_the_device(self) -> str | None:
-        """The first parameter: the steps of all parameters depend on the device type."""
-        return self.targets[0].name
-
-    def set_calibration_passes(self, passes: Passes) -> None:
-        """No effect: there is no basis."""
-        del passes
-
-    def set_factor_store(self, store: FactorStore) -> None:
-        """No effect: no tensors are computed from data."""
-        del store
-
-    @property
-    def cost_of_basis(self) -> tuple[int, float]:
-        """(0, 0.0): there is no basis."""
-        return 0, 0.0
-
-    @property
-    def factor_bytes(self) -> int:
-        """0: there are no factors."""
-        return 0
-
-    @property
-    def compression_error(self) -> float:
-        """0: nothing is compressed."""
-        return 0.0
+        return self.targets[0].name  # the steps of all parameters depend on the device type
 
     def application(self, name: str) -> tuple[int | None, str]:
-        """(None, how the parameter is updated, in words)."""
         del name
         return None, "by its gradient"
 
     def why_no_adapter(self) -> str | None:
-        """The reason, in words, why the result is not an exact adapter."""
         return "gradients change whole weights"
 
-    def low_rank_changes(self) -> list[LowRankChange]:
-        """Empty: the changes are not low-rank."""
-        return []
-
-    def merge(self) -> nn.Module:
-        """The model, whose weights already contain the change."""
-        return self.model
-
-    def close(self) -> None:
-        """No effect: there are no hooks."""
-
     def tuned_state(self) -> dict[str, Tensor]:
-        """CPU copies of all tensors that training changes."""
         return {key: weight.detach().cpu().clone() for key, weight in self._stored().items()}
 
     def _stored(self) -> dict[str, Tensor]:
@@ -286,14 +192,12 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
 
     @torch.no_grad()
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores a `tuned_state`."""
         del num_steps
         for weight in self._weights:
             weight.target.parameter.copy_(tuned[f"weight/{weight.target.name}"])
             weight.load()
 
     def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores a `tuned_state` and drops Adam's moments; no step is taken back."""
         self.load_tuned_state(tuned, num_steps)
         self.state.clear()
 
@@ -310,7 +214,6 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
     def load_resumable_state(
         self, state: Mapping[str, Tensor], records: Sequence[StepRecord], moments_since: int = 0
     ) -> None:
-        """Restores a `resumable_state` saved after the steps of `records`, which start at step 0."""
         del moments_since  # Adam's state has its own count of steps
         self.load_tuned_state(state, len(records))
         for weight in self._weights:
@@ -322,8 +225,7 @@ class FirstOrderOptimizer(BoundToModel, torch.optim.AdamW):
             self.state[stepped] = {
                 k: v.clone() if k == "step" else v.to(stepped.device, stepped.dtype).clone() for k, v in own.items()
             }
-        self.num_steps, self.num_forward_passes = len(records), sum(record.forward_passes for record in records)
-        self.last_step = records[-1] if records else None
+        self.progress.load_records(records, ())
 
 
 MOST = 10.0

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tezo.errors import NonFiniteLossError
-from tezo.estimators.estimate import ExampleClosure, precise
+from tezo.estimators.estimate import RowsClosure, precise
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.numerics.emulation import float32_on_emulating_cpu
 from tezo.optim.tuner import Tuner
@@ -227,7 +227,7 @@ class _Measurement:
         return values
 
     def _rows(self) -> Tensor:
-        if self._optimizer.per_example and isinstance(self._losses, ExampleClosure):
+        if self._optimizer.per_example and isinstance(self._losses, RowsClosure):
             found: Tensor | float = self._losses.example_losses(1)
         else:
             found = self._losses()

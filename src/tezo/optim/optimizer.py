@@ -1,6 +1,5 @@
 """The zeroth-order optimizer: torch.optim's interface, `loss = optimizer.step(closure)`, with forward passes only."""
 
-import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from tezo.directions.perturbations import DrawKey, Perturbation
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.distributed import Ranks
-from tezo.errors import NonFiniteLossError, PerturbationWarning, RequestError
+from tezo.errors import PerturbationWarning, RequestError
 from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord, precise
 from tezo.estimators.estimator import Estimator
 from tezo.estimators.per_example import PerExample
@@ -26,11 +25,10 @@ from tezo.forward import MovingParameter
 from tezo.forward.evaluation_mode import evaluation_mode
 from tezo.forward.uninterrupted import let_interrupt, uninterrupted
 from tezo.numerics.emulation import float32_on_emulating_cpu
-from tezo.optim.bound_to_model import BoundToModel
 from tezo.optim.limits import check_rate, check_settings
 from tezo.optim.optimizer_state import Moments, OptimizerState
 from tezo.optim.tuned_parameters import TunedParameters
-from tezo.optim.tuner import LowRankChange
+from tezo.optim.tuner import LowRankChange, Tuner
 from tezo.optim.updates import Update
 
 SHARED: Final = "shared"
@@ -65,7 +63,7 @@ def is_far_above(loss: float, own: float) -> bool:
     return own > 0 and loss - own > max(FAR_ABOVE * own, FAR_AT_LEAST)
 
 
-class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
+class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
     """An optimizer that combines a perturbation, an estimator and an update rule for the parameters of a model.
 
     `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z for each of
@@ -106,6 +104,8 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     model. Runs and Trainers set it.
     """
 
+    replays = True
+
     @torch.inference_mode(False)  # state that is made in a user's inference mode could not be written outside of it
     def __init__(
         self,
@@ -135,7 +135,6 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
         self._calibrated = self._stepping = self._has_warned = False
-        self.own_loss = math.inf
         self._tell: Callable[[str], object] = partial(warnings.warn, category=PerturbationWarning, stacklevel=5)
         perturbation.prepare(self.targets)
         self.parameters = TunedParameters(
@@ -191,7 +190,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
 
         Args:
             closure: evaluates the objective on this step's batch. It is called twice for every direction, unless it is
-                a `BlockClosure` and one forward pass for several evaluations is faster.
+                a `RowsClosure` and one forward pass for several evaluations is faster.
             kind: kind of the step, one of `kinds`; None: the first one, with random directions.
         """
         if closure is None:
@@ -216,7 +215,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
                 with self.parameters.refusing_direct_reads():
                     estimate = rule.estimator.estimate(closure, draw)
             except FloatingPointError as error:
-                raise self._not_finite(error) from None
+                raise self.not_finite(*error.args) from None
             self._compare_with_own(closure, estimate.probes)
             let_interrupt(last=True)
             record = StepRecord(self.num_steps, estimate.loss, lr, estimate.probes, kind, estimate.forward_passes)
@@ -255,30 +254,16 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def measure(self, closure: Closure, rho: float | None = None) -> tuple[Probe, ...]:
-        """Two-point measurements along the directions of the next step; no step is taken.
-
-        One for each direction, or each example and each of its directions: that of example i along the j-th of q is at
-        place i q + j.
-
-        Args:
-            closure: as in `step`.
-            rho: perturbation scale; None: that of the steps.
-        """
         with uninterrupted():
             draw = self.draw()
             try:
                 return self._two_point.probes(closure, draw.directions, self.rho if rho is None else rho)
             except FloatingPointError as error:
-                raise self._not_finite(error) from None
+                raise self.not_finite(*error.args) from None
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def replay(self, record: StepRecord) -> None:
-        """Repeats a finished step from its record, without evaluating a closure.
-
-        Args:
-            record: record of step `num_steps` of a run with the same seed and settings.
-        """
         rule = self._rule(record.kind)
         if record.step != self.num_steps or not rule.estimator.accepts(len(record.probes), self.num_directions):
             raise RequestError(
@@ -296,15 +281,6 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         return self._rule(kind).estimator.passes(self.num_directions, first=first)
 
     def check_kind(self, kind: str, closure: Closure) -> None:
-        """Checks that the model supports this kind of step.
-
-        Args:
-            kind: one of `kinds`.
-            closure: evaluates the objective on some rows.
-
-        Raises:
-            RequestError: it does not; the message has the reason.
-        """
         self._rule(kind).estimator.check(closure)
 
     def _rule(self, kind: str) -> StepRule:
@@ -313,12 +289,6 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         return self.rules[kind]
 
     def set_calibration_passes(self, passes: Passes) -> None:
-        """Sets the forward passes that a data-dependent basis is computed from; by default the closure of the step.
-
-        Args:
-            passes: function of the refresh step that runs the model on some training rows; the basis is computed from
-                the inputs of each layer. It is called when factors are first needed, and at every refresh.
-        """
         self._calibrate_with(passes)
         self._calibrated = True
 
@@ -330,17 +300,11 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         self.perturbation.set_calibration_passes(self.model, as_in_a_step)
 
     def set_factor_store(self, store: FactorStore) -> None:
-        """Sets the store for tensors computed from data, so that steps can be replayed without the data."""
         self.perturbation.set_factor_store(store)
         for rule in self.rules.values():
             rule.estimator.set_factor_store(store)
 
     def share_directions(self, ranks: Ranks) -> None:
-        """Distributes the directions of the following steps among the ranks; every rank steps along all of them.
-
-        Raises:
-            RequestError: `num_directions` is not a multiple of the number of ranks.
-        """
         if self.num_directions % ranks.size:
             raise RequestError(
                 f"method.num_directions is {self.num_directions}, which {ranks.size} ranks cannot share evenly; "
@@ -366,7 +330,7 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
                 drawn[name] = tuple(self.perturbation.direction(moving.target, key, own) for key in keys)
                 moving.begin(drawn[name][0], keys[0])
         except FloatingPointError as error:  # raised for the rows that a basis is computed from
-            raise self._not_finite(error) from None
+            raise self.not_finite(*error.args) from None
         kind = kind or self.kinds[0]
         return StepDraw(self.num_steps, self.progress.counts[kind], self._rate(self.rules[kind]), drawn)
 
@@ -399,10 +363,6 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
             decay = moving.decay_weight_ if rule.update.writes_weight else moving.decay_
             decay(1 - lr * weight_decay)
 
-    def _not_finite(self, error: FloatingPointError) -> NonFiniteLossError:
-        loss = float(error.args[0]) if error.args else math.nan
-        return NonFiniteLossError(self.num_steps, loss, self.last_step.loss if self.last_step is not None else None)
-
     @property
     def moving(self) -> dict[str, MovingParameter]:
         """Parameter name -> the object that perturbs and updates the parameter."""
@@ -410,96 +370,57 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Supported kinds of step; the first is the default."""
         return tuple(self.rules)
 
     @property
-    def needs_gradient(self) -> bool:
-        """False: closures need not be differentiable."""
-        return False
-
-    @property
-    def replays(self) -> bool:
-        """True: a record, with the factor store, determines the step."""
-        return True
-
-    @property
     def rho(self) -> float:
-        """Perturbation scale."""
         return self._two_point.rho
 
     def warn_by(self, tell: Callable[[str], object]) -> None:
-        """Sets what is told, once, of a step whose losses are far above the model's own; else a warning is given."""
         self._tell = tell
 
     @property
     def per_example(self) -> bool:
-        """Whether each example of a batch has directions of its own."""
         return isinstance(self._two_point, PerExample)
 
     def set_rho(self, rho: float) -> None:
-        """Sets the perturbation scale of the steps that follow."""
         self._two_point.rho = rho
 
-    @property
-    def num_steps(self) -> int:
-        """Number of steps taken."""
-        return self.progress.num_steps
-
-    @property
-    def num_forward_passes(self) -> int:
-        """Number of closure evaluations so far."""
-        return self.progress.num_forward_passes
-
-    @property
-    def last_step(self) -> StepRecord | None:
-        """Record of the last step; None before the first."""
-        return self.progress.last_step
-
     def step_divisor(self, kappa_sq: float) -> float:
-        """Smallest number by which a step divides the estimate, given E[kappa^2]; see `Update.divisor`."""
         return self.update.divisor(kappa_sq, self.num_directions)
 
     @property
     def cost_of_basis(self) -> tuple[int, float]:
-        """(calls of the model, seconds) spent on a data-dependent basis so far."""
         return self.perturbation.cost_of_basis
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of the stored fixed factors."""
         return self.perturbation.factor_bytes
 
     @property
     def compression_error(self) -> float:
-        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
         return self.parameters.compression_error
 
     def application(self, name: str) -> tuple[int | None, str]:
-        """(rank of a parameter's directions or None, how perturbations are applied, in words)."""
         return self.perturbation.rank_of(name), self.moving[name].application
 
     def drawn_on_the_device(self) -> str | None:
-        """Name of a parameter whose noise or rounding depends on the device type; None if there is none."""
         return self.parameters.drawn_on_the_device()
 
     def why_no_adapter(self) -> str | None:
-        """None if the trained change is an exact LoRA adapter; else the reason, in words, why it is not."""
         return self.parameters.why_no_adapter()
 
     def low_rank_changes(self) -> list[LowRankChange]:
-        """The trained change of each matrix that is perturbed in the forward pass."""
         return self.parameters.low_rank_changes()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def merge(self) -> nn.Module:
-        """Adds the changes stored beside the weights to them, removes the hooks, and returns the model."""
         self.parameters.fold()
-        return self.model
+        model: nn.Module = self.model
+        return model
 
     def close(self) -> None:
-        """Removes the hooks; changes stored beside the weights no longer take effect."""
         self.parameters.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -549,36 +470,22 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         return f"{type(self.update).__name__} over {type(self.perturbation).__name__}"
 
     def tuned_state(self) -> dict[str, Tensor]:
-        """CPU copies of all tensors that training changes; see `TunedParameters.tensors`."""
         return {key: value.detach().cpu().clone() for key, value in self.parameters.tensors().items()}
 
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores a `tuned_state` saved after `num_steps` steps."""
         self.parameters.load_tensors(tuned, self._draw_for(num_steps))
 
     def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores a `tuned_state` saved after `num_steps` steps and drops all moments; no step is taken back.
-
-        The next step has the number, and with it the directions, that it would have had.
-        """
         self.load_tuned_state(tuned, num_steps)
         self.progress.drop_moments()
         self._load_moments({})
 
     def resumable_state(self) -> dict[str, Tensor]:
-        """All tensors that the next step depends on, by name; not copies. See `load_resumable_state`."""
         return self.parameters.tensors() | self.progress.tensors()
 
     def load_resumable_state(
         self, state: Mapping[str, Tensor], records: Sequence[StepRecord], moments_since: int = 0
     ) -> None:
-        """Restores a `resumable_state`.
-
-        Args:
-            state: the saved tensors.
-            records: records of all steps taken before `state` was saved, starting at step 0.
-            moments_since: number of steps after which the moments were last dropped by `roll_back`.
-        """
         self.progress.load_records(records, self._restarting, moments_since)
         self._load_moments(state)
         self.load_tuned_state(state, self.num_steps)

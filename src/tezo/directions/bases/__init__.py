@@ -3,17 +3,19 @@
 from collections.abc import Callable
 
 from tezo.directions.bases.activation import ActivationBasis as ActivationBasis
+from tezo.directions.bases.basis import ROLES as ROLES
 from tezo.directions.bases.basis import Basis as Basis
 from tezo.directions.bases.basis import CollectedFactors as CollectedFactors
-from tezo.directions.bases.basis import Draw as Draw
 from tezo.directions.bases.basis import FactorStore as FactorStore
 from tezo.directions.bases.basis import Passes as Passes
 from tezo.directions.bases.basis import Role as Role
 from tezo.directions.bases.gaussian import GaussianBasis as GaussianBasis
+from tezo.directions.bases.gaussian import OrthonormalBasis as OrthonormalBasis
 from tezo.errors import RequestError, nearest
 
 BASES: dict[str, Callable[[], Basis]] = {
     "gaussian": GaussianBasis,
+    "orthonormal": OrthonormalBasis,
     "activation": ActivationBasis,
 }
 """Bases by their names in recipes. Each use of a name makes a new basis, since a basis may hold factors."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import Basis, CollectedFactors, Draw, FactorStore, Passes, Role
+from tezo.directions.bases.basis import Basis, CollectedFactors, FactorStore, Passes, Role
 from tezo.directions.bases.gaussian import GaussianBasis
 from tezo.directions.bases.sketch import Sketch, sketch_bytes, width
 from tezo.directions.targets import Target, only_input
@@ -70,10 +70,10 @@ class ActivationBasis(Basis):
                 store.save(KIND, refresh_step, collected)
             self._collected[refresh_step] = stored or collected
 
-    def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
+    def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
         if role == target.input_role:
-            return self._factors(draw.refresh_step)[target.name]
-        return self._random.factor(role, target, rank, draw)
+            return self._factors(refresh_step)[target.name]
+        return self._random.factor(role, target, rank, seed, refresh_step)
 
     def _factors(self, refresh_step: int) -> Mapping[str, Tensor]:
         if refresh_step not in self._collected:

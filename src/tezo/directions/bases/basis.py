@@ -12,23 +12,10 @@ from tezo.directions.targets import Target
 Role = Literal["u", "v"]
 """Role of a factor: "u" is (M, r) and belongs to the rows of the stored weight, "v" is (N, r) and to its columns."""
 
+ROLES: tuple[Role, Role] = ("u", "v")
+
 Passes = Callable[[int], object]
 """Function of the refresh step; it runs the forward passes that a data-dependent basis is computed from."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Key of fixed factors.
-
-    Attributes:
-        owner: name used in the draw: of the parameter, or of a group of matrices that share factors.
-        seed: seed of the run.
-        refresh_step: first step of these factors.
-    """
-
-    owner: str
-    seed: int
-    refresh_step: int
 
 
 @dataclass(frozen=True)
@@ -77,8 +64,16 @@ class Basis(ABC):
         del store
 
     @abstractmethod
-    def factor(self, role: Role, target: Target, rank: int, draw: Draw) -> Tensor:
-        """The factor of `target`: (M, rank) for the role "u", (N, rank) for "v"."""
+    def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
+        """The factor of `target`: (M, rank) for the role "u", (N, rank) for "v".
+
+        Args:
+            role: which factor.
+            target: the matrix.
+            rank: number of its columns.
+            seed: seed of the run.
+            refresh_step: first step of the factor.
+        """
 
     @property
     def cost(self) -> tuple[int, float]:

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tezo.directions.bases import Draw, Role
+from tezo.directions.bases import Role
 from tezo.directions.coefficients import SignedNumbers
 from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
 from tezo.directions.spaces import LowRank, TransposedLowRank
@@ -54,9 +54,9 @@ class Lazy(LowRankPerturbation):
         u_MR = torch.empty(shape, dtype=target.state_dtype, device=target.device)
         return fill_normal_(u_MR, seed=key.seed, step=key.step, name=target.name, role=f"u.{key.index}")
 
-    def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
+    def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]
-        v_IR = self.basis.factor(self._role(target), target, rank, Draw(owner, seed, refresh_step))
+        v_IR = self.basis.factor(self._role(target), target, rank, seed, refresh_step)
         return {"v": v_IR * self._factor(rank)}
 
     def _factor(self, rank: int) -> float:

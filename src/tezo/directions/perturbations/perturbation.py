@@ -111,7 +111,6 @@ class LowRankPerturbation(Perturbation):
         scale: scale of the directions, see `Scale`.
         basis: source of the fixed factors, or its name.
         interval: steps between two refreshes of the fixed factors; None: they are fixed for the whole run.
-        share_factors: whether all matrices of the same shape, rank, dtype and device share one set of fixed factors.
     """
 
     def __init__(
@@ -121,7 +120,6 @@ class LowRankPerturbation(Perturbation):
         *,
         basis: str | Basis = "gaussian",
         interval: int | None = None,
-        share_factors: bool = False,
     ) -> None:
         if scale not in get_args(Scale):
             raise RequestError(f"method.scale is {scale!r}; it must be one of {', '.join(get_args(Scale))}.")
@@ -131,15 +129,9 @@ class LowRankPerturbation(Perturbation):
         self.scale: Scale = scale
         self.basis = find_basis(basis)
         self.interval = interval
-        if share_factors and self.basis.data_dependent:
-            raise RequestError(
-                "method.share_factors is true, but method.basis computes factors from each matrix's own inputs; "
-                "set method.share_factors=false or method.basis=gaussian."
-            )
-        self.share_factors = share_factors
         self._ranks: dict[str, int] = {}
         self._matrices: list[Target] = []
-        self._factors: dict[tuple[str, torch.device, torch.dtype], tuple[tuple[int, int], dict[str, Tensor]]] = {}
+        self._factors: dict[str, tuple[tuple[int, int], dict[str, Tensor]]] = {}
 
     def prepare(self, targets: Sequence[Target]) -> None:
         self._matrices = [target for target in targets if target.is_matrix]
@@ -185,12 +177,11 @@ class LowRankPerturbation(Perturbation):
         return ("u", "v")
 
     @abstractmethod
-    def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
+    def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         """The fixed factors from step `refresh_step` on, scale included: role -> (M, r) or (N, r), float64, on the CPU.
 
         Args:
-            target: matrix that determines shape and rank.
-            owner: name used in the draw.
+            target: the matrix.
             seed: seed of the run.
             refresh_step: first step of these factors.
         """
@@ -204,24 +195,18 @@ class LowRankPerturbation(Perturbation):
         refresh_step = self.refresh_step(key.step)
         if refresh_step == 0 or refresh_step != key.step:
             return None
-        return partial(self._placed, target, self._owner(target), key.seed, self.refresh_step(refresh_step - 1))
+        return partial(self._placed, target, key.seed, self.refresh_step(refresh_step - 1))
 
-    def _placed(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        drawn = self.draw_factors(target, owner, seed, refresh_step)
+    def _placed(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        drawn = self.draw_factors(target, seed, refresh_step)
         return {role: factor.to(*self._place_of(target)) for role, factor in drawn.items()}
 
     def factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         """`draw_factors` on the parameter's device in its dtype (float32 if packed); the latest set is cached."""
-        owner, place = self._owner(target), self._place_of(target)
-        kept = self._factors.get((owner, *place))
+        kept = self._factors.get(target.name)
         if kept is None or kept[0] != (seed, refresh_step):
-            kept = ((seed, refresh_step), self._placed(target, owner, seed, refresh_step))
-            self._factors[(owner, *place)] = kept
+            kept = self._factors[target.name] = ((seed, refresh_step), self._placed(target, seed, refresh_step))
         return kept[1]
-
-    def _owner(self, target: Target) -> str:
-        rows, columns = target.matrix_shape
-        return f"{rows} x {columns}, rank {self._ranks[target.name]}" if self.share_factors else target.name
 
     @staticmethod
     def _place_of(target: Target) -> tuple[torch.device, torch.dtype]:
@@ -231,11 +216,10 @@ class LowRankPerturbation(Perturbation):
     @property
     def factor_bytes(self) -> int:
         """Bytes of the fixed factors."""
-        own = {(self._owner(target), *self._place_of(target)): target for target in self._matrices}
         return sum(
             self._ranks[target.name] * sum(target.matrix_shape["uv".index(role)] for role in self.fixed(target))
-            * dtype.itemsize
-            for (_, _, dtype), target in own.items()
+            * self._place_of(target)[1].itemsize
+            for target in self._matrices
         )  # fmt: skip
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tezo.directions.bases import Draw
+from tezo.directions.bases import ROLES
 from tezo.directions.perturbations.perturbation import DrawKey, LowRankPerturbation
 from tezo.directions.spaces import CP
 from tezo.directions.targets import Target
@@ -27,8 +27,7 @@ class Temporal(LowRankPerturbation):
             before=self.before(target, key),
         )
 
-    def draw_factors(self, target: Target, owner: str, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        rank, draw = self._ranks[target.name], Draw(owner, seed, refresh_step)
-        u_MR = self.basis.factor("u", target, rank, draw)
-        v_NR = self.basis.factor("v", target, rank, draw)
+    def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        rank = self._ranks[target.name]
+        u_MR, v_NR = (self.basis.factor(role, target, rank, seed, refresh_step) for role in ROLES)
         return {"u": u_MR, "v": v_NR if self.scale == "raw" else v_NR * rank**-0.5}

@@ -31,5 +31,5 @@ def subzo(
     Deviations: `scale="unit"` is the scale of the public code; `scale="raw"` omits sqrt(M N) / r, as in the formula of
     the TeZO paper.
     """
-    perturbation = Subspace(FixedRank(rank=rank), scale, interval=lazy_update_interval)
+    perturbation = Subspace(FixedRank(rank=rank), scale, basis="orthonormal", interval=lazy_update_interval)
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)

@@ -23,7 +23,6 @@ def tezo(
     scale: Scale = "unit",
     basis: str | Basis = "gaussian",
     lazy_update_interval: int | None = None,
-    share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
     """TeZO: directions that are low-rank over the model and over time.
@@ -34,8 +33,7 @@ def tezo(
     Algorithm 1 of the paper. W_t = W_0 + U diag(c_t) V^T in every step, so the base W_0 is not written and only c (r
     numbers) changes. With `rank=None` ranks are chosen by Eq. 6 and 7 (`rank_threshold` and `max_rank`: the paper's
     table; `rank_rule`: either of its criteria, see `tezo.directions.rank_selection`); a number is used for all
-    matrices. With `share_factors` all matrices of the same shape and rank share u and
-    v, which saves memory; tau is drawn for each matrix.
+    matrices.
 
     `basis` is the source of u and v (`tezo.directions.bases`); "gaussian" is the paper's. With `lazy_update_interval`
     both are refreshed after this number of steps and the trained change is folded; None, as in the paper, fixes them.
@@ -51,7 +49,6 @@ def tezo(
         scale,
         basis=basis,
         interval=lazy_update_interval,
-        share_factors=share_factors,
     )
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
 
@@ -68,7 +65,6 @@ def tezo_m(
     scale: Scale = "unit",
     basis: str | Basis = "gaussian",
     lazy_update_interval: int | None = None,
-    share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
     """TeZO-m: TeZO with momentum on the temporal factor.
@@ -83,7 +79,6 @@ def tezo_m(
         scale,
         basis=basis,
         interval=lazy_update_interval,
-        share_factors=share_factors,
     )
     return ZerothOrderOptimizer(model, perturbation, Momentum(beta), lr=lr, **common)
 
@@ -100,7 +95,6 @@ def tezo_adam(
     max_rank: int = 64,
     scale: Scale = "unit",
     basis: str | Basis = "gaussian",
-    share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
     """TeZO-Adam: Adam with both moments stored as temporal factors.
@@ -118,7 +112,6 @@ def tezo_adam(
         chosen_rank(rank, rank_rule, rank_threshold, max_rank),
         scale,
         basis=basis,
-        share_factors=share_factors,
     )
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)
 
@@ -136,7 +129,6 @@ def tezo_cadam(
     scale: Scale = "unit",
     basis: str | Basis = "gaussian",
     lazy_update_interval: int | None = None,
-    share_factors: bool = False,
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
     """TeZO-cAdam: Adam on the temporal coefficients. Ours, not the paper's.
@@ -157,6 +149,5 @@ def tezo_cadam(
         scale,
         basis=basis,
         interval=lazy_update_interval,
-        share_factors=share_factors,
     )
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)

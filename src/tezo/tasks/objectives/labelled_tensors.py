@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.errors import RequestError
+from tezo.estimators.estimate import RowsClosure
 from tezo.models.kinds import choose_kind
 from tezo.tasks.objectives.copies import whole_rows
 from tezo.tasks.objectives.logits import logits_at
@@ -16,7 +17,7 @@ NOT_COUNTED = -100
 """The label of tokens without a loss, transformers' own."""
 
 
-class LabelledTensors:
+class LabelledTensors(RowsClosure):
     """The loss of a language model on a batch with labels, computed so that a step is as cheap as it can be.
 
     It is `model(**batch).loss`, with three differences in how: the output head is applied at the labelled positions
@@ -58,22 +59,11 @@ class LabelledTensors:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a pass for one model, padding included."""
         return int(self._inputs["input_ids"].numel())
 
     @property
     def examples(self) -> int:
-        """Number of rows."""
         return len(self._valid_BK)
-
-    @property
-    def example_tokens(self) -> int:
-        """As `tokens`."""
-        return self.tokens
-
-    def __call__(self) -> Tensor:
-        """The mean loss over all labelled tokens: scalar, float32 or wider."""
-        return self.losses(1)[0]
 
     def losses(self, copies: int) -> Tensor:
         """The loss of each copy (copies,), from one pass with `copies` blocks of rows."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.errors import RequestError
+from tezo.estimators.estimate import RowsClosure
 from tezo.models.loading import num_embeddings
 from tezo.tasks import Example
 from tezo.tasks.objectives.batch import Batch
@@ -289,23 +290,17 @@ class Objective(ABC):
 
 
 @dataclass(frozen=True)
-class BatchClosure:
+class BatchClosure(RowsClosure):
     """The loss of a model on the parts of a batch, with the parameters at the time of the call."""
 
     objective: Objective
     model: Any
     batches: tuple[Batch, ...]
 
-    def __call__(self) -> Tensor:
-        """The loss: scalar, float32 or wider."""
-        return self.losses(1)[0]
-
     def summands(self) -> Iterator[Tensor]:
-        """Terms whose sum is the loss; see `Objective.summands`."""
         return self.objective.summands(self.model, self.batches)
 
     def losses(self, copies: int) -> Tensor:
-        """The loss of each copy (copies,), from passes with `copies` blocks of rows; see `Objective.losses`."""
         return self.objective.losses(self.model, self.batches, copies)
 
     def totals(self, copies: int) -> tuple[list[float], int]:
@@ -317,17 +312,14 @@ class BatchClosure:
 
     @property
     def examples(self) -> int:
-        """Number of examples."""
         return sum(len(batch.places) for batch in self.batches)
 
     @property
     def example_tokens(self) -> int:
-        """As `tokens`, where each example has its own perturbations and shares no input with others."""
         shared = [self.objective.shared_tokens * len(batch.places) for batch in self.batches]
         return max([self.tokens, *shared])
 
     def example_passes(self) -> list[list[int]]:
-        """For each forward pass of `example_losses`, the example of each row of one copy."""
         return [
             [batch.places[i] for i in rows] for batch in self.batches for rows in self.objective.example_passes(batch)
         ]
@@ -339,7 +331,6 @@ class BatchClosure:
         return self.objective.example_totals(self.model, self.batches, copies)
 
     def example_losses(self, copies: int) -> Tensor:
-        """The loss of each example for each copy, (copies, examples); their mean is the loss."""
         sums, count = self.example_totals(copies)
         return sums * (self.examples / count)
 
@@ -351,6 +342,5 @@ class BatchClosure:
 
     @property
     def tokens(self) -> int:
-        """Maximum number of tokens of one copy in a forward pass, padding included."""
         sizes = [part.input_ids_RL.numel() for batch in self.batches for part in batch.passes()]
         return max([self.objective.shared_tokens, *sizes])

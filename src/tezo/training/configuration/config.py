@@ -19,8 +19,8 @@ from tezo.models.model_config import ModelConfig
 from tezo.optim.methods import AUTO, BASELINES, method
 from tezo.runs.manifest import check_manifest
 from tezo.tasks.data_config import DataConfig
-from tezo.training.configuration.aliases import suggestion
 from tezo.training.configuration.coercion import coerce
+from tezo.training.configuration.keywords import suggestion
 from tezo.training.configuration.recipe import LOSS, REWARD, Config, MethodConfig, TrainConfig
 
 _SHORT = {"model": "name", "data": "train", "method": "name"}

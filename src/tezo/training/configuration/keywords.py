@@ -1,10 +1,14 @@
 """Settings as keyword arguments: `lr=1e-4` for method.lr, `steps=200` for train.steps."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tezo.errors import RequestError, nearest
-from tezo.training.configuration.aliases import key_meant, keys_by_name
+from tezo.models.model_config import ModelConfig
+from tezo.optim.methods import BASELINES, METHODS, Method
+from tezo.tasks.data_config import DataConfig
+from tezo.training.configuration.recipe import TrainConfig
 
 PARAMETERS = {
     "model.name": "model",
@@ -18,6 +22,30 @@ PARAMETERS = {
 
 PREFERRED = {"seed": "train.seed"}
 """What a name means that two sections have: data.seed follows train.seed unless it is set."""
+
+
+def keys_by_name() -> dict[str, list[str]]:
+    """Name -> the dotted keys that end in it, of all sections and of the options of all methods."""
+    sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+    keys = [f"{section}.{field.name}" for section, cls in sections.items() for field in dataclasses.fields(cls)]
+    methods: list[Method[Any]] = [*METHODS.values(), *BASELINES.values()]
+    options = {"name", *(name for method in methods for name in method.options())}
+    found: dict[str, list[str]] = {}
+    for key in [*keys, *(f"method.{name}" for name in sorted(options))]:
+        found.setdefault(key.partition(".")[2], []).append(key)
+    return found
+
+
+def suggestion(key: str, known: Iterable[str]) -> str:
+    """What to say of an unknown key: the keys of other sections that end in its name, else the nearest known name.
+
+    Args:
+        key: as it was given.
+        known: names that are known in its place.
+    """
+    name = key.rpartition(".")[2]
+    elsewhere = keys_by_name().get(name, [])
+    return f"Did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(name, known)
 
 
 def plain_names() -> dict[str, list[str]]:
@@ -62,15 +90,8 @@ def dotted_key(name: str, known: Mapping[str, list[str]]) -> str:
     if name in PREFERRED:
         return PREFERRED[name]
     if name not in known:
-        raise RequestError(f"{name}: there is no such setting. {_suggestion(name, known)}")
+        raise RequestError(f"{name}: there is no such setting. {nearest(name, [*sorted(known), *PARAMETERS.values()])}")
     first, *others = known[name]
     if others:
         raise RequestError(f"{name} may be {' or '.join(known[name])}; give one by settings={{{first!r}: ...}}.")
     return first
-
-
-def _suggestion(name: str, known: Mapping[str, list[str]]) -> str:
-    key = key_meant(name)
-    if key is None:
-        return nearest(name, sorted(known))
-    return f"Did you mean {PARAMETERS.get(key) or key.rpartition('.')[2].lstrip('-')!r}?"

@@ -1,4 +1,4 @@
-"""Recipes that come with the library: one for each method with the paper's settings, and the rows of its tables."""
+"""Recipes that come with the library: one for each method, with the paper's settings."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -7,14 +7,13 @@ from tezo.errors import RequestError, nearest
 
 
 def recipe_folder() -> Path:
-    """The folder of the recipes: NAME.yaml for each method, tables/TABLE/ROW.yaml for the tables."""
+    """The folder of the recipes, NAME.yaml for each method."""
     return Path(str(files("tezo.training"))) / "recipes"
 
 
 def recipe_names() -> list[str]:
-    """Names of all recipes, such as "lozo" and "tables/opt-13b/lozo"."""
-    folder = recipe_folder()
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    """Names of all recipes, such as "lozo"."""
+    return sorted(path.stem for path in recipe_folder().glob("*.yaml"))
 
 
 def find_recipe(given: Path) -> Path:
@@ -25,10 +24,9 @@ def find_recipe(given: Path) -> Path:
     """
     if given.exists():
         return given
-    name = given.as_posix().removesuffix(".yaml")
-    names = recipe_names()
+    name, names = given.as_posix().removesuffix(".yaml"), recipe_names()
     if name in names:
         return recipe_folder() / f"{name}.yaml"
-    methods = [known for known in names if "/" not in known]
-    hint = nearest(name, names if "/" in name else methods)
-    raise RequestError(f"there is no recipe {given}, neither a file nor one that comes with tezo. {hint}")
+    raise RequestError(
+        f"there is no recipe {given}, neither a file nor one that comes with tezo. {nearest(name, names)}"
+    )

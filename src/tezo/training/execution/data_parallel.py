@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tezo.distributed import Ranks
 from tezo.errors import RequestError
+from tezo.estimators.estimate import RowsClosure
 from tezo.forward import NotInBlocksError
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.tasks.objectives import BatchClosure
@@ -15,27 +16,30 @@ from tezo.training.preparation.job import LOSS, Job
 
 
 @dataclass(frozen=True)
-class SharedRows:
+class SharedRows(RowsClosure):
     """The loss on the rows of all ranks: sums and counts are added in float64 before anything is subtracted.
 
     Attributes:
         own: the loss on this rank's rows.
         ranks: all of them.
-        tokens: the most that any rank has in a pass for one model.
-        examples: of all ranks; rank k has every `size`-th from k on.
+        most_tokens: the most that any rank has in a pass for one model.
+        rows: number of examples of all ranks; rank k has every `size`-th from k on.
     """
 
     own: BatchClosure
     ranks: Ranks
-    tokens: int
-    examples: int
+    most_tokens: int
+    rows: int
 
-    def __call__(self) -> Tensor:
-        """The mean loss over the rows of all ranks."""
-        return self.losses(1)[0]
+    @property
+    def tokens(self) -> int:
+        return self.most_tokens
+
+    @property
+    def examples(self) -> int:
+        return self.rows
 
     def losses(self, copies: int) -> Tensor:
-        """(copies,): that of each model."""
 
         def own() -> tuple[Tensor, int]:
             sums, count = self.own.totals(copies)
@@ -44,17 +48,11 @@ class SharedRows:
         sums_C, count = self._summed(own, (copies,))
         return sums_C / count
 
-    @property
-    def example_tokens(self) -> int:
-        """As `tokens`, where each example has its own perturbations."""
-        return self.tokens
-
     def example_passes(self) -> list[list[int]]:
         """For each of this rank's passes, the example of each row of one copy, by its number among all ranks'."""
         return [[self._number(i) for i in rows] for rows in self.own.example_passes()]
 
     def example_losses(self, copies: int) -> Tensor:
-        """(copies, examples): the loss of each example of all ranks for each model; their mean is the loss."""
 
         def own() -> tuple[Tensor, int]:
             sums, count = self.own.example_totals(copies)
