@@ -224,13 +224,6 @@ def test_label_descriptions_of_an_encoder_that_are_cut_are_said(home, tmp_path):
     assert done.says("data.label_words", "the film was quite", "16")
 
 
-def strict_json(line: str) -> object:
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    return json.loads(line, parse_constant=refuse)
-
-
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("rank", [4, "null"], ids=["rank 4", "layer-wise rank"])
 def test_a_loss_that_is_no_number_ends_the_run_in_words(home, tmp_path, value, rank):
@@ -243,10 +236,8 @@ def test_a_loss_that_is_no_number_ends_the_run_in_words(home, tmp_path, value, r
     method = "lozo-adam" if rank == 4 else "tezo-cadam"
     done = train(folder, home / "rows.jsonl", tmp_path / "run", method__name=method, method__rank=rank)
     if rank == 4:
-        refused(done, "the loss is", "step 0", "no earlier step", "restored", "method.lr")
-        assert not (tmp_path / "run" / "adapter").exists()
-        assert not (tmp_path / "run" / "summary.json").exists()
-        assert all(strict_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        refused(done, "the loss of the untuned model is", "float32")
+        assert not (tmp_path / "run").exists()
     else:  # the layer-wise rule meets the weight before any loss does
         refused(done, "model.decoder.layers.0.fc1.weight")
 

@@ -45,6 +45,7 @@ class ActivationBasis(Basis):
 
     def __init__(self) -> None:
         self._calls = 0
+        self._counted: set[int] = set()
         self._seconds = 0.0
         self._targets: list[Target] = []
         self._ranks: Mapping[str, int] = {}
@@ -83,7 +84,9 @@ class ActivationBasis(Basis):
                     self._store.save(KIND, refresh_step, collected)
             self._check(collected.factors)
             self._collected[refresh_step] = collected
-            self._calls += collected.calls
+            if refresh_step not in self._counted:  # it is loaded again after a return to a state without it
+                self._calls += collected.calls
+                self._counted.add(refresh_step)
             for old in sorted(self._collected)[:-_KEPT_REFRESHES]:
                 del self._collected[old]
         return self._collected[refresh_step].factors
