@@ -1,4 +1,4 @@
-"""A model's base in several forms: bytes, the scale at which its losses can be measured, and what tuning reaches on each.
+"""A model's base in several forms: bytes, the scale at which its losses can be measured, and what tuning reaches.
 
     python benchmarks/packed.py [--recipe examples/routing/recipe.yaml] [--json FILE]
 
