@@ -1,4 +1,4 @@
-"""A model's base in several forms: bytes, noise of the projected gradient, and what tuning reaches on each.
+"""A model's base in several forms: bytes, the scale at which its losses can be measured, and what tuning reaches.
 
     python benchmarks/packed.py [--recipe examples/routing/recipe.yaml] [--json FILE]
 
@@ -44,7 +44,7 @@ def measure(recipe: Path, name: str) -> dict[str, Any]:
     """The row of one form."""
     settings = [part for key, value in FORMS[name].items() for part in ("--set", f"{key}={value}")]
     report = tezo("doctor", "--model", "embedded:all-minilm-l6-v2", *settings)["model"]
-    of_model = ("name", "bytes", "linear_bytes", "parameters", "linear_parameters", "noise", "recommended_rho")
+    of_model = ("name", "bytes", "linear_bytes", "parameters", "linear_parameters", "scales", "recommended_rho")
     row = {"form": name, "run": None, **{key: report[key] for key in of_model}}
     if name not in LOOKED_AT:
         rho = report["recommended_rho"]

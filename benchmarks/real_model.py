@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -66,7 +67,7 @@ def command_of(settings: list[tuple[str, str]], output: Path) -> dict[str, Any]:
     if process.wait():
         raise SystemExit(f"the run ended with exit code {process.returncode}")
     summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
-    gaps = [later - earlier for earlier, later in zip(told[1:], told[2:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(told[1:])]
     return {
         "first_line": round(told[1] - started, 2),
         "longest_silence": round(max(gaps), 2),

@@ -128,8 +128,8 @@ def real_model() -> str:
             *(f"{part['loss']:.3f} / {100 * part['accuracy']:.1f} %" for part in (run["before"], run["after"])),
         ])  # fmt: skip
     heads = [
-        "dtype", "first line", "longest silence", "whole run", "forward passes", "of them for rho", "for the rate", "rho",
-        "highest point / own loss", "test before", "after",
+        "dtype", "first line", "longest silence", "whole run", "forward passes", "of them for rho", "for the rate",
+        "rho", "highest point / own loss", "test before", "after",
     ]  # fmt: skip
     said = (
         f"{results['rows']['train']} training rows, {results['rows']['dev']} dev, {results['rows']['test']} test, "

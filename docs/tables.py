@@ -175,16 +175,16 @@ def packed() -> str:
     """A base in several forms."""
     results, rows = read("packed"), []
     for r in results:
-        scatter = next(at["scatter"] for at in r["noise"] if at["rho"] == 1e-3)
+        at = next(at for at in r["scales"] if at["rho"] == r["recommended_rho"])
         each = 8 * r["linear_bytes"] / r["linear_parameters"]
         losses = [f"{r['run'][when]['loss']:.3f}" if r["run"] else "-" for when in ("before", "after")]
-        row = [f"{r['bytes'] / 2**20:.1f}", f"{each:.1f}", f"{100 * scatter:.1f} %", f"{r['recommended_rho']:g}"]
-        rows.append([f"`{r['form']}`", *row, *losses])
-    heads = ["base", "MiB", "bits a linear weight", "scatter at rho 1e-3", "recommended rho", "loss before", "after"]
+        row = [f"{r['bytes'] / 2**20:.1f}", f"{each:.1f}", f"{at['rho']:g}", f"{at['curvature']:.1%}"]
+        rows.append([f"`{r['form']}`", *row, f"{at['rounding']:.1%}", *losses])
+    heads = ["base", "MiB", "bits a linear weight", "rho", "curvature there", "rounding", "loss before", "after"]
     run = results[0]["run"]
     return grid(heads, rows) + (
         f"\n{results[0]['name']}, whose embeddings stay in float32 under a packed form; {run['method']}, "
-        f"{run['steps']} steps of the routing example at the recommended rho, loss of {run['rows']['test']} test rows, "
+        f"{run['steps']} steps of the routing example at this rho, loss of {run['rows']['test']} test rows, "
         f"one seed: each learns; which is best it does not say. `python benchmarks/packed.py`; {machine(run)}.\n"
     )
 

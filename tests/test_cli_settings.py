@@ -79,7 +79,7 @@ def test_a_chat_template_that_refuses_a_conversation(home, tmp_path):
     (folder / "chat_template.jinja").write_text(template)
     rows = [{"messages": [{"role": "system", "content": "be kind"}, {"role": "assistant", "content": "good"}]}] * 4
     data = write_rows(tmp_path / "system.jsonl", rows)
-    refused(train(folder, data, tmp_path / "out"), "data.messages", "system", "no system role")
+    refused(train(folder, data, tmp_path / "out"), "system.jsonl, line 1", "system", "no system role")
     assert not (tmp_path / "out").exists()
 
 
@@ -115,18 +115,14 @@ def test_a_base_that_has_moved_since_the_run(home, tmp_path):
     assert str(tmp_path / "elsewhere") in (tmp_path / "export-after/adapter_config.json").read_text()
 
 
-def test_json_is_json_where_a_loss_is_no_number(home, tmp_path):
+def test_a_loss_that_is_no_number_is_no_result(home, tmp_path):
     base = Path(shutil.copytree(home / "opt", tmp_path / "model"))
     weights = load_file(base / "model.safetensors")
     weights["model.decoder.layers.1.fc2.bias"] += float("nan")
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     done = tezo("eval", base, "--data", home / "rows.jsonl", "--json")
-    assert done.code == 0, done.err
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    assert json.loads(done.out, parse_constant=refuse)["loss"] is None
+    refused(done, "the model's loss of these rows is nan in float32")
+    assert done.out == ""
 
 
 @pytest.mark.parametrize("form", ["lora", "merged"])

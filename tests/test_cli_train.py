@@ -86,7 +86,9 @@ def test_the_installed_program_fails_in_words_and_with_debug_in_full(home, tmp_p
 def test_a_name_that_the_hub_does_not_have(home, tmp_path):
     flags = ("--data", home / "rows.jsonl", "--output", tmp_path / "out")
     refused(
-        tezo("train", "--model", "nobody/no-such-model", *flags), "model.name: nobody/no-such-model cannot be loaded"
+        tezo("train", "--model", "nobody/no-such-model", *flags),
+        "model.name: nobody/no-such-model",
+        "hub cannot be reached",
     )
     assert not (tmp_path / "out").exists()
 

@@ -115,7 +115,7 @@ def test_patterns_name_tasks_and_the_table_has_their_metrics(home):
 @pytest.mark.skipif(not DECODER.is_dir(), reason=f"there is no {DECODER}")
 def test_a_pretrained_decoder_is_tuned_and_evaluated_without_a_network(home, tmp_path):
     rows = completion_rows(12)
-    run = library.train(DECODER, rows, dev=rows, method="tezo", steps=6, lr=3e-3, keep_best=False, guard=False)
+    run = library.train(DECODER, rows, dev=rows, method="tezo", steps=6, lr=1e-3, keep_best=False, guard=False)
     tuned = by_harness(run, home)
     assert max(abs(a - b) for a, b in zip(tuned, by_harness(DECODER, home), strict=True)) > 0.01
     assert tuned == pytest.approx(log_likelihoods(run.merge(), run.tokenizer, rows), abs=1e-2)

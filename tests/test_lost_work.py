@@ -126,7 +126,7 @@ def test_a_model_is_free_after_an_interrupt_at_any_moment(monkeypatch, moment):
     base = in_memory()
     untouched = outputs(base["model"])
     place = {
-        "search": "tezo.optim.learning_rate._Search._trial",
+        "search": "tezo.optim.learning_rate._Search.run",
         "evaluation": "tezo.training.execution.evaluations.Evaluations.of",
         "step": "tezo.training.execution.loop.Loop._log_step",
     }[moment]

@@ -28,7 +28,6 @@ from tezo.runs.step_log import read_log
 from tezo.training.configuration.config import dump_config, overlay, parse_config, to_tree
 from tezo.training.execution.loop import train
 from tezo.training.execution.replay import replay
-from tezo.training.execution.run_header import check_same, log_header
 from tezo.training.preparation.job import prepare
 
 LOW_RANK = [name for name, case in CASES.items() if case.low_rank]
@@ -495,19 +494,6 @@ def test_a_run_shares_directions_where_a_trial_is_refused_and_says_why(home, tmp
     assert job.optimizer.num_steps == 0
     for _ in range(2):
         job.optimizer.take_step(job.objective.closure(job.model, job.batches([0, 1])), "two-point")
-
-
-def test_a_run_begun_before_they_could_be_open_goes_on_as_it_was(home):
-    job = prepare(auto(home))
-    own = log_header(job)
-    assert check_same(own, own, job.optimizer) == []
-    before = copy.deepcopy(own)
-    del before["config"]["method"]["directions"]
-    with pytest.raises(RequestError, match=r"method\.directions"):
-        check_same(before, own, job.optimizer)
-    shared = copy.deepcopy(own)
-    shared["config"]["method"]["directions"] = "shared"
-    assert check_same(before, shared, job.optimizer) == []
 
 
 def test_what_has_no_loss_for_each_row_is_refused(home, tmp_path):

@@ -210,6 +210,7 @@ def test_numbers_of_classes_have_their_names_wherever_the_set_is(tmp_path, monke
         NAMED.to_parquet(tmp_path / "rows.parquet")
     elif source == "hub":
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: NAMED)
+        monkeypatch.setattr("tezo.tasks.row_sources.ask_hub", lambda *_: None)
     by_name = {"saved": tmp_path / "rows", "parquet": tmp_path / "rows.parquet", "hub": "owner/rows"}
     others = {"memory": NAMED, "streamed": NAMED.to_iterable_dataset(), "torch": NAMED.with_format("torch")}
     rows = rows_of(str(by_name[source]) if source in by_name else others[source], "data")

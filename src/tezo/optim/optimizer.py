@@ -102,8 +102,8 @@ class ZerothOrderOptimizer(BoundToModel, torch.optim.Optimizer):
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
 
     Where `own_loss` is set to a loss of the model as it is, a `PerturbationWarning` says once that a perturbed point
-    has a loss above the model's own by more than half of it and more than 0.1: there the two losses tell little of
-    this model. Runs and Trainers set it.
+    has a loss above the model's own by more than half of it and more than 0.1: there the two losses tell little of this
+    model. Runs and Trainers set it.
     """
 
     @torch.inference_mode(False)  # state that is made in a user's inference mode could not be written outside of it

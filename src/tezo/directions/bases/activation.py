@@ -84,7 +84,7 @@ class ActivationBasis(Basis):
                     self._store.save(KIND, refresh_step, collected)
             self._check(collected.factors)
             self._collected[refresh_step] = collected
-            if refresh_step not in self._counted:  # it is loaded again after a return to a state without it
+            if refresh_step not in self._counted:  # going back to a better step reads them again
                 self._calls += collected.calls
                 self._counted.add(refresh_step)
             for old in sorted(self._collected)[:-_KEPT_REFRESHES]:
@@ -156,6 +156,7 @@ class ActivationBasis(Basis):
         for factors in loaded.values():
             self._check(factors)
         self._collected = {refresh_step: CollectedFactors(factors, 0) for refresh_step, factors in loaded.items()}
+        self._counted |= self._collected.keys()
 
 
 def input_size(target: Target) -> int:

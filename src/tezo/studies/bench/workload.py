@@ -1,9 +1,8 @@
 """The workload of a benchmark: a model, a batch, and the loss by plain forward passes and for the optimizer."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,18 @@ from tezo.tasks import Example
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.logits import logits_at
 from tezo.tasks.objectives.objective import Encoded
+
+
+class _NoWords:
+    """A tokenizer of rows that are made of numbers."""
+
+    pad_token_id, eos_token_id, chat_template = 0, None, None
+    all_special_ids: tuple[int, ...] = ()
+    added_tokens_decoder: Mapping[int, str] = {}
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        del text
+        return {"input_ids": []}
 
 
 class LastPosition(CausalObjective):
@@ -53,7 +64,7 @@ class Work:
         self._last_S1 = torch.tensor(lengths, device=self.device).unsqueeze(1) - 1
         rows = [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths, strict=True)]
         self._encoded = [Encoded((row,), (1,), Example("", "", (), None, "the benchmark")) for row in rows]
-        self._objective = LastPosition(SimpleNamespace(pad_token_id=0), self.device, max(lengths), ())
+        self._objective = LastPosition(_NoWords(), self.device, max(lengths), ())
 
     def twin(self) -> Any:
         """Another module tree with the same weight tensors, so that hooks on one tree do not affect another."""

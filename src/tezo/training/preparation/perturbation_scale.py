@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tezo.directions.targets import is_packed
 from tezo.errors import RequestError
-from tezo.models.in_memory import dtype_name
 from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
 from tezo.optim.methods import AUTO, Tuner, method
 from tezo.progress.meter import RHO, current
@@ -75,5 +74,6 @@ def resolve_rho(
     with current().phase(RHO):
         found = measure_scale(optimizer, losses, first_scale(optimizer.model), current().report)
     optimizer.set_rho(found.chosen.rho)
-    notice = in_words(found, dtype_name(optimizer.model))
+    dtype = next(p.dtype for p in optimizer.model.parameters() if p.is_floating_point())
+    notice = in_words(found, str(dtype).removeprefix("torch."))
     return config.with_options(rho=found.chosen.rho), [notice], found
