@@ -20,6 +20,8 @@ from tezo.optim.measured_scale import (
     MOST_ROUNDING,
     MOST_TRIALS,
     SCALES,
+    ScaleError,
+    balanced,
     in_words,
     measure_scale,
     most_passes,
@@ -147,6 +149,16 @@ def test_where_no_scale_does_both_the_least_bad_one_is_taken_and_a_dtype_named()
     said = in_words(found, "bfloat16")
     assert "no scale keeps" in said and "model.dtype=float32 has one" in said and f"{found.chosen.rho:g}" in said
     assert "model.dtype=float32" not in in_words(found, "float32")
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.1])
+def test_the_next_scale_is_between_those_tried_though_rounding_hides_the_curvature_of_one(lost):
+    tried = [ScaleError(3e-3, 2.4, 0.067, 3.0), ScaleError(3e-4, lost, 0.67, 0.1)]
+    assert balanced(tried) == 1e-3
+    assert balanced([*tried, ScaleError(1e-3, 0.4, 0.2, 0.1)]) is None, "nothing is left between"
+    assert balanced([ScaleError(1e-3, 0.05, 0.01)]) is None, "it is sound"
+    assert balanced([ScaleError(1e-3, lost / 100, 0.1)]) == 3e-3, "as far up as rounding asks for"
+    assert balanced([ScaleError(1e-2, 0.4, 0.033)]) == balanced([ScaleError(1e-2, 0.9, 0.033)]) == 3e-3
 
 
 def test_it_steps_down_from_where_losses_are_not_finite_and_says_where_they_never_are():
@@ -289,9 +301,23 @@ def test_rows_that_are_harder_than_the_others_are_no_destroyed_model():
 class Told(Listener):
     def __init__(self):
         self.texts = []
+        self.losses = []
+
+    def started(self, job):
+        self.optimizer = job.optimizer
+
+    def evaluated(self, *what):
+        self.losses.append(what[-1]["loss"])
 
     def warned(self, text):
         self.texts.append(text)
+
+
+def test_of_a_model_that_has_learnt_the_steps_are_compared_with_what_it_is_now(home):
+    told = Told()
+    run = library.train(str(home / "opt"), str(home / "rows.jsonl"), method="lozo-adam", rank=4, lr=1e-2, steps=8,
+                        eval_every=2, listeners=[told])  # fmt: skip
+    assert told.optimizer.own_loss == min(told.losses) < run.summary["before"]["loss"] - 0.05
 
 
 def test_runs_and_trainers_say_it_too(home, tmp_path):

@@ -65,7 +65,8 @@ SETTLED = (
 
 def dtype_name(model: Any) -> str:
     """The data type of the weights as `model.dtype` of a recipe has it."""
-    return next((name for name, dtype in DTYPES.items() if dtype == model.dtype), "auto")
+    own = getattr(model, "dtype", None) or next(model.parameters()).dtype  # only models of transformers have the first
+    return next((name for name, dtype in DTYPES.items() if dtype == own), "auto")
 
 
 def _check_plain(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ All sizes are root mean squares over rows and directions.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -143,7 +143,7 @@ class _Measurement:
         chosen = next((at for at in tried if at.curvature <= MOST_CURVATURE), best)
         noise = self._noise(chosen.rho)
         tried = [self._with_rounding(at, noise) for at in tried]
-        between = self._between(min(tried, key=lambda at: at.badness), {at.rho for at in tried})
+        between = balanced(tried)
         if between is not None:
             tried.append(self._with_rounding(self._error(between), noise))
         chosen = min(tried, key=lambda at: at.badness)
@@ -168,15 +168,6 @@ class _Measurement:
             wanted = rho * max(STEEPEST, MOST_CURVATURE / curvature)
             rho = next((scale for scale in SCALES if scale <= wanted and scale < rho), SCALES[-1])
         return tried
-
-    def _between(self, best: ScaleError, tried: Collection[float]) -> float | None:
-        """The scale at which curvature and rounding should exceed their bounds alike; None if there is none to try."""
-        if best.excess <= 1 or best.rounding == 0:
-            return None
-        ratio = best.rounding / MOST_ROUNDING / max(best.curvature / MOST_CURVATURE, 1e-12)
-        wanted = math.log(best.rho * math.sqrt(ratio))
-        nearest = min(SCALES, key=lambda scale: abs(math.log(scale) - wanted))
-        return None if nearest in tried else nearest
 
     def _error(self, rho: float) -> ScaleError:
         try:
@@ -237,6 +228,25 @@ class _Measurement:
     def _count(self, passes: int) -> None:
         self._passes += passes
         self._progress(self._passes, most_passes(max(1, self._optimizer.num_directions)))
+
+
+def balanced(tried: Sequence[ScaleError]) -> float | None:
+    """The scale to try where none obeys both bounds, or None: between the best one and the one beside it.
+
+    It is on the side where what exceeds its bound by more is less: rounding falls and curvature grows in proportion to
+    the scale. Where nothing was tried on that side it is where both should exceed their bounds alike, or rounding none.
+    """
+    best = min(tried, key=lambda at: at.badness)
+    if best.excess <= 1 or best.rounding == 0:
+        return None
+    rounding, curvature = best.rounding / MOST_ROUNDING, best.curvature / MOST_CURVATURE
+    above, below = ([at.rho for at in tried if sign * at.rho > sign * best.rho] for sign in (1, -1))
+    beside = min(above, default=None) if rounding > curvature else max(below, default=None)
+    wanted = best.rho * min(rounding, math.sqrt(rounding / max(curvature, 1e-12)))
+    if beside is not None:
+        wanted = math.sqrt(best.rho * beside)
+    nearest = min(SCALES, key=lambda scale: abs(math.log(scale / wanted)))
+    return None if nearest in {at.rho for at in tried} else nearest
 
 
 def _rms(values: Tensor) -> float:

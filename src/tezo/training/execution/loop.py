@@ -155,7 +155,7 @@ class Loop:
             listener.started(self.job)
         with self.meter.phase(BEFORE):
             before = self.evaluations.of("test", 0)
-        self.job.optimizer.own_loss = before["loss"]
+        (self.job.optimizer.own_loss,) = self.ranks.first([before["loss"]])
         self.job.optimizer.warn_by(self._warn)
         with self.meter.phase(STEPS):
             steps = self._steps(start, before)
@@ -211,6 +211,8 @@ class Loop:
             ended = self.resumed.end is not None and steps == self.resumed.end.steps
             ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
             self.best.note(steps, last=ends)
+            if self.best.dev_loss is not None:
+                self.job.optimizer.own_loss = min(self.job.optimizer.own_loss, self.best.dev_loss)
             if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
                 return steps
             interrupted = self._any(self.interruption.signal is not None)
