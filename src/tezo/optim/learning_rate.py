@@ -208,9 +208,6 @@ class _Search:
         factor = FINE if trial_steps == min(TRIAL_STEPS, self._longest) else COARSE
         while len(trials) < MOST_TRIALS and not self._is_found(trials) and self._affords(trial_steps):
             trials.append(self._trial(bound / factor ** len(trials), start, trial_steps))
-        best = min(trials, key=lambda trial: trial.change, default=None)
-        if best is not None and best.change < 0 and factor == COARSE and self._affords(trial_steps):
-            trials.append(self._trial(best.lr / FINE, start, trial_steps))
         return bound, tuple(trials)
 
     def _slope(self) -> tuple[float, float, float]:
@@ -349,7 +346,9 @@ def _slope_of(measured: MeasuredScale) -> tuple[float, float, float]:
 
 def _stops(steps: int) -> list[int]:
     """Numbers of steps after which a trial is judged."""
-    return sorted({max(1, steps // 4), max(1, steps // 2), steps}) if steps > 2 * FEWEST_STEPS else [steps]
+    return sorted(
+        {max(1, steps // 4), max(1, steps // 2), steps} if steps > 2 * FEWEST_STEPS else {(steps + 1) // 2, steps}
+    )
 
 
 def standard_error(values: Sequence[float]) -> float:
