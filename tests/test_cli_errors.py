@@ -1,7 +1,10 @@
 """A wrong request: one or two sentences that name the key, the value and the way out, exit code 2, nothing written."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -295,3 +298,17 @@ def test_a_command_line_that_cannot_be_read(flags):
 
 def test_an_unknown_method_is_refused_by_the_list_of_methods():
     refused(tezo("methods", "tezo-cadm"), "'tezo-cadm'", "'tezo-cadam'")
+
+
+def test_another_distribution_adds_commands_and_a_broken_one_takes_none_away(tmp_path):
+    info = tmp_path / "others-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tezo.commands]\nhello = others.hello\nbroken = others.missing\n")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others/__init__.py").write_text("")
+    (tmp_path / "others/hello.py").write_text("def register(app):\n    app.command('hello')(lambda: print('hello'))\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tezo", "hello"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, check=True)
+    assert done.stdout == "hello\n" and "the command broken cannot be loaded (No module named" in done.stderr

@@ -54,7 +54,7 @@ def environment(wheel):
     core.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         name = path.name.partition(".")[0].partition("-")[0].lower()
-        if name not in EXTRAS | {"tezo", "__editable__"} and path.suffix != ".pth":
+        if name not in EXTRAS | {"tezo", "tezo_studies", "__editable__"} and path.suffix != ".pth":
             (core / path.name).symlink_to(path)
     (site,) = home.glob("lib/python*/site-packages")
     (site / "core.pth").write_text(f"{core}\n")

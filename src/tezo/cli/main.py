@@ -38,7 +38,10 @@ EXTENSIONS = "tezo.commands"
 for command in (train, evaluate, predict, export, push, methods, tasks, doctor, report, replay):
     command.register(app)
 for extension in entry_points(group=EXTENSIONS):
-    extension.load().register(app)
+    try:
+        extension.load().register(app)
+    except ImportError as error:  # the other commands work all the same
+        print(f"notice: the command {extension.name} cannot be loaded ({one_line(error)}).", file=sys.stderr)
 
 
 def _print_version(asked: bool) -> None:
