@@ -135,7 +135,7 @@ def real_model() -> str:
         f"{results['rows']['train']} training rows, {results['rows']['dev']} dev, {results['rows']['test']} test, "
         f"{results['steps']} steps, one seed; the points are of the first 20 steps"
     )
-    return grid(heads, rows) + f"\n{said}. `{results['command']}`; {machine(results)}, {results['threads']}.\n"
+    return grid(heads, rows) + f"\n{said}. `{results['command']}`; {machine(results)}.\n"
 
 
 FIRST_RUN_TABLES: dict[str, Callable[[], str]] = {
