@@ -11,10 +11,10 @@ import json
 import statistics
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from tezo_studies.bench.shapes import build_model
+from tezo_studies.bench.workload import NoWords
 
 from tezo.runs.environment import hardware, versions
 from tezo.tasks import Example
@@ -35,7 +35,7 @@ def main() -> None:
     cpu = torch.device("cpu")
     model = build_model(arguments.model, "float32", cpu)
     encoded = random_rows(arguments.rows, arguments.prompt, arguments.option, int(model.config.vocab_size))
-    objective = CausalObjective(SimpleNamespace(pad_token_id=0), cpu, 2048, [str(i) for i in range(OPTIONS)])
+    objective = CausalObjective(NoWords(), cpu, 2048, [str(i) for i in range(OPTIONS)])
     objective.adapt(model, encoded)
     together, apart, loss = [], [], []
     for _ in range(arguments.rounds):

@@ -13,13 +13,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tezo_studies.bench.peak_memory import ALLOCATOR, forget_peak, peak_now
 from tezo_studies.bench.result_files import commit, cpu
 from tezo_studies.bench.shapes import build_model
+from tezo_studies.bench.workload import NoWords
 
 from tezo.estimators.estimate import FEEDBACK, TWO_POINT
 from tezo.optim.methods import lozo_adam
@@ -44,7 +44,7 @@ def peak(kind: str, shape: str, dtype: str, rows: int, longest: int) -> dict[str
     lengths = [max(2, longest * (i + 1) // rows) for i in range(rows)]
     texts = [tuple(torch.randint(model.config.vocab_size, (n,), generator=draw).tolist()) for n in lengths]
     encoded = [Encoded((ids,), (len(ids) - 1,), Example("", "", (), None, "the benchmark")) for ids in texts]
-    objective = CausalObjective(SimpleNamespace(pad_token_id=0), device, longest, ())
+    objective = CausalObjective(NoWords(), device, longest, ())
     closure = objective.closure(model, objective.batches(encoded))
     gc.collect()
     forget_peak(device)

@@ -2,8 +2,8 @@
 
 First the rate grows by `GROWTH` from step to step on one batch, from a rate that is too low,
 
-    lr_0 = D / (16 c)   where the curvature c = Z^T H Z along the run's own directions is known and positive, else
-    lr_0 = 1e-5 f D / kappa^2   (a plain step lowers the loss f by about lr kappa^2; D is `Update.divisor`),
+    lr_0 = 1e-5 f D / kappa^2   (a plain step lowers the loss f by about lr kappa^2; D is `Update.divisor`), or, where
+    passes are few and the curvature c = Z^T H Z along the run's own directions is positive, lr_0 = D / (16 c),
 
 until a step raises the loss of that batch by 5 %. On the same rows a step along their own estimate lowers the loss, in
 proportion to the rate, until curvature prevails. The growth therefore also ends after `FLAT` steps in a row that lower
@@ -195,7 +195,9 @@ class _Search:
             return None, ()
         divisor = self.optimizer.step_divisor(kappa_sq)
         by_curvature = divisor / curvature if curvature > 0 else 0.0
-        first = max(by_curvature / GROWTH**2, FIRST_DECREASE * abs(loss) * divisor / kappa_sq)
+        first = FIRST_DECREASE * abs(loss) * divisor / kappa_sq
+        if self.budget < MOST_PASSES * self.optimizer.num_directions:  # not enough to grow from far below
+            first = max(first, by_curvature / GROWTH**2)
         bound = self._bound(first) if self._cost(2) + 3 <= self._growth_end else by_curvature
         trial_steps = self._trial_steps()
         if bound <= 0 or trial_steps == 0:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tezo.errors import RequestError
-from tezo.files import UntrustedError, open_to_read, read_object, write_file
+from tezo.files import UntrustedError, open_to_read, read_object, storing, write_file
 
 MANIFEST = "manifest.json"
 _FILES, _DIGEST = "files", "sha256_of_files"
@@ -37,7 +37,8 @@ def write_manifest(folder: Path, names: Iterable[str]) -> None:
     Raises:
         RunError: it cannot be written.
     """
-    entries = {name: entry_of(folder / name) for given in names for name in _files(folder, given)}
+    with storing(folder / MANIFEST):  # of what cannot be read there is no digest to write
+        entries = {name: entry_of(folder / name) for given in names for name in _files(folder, given)}
     tree = {_FILES: entries, _DIGEST: _digest(entries)}
     write_file(folder / MANIFEST, (json.dumps(tree, indent=2) + "\n").encode())
 

@@ -89,6 +89,7 @@ class LogContents:
         files: name -> SHA-256, in hexadecimal.
         rollbacks: number of steps taken -> the return to earlier parameters after them.
         end: of the run; None: it has not ended.
+        crc: checksum at the end of the last valid entry, which the next entry's continues.
     """
 
     header: dict[str, Any]
@@ -100,6 +101,7 @@ class LogContents:
     files: dict[str, str] = field(default_factory=dict)
     rollbacks: dict[int, Rollback] = field(default_factory=dict)
     end: End | None = None
+    crc: int = 0
 
 
 def _entry(kind: bytes, content: bytes, crc: int) -> bytes:
@@ -139,6 +141,7 @@ def read_log(path: Path) -> LogContents:
     header, start = _read_head(path, data)
     contents = LogContents(header, start, len(data))
     contents.valid = _read_entries(data, contents)
+    contents.crc = int(_CRC.unpack_from(data, contents.valid - _CRC.size)[0])
     if _is_damaged(data, contents.valid):
         raise RequestError(
             f"{path} is damaged after step {len(contents.steps)}, with intact entries after the damage; "
@@ -337,9 +340,7 @@ class StepLog:
         self.contents = read_log(self.path)
         with storing(self.path):
             os.ftruncate(self._file, self.contents.valid)
-        with open_to_read(self.path) as file:
-            file.seek(self.contents.valid - _CRC.size)
-            self._crc = int(_CRC.unpack(file.read(_CRC.size))[0])
+        self._crc = self.contents.crc
         self.count = len(self.contents.steps)
         self._evaluated, self._files = set(self.contents.evaluations), dict(self.contents.files)
         self._rolled_back = set(self.contents.rollbacks)

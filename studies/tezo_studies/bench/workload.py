@@ -20,7 +20,7 @@ from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.shapes import build_model
 
 
-class _NoWords:
+class NoWords:
     """A tokenizer of rows that are made of numbers."""
 
     pad_token_id, eos_token_id, chat_template = 0, None, None
@@ -64,7 +64,7 @@ class Work:
         self._last_S1 = torch.tensor(lengths, device=self.device).unsqueeze(1) - 1
         rows = [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths, strict=True)]
         self._encoded = [Encoded((row,), (1,), Example("", "", (), None, "the benchmark")) for row in rows]
-        self._objective = LastPosition(_NoWords(), self.device, max(lengths), ())
+        self._objective = LastPosition(NoWords(), self.device, max(lengths), ())
 
     def twin(self) -> Any:
         """Another module tree with the same weight tensors, so that hooks on one tree do not affect another."""

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tezo.errors import RequestError
+
 _QUESTION, _ANSWER = "mark-of-a-question", "mark-of-an-answer"
 
 
@@ -48,7 +50,12 @@ def ends_of(tokenizer: Any, model: Any) -> Ends:
     """The ends by a tokenizer with its chat template, and by a model's generation_config, which may have several."""
     config = getattr(model, "generation_config", None)
     named = getattr(config, "eos_token_id", None)
-    configured = [int(token) for token in (named if isinstance(named, list | tuple) else [named]) if token is not None]
+    configured = [token for token in (named if isinstance(named, list | tuple) else [named]) if token is not None]
+    if not all(isinstance(token, int) for token in configured):
+        raise RequestError(
+            f"model.name: eos_token_id of its generation_config is {str(named)[:80]!r}; it must be a number, or a list "
+            "of numbers."
+        )
     known = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     if getattr(config, "_from_model_config", False):  # a default of an architecture may be a word
         configured = [token for token in configured if token in known]
