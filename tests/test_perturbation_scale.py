@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import CASES
 from folders import completion_rows, model_folder, refused, tezo, train, write_rows
-from tiny import Regression
+from tiny import Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import nn
 from trainers import trainer
 
@@ -31,7 +31,7 @@ from tezo.optim.methods import tezo as plain_tezo
 from tezo.training.configuration.config import parse_config, read_config
 from tezo.training.execution.listeners import Listener
 from tezo.training.preparation.job import basis_passes, make_optimizer, prepare
-from tezo.training.preparation.perturbation_scale import first_scale, losses_of
+from tezo.training.preparation.perturbation_scale import ROUNDED_BITS, first_scale, known_rounding, losses_of
 
 
 class Squares:
@@ -138,6 +138,31 @@ def test_where_rounding_is_too_large_and_curvature_leaves_room_the_scale_is_larg
     first = found.tried[0]
     assert first.rho == 1e-3 and first.rounding > MOST_ROUNDING and found.chosen.rho > 1e-3
     assert found.chosen.excess < first.excess
+
+
+@pytest.mark.parametrize("kind", [tiny_opt, tiny_llama, tiny_gpt2])
+def test_a_loss_in_float32_is_rounded_by_less_than_its_bound(kind):
+    ids, worst = tokens(batch=8, length=20), 0.0
+    for seed in range(5):
+        exact, model = (kind(dtype) for dtype in (torch.float64, torch.float32))
+        draw = torch.Generator().manual_seed(seed)
+        for wide, own in zip(exact.parameters(), model.parameters(), strict=True):
+            wide.data += 1e-2 * torch.randn(wide.shape, generator=draw, dtype=torch.float64)
+            wide.data = wide.data.float().double()  # the same weights
+            own.data = wide.data.float()
+        losses = [float(lm_loss(each, ids)().detach()) for each in (model, exact)]
+        worst = max(worst, abs(losses[0] - losses[1]) / losses[1])
+    assert known_rounding(model) == ROUNDED_BITS * torch.finfo(torch.float32).eps > worst
+    assert known_rounding(model.bfloat16()) is None
+
+
+def test_where_rounding_is_known_to_be_small_no_pass_is_made_for_it():
+    rows = Squares()
+    measured, known = (measure_scale(rows.optimizer(), rows.losses, 1e-3, rounding=r) for r in (None, 1e-14))
+    assert (known.chosen.rho, known.num_forward_passes) == (measured.chosen.rho, measured.num_forward_passes - 2)
+    assert known.chosen.curvature == pytest.approx(measured.chosen.curvature, rel=1e-6)
+    large = measure_scale(rows.optimizer(), rows.losses, 1e-3, rounding=1.0)
+    assert large.num_forward_passes == measured.num_forward_passes, "a bound that tells nothing"
 
 
 def test_where_no_scale_does_both_the_least_bad_one_is_taken_and_a_dtype_named():
@@ -275,7 +300,18 @@ def test_a_step_on_a_destroyed_model_is_a_warning_the_first_time_that_it_happens
         optimizer.step(model.loss)
 
 
-@pytest.mark.parametrize("own", [1.0, math.inf])
+def test_a_closure_of_the_library_tells_the_models_own_loss_in_the_first_step():
+    model = tiny_opt(torch.float32)
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    optimizer = plain_tezo(model, rank=2, rho=1e-3, lr=0.0)
+    optimizer.step(library.closure(model, batch))
+    assert optimizer.own_loss == pytest.approx(float(library.closure(model, batch)().detach()))
+    wild = mezo(tiny_opt(torch.float32), rho=3.0, lr=0.0, targets=("all",))
+    with pytest.warns(PerturbationWarning):
+        wild.step(library.closure(wild.model, batch))
+
+
+@pytest.mark.parametrize("own", [1.0, math.inf, None])
 def test_a_step_that_the_model_survives_says_nothing_and_takes_no_pass_more(own):
     model, calls = Regression(), []
 
@@ -284,7 +320,7 @@ def test_a_step_that_the_model_survives_says_nothing_and_takes_no_pass_more(own)
         return model.loss()
 
     optimizer = mezo(model, rho=1e-3, lr=1e-3)
-    optimizer.own_loss = own * float(model.loss().detach())
+    optimizer.own_loss = None if own is None else own * float(model.loss().detach())
     for _ in range(5):
         optimizer.step(loss)
     assert len(calls) == 2 * 5

@@ -100,12 +100,17 @@ class MeasuredScale:
 
 
 def most_passes(num_directions: int) -> int:
-    """Forward passes of `measure_scale`, at most; with the first scale it takes five with one direction."""
+    """Forward passes of `measure_scale`, at most; the first scale alone takes three with one direction."""
     return 1 + 2 * num_directions * (MOST_TRIALS + 2)
 
 
 def measure_scale(
-    optimizer: Tuner, losses: Callable[[], Tensor | float], start: float, progress: Progress = untold
+    optimizer: Tuner,
+    losses: Callable[[], Tensor | float],
+    start: float,
+    progress: Progress = untold,
+    *,
+    rounding: float | None = None,
 ) -> MeasuredScale:
     """Finds the largest of `SCALES`, from `start` down, that obeys both bounds; the least bad one where none does.
 
@@ -117,15 +122,21 @@ def measure_scale(
             own directions: as in a step.
         start: first scale.
         progress: told after each pair of passes.
+        rounding: bound of the rounding error of a loss, as a part of it; None: not known. Where it is small enough no
+            passes are made for rounding.
 
     Raises:
         NonFiniteLossError: a loss at W is NaN or infinite, or at every scale that was tried.
     """
-    return _Measurement(optimizer, losses, progress).run(start)
+    return _Measurement(optimizer, losses, progress, rounding).run(start)
 
 
 class _Measurement:
-    def __init__(self, optimizer: Tuner, losses: Callable[[], Tensor | float], progress: Progress) -> None:
+    def __init__(
+        self, optimizer: Tuner, losses: Callable[[], Tensor | float], progress: Progress, rounding: float | None
+    ) -> None:
+        self._rounding = rounding
+        self._taken_off = 0.0
         self._optimizer = optimizer
         self._losses = losses
         self._progress = progress
@@ -180,14 +191,18 @@ class _Measurement:
         return ScaleError(rho, _rms(self._even[rho]) / max(_rms(self._odd[rho]), 1e-300), rise=rise / size)
 
     def _noise(self, rho: float) -> float:
+        bound = math.inf if self._rounding is None else self._rounding * float(self._own.abs().max())
+        if bound <= MOST_ROUNDING * _rms(self._odd[rho]):
+            return bound
         plus, minus = self._points(CLOSE * rho)
-        return _rms((plus - minus) / 2 / CLOSE - self._odd[rho]) / math.sqrt(1 + CLOSE**-2)
+        self._taken_off = _rms((plus - minus) / 2 / CLOSE - self._odd[rho]) / math.sqrt(1 + CLOSE**-2)
+        return self._taken_off
 
     def _with_rounding(self, at: ScaleError, noise: float) -> ScaleError:
         if at.rho not in self._odd:
             return at
         odd, even = max(_rms(self._odd[at.rho]), 1e-300), _rms(self._even[at.rho])
-        return replace(at, rounding=noise / odd, curvature=math.sqrt(max(0.0, even**2 - 3 * noise**2)) / odd)
+        return replace(at, rounding=noise / odd, curvature=math.sqrt(max(0.0, even**2 - 3 * self._taken_off**2)) / odd)
 
     def _points(self, rho: float) -> tuple[Tensor, Tensor]:
         """(directions, rows), twice: the losses of the rows at both signs of each direction."""

@@ -17,7 +17,7 @@ from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.distributed import Ranks
 from tezo.errors import PerturbationWarning, RequestError
-from tezo.estimators.estimate import Closure, Estimate, Probe, StepDraw, StepRecord, precise
+from tezo.estimators.estimate import Closure, Estimate, Probe, RowsClosure, StepDraw, StepRecord, precise
 from tezo.estimators.estimator import Estimator
 from tezo.estimators.per_example import PerExample
 from tezo.estimators.two_point import TwoPoint
@@ -99,9 +99,10 @@ class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
             the closure reads a parameter past its modules, where forward hooks do not perturb it.
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
 
-    Where `own_loss` is set to a loss of the model as it is, a `PerturbationWarning` says once that a perturbed point
-    has a loss above the model's own by more than half of it and more than 0.1: there the two losses tell little of this
-    model. Runs and Trainers set it.
+    A `PerturbationWarning` says once that a perturbed point has a loss above the model's own by more than half of it
+    and more than 0.1: there the two losses tell little of this model. The model's own is `own_loss`. Runs and Trainers
+    set it. Elsewhere the first step takes one more pass for it if its closure is of `tezo.closure`; with another
+    closure nothing is compared until `own_loss` is set.
     """
 
     replays = True
@@ -224,14 +225,14 @@ class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
 
     def _compare_with_own(self, closure: Closure, probes: Sequence[Probe]) -> None:
         """Warns, once, where the losses of a step are far above `own_loss`, and above the model's own on its rows."""
-        if self._has_warned or not probes:
+        if self._has_warned or not probes or (self.own_loss is None and not isinstance(closure, RowsClosure)):
             return
         highest = max(statistics.fmean(getattr(p, sign) for p in probes) for sign in ("loss_plus", "loss_minus"))
-        if not is_far_above(highest, self.own_loss):
+        if self.own_loss is not None and not is_far_above(highest, self.own_loss):
             return
         with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
             own = float(torch.as_tensor(precise(closure())).mean())
-        self.own_loss = max(own, self.own_loss)
+        self.own_loss = own if self.own_loss is None else max(own, self.own_loss)
         if is_far_above(highest, own):
             self._has_warned = True
             self._tell(

@@ -1,6 +1,5 @@
 """What a training run requires of optimizers: of the zeroth-order ones, and of first-order Adam as a baseline."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,8 +97,8 @@ class Tuner(ABC):
         """Perturbation scale; 0 where nothing is perturbed."""
         return 0.0
 
-    own_loss: float = math.inf
-    """Loss of the model as it is, which a step's losses are compared with; infinite: they are not."""
+    own_loss: float | None = None
+    """Loss of the model as it is, which a step's losses are compared with; infinite: they are not; None: not known."""
 
     @property
     def per_example(self) -> bool:

@@ -212,7 +212,8 @@ class Loop:
             ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
             self.best.note(steps, last=ends)
             if self.best.dev_loss is not None:
-                self.job.optimizer.own_loss = min(self.job.optimizer.own_loss, self.best.dev_loss)
+                known = self.job.optimizer.own_loss
+                self.job.optimizer.own_loss = self.best.dev_loss if known is None else min(known, self.best.dev_loss)
             if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
                 return steps
             interrupted = self._any(self.interruption.signal is not None)

@@ -22,7 +22,7 @@ from tezo.training.finished_runs.opening import run_config
 from tezo.training.forecasts.memory_ways import LENGTH, advice, memory_of_model
 from tezo.training.preparation.example_directions import resolve_directions
 from tezo.training.preparation.job import basis_passes, load, make_optimizer
-from tezo.training.preparation.perturbation_scale import first_scale, losses_of
+from tezo.training.preparation.perturbation_scale import first_scale, known_rounding, losses_of
 
 PACKAGES = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
 """Packages whose versions are reported."""
@@ -139,6 +139,7 @@ def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     try:
         optimizer.set_calibration_passes(basis_passes(loaded, objective, encoded, config.train.seed))
         losses = losses_of(objective.closure(loaded.model, objective.batches(encoded)), optimizer)
-        return measure_scale(optimizer, losses, first_scale(loaded.model), current().report)
+        start, rounding = first_scale(loaded.model), known_rounding(loaded.model)
+        return measure_scale(optimizer, losses, start, current().report, rounding=rounding)
     finally:
         optimizer.close()

@@ -1,5 +1,6 @@
 """Whether the examples of a batch get directions of their own, where the settings leave it open."""
 
+import math
 from collections.abc import Callable
 
 from tezo.errors import NonFiniteLossError, RequestError
@@ -37,6 +38,7 @@ def resolve_directions(
     try:
         cheap = {"rank": 1, "basis": "gaussian", "lr": 0.0}
         trial = build(found.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
+        trial.own_loss = math.inf  # the steps of the run say what this one would
         if loss is not None:
             with current().phase(DIRECTIONS):
                 trial.take_step(loss, trial.kinds[0])

@@ -18,6 +18,8 @@ DEFAULT_RHO = 1e-3
 """The paper's: the first scale that is tried where the model computes in float32."""
 ROUNDED_RHO = 3e-3
 """The first where it rounds its losses: packed, or in half precision."""
+ROUNDED_BITS = 64
+"""Bound of the rounding error of a loss on a CPU, in units of the last place of its dtype."""
 REWARD_RHO = 1e-2
 """For a reward: completions do not change at all within a shorter distance of the parameters."""
 
@@ -42,6 +44,15 @@ def first_scale(model: Any) -> float:
     """The scale that is tried first on a model."""
     rounds = any(is_packed(p) or p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return ROUNDED_RHO if rounds else DEFAULT_RHO
+
+
+def known_rounding(model: Any) -> float | None:
+    """Bound of the rounding error of a loss, as a part of it; None where it has to be measured."""
+    kinds = {p.dtype for p in model.parameters()}
+    exact = {torch.float32, torch.float64}
+    if not kinds <= exact or any(is_packed(p) or p.device.type != "cpu" for p in model.parameters()):
+        return None
+    return ROUNDED_BITS * max(torch.finfo(kind).eps for kind in kinds)
 
 
 def losses_of(batch: BatchClosure, optimizer: Tuner) -> Callable[[], Tensor]:
@@ -72,7 +83,9 @@ def resolve_rho(
         optimizer.set_rho(rho)
         return config.with_options(rho=rho), [], None
     with current().phase(RHO):
-        found = measure_scale(optimizer, losses, first_scale(optimizer.model), current().report)
+        found = measure_scale(
+            optimizer, losses, first_scale(optimizer.model), current().report, rounding=known_rounding(optimizer.model)
+        )
     optimizer.set_rho(found.chosen.rho)
     dtype = next(p.dtype for p in optimizer.model.parameters() if p.is_floating_point())
     notice = in_words(found, str(dtype).removeprefix("torch."))
