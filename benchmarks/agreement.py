@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.bases.activation import recording
-from tezo.directions.bases.sketch import Sketch
+from tezo.directions.bases.activation import Sketch, recording
 from tezo.directions.targets import Target
 from tezo.runs.environment import hardware, versions
-from tezo.training.configuration.config import parse_config
-from tezo.training.preparation.job import prepare
+from tezo.training.config import parse_config
+from tezo.training.job import prepare
 
 EDGES = (0, 1, 4, 16, 64, 384)
 """Of the groups, in the order of falling eigenvalues; layers with more inputs are cut there."""

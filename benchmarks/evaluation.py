@@ -17,9 +17,10 @@ from tezo_studies.bench.shapes import build_model
 from tezo_studies.bench.workload import NoWords
 
 from tezo.runs.environment import hardware, versions
-from tezo.tasks import Example
 from tezo.tasks.evaluation import evaluate
-from tezo.tasks.objectives import CausalObjective, Encoded
+from tezo.tasks.examples import Example
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.objective import Encoded
 
 OPTIONS = 4
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from tezo.distributed import join
 from tezo.runs.environment import hardware, versions
+from tezo.system.ranks import join
 
 EXCHANGES = 1000
 NUMBERS = [0.5, 0.25, 16.0]

@@ -21,10 +21,10 @@ from tezo_studies.bench.result_files import commit, cpu
 from tezo_studies.bench.shapes import build_model
 from tezo_studies.bench.workload import NoWords
 
-from tezo.estimators.estimate import FEEDBACK, TWO_POINT
-from tezo.optim.methods import lozo_adam
+from tezo.optim.estimators.estimate import FEEDBACK, TWO_POINT
+from tezo.optim.methods.lozo import lozo_adam
 from tezo.runs.environment import versions
-from tezo.tasks import Example
+from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.objective import Encoded
 

@@ -30,12 +30,12 @@ from tezo_studies.bench.shapes import SHAPES
 from tezo_studies.bench.single_case import measure_case
 from tezo_studies.bench.workload import Work
 
-from tezo.errors import TezoError, nearest
-from tezo.files import one_line
 from tezo.models.loading import choose_device
 from tezo.models.quantization import quantizer
-from tezo.models.quiet import quiet_libraries
 from tezo.runs.environment import driver_cuda, usable_memory, versions
+from tezo.system.errors import TezoError, nearest
+from tezo.system.files import one_line
+from tezo.system.progress import quiet_libraries
 
 PLAIN = ("F", "F2", "J2")
 READING = (

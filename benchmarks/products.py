@@ -3,7 +3,7 @@
     python benchmarks/products.py [--rounds 15] [--json FILE]
 
 Both ways are timed in turn on the linear layers of OPT-125M, on a CPU that emulates the products; `LEAST_ROWS` of
-`tezo.numerics.products` goes by it.
+`tezo.directions.products` goes by it.
 """
 
 import argparse
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tezo.numerics.emulation import is_emulated
-from tezo.numerics.products import float32_linear
+from tezo.directions.products import float32_linear, is_emulated
 from tezo.runs.environment import hardware, versions
 
 SHAPES = ((768, 768), (3072, 768), (768, 3072))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tezo.directions.rank_selection import LayerwiseRank, significant_rank
+from tezo.directions.ranks import LayerwiseRank, significant_rank
 from tezo.directions.targets import select_targets
 from tezo.runs.environment import hardware, versions
 

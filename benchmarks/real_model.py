@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from tezo_studies.bench.result_files import commit
 
-from tezo.forward.evaluation_mode import evaluation_mode
-from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.directions.products import float32_on_emulating_cpu
+from tezo.forward.moving_parameter import evaluation_mode
 from tezo.runs.environment import hardware, threads, versions
-from tezo.training.configuration.config import read_config
-from tezo.training.preparation.job import prepare
+from tezo.training.config import read_config
+from tezo.training.job import prepare
 
 MODEL, DTYPES = "embedded:smollm2-135m", ("float32", "bfloat16")
 MOST_CHARACTERS = 110

@@ -16,8 +16,8 @@ from tezo_studies.bench.result_files import commit
 from transformers import AutoModelForCausalLM
 
 import tezo
-from tezo.models.quiet import quiet_libraries
 from tezo.runs.environment import hardware, versions
+from tezo.system.progress import quiet_libraries
 
 EXAMPLE = Path(__file__).parents[1] / "examples/reward"
 SETTINGS = {"method": "lozo-adam", "lr": 1e-3, "steps": 60, "max_new_tokens": 24}

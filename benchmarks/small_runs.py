@@ -111,10 +111,10 @@ def run(job: Job) -> dict[str, Any]:
     """What the run is, and how it ended. In a process with one thread."""
     import torch
 
-    from tezo.errors import TezoError
-    from tezo.models.quiet import quiet_libraries
-    from tezo.training.configuration.config import read_config
-    from tezo.training.execution.loop import train
+    from tezo.system.errors import TezoError
+    from tezo.system.progress import quiet_libraries
+    from tezo.training.config import read_config
+    from tezo.training.loop import train
 
     torch.set_num_threads(1)
     quiet_libraries()

@@ -26,11 +26,11 @@ from tezo_studies.bench.result_files import commit
 from tezo_studies.reproduce import Cell, Grid, find_table, make_grid
 from tezo_studies.reproduce.results import all_cells, chooser, is_finished, summary_of
 
-from tezo.errors import RequestError, TezoError
-from tezo.files import own_object
 from tezo.runs.folder import LOG, METRICS
 from tezo.runs.metrics_log import MetricsLog
 from tezo.runs.step_log import LogContents, read_log
+from tezo.system.errors import RequestError, TezoError
+from tezo.system.files import own_object
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "benchmarks/study.sh"

@@ -8,7 +8,7 @@ from typing import Any
 
 from tezo_studies.reproduce import Grid
 
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
 
 SAME = ("table", "title", "model", "small", "seeds")
 """What both must be of."""

@@ -30,7 +30,7 @@ from tezo_studies.bench.peak_memory import ALLOCATOR
 from tezo_studies.bench.result_files import commit, cpu
 
 from tezo.runs.environment import usable_memory, versions
-from tezo.training.forecasts.memory_ways import FULL, INFERENCE, LORA, LORA_CHECKPOINTED, USABLE
+from tezo.training.forecasts import FULL, INFERENCE, LORA, LORA_CHECKPOINTED, USABLE
 
 HERE = Path(__file__).parent
 SHAPES, DTYPES, BATCH = ("opt-125m", "opt-350m", "opt-1.3b"), ("float32", "bfloat16"), {"rows": 4, "length": 128}

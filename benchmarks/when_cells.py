@@ -22,12 +22,12 @@ from tezo_studies.bench.workload import Work
 from tezo_studies.cost_tables.meta_models import meta_model
 
 from tezo.directions.targets import select_targets
-from tezo.models.quiet import quiet_libraries
 from tezo.optim.methods import method
+from tezo.system.progress import quiet_libraries
 from tezo.tasks.evaluation import Metrics
-from tezo.training.execution.listeners import Listener, Progress
-from tezo.training.forecasts.memory_ways import memory_of_ways
-from tezo.training.preparation.job import Job
+from tezo.training.forecasts import memory_of_ways
+from tezo.training.job import Job
+from tezo.training.listeners import Listener, Progress
 
 NF4_BYTES = 0.5 + 4 / 64
 """Bytes of a weight in nf4: four bits, and a float32 scale for 64 weights."""
@@ -104,8 +104,8 @@ class Curve(Listener):
 
 def curves(cell: dict[str, Any]) -> dict[str, Any]:
     """A run: its curve, and what it came to."""
-    from tezo.training.configuration.config import read_config
-    from tezo.training.execution.loop import train
+    from tezo.training.config import read_config
+    from tezo.training.loop import train
 
     curve = Curve()
     with tempfile.TemporaryDirectory() as folder:
@@ -117,9 +117,9 @@ def curves(cell: dict[str, Any]) -> dict[str, Any]:
 
 def probe(cell: dict[str, Any]) -> dict[str, Any]:
     """Logistic regression on the frozen model: its metrics on the test rows, and seconds with the model in memory."""
-    from tezo.tasks.probing import probe as fit_probe
-    from tezo.training.configuration.config import read_config
-    from tezo.training.preparation.job import load
+    from tezo.tasks.evaluation import probe as fit_probe
+    from tezo.training.config import read_config
+    from tezo.training.job import load
 
     config = read_config(None, list(cell["settings"].items()))
     loaded, started = load(config), time.perf_counter()

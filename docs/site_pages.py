@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from render import ROOT, shown
 
 from tezo.optim.methods import BASELINES, METHODS, Method
-from tezo.training.configuration.own_recipes import recipe_folder
+from tezo.training.config import recipe_folder
 
 ELSEWHERE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md", "CONTRIBUTING.md": "contributing.md"}
 """Documents outside docs/ -> their page."""
@@ -22,7 +22,7 @@ API = {
     "methods": ("Methods", ("tezo.optim.methods",)),
     "optimizers": ("Optimizers", ("tezo.optim.",)),
     "models": ("Models and adapters", ("tezo.models",)),
-    "errors": ("Errors", ("tezo.errors",)),
+    "errors": ("Errors", ("tezo.system.errors",)),
     "more": ("More", ("tezo.",)),
 }
 """Page -> (title, beginnings of the modules whose public names it has); a name is on the first page that takes it."""

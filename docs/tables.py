@@ -13,7 +13,7 @@ from reward_tables import reward, reward_samples
 from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
 from when_tables import WHEN_TABLES
 
-from tezo.numerics.emulation import LEAST_ROWS
+from tezo.directions.products import LEAST_ROWS
 
 FIGURES = sorted(path.stem for path in (RESULTS.parents[1] / "docs/figures").glob("*.json"))
 STUDIES = ("study", "study-long")

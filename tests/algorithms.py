@@ -20,7 +20,7 @@ from tezo_studies.bench.published.lazy_forms import LOZO, LOZOm
 from tezo_studies.bench.published.temporal_forms import TeZO
 from torch import Tensor, nn
 
-from tezo.numerics import random
+from tezo.directions import random
 
 
 def gram_schmidt(gaussian: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from typing import Any
 TEZO = "tezo.cli.main"
 # What the commands import when they run.
 LOADED = (
-    TEZO, "ranked", "kills", "tezo.training.execution.screen", "tezo.training.execution.loop", "tezo.models.lora",
+    TEZO, "ranked", "kills", "tezo.training.screen", "tezo.training.loop", "tezo.models.lora",
     "peft", "transformers.models.opt.modeling_opt", "torch.distributed.fsdp", "torch.distributed.tensor",
 )  # fmt: skip
 

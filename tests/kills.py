@@ -19,15 +19,15 @@ from typing import Any
 
 from folders import label_rows, model_folder, write_rows
 
-from tezo import files
 from tezo.optim.methods import method
 from tezo.runs import checkpoints as checkpoint
 from tezo.runs import folder as run_folder
 from tezo.runs import step_log as steplog
 from tezo.runs.environment import hardware, versions
-from tezo.training.configuration.config import parse_config
-from tezo.training.configuration.recipe import Config
-from tezo.training.execution.loop import train
+from tezo.system import files
+from tezo.training.config import parse_config
+from tezo.training.loop import train
+from tezo.training.recipe import Config
 
 OPERATIONS = ("open", "write", "fsync", "replace")
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tezo.training.configuration.config import parse_config
-from tezo.training.configuration.recipe import Config
+from tezo.training.config import parse_config
+from tezo.training.recipe import Config
 
 DENSE = ("mezo", "mezo-adam", "lozo", "subzo", "zo-adamu", "tezo-adam")
 FACTORED = ("tezo", "tezo-m", "tezo-cadam")

@@ -4,7 +4,7 @@ import torch
 from folders import completion_rows, label_rows, tiny_model, tokenizer_for
 
 from tezo.models.loading import LoadedModel
-from tezo.tasks import Example
+from tezo.tasks.examples import Example
 from tezo.tasks.objectives import objective_for
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from tezo import distributed
-from tezo.errors import RunInterrupted, TezoError
-from tezo.training.configuration.config import parse_setting, read_config
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.loop import train
-from tezo.training.preparation import resolution
+from tezo.system import ranks as distributed
+from tezo.system.errors import RunInterrupted, TezoError
+from tezo.training import resolution
+from tezo.training.config import parse_setting, read_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
 
 KINDS = ("die", "drift", "term", "flat")
 

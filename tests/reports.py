@@ -8,9 +8,9 @@ from typing import Any
 
 from folders import label_rows, model_folder, train, write_rows
 
-from tezo.estimators.estimate import Probe, StepRecord
+from tezo.optim.estimators.estimate import Probe, StepRecord
+from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
-from tezo.runs.manifest import write_manifest
 from tezo.runs.step_log import StepLog, read_log
 
 HOSTILE = "<script>alert(1)<\\script> $\\frac{$ & \"x\" '{{ 7*7 }}'"

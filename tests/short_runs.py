@@ -9,10 +9,10 @@ from cases import CASES
 from safetensors.torch import load_file
 
 from tezo.optim.methods import METHODS
-from tezo.training.configuration.config import parse_config
-from tezo.training.configuration.recipe import Config
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.loop import train
+from tezo.training.config import parse_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
+from tezo.training.recipe import Config
 
 STEPS = 9
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from folders import bpe_tokenizer, saved, settings, tezo, tiny_model, words_tokenizer, write_rows
 
-from tezo.tasks import TASKS, TaskFormat, task
-from tezo.tasks.catalogue import example_row
+from tezo.tasks.catalogue import TASKS, example_row, task
+from tezo.tasks.wordings import TaskFormat
 
 LABEL_WORDS = [
     "terrible", "great", "Yes", "No", "Maybe", "okay",

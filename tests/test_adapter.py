@@ -10,12 +10,11 @@ from folders import label_rows, model_folder, settings, tezo, tiny_model, tokeni
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tezo.errors import RequestError
-from tezo.models.lora import attach_adapter, load_adapter, merge_adapter, target_modules
-from tezo.models.padded_rank import next_allowed
+from tezo.models.lora import attach_adapter, load_adapter, merge_adapter, next_allowed, target_modules
 from tezo.models.saving import export_adapter
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.system.errors import RequestError
 
 ADAPTED = ("opt", "llama", "qwen2", "gpt2", "gemma2", "roberta", "bert")
 # Learning rates under which five steps move the outputs visibly.

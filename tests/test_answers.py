@@ -8,12 +8,12 @@ from folders import bpe_tokenizer, refused, tezo, tiny_model, tokenizer_for
 from task_folders import form_of, models_and_tasks, rows_of
 from zoo import zoo_model
 
-from tezo.errors import RequestError
-from tezo.tasks import Demonstrated, Example, Row
-from tezo.tasks.answer_metrics import squad
+from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import example_row
 from tezo.tasks.evaluation import evaluate, option_scores, predict
-from tezo.tasks.objectives import CausalObjective
+from tezo.tasks.examples import Example, Row, squad
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.wordings import Demonstrated
 
 
 @pytest.fixture(scope="module")

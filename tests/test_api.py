@@ -19,10 +19,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import tezo
-from tezo.errors import RequestError, RunError
 from tezo.optim.methods import BASELINES, METHODS
-from tezo.training.configuration.keywords import PARAMETERS, dotted_key, plain_names
-from tezo.training.execution.listeners import Listener
+from tezo.system.errors import RequestError, RunError
+from tezo.training.keywords import PARAMETERS, dotted_key, plain_names
+from tezo.training.listeners import Listener
 
 ROWS = {"train": label_rows(20), "dev": label_rows(8, seed=1), "test": label_rows(12, seed=2)}
 SETTINGS = {"steps": 4, "batch_size": 4, "lr": 0.05, "rank": 4, "keep_best": False, "log_every": 2, "eval_every": 2}

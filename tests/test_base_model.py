@@ -16,15 +16,14 @@ from folders import model_and_rows, model_folder, refused, saved, tezo, tiny_mod
 from safetensors.torch import load_file, save_file
 from short_runs import config, stopped
 
-from tezo.errors import RequestError
 from tezo.models import identity
 from tezo.models.identity import check_model, stamp
-from tezo.models.in_memory import from_objects
-from tezo.models.loading import load_model
+from tezo.models.loading import from_objects, load_model
+from tezo.system.errors import RequestError
 from tezo.training.api import load_adapter
-from tezo.training.execution.loop import train
-from tezo.training.execution.run_header import log_header
-from tezo.training.preparation.job import prepare
+from tezo.training.header import log_header
+from tezo.training.job import prepare
+from tezo.training.loop import train
 
 
 @pytest.fixture(scope="module")

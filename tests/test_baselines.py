@@ -8,9 +8,10 @@ import torch
 from tiny import lm_loss, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.directions.perturbations.sparse_noise import packed, small_bound, unpacked
-from tezo.errors import RequestError
-from tezo.optim.methods import forward_gradient, mezo, mezo_conservative, sparse_mezo
+from tezo.directions.dense_noise import packed, small_bound, unpacked
+from tezo.optim.methods.first_order import forward_gradient
+from tezo.optim.methods.mezo import mezo, mezo_conservative, sparse_mezo
+from tezo.system.errors import RequestError
 
 RISES_AHEAD: Callable[[Tensor], Tensor] = lambda x: torch.where(x < -0.1, 1 + x.abs(), x)  # noqa: E731
 """Falls towards smaller x as far as -0.1, and is above its value at 0 beyond."""

@@ -8,13 +8,14 @@ from safetensors.torch import load_file
 from tiny import lm_loss, sines, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.directions.bases import BASES, ActivationBasis, GaussianBasis, activation, find_basis
-from tezo.directions.bases.activation import collecting_bytes, groups, input_size
-from tezo.directions.bases.sketch import sketch_bytes
-from tezo.errors import RequestError
-from tezo.numerics.hashing import content_hash
-from tezo.optim.methods import METHODS, lozo_adam
-from tezo.runs.factor_files import FactorFiles
+from tezo.directions.bases import BASES, activation, find_basis
+from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, groups, input_size, sketch_bytes
+from tezo.directions.bases.basis import GaussianBasis
+from tezo.optim.methods import METHODS
+from tezo.optim.methods.lozo import lozo_adam
+from tezo.runs.files import FactorFiles
+from tezo.system.digests import content_hash
+from tezo.system.errors import RequestError
 
 RANK = 4
 

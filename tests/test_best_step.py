@@ -10,13 +10,13 @@ from folders import model_and_rows, read_jsonl
 from long_steps import DENSE, FACTORED, config
 from short_runs import result
 
-from tezo.tasks import read_rows
 from tezo.tasks.evaluation import evaluate
+from tezo.tasks.row_sources import read_rows
 from tezo.tasks.setup import make_format, make_objective
-from tezo.training.configuration.recipe import TrainConfig
-from tezo.training.execution.loop import train
-from tezo.training.finished_runs.opening import open_model, run_config
-from tezo.training.preparation.schedule import interval
+from tezo.training.loop import train
+from tezo.training.opening import open_model, run_config
+from tezo.training.recipe import TrainConfig
+from tezo.training.schedule import interval
 
 
 @pytest.fixture(scope="module")

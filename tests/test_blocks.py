@@ -21,11 +21,10 @@ from tiny import (
 )
 from torch import Tensor, nn
 
-from tezo.estimators.estimate import RowsClosure
-from tezo.estimators.two_point import copies_of_a_pass
-from tezo.forward import NotInBlocksError
-from tezo.forward.blocks import Blocks
-from tezo.numerics import random
+from tezo.directions import random
+from tezo.forward.blocks import Blocks, NotInBlocksError
+from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.estimators.two_point import copies_of_a_pass
 
 STEPS = INTERVAL + 2  # past a refresh
 FAMILIES = {"opt": tiny_opt, "llama": tiny_llama, "gpt2": tiny_gpt2, "roberta": tiny_roberta}

@@ -12,15 +12,15 @@ from folders import Result, model_and_rows, refused, tezo
 from kills import contents
 from short_runs import STEPS, config, result, same, stopped
 
-from tezo.errors import RequestError
+from tezo.runs.files import MANIFEST, check_manifest
 from tezo.runs.folder import FILES, LOG, METRICS
-from tezo.runs.manifest import MANIFEST, check_manifest
+from tezo.system.errors import RequestError
 from tezo.training.api import open_run
-from tezo.training.configuration.config import parse_config, to_tree
-from tezo.training.configuration.recipe import Config
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.loop import train
-from tezo.training.execution.replay import replay
+from tezo.training.config import parse_config, to_tree
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
+from tezo.training.recipe import Config
+from tezo.training.replay import replay
 
 KINDS = {"activation": "lozo-adam", "whole model": "mezo"}
 

@@ -7,9 +7,9 @@ import torch
 from folders import label_rows, model_folder, write_rows
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from tezo.training.configuration.config import parse_config
-from tezo.training.execution.loop import train
-from tezo.training.integrations.trainer_callbacks import TrainerCallbacks
+from tezo.training.config import parse_config
+from tezo.training.loop import train
+from tezo.training.trainer.callbacks import TrainerCallbacks
 
 
 @pytest.fixture(scope="module")

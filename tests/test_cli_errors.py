@@ -22,8 +22,8 @@ from folders import (
 )
 from safetensors.torch import load_file, save_file
 
+from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
-from tezo.runs.manifest import write_manifest
 
 
 @pytest.fixture(scope="module")

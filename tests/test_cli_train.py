@@ -25,10 +25,10 @@ from folders import (
 )
 from safetensors.torch import load_file, save_file
 
-from tezo.runs.result_words import work_text
+from tezo.runs.words import work_text
 from tezo.tasks.examples import MOST_TEXT
-from tezo.training.configuration.recipe import TrainConfig
-from tezo.training.preparation.resolution import with_steps
+from tezo.training.recipe import TrainConfig
+from tezo.training.resolution import with_steps
 
 PROGRAM = Path(sys.executable).parent / "tezo"
 COMMANDS = ("train", "eval", "predict", "export", "methods", "doctor", "report")
@@ -356,7 +356,7 @@ def test_ctrl_c_before_the_first_step_is_said_and_leaves_nothing(home, tmp_path,
         raise KeyboardInterrupt
 
     # by hand: workers of pytest-xdist ignore the signal
-    monkeypatch.setattr("tezo.training.preparation.job.load_model", pressed)
+    monkeypatch.setattr("tezo.training.job.load_model", pressed)
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run")
     assert done.code == 130 and done.says("interrupted", "--resume")
     assert not (tmp_path / "run").exists()

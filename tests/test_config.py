@@ -7,19 +7,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from tezo.errors import RequestError
-from tezo.models.model_config import ModelConfig
+from tezo.models.kinds import ModelConfig
 from tezo.optim.methods import METHODS, Rate
-from tezo.tasks.data_config import DataConfig
-from tezo.training.configuration.config import (
-    REMOVED_SETTINGS,
-    dump_config,
-    overlay,
-    parse_config,
-    parse_setting,
-    read_config,
-)
-from tezo.training.configuration.recipe import Config, TrainConfig
+from tezo.system.errors import RequestError
+from tezo.tasks.row_files import DataConfig
+from tezo.training.config import REMOVED_SETTINGS, dump_config, overlay, parse_config, parse_setting, read_config
+from tezo.training.recipe import Config, TrainConfig
 
 LEAST = {"model": {"name": "m"}, "data": {"train": "d"}}
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}

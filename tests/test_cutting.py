@@ -6,12 +6,15 @@ from folders import CAUSAL, bpe_tokenizer, is_closing, qwen_tokenizer, tiny_mode
 from questions import CPU, slotted
 from transformers import OPTConfig, OPTForCausalLM
 
-from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
-from tezo.tasks import Example
-from tezo.tasks.data_config import DataConfig
-from tezo.tasks.free_text_rows import CompletionFormat
-from tezo.tasks.objectives import CausalObjective, EncoderObjective, MaskedObjective, objective_for
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example
+from tezo.tasks.objectives import objective_for
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.encoder import EncoderObjective
+from tezo.tasks.objectives.masked import MaskedObjective
+from tezo.tasks.row_files import DataConfig
+from tezo.tasks.rows import CompletionFormat
 from tezo.tasks.setup import make_objective
 
 

@@ -18,9 +18,12 @@ from folders import (
     write_rows,
 )
 
-from tezo.errors import RequestError
-from tezo.tasks import Fields, Row, choose_format, read_rows
-from tezo.tasks.objectives import CausalObjective, MaskedObjective
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Row
+from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.masked import MaskedObjective
+from tezo.tasks.row_sources import read_rows
 from tezo.tasks.setup import render_chat
 
 AWKWARD = [

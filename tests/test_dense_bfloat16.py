@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tezo.directions.spaces import Dense
-from tezo.optim.methods import mezo
+from tezo.optim.methods.mezo import mezo
 
 RHO = 1e-3
 FEW, MANY = 12, 100
@@ -21,10 +21,8 @@ FEW, MANY = 12, 100
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
     """As on a CPU with instructions for bfloat16, whether this one has them or not."""
-    monkeypatch.setattr(
-        "tezo.forward.dense_in_forward.multiplies_bfloat16", lambda tensor: tensor.dtype == torch.bfloat16
-    )
-    monkeypatch.setattr("tezo.forward.dense_in_forward.FEW_ROWS", 64)
+    monkeypatch.setattr("tezo.forward.dense.multiplies_bfloat16", lambda tensor: tensor.dtype == torch.bfloat16)
+    monkeypatch.setattr("tezo.forward.dense.FEW_ROWS", 64)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

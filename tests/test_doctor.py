@@ -9,18 +9,20 @@ from folders import model_folder, refused, saved, tezo, tiny_model, tokenizer_fo
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tezo.errors import RequestError
+from tezo.models.kinds import ModelConfig
 from tezo.models.loading import load_model
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
+from tezo.models.peft import add_adapter
 from tezo.models.quantization import stored_bytes
 from tezo.optim.memory_forecast import forecasts
-from tezo.optim.methods import METHODS, adam
-from tezo.optim.methods import tezo as plain_tezo
+from tezo.optim.methods import METHODS
+from tezo.optim.methods.first_order import adam
+from tezo.optim.methods.tezo import tezo as plain_tezo
 from tezo.runs import environment
-from tezo.training.forecasts import diagnosis, memory_ways
-from tezo.training.forecasts.dry_pass import dry_pass
-from tezo.training.forecasts.memory_ways import (
+from tezo.system.errors import RequestError
+from tezo.training import forecasts as diagnosis
+from tezo.training import forecasts as memory_ways
+from tezo.training.dry_pass import dry_pass
+from tezo.training.forecasts import (
     FULL,
     INFERENCE,
     LORA,

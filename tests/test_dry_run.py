@@ -5,7 +5,7 @@ import json
 import pytest
 from folders import label_rows, model_folder, refused, settings, tezo, write_rows
 
-from tezo.training.configuration.config import parse_config, read_config
+from tezo.training.config import parse_config, read_config
 
 
 @pytest.fixture(scope="module")

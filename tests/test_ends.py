@@ -24,17 +24,18 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from tezo import train
-from tezo.errors import RequestError
-from tezo.models.in_memory import from_objects
-from tezo.models.loading import LoadedModel
-from tezo.tasks import Example, Fields, Row, choose_format
-from tezo.tasks.data_config import DataConfig
+from tezo.models.loading import LoadedModel, from_objects
+from tezo.system.errors import RequestError
 from tezo.tasks.evaluation import evaluate, measure, predict
+from tezo.tasks.examples import Example, Row
+from tezo.tasks.formats import Fields, choose_format
 from tezo.tasks.generation import completions
-from tezo.tasks.objectives import CausalObjective, objective_for
+from tezo.tasks.notices import token_notices
+from tezo.tasks.objectives import objective_for
+from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
+from tezo.tasks.row_files import DataConfig
 from tezo.tasks.setup import render_chat
-from tezo.tasks.token_notices import token_notices
 
 CPU = torch.device("cpu")
 DECODER = Path(__file__).parents[2] / "shared/models/stories260K"

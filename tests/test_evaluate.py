@@ -5,7 +5,7 @@ import torch
 from questions import case
 
 from tezo.tasks.evaluation import evaluate, macro_f1, predict
-from tezo.tasks.objectives import EncoderObjective
+from tezo.tasks.objectives.encoder import EncoderObjective
 
 
 @pytest.mark.parametrize("run", [evaluate, lambda *parts: predict(*parts, 1)], ids=["evaluate", "predict"])

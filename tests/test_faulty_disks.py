@@ -13,17 +13,17 @@ from forks import TEZO, forked
 from kills import contents
 from short_runs import config, stopped
 
-from tezo import files
-from tezo.errors import RunError, TezoError
 from tezo.models import lora as export
 from tezo.runs import checkpoints as checkpoint
 from tezo.runs import step_log as steplog
 from tezo.runs.checkpoints import DamagedError, checkpoints, load_checkpoint, newest
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
-from tezo.training.configuration.config import dump_config
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.loop import train
+from tezo.system import files
+from tezo.system.errors import RunError, TezoError
+from tezo.training.config import dump_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,14 @@ from tiny import Regression, lm_loss, tiny_bert, tiny_gpt2, tiny_llama, tiny_moe
 from torch import Tensor, nn
 
 from tezo import export_adapter
-from tezo.directions.perturbations import DrawKey
+from tezo.directions.perturbation import DrawKey
 from tezo.directions.targets import select_targets
-from tezo.errors import NonFiniteLossError, RequestError
-from tezo.estimators.estimate import StepRecord
-from tezo.estimators.readout import last_errors, last_hidden
-from tezo.estimators.residual_writers import residual_writers
-from tezo.optim.methods import lozo_adam
-from tezo.runs.factor_files import FactorFiles
-from tezo.tasks import Example
+from tezo.optim.estimators.estimate import StepRecord
+from tezo.optim.estimators.feedback import last_errors, last_hidden, residual_writers
+from tezo.optim.methods.lozo import lozo_adam
+from tezo.runs.files import FactorFiles
+from tezo.system.errors import NonFiniteLossError, RequestError
+from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.objective import Encoded
 

@@ -23,16 +23,16 @@ from kills import contents
 from short_runs import STEPS, config, result, same, stopped
 from test_ranks import ranks, recipe, records
 
-from tezo.errors import RequestError
-from tezo.estimators.feedback import DirectFeedback
+from tezo.optim.estimators.feedback import DirectFeedback
 from tezo.runs.folder import LOG
 from tezo.runs.reader import read_run
 from tezo.runs.step_log import read_log
-from tezo.training.configuration.config import read_config
-from tezo.training.execution.loop import train
-from tezo.training.execution.replay import replay
-from tezo.training.preparation.feedback_schedule import EARLY_RATE, LEAST_STEPS
-from tezo.training.preparation.job import prepare
+from tezo.system.errors import RequestError
+from tezo.training.config import read_config
+from tezo.training.job import prepare
+from tezo.training.loop import train
+from tezo.training.replay import replay
+from tezo.training.schedule import EARLY_RATE, LEAST_STEPS
 
 FIRST, LAST = 3, 4
 

@@ -11,8 +11,8 @@ from folders import label_rows, model_folder, read_jsonl, refused, settings, tez
 from peft import PeftModel
 from tiny import lm_loss, tiny_opt, tokens
 
-from tezo.errors import NonFiniteLossError, RequestError, RunError
-from tezo.optim.methods import adam
+from tezo.optim.methods.first_order import adam
+from tezo.system.errors import NonFiniteLossError, RequestError, RunError
 
 
 def test_its_steps_are_those_of_torchs_adamw():

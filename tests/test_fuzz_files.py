@@ -13,8 +13,8 @@ from folders import label_rows, message_rows, model_folder, refused, settings, t
 from safetensors.torch import load_file, save_file
 from short_runs import config, stopped
 
+from tezo.runs.files import entry_of, write_manifest
 from tezo.runs.folder import FILES
-from tezo.runs.manifest import entry_of, write_manifest
 
 UNFORESEEN = "was not foreseen"
 DEEP: Any = 0

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tezo as tezo_package
-from tezo.errors import RequestError
 from tezo.models.loading import embedded_source, load_model
-from tezo.models.model_card import HERE
+from tezo.models.saving import HERE
+from tezo.system.errors import RequestError
 
 TEXT = "The plot  2024 falls apart,\n  3 times 1234 it's  over"
 HEADS, GROUPS = 4, 2
@@ -286,7 +286,7 @@ def test_parts_other_files_and_missing_ones_are_one_sentence(tiny_file, tmp_path
 
 
 def test_the_extra_is_named_where_it_is_missing(tiny_file, monkeypatch):
-    from tezo.models import gguf_files
+    from tezo.models import gguf as gguf_files
 
     monkeypatch.setattr(gguf_files, "find_spec", lambda _: None)
     with pytest.raises(RequestError, match=r"needs the package gguf: pip install 'tezo\[gguf\]'"):

@@ -7,11 +7,11 @@ import torch
 from cases import choose
 from torch import Tensor, nn
 
-from tezo.directions.perturbations import DrawKey
-from tezo.forward import Shift
-from tezo.forward.block_points import block_points
-from tezo.numerics import emulation
-from tezo.numerics.emulation import arithmetic_dtype, is_emulated
+from tezo.directions import products as emulation
+from tezo.directions.perturbation import DrawKey
+from tezo.directions.products import arithmetic_dtype, is_emulated
+from tezo.forward.blocks import block_points
+from tezo.forward.moving_parameter import Shift
 
 LOW_RANK = ("tezo", "lozo", "subzo")
 CPUS = pytest.mark.parametrize("emulating", [True, False], ids=["emulating", "native"])

@@ -9,16 +9,16 @@ from kills import contents
 from questions import free_text, labelled
 from short_runs import config, stopped
 
-from tezo.errors import RequestError
+from tezo.runs.files import check_manifest
 from tezo.runs.folder import ANSWERS, LOG
-from tezo.runs.manifest import check_manifest
 from tezo.runs.step_log import read_log
+from tezo.system.errors import RequestError
 from tezo.tasks.evaluation import predict
-from tezo.tasks.objectives import Encoded
-from tezo.training.execution import kept_answers
-from tezo.training.execution import loop as training
-from tezo.training.execution.kept_answers import SAMPLES, compare
-from tezo.training.preparation.job import prepare
+from tezo.tasks.objectives.objective import Encoded
+from tezo.training import evaluations as kept_answers
+from tezo.training import loop as training
+from tezo.training.evaluations import SAMPLES, compare
+from tezo.training.job import prepare
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_rows_of_a_label_that_was_never_answered_or_never_right_count_as_none():
 def test_a_run_whose_base_was_measured_by_an_earlier_version_ends_without_them(home, tmp_path, monkeypatch):
     made, run = config(home), tmp_path / "run"
     with monkeypatch.context() as earlier:
-        earlier.setattr("tezo.training.execution.evaluations.answers_to_keep", lambda *_: [])
+        earlier.setattr("tezo.training.evaluations.answers_to_keep", lambda *_: [])
         stopped(made, run, 5)
     training.train(made, run, resume=True)
     assert not (run / ANSWERS).exists() and (run / "summary.json").exists()

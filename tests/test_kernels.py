@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tezo.numerics import factored_adam
-from tezo.numerics.adam_factors import AdamFactors
-from tezo.numerics.factored_adam import factored_adam_
+from tezo.optim import adam as factored_adam
+from tezo.optim.adam import AdamFactors, factored_adam_
 
 LR = 1e-3
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -50,7 +49,7 @@ def write(request):
     """(weight, factors, lr, seed): in place."""
     if request.param == "torch":
         return lambda weight, factors, lr, seed: factored_adam_(weight, factors, lr, generator(seed))
-    from tezo.numerics.triton_factored_adam import triton_factored_adam_
+    from tezo.optim.triton_adam import triton_factored_adam_
 
     return triton_factored_adam_
 
@@ -111,7 +110,7 @@ def test_a_half_precision_write_goes_to_a_neighbour_and_is_right_on_average(writ
 
 
 def test_products_in_bfloat16_leave_a_step_within_its_rounding(monkeypatch):
-    monkeypatch.setattr("tezo.numerics.factored_adam.multiplies_bfloat16", lambda _: True)
+    monkeypatch.setattr("tezo.optim.adam.multiplies_bfloat16", lambda _: True)
     weight, factors = problem(70, 90, 5, torch.bfloat16)
     weight.zero_()
     exact = exact_step(weight, factors, 1.0)
@@ -134,7 +133,7 @@ def test_a_write_needs_no_more_than_its_tiles(monkeypatch):
     weight, factors = problem(70, 90, 5)
     whole, parts = weight.clone(), weight.clone()
     factored_adam_(whole, factors, LR, generator(0))
-    monkeypatch.setattr("tezo.numerics.factored_adam.TILE", 200)
+    monkeypatch.setattr("tezo.optim.adam.TILE", 200)
     buffers = {(a.data_ptr(), b.data_ptr()) for _, a, b in factored_adam._tiles(weight, torch.float32)}
     assert len(buffers) == 1
     factored_adam_(parts, factors, LR, generator(0))
@@ -154,7 +153,7 @@ COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tezo.numerics.triton_factored_adam import _kernel
+from tezo.optim.triton_adam import _kernel
 
 for dtype in ("bf16", "fp16", "fp32"):
     pointers = {"weight": "*" + dtype, "u": "*bf16", "v": "*bf16", "tau_m": "*fp32", "tau_v": "*fp32"}

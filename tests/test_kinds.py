@@ -24,8 +24,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from tezo import RequestError, lozo_adam
-from tezo.models.in_memory import from_objects
-from tezo.models.loading import load_model
+from tezo.models.loading import from_objects, load_model
 
 CLASSES = ("bad", "fine", "good", "superb")  # the tokenizer knows neither the second nor the last
 

@@ -14,13 +14,14 @@ from folders import Result, completion_rows, label_rows, model_folder, refused, 
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
 
-from tezo.errors import NonFiniteModelError
+from tezo.optim.adam import Adam, FactoredAdam
 from tezo.optim.learning_rate import CAUTION, ENOUGH, MOST_PASSES, MOST_TRIALS, TRIAL_STEPS, ChosenRate, choose_lr
-from tezo.optim.updates import SGD, Adam, AdaMU, FactoredAdam, NormalizedSGD
+from tezo.optim.updates import SGD, AdaMU, NormalizedSGD
 from tezo.runs.step_log import read_log
-from tezo.training.configuration.config import read_config
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.loop import train
+from tezo.system.errors import NonFiniteModelError
+from tezo.training.config import read_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
 
 HELD_OUT, HELD_OUT_PASSES = 8, 2
 

@@ -9,13 +9,13 @@ import pytest
 from folders import model_and_rows, refused, tezo
 from short_runs import config, stopped
 
-from tezo import files
-from tezo.errors import RequestError
-from tezo.files import UntrustedError, append, new_folder, read_bytes, write_file
+from tezo.runs.files import MANIFEST, check_manifest, write_manifest
 from tezo.runs.folder import FILES, LOG, METRICS
-from tezo.runs.manifest import MANIFEST, check_manifest, write_manifest
-from tezo.training.configuration.config import parse_config, to_tree
-from tezo.training.execution.loop import train
+from tezo.system import files
+from tezo.system.errors import RequestError
+from tezo.system.files import UntrustedError, append, new_folder, read_bytes, write_file
+from tezo.training.config import parse_config, to_tree
+from tezo.training.loop import train
 
 
 @pytest.fixture(scope="module")

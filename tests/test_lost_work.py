@@ -22,10 +22,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import tezo
-from tezo.errors import NonFiniteLossError, NonFiniteModelError, RequestError, RunError, RunInterrupted
 from tezo.models.loading import load_model
-from tezo.tasks import read_rows
-from tezo.training.execution.listeners import Listener
+from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError, RunError, RunInterrupted
+from tezo.tasks.row_sources import read_rows
+from tezo.training.listeners import Listener
 
 ROWS = {"data": label_rows(20), "dev": label_rows(8, seed=1)}
 SETTINGS = {"steps": 4, "batch_size": 4, "lr": 0.05, "rank": 4, "eval_every": 2}
@@ -127,8 +127,8 @@ def test_a_model_is_free_after_an_interrupt_at_any_moment(monkeypatch, moment):
     untouched = outputs(base["model"])
     place = {
         "search": "tezo.optim.learning_rate._Search.run",
-        "evaluation": "tezo.training.execution.evaluations.Evaluations.of",
-        "step": "tezo.training.execution.loop.Loop._log_step",
+        "evaluation": "tezo.training.evaluations.Evaluations.of",
+        "step": "tezo.training.loop.Loop._log_step",
     }[moment]
     with monkeypatch.context() as patch:
         patch.setattr(place, lambda *_, **__: fail(KeyboardInterrupt()))
@@ -291,7 +291,7 @@ def test_answers_go_to_standard_output_alone(inside, tmp_path):
 
 SCRIPT = """
 import sys, tezo
-from tezo.training.execution.listeners import Listener
+from tezo.training.listeners import Listener
 
 class Slow(Listener):
     def stepping(self, step):

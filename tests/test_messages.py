@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 from folders import tiny_model, words_tokenizer
 
-from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
-from tezo.tasks import Example, Fields, Row, choose_format
-from tezo.tasks.data_config import DataConfig
-from tezo.tasks.examples import check_answers
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example, Row, check_answers
+from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.notices import rows_as_read, token_notices
+from tezo.tasks.row_files import DataConfig
 from tezo.tasks.setup import make_format, make_objective, render_chat
-from tezo.tasks.token_notices import rows_as_read, token_notices
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
 OPENED = "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tezo.numerics import noise_table, random
+from tezo.directions import random
+from tezo.directions import random as noise_table
 
 KEY = {"seed": 3, "step": 1, "name": "w", "role": "z"}
 NORMAL = {0: 1.0, 1: 0.0, 2: 1.0, 3: 0.0, 4: 3.0}

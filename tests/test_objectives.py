@@ -10,10 +10,11 @@ from folders import CAUSAL, label_rows, tiny_model, tokenizer_for, words_tokeniz
 from questions import CPU, OPTIONS, case, free_text, labelled, masked_examples, masked_texts
 from torch.nn import functional
 
-from tezo.tasks import Example
-from tezo.tasks.objectives import CausalObjective, EncoderObjective, MaskedObjective
-from tezo.tasks.objectives.encoder import SCALE
-from tezo.tasks.objectives.logits import logits_at
+from tezo.tasks.examples import Example
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.encoder import SCALE, EncoderObjective
+from tezo.tasks.objectives.masked import MaskedObjective
+from tezo.tasks.objectives.readers import logits_at
 
 HEADED = (*CAUSAL, "roberta", "xlm-roberta")
 

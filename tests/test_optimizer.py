@@ -10,13 +10,16 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from tezo import RequestError
-from tezo.directions.perturbations import Annealing, DenseGaussian, DrawKey, Lazy, SimulatedMomentum, Subspace
-from tezo.directions.rank_selection import FixedRank
+from tezo.directions.dense_noise import Annealing, DenseGaussian, SimulatedMomentum
+from tezo.directions.low_rank import Lazy, Subspace
+from tezo.directions.perturbation import DrawKey
+from tezo.directions.ranks import FixedRank
 from tezo.directions.targets import Target
-from tezo.estimators.two_point import two_point
+from tezo.optim.adam import Adam, FactoredAdam
+from tezo.optim.estimators.two_point import two_point
 from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.optim.updates import SGD, Adam, AdaMU, FactoredAdam
+from tezo.optim.updates import SGD, AdaMU
 
 RHO = 1e-3
 

@@ -6,14 +6,12 @@ import transformers
 from folders import GOOD, PLAIN, POSITIONS, label_rows, tiny_model, tokenizer_for, words_tokenizer
 from torch import nn
 
-from tezo.tasks import Example
 from tezo.tasks.evaluation import evaluate, predict
-from tezo.tasks.objectives import CausalObjective
-from tezo.tasks.objectives.batch import MOST_TOKENS
-from tezo.tasks.objectives.chunks import like_lengths
-from tezo.tasks.objectives.packed import takes_packed
-from tezo.tasks.objectives.token_rows import packed_row, tree_mask
-from tezo.tasks.token_notices import token_notices
+from tezo.tasks.examples import Example
+from tezo.tasks.notices import token_notices
+from tezo.tasks.objectives.batch import MOST_TOKENS, packed_row, takes_packed, tree_mask
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.objective import like_lengths
 
 CPU = torch.device("cpu")
 TREES = ("opt", "llama", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "neox", "phi")

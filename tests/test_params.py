@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tezo import RequestError, tezo
-from tezo.directions.perturbations import DrawKey
+from tezo.directions.perturbation import DrawKey
 from tezo.directions.targets import find_targets, never_called, select_targets
 
 MODELS = {

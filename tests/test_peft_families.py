@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from zoo import CLASSES, zoo_logits, zoo_model
 
 from tezo.directions.targets import find_targets, never_called
-from tezo.errors import RequestError
 from tezo.models.lora import make_adapter, save_adapter
-from tezo.models.peft_check import why_not_in_peft_yet
+from tezo.models.peft import why_not_in_peft_yet
 from tezo.models.saving import export_adapter
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.system.errors import RequestError
 
 FAST = ("causal-llama", "causal-laguna", "causal-deepseek_v3", "causal-mamba", "causal-qwen3_moe", "masked-bert")
 FAMILIES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CLASSES]

@@ -9,8 +9,8 @@ import torch
 from folders import label_rows, model_folder, settings, tezo, train, write_rows
 from safetensors.torch import load_file, save_file
 
+from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
-from tezo.runs.manifest import write_manifest
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,17 @@ from torch.nn import functional
 
 import tezo
 from tezo.directions.spaces import Dense
-from tezo.errors import RequestError
-from tezo.forward import Blocks, NotInBlocksError, block_points
+from tezo.forward import blocks as block_points
+from tezo.forward.blocks import Blocks, NotInBlocksError
 from tezo.models.loading import load_model
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
-from tezo.training.configuration.config import dump_config, overlay, parse_config, to_tree
-from tezo.training.execution.loop import train
-from tezo.training.execution.replay import replay
-from tezo.training.preparation.job import prepare
+from tezo.system.errors import RequestError
+from tezo.training.config import dump_config, overlay, parse_config, to_tree
+from tezo.training.job import prepare
+from tezo.training.loop import train
+from tezo.training.replay import replay
 
 LOW_RANK = [name for name, case in CASES.items() if case.low_rank]
 RHO = 1e-3

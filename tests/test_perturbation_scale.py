@@ -13,7 +13,6 @@ from torch import nn
 from trainers import trainer
 
 import tezo as library
-from tezo.errors import NonFiniteLossError, PerturbationWarning
 from tezo.optim.measured_scale import (
     MOST_CURVATURE,
     MOST_RISE,
@@ -26,12 +25,15 @@ from tezo.optim.measured_scale import (
     measure_scale,
     most_passes,
 )
-from tezo.optim.methods import METHODS, lozo, mezo
-from tezo.optim.methods import tezo as plain_tezo
-from tezo.training.configuration.config import parse_config, read_config
-from tezo.training.execution.listeners import Listener
-from tezo.training.preparation.job import basis_passes, make_optimizer, prepare
-from tezo.training.preparation.perturbation_scale import ROUNDED_BITS, first_scale, known_rounding, losses_of
+from tezo.optim.methods import METHODS
+from tezo.optim.methods.lozo import lozo
+from tezo.optim.methods.mezo import mezo
+from tezo.optim.methods.tezo import tezo as plain_tezo
+from tezo.system.errors import NonFiniteLossError, PerturbationWarning
+from tezo.training.config import parse_config, read_config
+from tezo.training.job import basis_passes, make_optimizer, prepare
+from tezo.training.listeners import Listener
+from tezo.training.resolution import ROUNDED_BITS, first_scale, known_rounding, losses_of
 
 
 class Squares:
@@ -267,7 +269,7 @@ def test_a_run_records_it_and_goes_on_with_it(home, tmp_path):
 
 
 def test_the_doctor_recommends_what_a_run_on_its_rows_would_take(home):
-    import tezo.training.forecasts.diagnosis as diagnosis
+    from tezo.training import forecasts as diagnosis
 
     done = tezo("doctor", "--model", home / "opt", "--set", "method.name=tezo", "--set", "method.rank=4", "--json")
     assert done.code == 0, done.err

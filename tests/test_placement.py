@@ -10,7 +10,7 @@ from folders import label_rows, model_folder, refused, saved, tezo, tiny_model, 
 
 from tezo.directions.targets import find_targets, matrix_of, select_targets
 from tezo.models.loading import load_model
-from tezo.optim.methods import tezo_cadam
+from tezo.optim.methods.tezo import tezo_cadam
 
 OFFLOADED = ("cpu", "disk")
 

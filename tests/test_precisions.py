@@ -7,12 +7,12 @@ import torch
 from cases import CASES, mostly_slow
 from tiny import lm_loss, tiny_opt, tokens
 
-from tezo.errors import NonFiniteLossError, RunError
+from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
+from tezo.models.peft import add_adapter
 from tezo.optim.methods import BASELINES, method
 from tezo.optim.tuner import Tuner
+from tezo.system.errors import NonFiniteLossError, RunError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PEFT = ("none", "lora", "prefix", "prompt")

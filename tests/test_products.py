@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tiny import tiny_gpt2, tiny_llama, tiny_opt
 from torch.nn import functional
 
-from tezo.forward.dense_in_forward import _groups
-from tezo.numerics import emulation, products
-from tezo.numerics.emulation import float32_on_emulating_cpu, is_emulated
-from tezo.numerics.products import float32_addmm, float32_linear
+from tezo.directions import products
+from tezo.directions import products as emulation
+from tezo.directions.products import float32_addmm, float32_linear, float32_on_emulating_cpu, is_emulated
+from tezo.forward.dense import _groups
 
 MODELS = {"opt": tiny_opt, "gpt2": tiny_gpt2, "llama": tiny_llama}
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

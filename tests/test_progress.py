@@ -15,15 +15,27 @@ from trainers import token_rows, trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTForCausalLM
 
 import tezo as library
-from tezo.errors import RequestError
-from tezo.progress.meter import BASIS, EARLIER, LIBRARIES, OTHER, RATE, STEPS, Meter, current, tracked
-from tezo.progress.status_line import StatusLine, duration_text, showing
-from tezo.runs.manifest import MANIFEST, write_manifest
+from tezo.runs.files import MANIFEST, write_manifest
 from tezo.runs.reader import read_run
-from tezo.runs.result_words import measured_rows_text, work_of, work_text
-from tezo.training.configuration.config import parse_config
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.loop import train
+from tezo.runs.words import measured_rows_text, work_of, work_text
+from tezo.system.errors import RequestError
+from tezo.system.progress import (
+    BASIS,
+    EARLIER,
+    LIBRARIES,
+    OTHER,
+    RATE,
+    STEPS,
+    Meter,
+    StatusLine,
+    current,
+    duration_text,
+    showing,
+    tracked,
+)
+from tezo.training.config import parse_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
 
 BATCH = 4
 

@@ -11,7 +11,7 @@ from folders import label_rows, model_folder, tezo, train, write_rows
 from hub_server import TOKEN, Hub, hub_server
 from test_adapter import close, outputs
 
-from tezo.models.model_card import HERE
+from tezo.models.saving import HERE
 
 
 @pytest.fixture(scope="module")

@@ -18,21 +18,22 @@ from folders import (
 )  # fmt: skip
 from torch import nn
 
-from tezo.directions.perturbations import DrawKey
-from tezo.directions.rank_selection import significant_rank
+from tezo.directions.perturbation import DrawKey
+from tezo.directions.ranks import significant_rank
 from tezo.directions.targets import is_packed, matrix_of, select_targets
-from tezo.errors import RequestError
-from tezo.forward import Shift
-from tezo.models.adapters.adapter_kind import random_tokens
+from tezo.forward.moving_parameter import Shift
+from tezo.models.kinds import ModelConfig
 from tezo.models.loading import load_model
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
+from tezo.models.peft import add_adapter, random_tokens
 from tezo.models.quantization import QUANTIZERS, stored_bytes
-from tezo.numerics.hashing import digest
-from tezo.optim.methods import METHODS, mezo, tezo_cadam
+from tezo.optim.methods import METHODS
+from tezo.optim.methods.mezo import mezo
+from tezo.optim.methods.tezo import tezo_cadam
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.training.configuration.config import parse_config
-from tezo.training.preparation.job import load, make_optimizer
+from tezo.system.digests import digest
+from tezo.system.errors import RequestError
+from tezo.training.config import parse_config
+from tezo.training.job import load, make_optimizer
 
 BESIDE = ("tezo", "tezo-m", "tezo-cadam", "lozo-adam")
 FOLDED = ("lozo", "lozo-m", "subzo")
@@ -173,7 +174,7 @@ def test_replay_and_resume_on_a_packed_base(home, tmp_path):
 def test_lora_over_a_packed_base_trains_the_adapter_alone(home):
     tree = {"name": str(home / "opt"), "quantization": "nf4", "peft": "lora", "lora_rank": 2}
     config = parse_config({"model": tree, "data": "-", "method": {"name": "mezo"}})
-    from tezo.training.preparation.job import load_for_tuning
+    from tezo.training.job import load_for_tuning
 
     loaded = load_for_tuning(config)
     optimizer = make_optimizer(config, loaded, ())

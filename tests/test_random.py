@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tiny import lm_loss, tiny_opt, tokens
 from torch import Tensor
 
+from tezo.directions import random
 from tezo.directions.spaces import Dense
-from tezo.numerics import random
 
 CPU = torch.device("cpu")
 Key = tuple[int, int, str, str]

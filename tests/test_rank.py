@@ -17,18 +17,11 @@ from tiny import tiny_llama, tiny_moe
 from torch import Tensor, nn
 
 from tezo import RequestError
-from tezo.directions.rank_selection import (
-    FixedRank,
-    LayerwiseRank,
-    block_of,
-    chosen_rank,
-    energy_rank,
-    significant_rank,
-)
+from tezo.directions.ranks import FixedRank, LayerwiseRank, block_of, chosen_rank, energy_rank, significant_rank
 from tezo.directions.targets import Target, select_targets
-from tezo.numerics.hashing import content_hash
-from tezo.numerics.number_cache import default_cache
 from tezo.optim.methods import METHODS
+from tezo.system.digests import content_hash
+from tezo.system.files import default_cache
 
 
 def matrix_with(spectrum: list[float], rows: int, columns: int, seed: int = 0) -> Tensor:

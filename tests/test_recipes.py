@@ -6,10 +6,9 @@ import pytest
 from folders import label_rows, model_folder, tezo, write_rows
 from torch import nn
 
-from tezo.errors import RequestError
 from tezo.optim.methods import METHODS, method
-from tezo.training.configuration.config import dump_config, parse_config, read_config
-from tezo.training.configuration.own_recipes import find_recipe, recipe_folder, recipe_names
+from tezo.system.errors import RequestError
+from tezo.training.config import dump_config, find_recipe, parse_config, read_config, recipe_folder, recipe_names
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(recipe_folder().glob("*.yaml"))

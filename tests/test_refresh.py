@@ -15,19 +15,18 @@ from torch import Tensor, nn
 
 from tezo import NonFiniteLossError
 from tezo.directions.coefficients import FixedCoefficient
-from tezo.directions.perturbations import DrawKey
+from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import CP, LowRank, TransposedLowRank
-from tezo.forward import InForward
-from tezo.forward.frozen_factors import compress
+from tezo.forward.low_rank import InForward, compress
 from tezo.models.loading import load_model
 from tezo.models.saving import export_adapter
-from tezo.numerics.hashing import digest
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import LOG
-from tezo.training.configuration.config import parse_config
-from tezo.training.execution.loop import train as run_config
-from tezo.training.execution.replay import replay
+from tezo.system.digests import digest
+from tezo.training.config import parse_config
+from tezo.training.loop import train as run_config
+from tezo.training.replay import replay
 
 RANK, INTERVAL = 3, 4
 REFRESHED = ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "lozo-adam")

@@ -10,8 +10,10 @@ from cases import CASES, choose, effective_weights, every_method, every_method_f
 from tiny import Regression, lm_loss, tiny_opt, tokens
 
 from tezo import NonFiniteLossError, RequestError
-from tezo.numerics import scratch
-from tezo.optim.methods import adam, method, tezo
+from tezo.directions import products as scratch
+from tezo.optim.methods import method
+from tezo.optim.methods.first_order import adam
+from tezo.optim.methods.tezo import tezo
 
 BESIDE = [name for name in CASES if CASES[name].low_rank and name != "tezo-adam"]
 """Methods that keep what they train beside the weights."""

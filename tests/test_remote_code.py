@@ -8,7 +8,7 @@ import pytest
 from folders import completion_rows, model_folder, refused, tezo, write_rows
 
 import tezo as library
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
 
 CODE = """
 from pathlib import Path

@@ -14,14 +14,14 @@ from cases import ONE_OF_EACH_KIND, mostly_slow
 from folders import model_and_rows, model_folder, refused, tezo
 from short_runs import STEPS, config, result, same
 
-from tezo.errors import RequestError
-from tezo.estimators.estimate import StepRecord
-from tezo.files import new_folder
+from tezo.optim.estimators.estimate import StepRecord
 from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import StepLog, read_log
-from tezo.training.execution.loop import train
-from tezo.training.execution.replay import replay
+from tezo.system.errors import RequestError
+from tezo.system.files import new_folder
+from tezo.training.loop import train
+from tezo.training.replay import replay
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_what_replay_cannot_do_it_says(home, tmp_path):
 
 KILLED = """
 import os, pathlib, signal, sys
-from tezo.files import new_folder
+from tezo.system.files import new_folder
 with new_folder(pathlib.Path(sys.argv[1])) as folder:
     (folder / "adapter_config.json").write_text("half of it")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -15,15 +15,15 @@ import pytest
 from folders import completion_rows, refused, tezo, train, write_rows
 from reports import HOSTILE, Page, hostile, made, two_runs
 
-from tezo.report import charts, page, result_block
-from tezo.report import curves as numbers
-from tezo.report.losses import row_loss, step_loss
-from tezo.runs.answers_file import OUTCOMES
+from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
-from tezo.runs.manifest import write_manifest
-from tezo.runs.reader import read_run
-from tezo.runs.result_words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_of, work_text
+from tezo.runs.reader import OUTCOMES, read_run
 from tezo.runs.step_log import MAGIC, StepLog, read_log
+from tezo.runs.words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_of, work_text
+from tezo.training.report import charts, page
+from tezo.training.report import curves as numbers
+from tezo.training.report import page as result_block
+from tezo.training.report.tables import row_loss, step_loss
 
 
 @pytest.fixture(scope="module")
@@ -403,7 +403,7 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(home, tmp_path, mon
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tezo.files.write_all", full)
+    monkeypatch.setattr("tezo.system.files.write_all", full)
     done = tezo("report", home / "two", "--output", tmp_path / "report.html")
     refused(done, "report.html cannot be written", "No space left")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

@@ -10,14 +10,13 @@ import pytest
 from matplotlib.figure import Figure
 from reports import made
 
-from tezo.report import charts
-from tezo.report import curves as numbers
-from tezo.report.chart_svg import chart_svg, draw
-from tezo.report.plotting import COLOURS
+from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
-from tezo.runs.manifest import write_manifest
 from tezo.runs.reader import PlanRow, read_run
 from tezo.runs.step_log import StepLog
+from tezo.training.report import charts
+from tezo.training.report import curves as numbers
+from tezo.training.report.charts import COLOURS, chart_svg, draw
 
 
 def test_the_smoothed_curve_is_the_weighted_mean_of_what_came_before():

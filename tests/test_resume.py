@@ -14,18 +14,18 @@ from kills import contents
 from safetensors.torch import load_file
 from short_runs import STEPS, config, result, same, stopped
 
-from tezo.errors import NonFiniteLossError, RequestError, RunInterrupted
 from tezo.models import lora as export
 from tezo.optim.methods import METHODS, method
 from tezo.runs.checkpoints import checkpoints
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
-from tezo.training.configuration.config import parse_config, to_tree
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.loop import train
-from tezo.training.execution.replay import replay
-from tezo.training.execution.run_header import check_same, check_unchanged, log_header
-from tezo.training.preparation.job import prepare
+from tezo.system.errors import NonFiniteLossError, RequestError, RunInterrupted
+from tezo.training.config import parse_config, to_tree
+from tezo.training.header import check_same, check_unchanged, log_header
+from tezo.training.job import prepare
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
+from tezo.training.replay import replay
 
 
 @pytest.fixture(scope="module")

@@ -19,18 +19,18 @@ from kills import contents
 from short_runs import result, same, stopped
 
 import tezo as library
-from tezo.errors import RequestError
 from tezo.optim.methods import METHODS
-from tezo.report.losses import row_loss, step_loss
 from tezo.runs.reader import read_run
-from tezo.runs.result_words import change_text, metric_text
-from tezo.tasks import Example
+from tezo.runs.words import change_text, metric_text
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example
 from tezo.tasks.generation import Sampling, completions
-from tezo.tasks.objectives import CausalObjective
+from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.rewards import Reward
-from tezo.training.configuration.config import parse_config
-from tezo.training.execution.loop import train
-from tezo.training.execution.replay import replay
+from tezo.training.config import parse_config
+from tezo.training.loop import train
+from tezo.training.replay import replay
+from tezo.training.report.tables import row_loss, step_loss
 
 SCORER = """
 from pathlib import Path

@@ -14,14 +14,10 @@ from kills import contents
 from short_runs import result, same, stopped
 from tiny import lm_loss, tiny_opt, tokens
 
-from tezo.errors import NonFiniteLossError, RequestError
-from tezo.estimators.estimate import StepRecord
+from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.step_log import Rollback, StepLog, read_log
-from tezo.training.configuration.config import dump_config, parse_config
-from tezo.training.configuration.recipe import Config
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.loop import train
-from tezo.training.execution.rollbacks import (
+from tezo.system.errors import NonFiniteLossError, RequestError
+from tezo.training.best_state import (
     DEV_ROSE,
     FEEDBACK_ROSE,
     LOWERED,
@@ -35,7 +31,11 @@ from tezo.training.execution.rollbacks import (
     Rollbacks,
     in_words,
 )
-from tezo.training.execution.verdict import verdict
+from tezo.training.config import dump_config, parse_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
+from tezo.training.recipe import Config
+from tezo.training.summary import verdict
 
 STEPS = 48
 FIRST, THEN = 7, 13  # of a run that returns after THEN steps to where it was after FIRST

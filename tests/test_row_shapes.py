@@ -21,16 +21,16 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from tezo import train as tezo_train
-from tezo.errors import RequestError
 from tezo.models.loading import LoadedModel
-from tezo.tasks import Example, Fields, Row, choose_format
-from tezo.tasks.data_config import DataConfig
+from tezo.system.errors import RequestError
 from tezo.tasks.evaluation import evaluate, measure
-from tezo.tasks.examples import check_answers
-from tezo.tasks.objectives import CausalObjective
-from tezo.tasks.row_objects import rows_of
+from tezo.tasks.examples import Example, Row, check_answers
+from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.notices import rows_as_read, token_notices
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.row_files import DataConfig
 from tezo.tasks.setup import make_format, make_objective, render_chat, with_shots
-from tezo.tasks.token_notices import rows_as_read, token_notices
+from tezo.tasks.splits import rows_of
 
 CHAT = words_tokenizer(chat=True)
 SYSTEM = {"role": "system", "content": "be kind"}

@@ -15,12 +15,13 @@ import pytest
 import torch
 from folders import label_rows, model_folder, read_jsonl, refused, settings, tezo, train, write_rows
 
-from tezo.errors import RequestError
 from tezo.runs.step_log import read_header
-from tezo.tasks import Fields, Row, choose_format, read_rows
-from tezo.tasks.data_config import DataConfig
-from tezo.tasks.row_objects import rows_of
-from tezo.tasks.splits import read_splits
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Row
+from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.row_files import DataConfig
+from tezo.tasks.row_sources import read_rows
+from tezo.tasks.splits import read_splits, rows_of
 
 # What readers that guess types change: dates, numbers with zeros in front, words that mean nothing elsewhere.
 GUESSED = [

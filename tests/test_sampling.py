@@ -5,8 +5,9 @@ import json
 import pytest
 from folders import label_rows, model_folder, train, write_rows
 
-from tezo.errors import RequestError
-from tezo.tasks import Example, hold_out, hold_out_of_groups, per_class
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example
+from tezo.tasks.splits import hold_out, hold_out_of_groups, per_class
 
 
 def examples(count: int) -> list[Example]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tezo.numerics.random import permutation
-from tezo.training.configuration.recipe import TrainConfig
-from tezo.training.preparation.schedule import BatchSampler, evaluation_steps, lr_factor
+from tezo.directions.random import permutation
+from tezo.training.recipe import TrainConfig
+from tezo.training.schedule import BatchSampler, evaluation_steps, lr_factor
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(14, 4), (5, 16), (16, 16), (1, 3), (7, 7)])

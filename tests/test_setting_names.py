@@ -6,7 +6,7 @@ import pytest
 from folders import label_rows, model_folder, refused, tezo, train, write_rows
 
 import tezo as library
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from folders import completion_rows, message_rows, saved, words_tokenizer
 from trainers import TOKENIZER, llama, same
 
 import tezo
-from tezo.errors import RequestError
 from tezo.models.quantization import stay_packed
-from tezo.training.integrations.trainer_loss import StepLoss
+from tezo.system.errors import RequestError
+from tezo.training.trainer.loss import StepLoss
 
 trl = pytest.importorskip("trl", reason="of the extra `trainer`")
 peft = pytest.importorskip("peft", reason="of the extra `peft`")
@@ -158,7 +158,7 @@ def test_nothing_is_warned_that_nobody_asked_for_and_arguments_are_saved_as_json
 
 
 def test_without_trl_the_extra_is_named(monkeypatch):
-    module = importlib.import_module("tezo.training.integrations.tezo_sft_trainer")
+    module = importlib.import_module("tezo.training.trainer.sft")
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(RequestError, match=r"pip install 'tezo\[trainer\]'"):

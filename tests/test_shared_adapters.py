@@ -15,12 +15,10 @@ from safetensors.torch import load_file, save_file
 from test_adapter import base_model, close, outputs, tuned
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-from tezo.errors import RequestError
-from tezo.models.gguf_lora import ARCHITECTURES, save_gguf
-from tezo.models.lora import load_adapter, make_adapter, merge_adapter
-from tezo.models.model_card import HERE, Saved, card_text, hub_name, shown_name
-from tezo.models.padded_rank import next_allowed
-from tezo.models.saving import export_adapter
+from tezo.models.gguf import ARCHITECTURES, save_gguf
+from tezo.models.lora import load_adapter, make_adapter, merge_adapter, next_allowed
+from tezo.models.saving import HERE, Saved, card_text, export_adapter, hub_name, shown_name
+from tezo.system.errors import RequestError
 
 # What vLLM reads of adapter_config.json; it passes over every other key, rank_pattern among them.
 VLLM_READS = ("r", "lora_alpha", "target_modules", "bias", "modules_to_save", "use_rslora", "use_dora")

@@ -13,7 +13,7 @@ from test_docs import BLOCKS
 
 import tezo
 from tezo.optim.methods import BASELINES, METHODS
-from tezo.training.configuration.own_recipes import recipe_folder
+from tezo.training.config import recipe_folder
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ import torch
 from tiny import sines
 from torch import Tensor
 
-from tezo.directions.bases.sketch import EXACT, Sketch, width
+from tezo.directions.bases.activation import EXACT, Sketch, width
 
 RANK = 4
 

@@ -8,9 +8,9 @@ import pytest
 from folders import write_rows
 from task_folders import form_of, rows_of, write_task
 
-from tezo.errors import RequestError
-from tezo.tasks import Fields, choose_format
-from tezo.tasks.data_config import DataConfig
+from tezo.system.errors import RequestError
+from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.row_files import DataConfig
 from tezo.tasks.splits import divide, evaluation_rows, read_splits
 
 

@@ -13,9 +13,9 @@ from test_adapter import outputs, tuned
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tezo.errors import RequestError
 from tezo.models.lora import attach_adapter, make_adapter
 from tezo.optim.methods import METHODS
+from tezo.system.errors import RequestError
 
 FAMILIES = ("opt", "llama", "gpt2", "gemma2")
 TUNED = [

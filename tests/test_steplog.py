@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tezo.errors import RequestError
-from tezo.estimators.estimate import Probe, StepRecord
+from tezo.optim.estimators.estimate import Probe, StepRecord
 from tezo.runs.step_log import MAGIC, StepLog, read_log
+from tezo.system.errors import RequestError
 
 HEADER = {"directions": 2, "kinds": ["two-point", "feedback"], "note": "of a test"}
 floats = st.floats(allow_nan=True)

@@ -7,7 +7,7 @@ import pytest
 from folders import bpe_tokenizer, read_jsonl, refused, saved, settings, tezo, tiny_model, words_tokenizer, write_rows
 from task_folders import LABEL_WORDS, models_and_tasks, rows_of, trained
 
-from tezo.tasks import TASKS
+from tezo.tasks.catalogue import TASKS
 
 RUNS = [(name, kind) for name, entry in TASKS.items() for kind in entry.wordings]
 METRICS = {

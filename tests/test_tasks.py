@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tezo.errors import RequestError
-from tezo.tasks import Row
-from tezo.tasks.answer_metrics import drop_exact_and_f1, exact_and_f1, normalized
+from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import CAUSAL, MASKED, TASKS, example_row, task
+from tezo.tasks.examples import Row, drop_exact_and_f1, exact_and_f1, normalized
 from tezo.tasks.wordings import TaskFormat
 
 GOLDEN = Path(__file__).parent / "golden"

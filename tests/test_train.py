@@ -12,16 +12,15 @@ from folders import completion_rows, model_and_rows, read_jsonl, write_rows
 from long_steps import DENSE, FACTORED, config
 from short_runs import result, same
 
-from tezo.distributed import Ranks
-from tezo.errors import NonFiniteLossError, NonFiniteResultError, RunError
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import WritableRunFolder
+from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RunError
+from tezo.system.ranks import Ranks
 from tezo.tasks.evaluation import evaluate
-from tezo.training.configuration.config import parse_config
-from tezo.training.execution.interruption import Interruption
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.loop import Loop, train
-from tezo.training.preparation.job import prepare
+from tezo.training.config import parse_config
+from tezo.training.job import prepare
+from tezo.training.listeners import Interruption, Listener
+from tezo.training.loop import Loop, train
 
 
 @pytest.fixture(scope="module")

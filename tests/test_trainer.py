@@ -13,11 +13,11 @@ from trainers import TOKENIZER, Collator, arguments, llama, same, token_rows, tr
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import tezo
-from tezo.errors import NonFiniteLossError, RequestError
 from tezo.models.quantization import stay_packed
-from tezo.numerics.hashing import digest
 from tezo.optim.methods import METHODS
-from tezo.training.integrations.trainer_loss import StepLoss
+from tezo.system.digests import digest
+from tezo.system.errors import NonFiniteLossError, RequestError
+from tezo.training.trainer.loss import StepLoss
 
 PER_EXAMPLE = {"rank": 4, "directions": "per-example"}
 

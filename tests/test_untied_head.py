@@ -7,10 +7,9 @@ import torch
 from folders import label_rows, model_folder, refused, settings, tezo, tiny_model, train, write_rows
 from torch import Tensor, nn
 
-from tezo.errors import RequestError
-from tezo.models.loading import load_model
-from tezo.models.untied_head import untie_head
-from tezo.runs.manifest import MANIFEST
+from tezo.models.loading import give_head_weights, load_model
+from tezo.runs.files import MANIFEST
+from tezo.system.errors import RequestError
 
 HEADS = {"opt": "lm_head.weight", "gpt2": "lm_head.weight", "roberta": "lm_head.decoder.weight"}
 EMBEDDINGS = {
@@ -109,4 +108,4 @@ def test_there_is_nothing_to_untie(home):
         load_model(str(model_folder(home, "bert")), untie_head=True)
     own = tiny_model("llama", 40, tie_word_embeddings=False)
     before = own.lm_head.weight
-    assert untie_head(own) == [] and own.lm_head.weight is before
+    assert give_head_weights(own) == [] and own.lm_head.weight is before

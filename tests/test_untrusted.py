@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tezo.errors import RequestError
 from tezo.models.lora import load_adapter
 from tezo.runs.checkpoints import DamagedError, load_checkpoint
+from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
-from tezo.runs.manifest import write_manifest
+from tezo.system.errors import RequestError
 
 
 @pytest.fixture(scope="module")

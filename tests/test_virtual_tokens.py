@@ -24,21 +24,18 @@ from tiny import tiny_bert, tiny_deberta, tiny_falcon, tiny_gpt2, tiny_llama, ti
 from torch import Tensor, nn
 from zoo import zoo_model
 
-from tezo.errors import RequestError
-from tezo.models.adapters import ADAPTERS
-from tezo.models.adapters.adapter_kind import random_tokens
-from tezo.models.kinds import kind_of
+from tezo.models.kinds import ModelConfig, kind_of
 from tezo.models.loading import LoadedModel, load_model
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter, open_adapter
-from tezo.tasks import Example
+from tezo.models.peft import ADAPTERS, add_adapter, open_adapter, random_tokens
+from tezo.system.errors import RequestError
 from tezo.tasks.evaluation import predict
+from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
-from tezo.tasks.objectives.copies import whole_rows
 from tezo.tasks.objectives.encoder import mean_over_tokens, mean_pooled
-from tezo.tasks.objectives.logits import hidden_at, logits_at
-from tezo.training.configuration.config import parse_config
-from tezo.training.execution.loop import train as training
+from tezo.tasks.objectives.objective import whole_rows
+from tezo.tasks.objectives.readers import hidden_at, logits_at
+from tezo.training.config import parse_config
+from tezo.training.loop import train as training
 
 COUNT, SEED = 3, 7
 MAKERS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from folders import label_rows, write_rows
 
-from tezo.training.configuration.own_recipes import recipe_names
+from tezo.training.config import recipe_names
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = {
@@ -78,9 +78,7 @@ def test_without_extras_it_has_its_version_and_its_recipes(environment, tmp_path
     assert said.startswith("tezo ")
     missing = f"import importlib.util as u; print([n for n in {sorted(EXTRAS)} if u.find_spec(n)])"
     assert ran(environment / "python", "-c", missing, env=own_environment()).strip() == "[]"
-    code = (
-        "import tezo, tezo.training.configuration.own_recipes as o; print(tezo.__file__); print(len(o.recipe_names()))"
-    )
+    code = "import tezo, tezo.training.config as o; print(tezo.__file__); print(len(o.recipe_names()))"
     where, count = ran(environment / "python", "-c", code, cwd=tmp_path, env=own_environment()).splitlines()
     assert Path(where).is_relative_to(environment.parent) and int(count) == len(recipe_names())
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 import transformers
 from torch import Tensor, nn
 
-from tezo.estimators.estimate import RowsClosure
+from tezo.optim.estimators.estimate import RowsClosure
 
 VOCAB = 96
 POSITIONS = 24

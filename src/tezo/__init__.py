@@ -9,11 +9,11 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from tezo.errors import NonFiniteLossError as NonFiniteLossError
-from tezo.errors import RequestError as RequestError
-from tezo.errors import RunError as RunError
-from tezo.errors import RunInterrupted as RunInterrupted
-from tezo.errors import TezoError as TezoError
+from tezo.system.errors import NonFiniteLossError as NonFiniteLossError
+from tezo.system.errors import RequestError as RequestError
+from tezo.system.errors import RunError as RunError
+from tezo.system.errors import RunInterrupted as RunInterrupted
+from tezo.system.errors import TezoError as TezoError
 
 if TYPE_CHECKING:
     from tezo.models.saving import export_adapter as export_adapter
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from tezo.training.api import load_adapter as load_adapter
     from tezo.training.api import open_run as open_run
     from tezo.training.api import train as train
-    from tezo.training.finished_runs.lm_evaluation import lm_eval as lm_eval
-    from tezo.training.integrations.tezo_sft_trainer import TezoSFTTrainer as TezoSFTTrainer
-    from tezo.training.integrations.tezo_trainer import TezoTrainer as TezoTrainer
+    from tezo.training.lm_evaluation import lm_eval as lm_eval
+    from tezo.training.trainer.sft import TezoSFTTrainer as TezoSFTTrainer
+    from tezo.training.trainer.trainer import TezoTrainer as TezoTrainer
 
 __version__ = version("tezo")
 
@@ -56,13 +56,13 @@ _METHODS = (
 _HOMES = {
     **dict.fromkeys(("Run", "load_adapter", "open_run", "train"), "tezo.training.api"),
     **dict.fromkeys(("METHODS", *_METHODS), "tezo.optim.methods"),
-    "TezoSFTTrainer": "tezo.training.integrations.tezo_sft_trainer",
-    "TezoTrainer": "tezo.training.integrations.tezo_trainer",
+    "TezoSFTTrainer": "tezo.training.trainer.sft",
+    "TezoTrainer": "tezo.training.trainer.trainer",
     "FirstOrderOptimizer": "tezo.optim.first_order",
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
     "closure": "tezo.tasks.objectives.labelled_tensors",
     "export_adapter": "tezo.models.saving",
-    "lm_eval": "tezo.training.finished_runs.lm_evaluation",
+    "lm_eval": "tezo.training.lm_evaluation",
 }
 """Name -> the module that has it; tests compare it with what is imported above for type checkers."""
 

@@ -24,11 +24,11 @@ from tezo_studies.analysis.gradients import Sketch, singular_values
 from tezo_studies.analysis.weight_rank import WeightRankOptions, measure_weight_rank, rank_correlation
 from tezo_studies.cost_tables.paper_costs import GIGABYTES, MILLISECONDS, MODELS
 
-from tezo.directions.rank_selection import LayerwiseRank, significant_rank
+from tezo.directions.ranks import LayerwiseRank, significant_rank
 from tezo.directions.targets import find_targets, select_targets
-from tezo.training.configuration.config import parse_config
-from tezo.training.preparation.job import prepare
-from tezo.training.preparation.schedule import BatchSampler
+from tezo.training.config import parse_config
+from tezo.training.job import prepare
+from tezo.training.schedule import BatchSampler
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 

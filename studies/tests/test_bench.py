@@ -12,7 +12,7 @@ from tezo_studies.bench.step_time import REFRESH_EVERY, REPEATS, Timed, measure_
 from tezo_studies.bench.step_time import rows as step_rows
 from tezo_studies.bench.workload import Work
 
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
 
 TINY = Settings(model="tiny", batch=3, length="rte", rank=4, rounds=2)
 # Of the published checkpoints.

@@ -22,16 +22,17 @@ from tezo_studies.cost_tables.gpu_measurement import _fitting, measured_bytes, m
 from tezo_studies.cost_tables.meta_models import meta_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tezo.directions.random import count_draws, normal
 from tezo.directions.targets import ALL, select_targets
-from tezo.errors import RequestError
+from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
-from tezo.numerics.random import count_draws, normal
+from tezo.models.peft import add_adapter
+from tezo.optim.first_order import stepped_weight
 from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast, forecasts
-from tezo.optim.methods import METHODS, adam
-from tezo.optim.stepped_weights import stepped_weight
-from tezo.training.forecasts.dry_pass import META, LiveBytes, dry_pass, valueless
+from tezo.optim.methods import METHODS
+from tezo.optim.methods.first_order import adam
+from tezo.system.errors import RequestError
+from tezo.training.dry_pass import META, LiveBytes, dry_pass, valueless
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 CPU = torch.device("cpu")

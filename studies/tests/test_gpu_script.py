@@ -17,9 +17,9 @@ from tezo_studies.bench.shapes import SHAPES, from_shape
 from tezo_studies.bench.single_case import measure_case
 from tezo_studies.bench.workload import Work
 
-from tezo.errors import RequestError
 from tezo.models.quantization import quantization_config
 from tezo.runs.environment import driver_cuda
+from tezo.system.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

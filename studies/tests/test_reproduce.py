@@ -22,11 +22,10 @@ from tezo_studies.reproduce.results import Entry, all_cells, entries, is_finishe
 from tezo_studies.reproduce.small_models import small_model
 from torch import nn
 
-from tezo.errors import RequestError
 from tezo.optim.methods import method
-from tezo.tasks import TASKS
-from tezo.training.configuration.config import overlay, parse_config, read_config
-from tezo.training.configuration.own_recipes import recipe_folder
+from tezo.system.errors import RequestError
+from tezo.tasks.catalogue import TASKS
+from tezo.training.config import overlay, parse_config, read_config, recipe_folder
 
 
 def grid_of(name: str, **options):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tezo_studies.reproduce import Cell, Grid, find_table, make_grid
 
-from tezo.estimators.estimate import Probe, StepRecord
+from tezo.optim.estimators.estimate import Probe, StepRecord
 from tezo.runs.step_log import StepLog
-from tezo.training.preparation.feedback_schedule import FIRST, LAST
+from tezo.training.schedule import FIRST, LAST
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -12,7 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from tezo.directions.targets import select_targets
 from tezo.models.quantization import stored_bytes
-from tezo.training.forecasts.memory_ways import FULL, LORA
+from tezo.training.forecasts import FULL, LORA
 
 ROOT = Path(__file__).parents[2]
 

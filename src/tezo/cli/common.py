@@ -8,10 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tezo.files import json_text
-from tezo.models.quiet import quiet_libraries
-from tezo.progress.meter import LIBRARIES, current
-from tezo.progress.status_line import StatusLine, showing
+from tezo.system.files import json_text
+from tezo.system.progress import LIBRARIES, StatusLine, current, quiet_libraries, showing
 
 
 @dataclass

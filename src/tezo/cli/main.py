@@ -9,19 +9,10 @@ from typing import Annotated
 
 import typer
 
-from tezo.cli import doctor_command as doctor
-from tezo.cli import eval_command as evaluate
-from tezo.cli import export_command as export
-from tezo.cli import methods_command as methods
-from tezo.cli import predict_command as predict
-from tezo.cli import push_command as push
-from tezo.cli import replay_command as replay
-from tezo.cli import report_command as report
-from tezo.cli import tasks_command as tasks
-from tezo.cli import train_command as train
+from tezo.cli import answers, doctor, lists, runs, train
 from tezo.cli.common import options
-from tezo.errors import RunInterrupted, TezoError
-from tezo.files import one_line
+from tezo.system.errors import RunInterrupted, TezoError
+from tezo.system.files import one_line
 
 INTERRUPTED = 130
 """Exit code of typer on KeyboardInterrupt, which it catches without a message."""
@@ -35,8 +26,11 @@ app = typer.Typer(
 EXTENSIONS = "tezo.commands"
 """Entry-point group of modules of other distributions whose `register(app)` adds a command."""
 
-for command in (train, evaluate, predict, export, push, methods, tasks, doctor, report, replay):
-    command.register(app)
+for command in (
+    train.train, answers.evaluate, answers.predict, runs.export, runs.push, lists.methods, lists.tasks, doctor.doctor,
+    runs.report, runs.replay,
+):  # fmt: skip
+    app.command("eval" if command is answers.evaluate else command.__name__)(command)
 for extension in entry_points(group=EXTENSIONS):
     try:
         extension.load().register(app)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tezo.numerics.random import Signs
+from tezo.directions.random import Signs
 
 FIRST = range(1)
 """The examples of a shared direction."""

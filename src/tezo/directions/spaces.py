@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from tezo.directions.coefficients import CoefficientDraw, FixedCoefficient, SignedNumbers
-from tezo.numerics.random import Signs, fill_normal_
-from tezo.numerics.scratch import row_slices, scratch
+from tezo.directions.products import row_slices, scratch
+from tezo.directions.random import Signs, fill_normal_
 
 TILE = 3 << 18
 """Entries of a dense tile, the largest temporary of a dense draw or write: a 768 x 768 matrix is one tile."""

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
-from tezo.errors import RequestError, nearest
+from tezo.system.errors import RequestError, nearest
 
 Layout = Literal["linear", "like_linear", "transposed", "embedding", "bias", "layer_norm", "norm"]
 """How a module uses a parameter: x W^T ("linear"; "like_linear" where the forward is not torch's), x W (GPT-2's Conv1D,

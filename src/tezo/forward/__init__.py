@@ -8,19 +8,19 @@ from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import Target
 from tezo.forward.blocks import Blocks as Blocks
 from tezo.forward.blocks import NotInBlocksError as NotInBlocksError
-from tezo.forward.dense_in_forward import DenseInForward as DenseInForward
-from tezo.forward.direct_reads import DirectReads as DirectReads
+from tezo.forward.dense import DenseInForward as DenseInForward
+from tezo.forward.dense import VectorInForward as VectorInForward
 from tezo.forward.in_place import FromCopy as FromCopy
 from tezo.forward.in_place import InPlace as InPlace
-from tezo.forward.in_state_dict import InStateDict as InStateDict
-from tezo.forward.in_state_dict import require_plain as require_plain
-from tezo.forward.low_rank_in_forward import InForward as InForward
+from tezo.forward.interception import DirectReads as DirectReads
+from tezo.forward.low_rank import InForward as InForward
+from tezo.forward.moving_parameter import InStateDict as InStateDict
 from tezo.forward.moving_parameter import MovingParameter as MovingParameter
 from tezo.forward.moving_parameter import Shift as Shift
 from tezo.forward.moving_parameter import is_changed_beside as is_changed_beside
+from tezo.forward.moving_parameter import require_plain as require_plain
 from tezo.forward.moving_parameter import require_writable as require_writable
 from tezo.forward.moving_parameter import settle as settle
-from tezo.forward.vector_in_forward import VectorInForward as VectorInForward
 
 
 def moving_parameter(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tezo.directions.perturbations import DrawKey
+from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import Target
 from tezo.forward.moving_parameter import MovingParameter, Shift, check_between_steps, require_writable

@@ -4,6 +4,6 @@ The interface is `load_model` and the functions that save the result of a run. T
 packages before it.
 """
 
-from tezo.models.quiet import quiet_imports
+from tezo.system.progress import quiet_imports
 
 quiet_imports()

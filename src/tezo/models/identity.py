@@ -15,10 +15,10 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
-from tezo.errors import RequestError
 from tezo.models.kinds import Kind, is_unused
-from tezo.numerics.hashing import digest
-from tezo.numerics.number_cache import NumberCache, default_cache
+from tezo.system.digests import digest
+from tezo.system.errors import RequestError
+from tezo.system.files import NumberCache, default_cache
 
 Fingerprint = Mapping[str, str]
 """Part -> its digest, or its JSON text where that is short. Parts are "weights", "config.KEY", "generation.KEY",

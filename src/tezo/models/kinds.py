@@ -1,9 +1,18 @@
-"""The kinds of model: causal, masked, encoder and classifier."""
+"""The kinds of model: causal, masked, encoder and classifier.
 
-from collections.abc import Sequence
+The section `model` of a recipe.
+
+What a labelled run leaves beside the weights of its merged model: its labels, its prompt, its pooling.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
+from tezo.system.files import UntrustedError, read_object, write_file
 
 Kind = Literal["causal", "masked", "encoder", "classifier"]
 """How a model answers: it continues a text, fills in a mask, compares embeddings, or has a head of trained classes."""
@@ -70,3 +79,89 @@ def _check_supported(name: str, kind: Kind, config: Any) -> None:
 def is_unused(name: str, kind: Kind) -> bool:
     """Whether no loss of this kind of model depends on the parameter: only classification heads read poolers."""
     return kind != "classifier" and "pooler" in name.split(".")
+
+
+IN_MEMORY = "in memory"
+"""In the place of a name or a file: what was given to `tezo.train` as an object, and has no name to be found by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The section `model`: the base model, and where and how its weights are held."""
+
+    name: str
+    """Model folder, GGUF file, hub name, embedded:smollm2-135m, or embedded:all-minilm-l6-v2."""
+    kind: Literal["auto", "causal", "masked", "encoder", "classifier"] = "auto"
+    """Kind of model: causal, masked, encoder or classifier. Default auto: by its architecture."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Data type of the weights. Default auto: as stored, or float32 where a GGUF file has them packed."""
+    device: str = "auto"
+    """Device to compute on, such as cpu or cuda. Default auto: the first GPU, otherwise the CPU."""
+    quantization: Literal["none", "nf4", "int8", "int8wo"] = "none"
+    """Quantization of the linear layers: nf4 and int8 by bitsandbytes, int8wo (weights only) by torchao."""
+    placement: Literal["device", "spread", "cpu", "disk", "shards"] = "device"
+    """Where weights are kept: device; spread over all devices; cpu or disk (offloaded); shards (FSDP2, by torchrun)."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may run."""
+    untie_head: bool = False
+    """Whether an output head tied to the input embeddings gets weights of its own, to be tuned (MeZO's RoBERTa)."""
+    peft: Literal["none", "lora", "prefix", "prompt"] = "none"
+    """Train a PEFT adapter instead of the model: lora (in PEFT's default layers), prefix or prompt."""
+    lora_rank: int = 8
+    """Rank of the LoRA adapter. MeZO uses 8."""
+    lora_alpha: int = 16
+    """LoRA alpha; the adapter is scaled by alpha / rank. MeZO uses 16."""
+    prefix_length: int = 5
+    """Virtual tokens of the prefix or the prompt. MeZO uses 5."""
+
+
+LABELS_FILE = "tezo_labels.json"
+
+MEAN = "mean"
+"""The one pooling: an embedding is the mean of the last hidden states over the tokens of a text."""
+
+
+@dataclass(frozen=True)
+class CarriedLabels:
+    """How a model was tuned to be asked.
+
+    Attributes:
+        label_words: label -> word, description or class, as data.label_words has them.
+        template: as data.template has it; None: the default of the kind of model.
+        pooling: of an encoder, how token states become an embedding; None for other kinds.
+    """
+
+    label_words: Mapping[str, str]
+    template: str | None = None
+    pooling: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Writes them into the folder of a model."""
+        write_file(folder / LABELS_FILE, (json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_labels(folder: Path) -> CarriedLabels | None:
+    """The labels in the folder of a model; None if it has none.
+
+    Raises:
+        RequestError: the file is damaged, or names a pooling that is not known.
+    """
+    path = folder / LABELS_FILE
+    if not path.exists():
+        return None
+    try:
+        found = read_object(path.resolve())
+    except UntrustedError as error:
+        raise _damaged(path, str(error)) from None
+    words, template, pooling = found.get("label_words"), found.get("template"), found.get("pooling")
+    if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
+        raise _damaged(path, "label_words is no object of strings")
+    if not isinstance(template, str | None):
+        raise _damaged(path, "template is no string")
+    if pooling not in (None, MEAN):
+        raise _damaged(path, f"pooling is {pooling!r}, and {MEAN} is known")
+    return CarriedLabels(words, template, pooling)
+
+
+def _damaged(path: Path, fault: str) -> RequestError:
+    return RequestError(f"model.name: {path} is not the file of a merged run ({fault}); export the run again.")

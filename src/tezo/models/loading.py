@@ -1,12 +1,16 @@
-"""Loads models from a folder, the hub, a GGUF file or an installed package; no code of the model is run.
+"""An output head that is tied to the input embeddings, given weights of its own so that it can be tuned alone.
+
+Loads models from a folder, the hub, a GGUF file or an installed package; no code of the model is run.
 
 Of a folder and of the hub only safetensors are read.
+
+A model that is in memory already, and its tokenizer, as if they had been loaded by name.
 """
 
 import copy
 import hashlib
 import importlib.util
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,13 +26,14 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
-from tezo.directions.targets import device_of, is_packed
-from tezo.errors import RequestError
-from tezo.files import read_object, reading
-from tezo.models.carried_labels import CarriedLabels, read_labels
-from tezo.models.gguf_files import (
+from tezo.directions.products import is_emulated
+from tezo.directions.targets import ALL, ALL_LINEAR, device_of, frozen_notice, is_packed, select_targets
+from tezo.forward.moving_parameter import is_changed_beside, settle
+from tezo.models.gguf import (
     check_gguf_file,
     gguf_config,
     gguf_notices,
@@ -36,16 +41,89 @@ from tezo.models.gguf_files import (
     is_gguf,
     load_gguf,
     reading_once,
+    settle_gguf,
 )
 from tezo.models.identity import Fingerprint, fingerprint, stamp
-from tezo.models.kinds import Kind, choose_kind, is_unused
+from tezo.models.kinds import IN_MEMORY, CarriedLabels, Kind, choose_kind, is_unused, read_labels
 from tezo.models.local_names import ask_hub, check_no_path, hint
-from tezo.models.model_config import IN_MEMORY
+from tezo.models.lora import has_adapter, settle_adapter
 from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
-from tezo.models.untied_head import untie_head as untie
-from tezo.numerics.emulation import is_emulated
-from tezo.progress.meter import LOADING, current, watch
+from tezo.system.errors import RequestError
+from tezo.system.files import read_object, reading
+from tezo.system.progress import LOADING, current, watch
+
+
+def give_head_weights(model: Any) -> list[str]:
+    """Copies the weights that are tied to others, in place; the configuration then says so, and a saved model too.
+
+    MeZO's RoBERTa is tuned with such a head. A head that has weights of its own is left as it is.
+
+    Args:
+        model: a model of transformers.
+
+    Returns:
+        Notices for the user.
+
+    Raises:
+        RequestError: the model has no output head, or its weights are offloaded.
+    """
+    if model.get_output_embeddings() is None:
+        raise RequestError("model.untie_head is true, but this model has no output head; leave it out.")
+    tied = dict(model.all_tied_weights_keys)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    own = {name: source for name, source in tied.items() if name not in model.all_tied_weights_keys}
+    return [
+        f"model.untie_head: {name} has values of its own, no longer those of {source} ({_copy(model, name)} MB more)."
+        for name, source in own.items()
+    ]
+
+
+def _copy(model: nn.Module, name: str) -> str:
+    """Gives the module of a parameter a copy of it; returns the size in MB."""
+    parent, _, attribute = name.rpartition(".")
+    weight = model.get_parameter(name)
+    if weight.is_meta:
+        raise RequestError(
+            f"model.untie_head is true, but {name} is offloaded; set model.placement=device, or leave it out."
+        )
+    copy = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    setattr(model.get_submodule(parent), attribute, copy)
+    return f"{copy.nbytes / 1e6:.3g}"
+
+
+def check_head_not_tied(model: Any, patterns: Sequence[str]) -> None:
+    """An error where a pattern of `method.targets` means an output head that is tied, and so has another name."""
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+        for pattern in patterns:
+            named = pattern not in (ALL, ALL_LINEAR) and not pattern.startswith("!")
+            if named and _selects(_with_parameter(name), pattern) and not _selects(model, pattern):
+                raise RequestError(
+                    f"method.targets: {pattern!r} is {name}, which is tied to {source}; name that one to tune both, or "
+                    "set model.untie_head=true to tune the head alone."
+                )
+
+
+def _selects(model: nn.Module, pattern: str) -> bool:
+    try:
+        return bool(select_targets(model, (pattern,)))
+    except RequestError:
+        return False
+
+
+def _with_parameter(name: str) -> nn.Module:
+    """A module with one parameter, of this name."""
+    *parents, attribute = name.split(".")
+    module = nn.Module()
+    module.register_parameter(attribute, nn.Parameter(torch.zeros(1, 1)))
+    for parent in reversed(parents):
+        outer = nn.Module()
+        outer.add_module(parent, module)
+        module = outer
+    return module
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -187,7 +265,7 @@ def load_model(
         set_padding(name, model, tokenizer, model_kind)
         model = (model if "device_map" in options else model.to(where)).eval()
         if untie_head:
-            notices += untie(model)
+            notices += give_head_weights(model)
         watch(model)
         # what is packed is digested each time: it depends on more than the files
         known = before is not None and before == stamp(source) and quantization == "none"
@@ -420,3 +498,74 @@ def _one_of(key: str, value: str, known: tuple[str, ...]) -> Any:
     if value not in known:
         raise RequestError(f"{key} is {value!r}; it must be auto, {', '.join(known)}.")
     return value
+
+
+def from_objects(model: Any, tokenizer: Any, kind: str = "auto", *, keep: bool = True) -> LoadedModel:
+    """The model and the tokenizer themselves, not copies.
+
+    The model is put into evaluation mode and stays on its device and in its dtype. A tokenizer without a padding
+    token gets one.
+
+    Args:
+        model: a model of transformers, whose weights are all that it computes with.
+        tokenizer: its tokenizer.
+        kind: one of `Kind`; "auto": by the class of the model.
+        keep: whether what a run or optimizer that is gone has trained is added to the weights; else it is dropped.
+
+    Raises:
+        RequestError: it is another object or of no known kind, a tokenizer is missing, or the model computes with more
+            than its weights: with layers of PEFT, an attached adapter, or what an optimizer has trained.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise RequestError(
+            f"model is {type(model).__name__}; give a folder, a hub name or a model of transformers "
+            "(of a compiled model or one with an adapter of PEFT, the model inside)."
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        given = repr(tokenizer) if isinstance(tokenizer, str) else type(tokenizer).__name__
+        given = "not set" if tokenizer is None else given
+        raise RequestError(
+            f"tokenizer is {given}, and model is an object; give its tokenizer, as AutoTokenizer.from_pretrained "
+            "returns it (of a processor, its .tokenizer)."
+        )
+    kept = [settle(model.parameters(), keep=keep), settle_adapter(model, keep=keep)]
+    _check_plain(model)
+    settle_gguf(model)
+    found = choose_kind(kind, [type(model).__name__], model.config)
+    set_padding(type(model).__name__, model, tokenizer, found)
+    notices = [SETTLED] * any(kept) + frozen_notice(model) + emulation_notice(model)
+    watch(model)
+    with current().phase(LOADING):
+        made = fingerprint(model, found, tokenizer)
+    return LoadedModel(model.eval(), tokenizer, found, made, tuple(notices))
+
+
+SETTLED = (
+    "the model had been tuned by a run or optimizer that is gone: its change was added to the weights, from which "
+    "this one begins; close() it before it goes to begin with the weights as they were."
+)
+"""Notice on what `settle` has kept."""
+
+
+def dtype_name(model: Any) -> str:
+    """The data type of the weights as `model.dtype` of a recipe has it."""
+    own = getattr(model, "dtype", None) or next(model.parameters()).dtype  # only models of transformers have the first
+    return next((name for name, dtype in DTYPES.items() if dtype == own), "auto")
+
+
+def _check_plain(model: nn.Module) -> None:
+    """An error where the model computes with more than its weights."""
+    if is_changed_beside(model.parameters()):
+        raise RequestError(
+            "model has been tuned by another run or optimizer, whose change is not in the weights; call that one's "
+            "merge() to keep it, or close() to drop it."
+        )
+    if has_adapter(model):
+        raise RequestError(
+            "model has an adapter attached; take it off (remove() of each handle, or close() of its run), or give a "
+            "model that has it merged."
+        )
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise RequestError(
+            "model has layers of PEFT; give the base model, and peft='lora', 'prefix' or 'prompt' for a new adapter."
+        )

@@ -4,8 +4,8 @@ import difflib
 from pathlib import Path
 from typing import Literal
 
-from tezo.errors import RequestError
-from tezo.models.model_config import IN_MEMORY
+from tezo.models.kinds import IN_MEMORY
+from tezo.system.errors import RequestError
 
 HUB = "https://huggingface.co/"
 HUB_SECONDS = 5.0

@@ -6,6 +6,8 @@ For `tezo`, `tezo-m` and `tezo-cadam` on linear layers, W_t = W_0 + U diag(c) V^
 
 The file has PEFT's format: float32, every layer padded with zeros to one rank R that vLLM takes, and lora_alpha = R,
 so that the scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correctly (vLLM ignores rank patterns).
+
+The rank that an adapter has in its file: the next that vLLM takes.
 """
 
 import json
@@ -24,14 +26,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tezo.directions.targets import Site, Target, layout_of, only_input, place_of
-from tezo.errors import RequestError
-from tezo.files import own_object, plain_file, read_object, write_file
-from tezo.forward import InStateDict, require_plain
-from tezo.forward.frozen_factors import join
+from tezo.forward.low_rank import join
+from tezo.forward.moving_parameter import InStateDict, require_plain
 from tezo.models.identity import Fingerprint, check_model, fingerprint
 from tezo.models.kinds import Kind, kind_of
-from tezo.models.padded_rank import next_allowed, padded
 from tezo.optim.tuner import LowRankChange, Tuner
+from tezo.system.errors import RequestError
+from tezo.system.files import own_object, plain_file, read_object, write_file
 
 _PREFIX = "base_model.model."
 BASE = "base.json"
@@ -286,3 +287,24 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Saves the whole model with transformers: safetensors, configuration, tokenizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+ALLOWED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM allows for `max_lora_rank`; it keeps memory for that rank whatever the adapter's is."""
+
+Pair = tuple[Tensor, Tensor]
+"""(A_RI, B_OR) of a layer."""
+
+
+def next_allowed(rank: int) -> int:
+    """The smallest allowed rank that is not below `rank`; `rank` itself above the largest."""
+    return next((allowed for allowed in ALLOWED_RANKS if allowed >= rank), rank)
+
+
+def padded(pair: Pair, rank: int) -> Pair:
+    """The pair with rows of A and columns of B that are zero, up to `rank`; B A stays what it is."""
+    a_RI, b_OR = pair
+    more = rank - a_RI.shape[0]
+    if more == 0:
+        return pair
+    return torch.cat([a_RI, a_RI.new_zeros(more, a_RI.shape[1])]), torch.cat([b_OR, b_OR.new_zeros(len(b_OR), more)], 1)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from tezo.errors import RequestError, nearest
+from tezo.system.errors import RequestError, nearest
 
 
 def _nothing(model: nn.Module) -> None:

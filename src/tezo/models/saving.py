@@ -1,23 +1,179 @@
-"""Saves what was trained: an exact LoRA adapter if there is one, a PEFT adapter, or the whole model.
+"""README.md of a saved adapter or model: a model card, as the Hugging Face hub and PEFT know it.
+
+Saves what was trained: an exact LoRA adapter if there is one, a PEFT adapter, or the whole model.
 
 Adapters have a model card beside them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
+from tezo.models.gguf import is_gguf
 from tezo.models.identity import Fingerprint, fingerprint
-from tezo.models.kinds import kind_of
+from tezo.models.kinds import IN_MEMORY, Kind, ModelConfig, kind_of
 from tezo.models.loading import LoadedModel
-from tezo.models.lora import Adapter, for_file, make_adapter, save_adapter, save_base, save_model
-from tezo.models.model_card import Saved, Tuning, write_card
-from tezo.models.model_config import IN_MEMORY, ModelConfig
-from tezo.models.peft_check import check_in_peft, why_not_in_peft
+from tezo.models.lora import ALLOWED_RANKS, Adapter, for_file, make_adapter, save_adapter, save_base, save_model
+from tezo.models.peft import check_in_peft, why_not_in_peft
+from tezo.optim.methods import METHODS
 from tezo.optim.tuner import Tuner
+from tezo.system.files import write_file
+
+CARD = "README.md"
+HERE = "THIS_REPOSITORY"
+"""In a card, the place that the result is loaded from: its folder, or the hub name that `tezo push` puts there."""
+
+_PIPELINES: dict[Kind | None, str] = {
+    "causal": "text-generation",
+    "masked": "fill-mask",
+    "encoder": "feature-extraction",
+    "classifier": "text-classification",
+}
+_CLASSES: dict[Kind | None, str] = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "classifier": "AutoModelForSequenceClassification",
+}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a card says about the run behind a result.
+
+    Attributes:
+        method: name of the method.
+        steps: number of steps that led to the kept parameters.
+        rows: split ("train", "dev", "test") -> number of rows.
+        before: metrics before training of the test rows, or of the dev rows where there are none.
+        after: the same after training.
+    """
+
+    method: str
+    steps: int
+    rows: Mapping[str, int]
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a card describes.
+
+    Attributes:
+        form: "lora" (also the exact adapter of this library), "prefix" or "prompt", or "model" for a whole one.
+        base: folder or hub name of the base model.
+        kind: kind of the model; None if it is not one of transformers.
+        rank: rank in the file of an adapter of this library; None for other results.
+        not_in_peft: reason why PEFT would not add the adapter as it was trained; None if it does.
+    """
+
+    form: Literal["lora", "prefix", "prompt", "model"]
+    base: str
+    kind: Kind | None
+    rank: int | None = None
+    not_in_peft: str | None = None
+
+
+def write_card(folder: Path, saved: Saved, tuning: Tuning | None) -> None:
+    """Writes README.md into the folder of a result."""
+    write_file(folder / CARD, card_text(saved, tuning).encode())
+
+
+def card_text(saved: Saved, tuning: Tuning | None) -> str:
+    """The card: YAML metadata and Markdown. No folder of this machine is named in it."""
+    from huggingface_hub import ModelCardData
+
+    method = METHODS.get(tuning.method) if tuning else None
+    tags = ["tezo", saved.form] if saved.form != "model" else ["tezo"]
+    data = ModelCardData(
+        library_name="transformers" if saved.form == "model" else "peft",
+        base_model=hub_name(saved.base),
+        pipeline_tag=_PIPELINES.get(saved.kind),
+        tags=[*tags, "zeroth-order"] if method or tuning is None else tags,
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(_sections(saved, tuning)) + "\n"
+
+
+def hub_name(base: str) -> str | None:
+    """`base` if it is the name of a repository of the hub; None for a folder, a GGUF file or a model without a name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if is_gguf(base):
+        return None
+    try:
+        validate_repo_id(base)
+    except HFValidationError:
+        return None
+    return None if not base or Path(base).exists() else base
+
+
+def shown_name(base: str) -> str:
+    """A hub name in full; of a folder the last part alone."""
+    return hub_name(base) or PureWindowsPath(base).name or "the base model"
+
+
+def _sections(saved: Saved, tuning: Tuning | None) -> list[str]:
+    """Paragraphs of the card."""
+    name = shown_name(saved.base)
+    what = {"model": "Model tuned from", "lora": "LoRA adapter for"}.get(saved.form, f"{saved.form} adapter for")
+    sections = [f"# {what[0].upper()}{what[1:]} {name}", _origin(saved, tuning)]
+    if tuning is not None:
+        sections += ["## Metrics", _metrics(tuning)]
+    return [*sections, "## Loading", *_loading(saved, name)]
+
+
+def _origin(saved: Saved, tuning: Tuning | None) -> str:
+    rows = {"base model": shown_name(saved.base)}
+    if tuning is not None:
+        method = METHODS.get(tuning.method)
+        rows["method"] = f"`{tuning.method}`" + (f": {method.summary.partition(': ')[2]}" if method else "")
+        rows["steps"] = str(tuning.steps)
+        rows["rows"] = ", ".join(f"{count} {split}" for split, count in tuning.rows.items() if count)
+    if saved.rank is not None:
+        rows["rank"] = f"{saved.rank}, at scale 1 (`lora_alpha` = `r`)"
+    lines = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"Trained with `tezo`.\n\n| | |\n|---|---|\n{lines}"
+
+
+def _metrics(tuning: Tuning) -> str:
+    of = "test" if tuning.rows.get("test") else "dev"
+    lines = [f"| {name} | {tuning.before[name]:.4f} | {value:.4f} |"
+             for name, value in tuning.after.items() if name in tuning.before]  # fmt: skip
+    head = f"On the {tuning.rows.get(of, 0)} {of} rows.\n\n| | before | after |\n|---|---:|---:|\n"
+    return head + "\n".join(lines)
+
+
+def _loading(saved: Saved, base: str) -> list[str]:
+    """How to load the result, with the libraries that take it."""
+    cls = _CLASSES.get(saved.kind, "AutoModel")
+    load = f"from transformers import {cls}\n\nmodel = {cls}.from_pretrained({{}})"
+    where = f"`{HERE}` stands for this folder or repository."
+    if saved.form == "model":
+        return [where, _code(load.format(f'"{HERE}"'))]
+    in_gguf = is_gguf(base)
+    load = load.format(f'"FOLDER", gguf_file="{base}"' if in_gguf else f'"{base}"')
+    where += f" FOLDER is the folder of {base}." if in_gguf else ""
+    if saved.not_in_peft is not None:
+        why = f"PEFT does not add this adapter as it was trained ({saved.not_in_peft}); `tezo` does:"
+        with_tezo = f'\nhandles = tezo.load_adapter(model, "{HERE}")'
+        return [f"{where} {why}", _code(load + with_tezo, "import tezo")]
+    with_peft = f'\nmodel = PeftModel.from_pretrained(model, "{HERE}")'
+    ways = [where, "With PEFT:", _code(load + with_peft, "from peft import PeftModel")]
+    if saved.form == "lora":
+        ways += ["With transformers, which needs PEFT:", _code(load + f'\nmodel.load_adapter("{HERE}")')]
+    if saved.kind == "causal" and not in_gguf and saved.rank is not None and saved.rank <= ALLOWED_RANKS[-1]:
+        serve = f"vllm serve {base} --enable-lora --max-lora-rank {saved.rank} --lora-modules tuned={HERE}"
+        ways += ["With vLLM:", _code(serve, language="sh")]
+    return ways
+
+
+def _code(text: str, *imports: str, language: str = "python") -> str:
+    return "\n".join([f"```{language}", *imports, text, "```"])
 
 
 def save_result(

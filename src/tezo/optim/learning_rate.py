@@ -30,12 +30,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tezo.errors import NonFiniteLossError, NonFiniteModelError
-from tezo.estimators.estimate import Closure
-from tezo.forward.evaluation_mode import evaluation_mode
-from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.directions.products import float32_on_emulating_cpu
+from tezo.forward.moving_parameter import evaluation_mode
+from tezo.optim.estimators.estimate import Closure
 from tezo.optim.measured_scale import MeasuredScale, Progress, untold
 from tezo.optim.tuner import Tuner
+from tezo.system.errors import NonFiniteLossError, NonFiniteModelError
 
 T = TypeVar("T")
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tezo.errors import NonFiniteLossError
-from tezo.estimators.estimate import RowsClosure, precise
-from tezo.forward.evaluation_mode import evaluation_mode
-from tezo.numerics.emulation import float32_on_emulating_cpu
+from tezo.directions.products import float32_on_emulating_cpu
+from tezo.forward.moving_parameter import evaluation_mode
+from tezo.optim.estimators.estimate import RowsClosure, precise
 from tezo.optim.tuner import Tuner
+from tezo.system.errors import NonFiniteLossError
 
 SCALES = tuple(float(f"{digit}e-{power}") for power in range(1, 8) for digit in (3, 1))[1:]
 """1e-1, 3e-2, 1e-2, ..., 1e-7: results are among them, so that they do not hang on a few rows."""

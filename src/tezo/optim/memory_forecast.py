@@ -7,16 +7,16 @@ import torch
 from torch import nn
 
 from tezo.directions.bases.activation import collecting_bytes
-from tezo.directions.perturbations import DrawKey
+from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import ALL, select_targets
-from tezo.errors import RequestError
-from tezo.estimators.estimate import ParameterEstimate
-from tezo.estimators.two_point import fitting_copies
-from tezo.forward import MovingParameter
+from tezo.forward.moving_parameter import MovingParameter
+from tezo.optim.estimators.estimate import ParameterEstimate
+from tezo.optim.estimators.two_point import fitting_copies
+from tezo.optim.first_order import stepped_weight
 from tezo.optim.methods import METHODS, Method
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.optim.stepped_weights import stepped_weight
+from tezo.system.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
 
 
 def copies_of(said: Forecast, tokens: int) -> int:
-    """Number of perturbed models that share a pass, see `tezo.estimators.two_point`."""
+    """Number of perturbed models that share a pass, see `tezo.optim.estimators.two_point`."""
     return min(2, max(1, fitting_copies(tokens, dense=said.rank is None)))
 
 

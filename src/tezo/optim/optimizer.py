@@ -1,4 +1,9 @@
-"""The zeroth-order optimizer: torch.optim's interface, `loss = optimizer.step(closure)`, with forward passes only."""
+"""Range checks for the settings of an optimizer.
+
+The zeroth-order optimizer: torch.optim's interface, `loss = optimizer.step(closure)`, with forward passes only.
+
+Options of all zeroth-order methods.
+"""
 
 import statistics
 import warnings
@@ -6,30 +11,74 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases import FactorStore, Passes
-from tezo.directions.perturbations import DrawKey, Perturbation
+from tezo.directions.bases.basis import FactorStore, Passes
+from tezo.directions.perturbation import DrawKey, Perturbation
+from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
-from tezo.distributed import Ranks
-from tezo.errors import PerturbationWarning, RequestError
-from tezo.estimators.estimate import Closure, Estimate, Probe, RowsClosure, StepDraw, StepRecord, precise
-from tezo.estimators.estimator import Estimator
-from tezo.estimators.per_example import PerExample
-from tezo.estimators.two_point import TwoPoint
-from tezo.forward import MovingParameter
-from tezo.forward.evaluation_mode import evaluation_mode
-from tezo.forward.uninterrupted import let_interrupt, uninterrupted
-from tezo.numerics.emulation import float32_on_emulating_cpu
-from tezo.optim.limits import check_rate, check_settings
-from tezo.optim.optimizer_state import Moments, OptimizerState
+from tezo.forward.moving_parameter import MovingParameter, evaluation_mode, let_interrupt, uninterrupted
+from tezo.optim.estimators.estimate import (
+    MOST_DIRECTIONS,
+    Closure,
+    Estimate,
+    Estimator,
+    Probe,
+    RowsClosure,
+    StepDraw,
+    StepRecord,
+    precise,
+)
+from tezo.optim.estimators.per_example import PerExample
+from tezo.optim.estimators.two_point import TwoPoint
 from tezo.optim.tuned_parameters import TunedParameters
-from tezo.optim.tuner import LowRankChange, Tuner
+from tezo.optim.tuner import LowRankChange, Moments, OptimizerState, Tuner
 from tezo.optim.updates import Update
+from tezo.system.errors import PerturbationWarning, RequestError
+from tezo.system.ranks import Ranks
+
+MOST_RATE, MOST_RANK = 1e30, 1 << 16
+"""Upper limits. Rates: products with a rate remain finite in float32. Frozen rank: a larger one compresses nothing."""
+
+
+def check_rate(name: str, value: float) -> None:
+    """Checks that a rate is a number between 0 and `MOST_RATE`.
+
+    Raises:
+        RequestError: it is not; the message has the name of the setting.
+    """
+    if not 0 <= value <= MOST_RATE:
+        raise RequestError(f"method.{name} is {value}; it must lie between 0 and {MOST_RATE:g}.")
+
+
+def check_settings(lr: float, rho: float, decay: float, count: int, frozen: int | None, *, single: bool) -> None:
+    """Checks the settings of `ZerothOrderOptimizer`.
+
+    Args:
+        lr: learning rate.
+        rho: perturbation scale.
+        decay: weight decay.
+        count: directions per step.
+        frozen: `frozen_rank`.
+        single: whether the method is defined for one direction per step only.
+
+    Raises:
+        RequestError: a setting is out of range; the message has its name.
+    """
+    check_rate("lr", lr)
+    check_rate("weight_decay", decay)
+    if not 0 < rho <= MOST_RATE:
+        raise RequestError(f"method.rho is {rho}; it must be positive, and at most {MOST_RATE:g}.")
+    for name, number, most in (("num_directions", count, MOST_DIRECTIONS), ("frozen_rank", frozen, MOST_RANK)):
+        if number is not None and not 1 <= number <= most:
+            raise RequestError(f"method.{name} is {number}; it must lie between 1 and {most}.")
+    if count > 1 and single:
+        raise RequestError(f"method.num_directions is {count}; this method is defined for 1 only.")
+
 
 SHARED: Final = "shared"
 PER_EXAMPLE: Final = "per-example"
@@ -86,8 +135,8 @@ class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
         seed: seed of all draws.
         in_forward: False perturbs all parameters in place, as published code does (for comparison).
         directions: "shared": all examples of a batch meet the same directions, and the closure returns a scalar.
-            "per-example": each has its own at the price of the shared ones, see `tezo.estimators.per_example`; the
-            closure returns the loss of each row, (rows,), whose mean is the objective. Low-rank directions only.
+            "per-example": each has its own at the price of the shared ones, see `tezo.optim.estimators.per_example`;
+            the closure returns the loss of each row, (rows,), whose mean is the objective. Low-rank directions only.
         estimator: how the projected gradients of shared directions are measured.
         frozen_rank: at a refresh of the factors, the change trained so far is stored beside the base, compressed to
             factors of at most this rank. None: the change is folded into the weights; if these cannot be written, it is
@@ -504,3 +553,16 @@ class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
             return self.perturbation.direction(target, key, self._moments.get(target.name, {}))
 
         return draw
+
+
+class Common(TypedDict, total=False):
+    """Options of every zeroth-order method; see `ZerothOrderOptimizer`."""
+
+    rho: float
+    weight_decay: float
+    num_directions: int
+    targets: Sequence[str]
+    seed: int
+    in_forward: bool
+    directions: Directions
+    frozen_rank: int | None

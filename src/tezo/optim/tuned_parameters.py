@@ -8,13 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.perturbations import Perturbation
+from tezo.directions.perturbation import Perturbation
 from tezo.directions.spaces import Dense, Direction, LowRank
 from tezo.directions.targets import Target
-from tezo.errors import RequestError
-from tezo.forward import Blocks, DirectReads, MovingParameter, moving_parameter, require_writable
+from tezo.forward import moving_parameter
+from tezo.forward.blocks import Blocks
+from tezo.forward.interception import DirectReads
+from tezo.forward.moving_parameter import MovingParameter, require_writable
 from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates import State, Update
+from tezo.system.errors import RequestError
 
 
 class TunedParameters:

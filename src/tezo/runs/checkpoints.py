@@ -12,8 +12,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tezo.files import UntrustedError, new_folder, read_object, remove
-from tezo.runs.manifest import MANIFEST, entry_of
+from tezo.runs.files import MANIFEST, entry_of
+from tezo.system.files import UntrustedError, new_folder, read_object, remove
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX = "checkpoint-"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from tezo.errors import RunError
-from tezo.tasks.objectives import Encoded
+from tezo.system.errors import RunError
+from tezo.tasks.objectives.objective import Encoded
 
 
 def peak_memory(device: torch.device) -> int:

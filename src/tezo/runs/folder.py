@@ -10,7 +10,7 @@ checkpoint-<step>/   until the run has ended, see `tezo.runs.checkpoints`
 adapter/             or model/: the result
 answers.json         answers to test rows before and after: counts for each label, and a few rows with their text
 summary.json         before, after, time, memory, versions
-manifest.json        size and SHA-256 of all of these once the run has ended, see `tezo.runs.manifest`
+manifest.json        size and SHA-256 of all of these once the run has ended, see `tezo.runs.files`
 """
 
 import json
@@ -24,14 +24,13 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
-from tezo.errors import RequestError
-from tezo.estimators.estimate import StepRecord
-from tezo.files import NEW, check_free, new_folder, open_plain, own_object, remove, write_file
+from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
-from tezo.runs.factor_files import FactorFiles
-from tezo.runs.manifest import MANIFEST, check_manifest, write_manifest
+from tezo.runs.files import MANIFEST, FactorFiles, check_manifest, write_manifest
 from tezo.runs.metrics_log import MetricsLog
 from tezo.runs.step_log import End, LogContents, Rollback, StepLog, read_header, read_log
+from tezo.system.errors import RequestError
+from tezo.system.files import NEW, check_free, new_folder, open_plain, own_object, remove, write_file
 from tezo.tasks.evaluation import Metrics
 
 CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError
-from tezo.files import UntrustedError, append, json_text, open_plain, read_bytes, storing
 from tezo.runs.step_log import LogContents
+from tezo.system.errors import RequestError
+from tezo.system.files import UntrustedError, append, json_text, open_plain, read_bytes, storing
 from tezo.tasks.evaluation import Metrics
 
 MOST_LINE = 1 << 20

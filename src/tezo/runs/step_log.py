@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError
-from tezo.estimators.estimate import MOST_DIRECTIONS, Probe, StepRecord
-from tezo.files import UntrustedError, json_text, lock, open_plain, open_to_read, storing, sync, write_all
+from tezo.optim.estimators.estimate import MOST_DIRECTIONS, Probe, StepRecord
+from tezo.system.errors import RequestError
+from tezo.system.files import UntrustedError, json_text, lock, open_plain, open_to_read, storing, sync, write_all
 from tezo.tasks.evaluation import Metrics
 
 MAGIC = b"tezolog5"

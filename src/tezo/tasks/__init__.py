@@ -4,20 +4,20 @@ The interface: the paper's sixteen tasks, row formats, splits, objectives, evalu
 may import models and the packages before it.
 """
 
-from tezo.tasks.answer_metrics import Measure as Measure
 from tezo.tasks.catalogue import TASKS as TASKS
 from tezo.tasks.catalogue import task as task
-from tezo.tasks.demonstrations import Demonstrated as Demonstrated
 from tezo.tasks.examples import Example as Example
+from tezo.tasks.examples import Measure as Measure
 from tezo.tasks.examples import Row as Row
 from tezo.tasks.formats import Fields as Fields
 from tezo.tasks.formats import LabelFormat as LabelFormat
 from tezo.tasks.formats import choose_format as choose_format
-from tezo.tasks.row_format import Format as Format
 from tezo.tasks.row_sources import read_rows as read_rows
-from tezo.tasks.sampling import hold_out as hold_out
-from tezo.tasks.sampling import hold_out_of_groups as hold_out_of_groups
-from tezo.tasks.sampling import parts as parts
-from tezo.tasks.sampling import per_class as per_class
+from tezo.tasks.rows import Format as Format
+from tezo.tasks.splits import hold_out as hold_out
+from tezo.tasks.splits import hold_out_of_groups as hold_out_of_groups
+from tezo.tasks.splits import parts as parts
+from tezo.tasks.splits import per_class as per_class
+from tezo.tasks.wordings import Demonstrated as Demonstrated
 from tezo.tasks.wordings import Task as Task
 from tezo.tasks.wordings import TaskFormat as TaskFormat

@@ -7,10 +7,9 @@ import json
 from collections.abc import Sequence
 from importlib import resources
 
-from tezo.errors import RequestError, nearest
 from tezo.models.kinds import Kind
-from tezo.tasks.answer_metrics import drop, squad
-from tezo.tasks.examples import Row
+from tezo.system.errors import RequestError, nearest
+from tezo.tasks.examples import Row, drop, squad
 from tezo.tasks.wordings import MASK, Choice, FreeText, Hub, OwnOptions, Task, Wording, index_of
 
 SUPER_GLUE, GLUE = "aps/super_glue", "nyu-mll/glue"

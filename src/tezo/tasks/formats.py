@@ -6,20 +6,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tezo.errors import RequestError, nearest
 from tezo.models.kinds import Kind
+from tezo.system.errors import RequestError, nearest
 from tezo.tasks.examples import Example, Row, visible
-from tezo.tasks.free_text_rows import (
+from tezo.tasks.rows import (
     CONVERSATIONS,
     INSTRUCTION,
     OUTPUT,
     CompletionFormat,
+    Format,
     InstructionFormat,
     MessagesFormat,
     RenderChat,
     TextFormat,
+    class_in,
+    label_in,
+    names_of_classes,
+    text_in,
+    unlabelled,
 )
-from tezo.tasks.row_format import Format, class_in, label_in, names_of_classes, text_in, unlabelled
 
 TEMPLATES: dict[Kind, str] = {
     "causal": "{text}\nLabel:",

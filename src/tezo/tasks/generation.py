@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from tezo.numerics.random import normal
-from tezo.progress.meter import tracked
-from tezo.tasks.objectives import CausalObjective, Encoded, Objective
+from tezo.directions.random import normal
+from tezo.system.progress import tracked
+from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
+from tezo.tasks.objectives.objective import Encoded, Objective
 
 
 @dataclass(frozen=True)

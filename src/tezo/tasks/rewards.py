@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example, Row
 from tezo.tasks.generation import Sampling, completions
-from tezo.tasks.objectives import Encoded, Objective
-from tezo.tasks.row_format import Format
+from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.rows import Format
 
 Score = Callable[[str, str, dict[str, Any]], float]
 """(prompt, completion, fields of the row) -> score; higher is better."""

@@ -4,10 +4,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError
+from tezo.models.kinds import IN_MEMORY
 from tezo.models.local_names import ask_hub, check_no_path, hint, is_pattern
-from tezo.models.model_config import IN_MEMORY
-from tezo.progress.meter import READING, current
+from tezo.system.errors import RequestError
+from tezo.system.progress import READING, current
 from tezo.tasks.examples import Row, class_names, rows_of_fields
 from tezo.tasks.row_files import file_rows, kind_of_file
 

@@ -5,15 +5,18 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from tezo.errors import RequestError
-from tezo.models.carried_labels import CarriedLabels
+from tezo.models.kinds import CarriedLabels
 from tezo.models.loading import LoadedModel
-from tezo.tasks import Demonstrated, Fields, Format, Row, TaskFormat, choose_format, task
-from tezo.tasks.data_config import DataConfig
-from tezo.tasks.formats import shape_of
-from tezo.tasks.free_text_rows import Messages
-from tezo.tasks.objectives import Objective, objective_for
+from tezo.system.errors import RequestError
+from tezo.tasks.catalogue import task
+from tezo.tasks.examples import Row
+from tezo.tasks.formats import Fields, choose_format, shape_of
+from tezo.tasks.objectives import objective_for
+from tezo.tasks.objectives.objective import Objective
+from tezo.tasks.row_files import DataConfig
+from tezo.tasks.rows import Format, Messages
 from tezo.tasks.splits import training_rows
+from tezo.tasks.wordings import Demonstrated, TaskFormat
 
 DEFAULT_LENGTH = 2048
 """Input length in tokens where data.max_length is not set; models that take less have their own maximum."""

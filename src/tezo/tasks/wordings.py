@@ -1,15 +1,18 @@
-"""Tasks: the source of the rows, and a wording (prompts and options) for each kind of model."""
+"""Tasks: the source of the rows, and a wording (prompts and options) for each kind of model.
+
+In-context learning: rows with their answers before the question.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tezo.errors import RequestError
+from tezo.directions.random import permutation
 from tezo.models.kinds import Kind
-from tezo.tasks.answer_metrics import Measure
-from tezo.tasks.examples import Example, Row, blank
-from tezo.tasks.row_format import Format
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example, Measure, Row, blank
+from tezo.tasks.rows import Format
 
 Text = Callable[[Row], str]
 Metric = Literal["accuracy", "f1"]
@@ -207,3 +210,49 @@ def index_of(row: Row, field: str, count: int) -> int:
     if not 0 <= value < count:
         raise RequestError(f"{row.where}: {field} is {value}; it must be a whole number from 0 to {count - 1}.")
     return value
+
+
+JOINT = "\n\n"
+"""Separator of demonstrations, as in MeZO and later papers."""
+
+
+@dataclass(frozen=True)
+class Demonstrated(Format):
+    """A format whose prompts begin with `count` rows of `pool` and their answers, drawn separately for every row.
+
+    A row is never a demonstration for itself.
+    """
+
+    shape = "task"
+    inner: Format
+    pool: Sequence[Row]
+    count: int
+    seed: int
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.inner.labels
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return self.inner.options
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        return self.inner.measures
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.inner.max_new_tokens
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        question = self.inner.example(row, answered=answered)
+        if question.chat:
+            raise RequestError(f"shots is {self.count}, but conversations cannot be shown in a prompt; leave it out.")
+        others = [i for i in permutation(len(self.pool), seed=self.seed, step=0, name=f"shots.{row.where}")
+                  if self.pool[i].fields != row.fields][: self.count]  # fmt: skip
+        if len(others) < self.count:
+            raise RequestError(f"shots is {self.count}, but there are {len(others)} other rows to show; lower it.")
+        examples = [self.inner.example(self.pool[i]) for i in others]
+        demonstrations = [(example.prompt + example.answer).strip() for example in examples]
+        return replace(question, prompt=JOINT.join([*demonstrations, question.prompt]))

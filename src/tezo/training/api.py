@@ -8,25 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.models import lora
-from tezo.models.in_memory import dtype_name, from_objects
-from tezo.models.loading import LoadedModel
-from tezo.models.model_config import IN_MEMORY, ModelConfig
-from tezo.progress.status_line import showing
+from tezo.models.kinds import IN_MEMORY, ModelConfig
+from tezo.models.loading import LoadedModel, dtype_name, from_objects
+from tezo.runs.files import MANIFEST
 from tezo.runs.folder import CONFIG, LOG, read_summary
-from tezo.runs.manifest import MANIFEST
+from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
+from tezo.system.progress import showing
 from tezo.tasks.rewards import Score
-from tezo.tasks.row_objects import Rows, is_named, splits_of
-from tezo.training.configuration.config import overlay, parse_config, read_run_config
-from tezo.training.configuration.keywords import dotted_settings
-from tezo.training.configuration.recipe import Config
-from tezo.training.execution import loop
-from tezo.training.execution.listeners import Listener
-from tezo.training.execution.screen import Screen
-from tezo.training.finished_runs.opening import TunedModel, check_is_run
-from tezo.training.finished_runs.run import Run as Run
-from tezo.training.preparation.job import Job
+from tezo.tasks.splits import Rows, is_named, splits_of
+from tezo.training import loop
+from tezo.training.config import overlay, parse_config, read_run_config
+from tezo.training.job import Job
+from tezo.training.keywords import dotted_settings
+from tezo.training.listeners import Listener
+from tezo.training.opening import TunedModel, check_is_run
+from tezo.training.recipe import Config
+from tezo.training.run import Run as Run
+from tezo.training.screen import Screen
 
 
 def train(

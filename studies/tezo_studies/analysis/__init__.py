@@ -1,6 +1,6 @@
 """Analyses that redraw the paper's figures from the user's own model; each is an entry of `ANALYSES`."""
 
-from tezo.errors import RequestError, nearest
+from tezo.system.errors import RequestError, nearest
 from tezo_studies.analysis.convergence_figure import CONVERGENCE
 from tezo_studies.analysis.costs import MEMORY, STEP_TIME
 from tezo_studies.analysis.estimator_variance import ESTIMATOR

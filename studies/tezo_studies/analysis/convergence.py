@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.perturbations import DrawKey
+from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import normal
 from tezo.directions.spaces import CP
-from tezo.errors import NonFiniteLossError, RequestError
-from tezo.numerics.random import normal
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo_studies.analysis.figure import Given, Numbers
 from tezo_studies.analysis.matrices import linear, require_at_least, require_sizes
 from tezo_studies.analysis.theorem2 import Constants

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError
-from tezo.files import UntrustedError, read_json
+from tezo.system.errors import RequestError
+from tezo.system.files import UntrustedError, read_json
 from tezo_studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo_studies.cost_tables.paper_costs import ADAPTERS, GIGABYTES, MILLISECONDS, MODELS
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from tezo.errors import RequestError, nearest
-from tezo.files import write_file
-from tezo.report.plotting import COLOURS as COLOURS
-from tezo.report.plotting import figure_style
 from tezo.runs.environment import hardware, versions
-from tezo.training.configuration.coercion import coerce
-from tezo.training.configuration.recipe import Config
+from tezo.system.errors import RequestError, nearest
+from tezo.system.files import write_file
+from tezo.training.config import coerce
+from tezo.training.recipe import Config
+from tezo.training.report.charts import COLOURS as COLOURS
+from tezo.training.report.charts import figure_style
 
 Numbers = dict[str, Any]
 """What was computed: JSON."""

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.rank_selection import squared_singular_values
+from tezo.directions.ranks import squared_singular_values
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
-from tezo.errors import RequestError
-from tezo.estimators.estimate import GRADIENT
-from tezo.training.configuration.recipe import MethodConfig
-from tezo.training.preparation.job import Job, prepare
+from tezo.optim.estimators.estimate import GRADIENT
+from tezo.system.errors import RequestError
+from tezo.training.job import Job, prepare
+from tezo.training.recipe import MethodConfig
 from tezo_studies.analysis.figure import Given, Numbers
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.errors import RequestError
+from tezo.directions.random import generator, normal
+from tezo.forward import rounding
 from tezo.models.loading import DTYPES
-from tezo.numerics import rounding
-from tezo.numerics.random import generator, normal
-from tezo.optim.methods import mezo
+from tezo.optim.methods.mezo import mezo
+from tezo.system.errors import RequestError
 from tezo_studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo_studies.analysis.gradients import rounded
 from tezo_studies.analysis.matrices import linear, require_at_least

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tezo.errors import RequestError
-from tezo.numerics.random import normal
+from tezo.directions.random import normal
+from tezo.system.errors import RequestError
 
 
 def require_at_least(least: int, **values: int) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.perturbations import DrawKey
+from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import normal
 from tezo.directions.spaces import CP
-from tezo.errors import RequestError
-from tezo.numerics.random import normal
 from tezo.optim.methods import METHODS
+from tezo.system.errors import RequestError
 from tezo_studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo_studies.analysis.matrices import linear, require_at_least, require_sizes, unit_gradient
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.rank_selection import LayerwiseRank, significant_rank
+from tezo.directions.ranks import LayerwiseRank, significant_rank
 from tezo.directions.targets import ALL_LINEAR
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
 from tezo_studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo_studies.analysis.gradients import GradientOptions, Watcher, described, on_what, singular_values, watched_run
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError
-from tezo.files import write_file
+from tezo.system.errors import RequestError
+from tezo.system.files import write_file
 
 SAME = ("hardware", "batch", "length", "rank")
 """Keys of the head that all cases of a file have in common."""

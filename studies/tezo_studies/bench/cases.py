@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tezo.directions.targets import select_targets
-from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure
+from tezo.optim.estimators.estimate import Closure
 from tezo.optim.methods import METHODS, method
+from tezo.system.errors import RequestError
 from tezo_studies.bench.published import PUBLISHED
 from tezo_studies.bench.settings import GRADIENTS, GRAPHS, PREFIX, WHOLE, name_of
 from tezo_studies.bench.trainable_model import trainable

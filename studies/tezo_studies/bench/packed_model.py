@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import Any
 
 from tezo.directions.targets import select_targets
-from tezo.errors import RequestError
 from tezo.models.quantization import quantizer
+from tezo.system.errors import RequestError
 
 
 def packed(model: Any) -> Any:

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from tezo.errors import RunError
 from tezo.models.loading import choose_device
 from tezo.runs.environment import peak_resident
+from tezo.system.errors import RunError
 from tezo_studies.bench.cases import make_case
 from tezo_studies.bench.result_files import circumstances, describe, silent, spread
 from tezo_studies.bench.settings import Settings

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tezo.errors import RequestError
 from tezo.runs.environment import hardware, threads, versions
+from tezo.system.errors import RequestError
 from tezo_studies.bench.settings import Settings
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 from transformers.initialization import no_init_weights
 
-from tezo.errors import RequestError, nearest
 from tezo.models.loading import load_model
+from tezo.system.errors import RequestError, nearest
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
 from tezo_studies.bench.cases import Case, make_case
 from tezo_studies.bench.result_files import circumstances, describe, silent, spread
 from tezo_studies.bench.settings import EACH, PLAIN, PREFIX, Settings

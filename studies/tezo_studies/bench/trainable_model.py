@@ -3,9 +3,9 @@
 import warnings
 from typing import Any, Literal
 
+from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
+from tezo.models.peft import add_adapter
 
 
 def trainable(model: Any, peft: Literal["none", "lora"], *, checkpointed: bool) -> Any:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.errors import RequestError
-from tezo.estimators.estimate import Closure
 from tezo.models.loading import choose_device
-from tezo.tasks import Example
+from tezo.optim.estimators.estimate import Closure
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
-from tezo.tasks.objectives.logits import logits_at
 from tezo.tasks.objectives.objective import Encoded
+from tezo.tasks.objectives.readers import logits_at
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.shapes import build_model
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from tezo.cli.common import JsonOption, SetOption, print_json
-from tezo.errors import RequestError
-from tezo.models.quiet import quiet_libraries
+from tezo.system.errors import RequestError
+from tezo.system.progress import quiet_libraries
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +32,7 @@ def analyze(
 ) -> None:
     """Draw a figure of the paper from your own model, runs or benchmarks, and write its numbers."""
     quiet_libraries()
-    from tezo.training.configuration.config import overlay, parse_config, parse_setting
+    from tezo.training.config import overlay, parse_config, parse_setting
     from tezo_studies.analysis import ANALYSES, Given, analysis, save
 
     if name is None and json:

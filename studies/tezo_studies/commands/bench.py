@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tezo.cli.common import print_json
-from tezo.models.quiet import quiet_libraries
+from tezo.system.progress import quiet_libraries
 
 Model = Annotated[
     str, typer.Option(help="Shape with random weights (opt-125m, llama-7b, ...), model folder, or hub name.")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tezo.cli.common import SetOption, print_json
-from tezo.errors import RequestError, RunError
-from tezo.models.quiet import quiet_libraries
+from tezo.system.errors import RequestError, RunError
+from tezo.system.progress import quiet_libraries
 
 if TYPE_CHECKING:
     from tezo_studies.reproduce import Grid
@@ -51,7 +51,7 @@ def reproduce(
     json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
 ) -> None:
     """Run a table of accuracies or costs cell by cell, and write it next to the published numbers."""
-    from tezo.training.configuration.config import parse_setting
+    from tezo.training.config import parse_setting
     from tezo_studies.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo_studies.reproduce.small_models import small_model
 

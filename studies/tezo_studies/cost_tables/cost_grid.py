@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tezo.errors import RequestError, nearest
-from tezo.files import check_free, json_text, own_object, write_file
 from tezo.models.loading import choose_device
 from tezo.runs.environment import hardware
+from tezo.system.errors import RequestError, nearest
+from tezo.system.files import check_free, json_text, own_object, write_file
 from tezo_studies.bench.shapes import SHAPES
 from tezo_studies.cost_tables.cost_line import CostLine
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tezo.numerics.random import Drawn, count_draws
+from tezo.directions.random import Drawn, count_draws
 from tezo_studies.bench.cases import LibraryCase
 from tezo_studies.bench.workload import Work
 from tezo_studies.cost_tables.cost_line import CostLine, settings_of

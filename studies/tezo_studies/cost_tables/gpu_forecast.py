@@ -15,7 +15,7 @@ from functools import cache
 
 from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
 from tezo.optim.methods import METHODS
-from tezo.training.forecasts.dry_pass import DryPass, dry_pass, valueless
+from tezo.training.dry_pass import DryPass, dry_pass, valueless
 from tezo_studies.cost_tables.cost_line import CostLine, settings_of
 from tezo_studies.cost_tables.meta_models import meta_model
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import torch
 
-from tezo.errors import RequestError
+from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
+from tezo.models.peft import add_adapter
 from tezo.optim.methods import method
+from tezo.system.errors import RequestError
 from tezo_studies.bench.peak_memory import STEPS, forget_peak, peak_now, peak_of
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.step_time import measure_step

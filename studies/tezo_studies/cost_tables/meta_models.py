@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 
-from tezo.models.adapters.adapter_kind import import_peft, virtual_task_type
+from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
-from tezo.models.model_config import ModelConfig
-from tezo.models.peft_adapters import add_adapter
-from tezo.training.forecasts.dry_pass import META
+from tezo.models.peft import add_adapter, import_peft, virtual_task_type
+from tezo.training.dry_pass import META
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.shapes import SHAPES, skeleton
 

@@ -1,6 +1,6 @@
 """Tables of accuracies: the runs of each cell, their results, and the table next to the published numbers."""
 
-from tezo.errors import RequestError, nearest
+from tezo.system.errors import RequestError, nearest
 from tezo_studies.reproduce.encoder_table import ENCODER
 from tezo_studies.reproduce.grid import Cell as Cell
 from tezo_studies.reproduce.grid import Grid as Grid

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from tezo.directions.perturbations import Scale
-from tezo.errors import RequestError, nearest
+from tezo.directions.perturbation import Scale
 from tezo.optim.methods import method
-from tezo.training.configuration.config import overlay, parse_config
+from tezo.system.errors import RequestError, nearest
+from tezo.training.config import overlay, parse_config
 from tezo_studies.reproduce.overrides import Setting, check_settings, settings_of
 from tezo_studies.reproduce.table import Column, Line, Table, key_of
 

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from tezo.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunError, TezoError
-from tezo.files import check_free, own_object, write_file
-from tezo.models.quiet import quiet_libraries
 from tezo.runs.folder import LOG
-from tezo.tasks.evaluation import Metrics, measure
-from tezo.tasks.probing import probe
+from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunError, TezoError
+from tezo.system.files import check_free, own_object, write_file
+from tezo.system.progress import quiet_libraries
+from tezo.tasks.evaluation import Metrics, measure, probe
 from tezo.tasks.splits import evaluation_rows
-from tezo.training.configuration.config import overlay, parse_config
-from tezo.training.configuration.recipe import Config
-from tezo.training.execution.loop import train
-from tezo.training.preparation.job import load
+from tezo.training.config import overlay, parse_config
+from tezo.training.job import load
+from tezo.training.loop import train
+from tezo.training.recipe import Config
 from tezo_studies.reproduce.grid import Cell, Grid
 from tezo_studies.reproduce.results import FAILED, SUMMARY, chooser, is_finished
 

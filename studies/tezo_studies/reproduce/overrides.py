@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tezo.errors import RequestError, nearest
 from tezo.optim.methods import method
+from tezo.system.errors import RequestError, nearest
 from tezo_studies.reproduce.table import Line
 
 Setting = tuple[str, Any]

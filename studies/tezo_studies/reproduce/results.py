@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tezo.files import own_object
+from tezo.system.files import own_object
 from tezo_studies.reproduce.grid import Cell, Grid
 from tezo_studies.reproduce.table import Column, Line
 

@@ -7,7 +7,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tezo.models.kinds import Kind
-from tezo.tasks import TASKS
+from tezo.tasks.catalogue import TASKS
 
 SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 POSITIONS = 1100

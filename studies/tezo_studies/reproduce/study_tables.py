@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tezo.estimators.residual_writers import PASSES
+from tezo.optim.estimators.feedback import PASSES
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
-from tezo.training.preparation.feedback_schedule import FIRST, LAST, default_counts
+from tezo.training.schedule import FIRST, LAST, default_counts
 from tezo_studies.reproduce.table import Column, CompletionsColumn, Line, Table
 
 STEPS, EVERY = 240, 24

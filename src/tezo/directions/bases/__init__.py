@@ -7,11 +7,11 @@ from tezo.directions.bases.basis import ROLES as ROLES
 from tezo.directions.bases.basis import Basis as Basis
 from tezo.directions.bases.basis import CollectedFactors as CollectedFactors
 from tezo.directions.bases.basis import FactorStore as FactorStore
+from tezo.directions.bases.basis import GaussianBasis as GaussianBasis
+from tezo.directions.bases.basis import OrthonormalBasis as OrthonormalBasis
 from tezo.directions.bases.basis import Passes as Passes
 from tezo.directions.bases.basis import Role as Role
-from tezo.directions.bases.gaussian import GaussianBasis as GaussianBasis
-from tezo.directions.bases.gaussian import OrthonormalBasis as OrthonormalBasis
-from tezo.errors import RequestError, nearest
+from tezo.system.errors import RequestError, nearest
 
 BASES: dict[str, Callable[[], Basis]] = {
     "gaussian": GaussianBasis,

@@ -19,11 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from tezo.errors import RequestError, nearest
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
-from tezo.optim.methods.common_options import Common
-from tezo.optim.methods.fine_tuning import adam as adam
-from tezo.optim.methods.forward_gradient import forward_gradient as forward_gradient
+from tezo.optim.methods.first_order import adam as adam
+from tezo.optim.methods.first_order import forward_gradient as forward_gradient
 from tezo.optim.methods.lozo import lozo as lozo
 from tezo.optim.methods.lozo import lozo_adam as lozo_adam
 from tezo.optim.methods.lozo import lozo_m as lozo_m
@@ -33,22 +31,23 @@ from tezo.optim.methods.mezo import mezo_conservative as mezo_conservative
 from tezo.optim.methods.mezo import mezo_m as mezo_m
 from tezo.optim.methods.mezo import mezo_norm as mezo_norm
 from tezo.optim.methods.mezo import mezo_sign as mezo_sign
-from tezo.optim.methods.sparse_mezo import sparse_mezo as sparse_mezo
-from tezo.optim.methods.subzo import subzo as subzo
+from tezo.optim.methods.mezo import sparse_mezo as sparse_mezo
+from tezo.optim.methods.subspace import subzo as subzo
+from tezo.optim.methods.subspace import zo_adamu as zo_adamu
 from tezo.optim.methods.tezo import tezo as tezo
 from tezo.optim.methods.tezo import tezo_adam as tezo_adam
 from tezo.optim.methods.tezo import tezo_cadam as tezo_cadam
 from tezo.optim.methods.tezo import tezo_m as tezo_m
-from tezo.optim.methods.zo_adamu import zo_adamu as zo_adamu
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.optimizer import Common, ZerothOrderOptimizer
 from tezo.optim.tuner import Tuner as Tuner
+from tezo.system.errors import RequestError, nearest
 
 T = TypeVar("T", bound=Tuner, covariant=True)
 
 AUTO = "auto"
 """The value of an option that a run chooses: of lr, a rate found by trials before the first step
 (`tezo.optim.learning_rate`); of rho, a scale for the model's precision
-(`tezo.training.preparation.perturbation_scale`); of directions, those of each example where the rows allow it."""
+(`tezo.training.resolution`); of directions, those of each example where the rows allow it."""
 Rate = float | Literal["auto"]
 """Type of lr and rho in a recipe; methods are built with numbers."""
 

@@ -4,14 +4,14 @@ from typing import Unpack
 
 from torch import nn
 
-from tezo.directions.bases import Basis
-from tezo.directions.perturbations import Lazy, Scale
-from tezo.directions.rank_selection import FixedRank
-from tezo.estimators.feedback import DirectFeedback
-from tezo.optim.limits import check_rate
-from tezo.optim.methods.common_options import Common
-from tezo.optim.optimizer import StepRule, ZerothOrderOptimizer
-from tezo.optim.updates import SGD, Adam, Momentum
+from tezo.directions.bases.basis import Basis
+from tezo.directions.low_rank import Lazy
+from tezo.directions.perturbation import Scale
+from tezo.directions.ranks import FixedRank
+from tezo.optim.adam import Adam
+from tezo.optim.estimators.feedback import DirectFeedback
+from tezo.optim.optimizer import Common, StepRule, ZerothOrderOptimizer, check_rate
+from tezo.optim.updates import SGD, Momentum
 
 FEEDBACK_UPDATE = Adam((0.9, 0.999), 1e-8, eps_in_sqrt=False, bias_correction=True)
 """Update rule of feedback steps: torch's Adam with torch's default settings."""
@@ -96,7 +96,7 @@ def lozo_adam(
     projection. `lr` and `rank` are from the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
 
     Feedback steps, `step(closure, kind="feedback")`, update A along the error at the last hidden states, with the
-    learning rate `feedback_scale * lr` (`tezo.estimators.feedback`). A run takes them according to
+    learning rate `feedback_scale * lr` (`tezo.optim.estimators.feedback`). A run takes them according to
     `train.feedback_first` and `train.feedback_last`; those at the start have three times that rate.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)

@@ -4,12 +4,13 @@ from typing import Unpack
 
 from torch import nn
 
-from tezo.directions.bases import Basis
-from tezo.directions.perturbations import Scale, Temporal
-from tezo.directions.rank_selection import RankCriterion, chosen_rank
-from tezo.optim.methods.common_options import Common
-from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.optim.updates import SGD, Adam, FactoredAdam, Momentum
+from tezo.directions.bases.basis import Basis
+from tezo.directions.low_rank import Temporal
+from tezo.directions.perturbation import Scale
+from tezo.directions.ranks import RankCriterion, chosen_rank
+from tezo.optim.adam import Adam, FactoredAdam
+from tezo.optim.optimizer import Common, ZerothOrderOptimizer
+from tezo.optim.updates import SGD, Momentum
 
 
 def tezo(
@@ -32,7 +33,7 @@ def tezo(
 
     Algorithm 1 of the paper. W_t = W_0 + U diag(c_t) V^T in every step, so the base W_0 is not written and only c (r
     numbers) changes. With `rank=None` ranks are chosen by Eq. 6 and 7 (`rank_threshold` and `max_rank`: the paper's
-    table; `rank_rule`: either of its criteria, see `tezo.directions.rank_selection`); a number is used for all
+    table; `rank_rule`: either of its criteria, see `tezo.directions.ranks`); a number is used for all
     matrices.
 
     `basis` is the source of u and v (`tezo.directions.bases`); "gaussian" is the paper's. With `lazy_update_interval`

@@ -6,7 +6,7 @@ from tezo.models.kinds import Kind
 from tezo.models.loading import LoadedModel
 from tezo.tasks.objectives.batch import Batch as Batch
 from tezo.tasks.objectives.causal import CausalObjective as CausalObjective
-from tezo.tasks.objectives.classifier import ClassifierObjective as ClassifierObjective
+from tezo.tasks.objectives.encoder import ClassifierObjective as ClassifierObjective
 from tezo.tasks.objectives.encoder import EncoderObjective as EncoderObjective
 from tezo.tasks.objectives.masked import MaskedObjective as MaskedObjective
 from tezo.tasks.objectives.objective import BatchClosure as BatchClosure

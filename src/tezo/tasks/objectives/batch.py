@@ -1,13 +1,178 @@
-"""Batches: encoded examples as tensors."""
+"""Token rows of a model's input: one per sequence, or one packed row for sequences with common prefixes.
 
-from collections.abc import Iterator
+Test whether a model supports packed rows: options that share one row must get the scores of separate rows.
+
+The model must accept position ids and a four-dimensional mask, and use both. There is no list of model families: the
+signature, the configuration and a numerical test decide.
+
+Batches: encoded examples as tensors.
+"""
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tezo.tasks.objectives.token_rows import tree_mask
+from tezo.directions.targets import device_of
+from tezo.tasks.objectives.readers import logits_at
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of input: a tree of tokens in depth-first order. A token sees itself and the tokens above it.
+
+    Attributes:
+        tokens: token ids.
+        positions: position of each token in its sequences.
+        ends: for each token, the place in the row where its subtree ends, exclusive.
+        reads: places in the row whose hidden states are needed, ascending.
+        slots: for each sequence of the row, the indices into `reads` that predict its answer tokens.
+    """
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    ends: Sequence[int]
+    reads: Sequence[int]
+    slots: Sequence[Sequence[int]]
+
+
+def plain_row(sequence: Sequence[int], asked: Sequence[int]) -> Row:
+    """The row of one sequence; `asked` holds the positions whose hidden states are needed."""
+    return Row(sequence, range(len(sequence)), [len(sequence)] * len(sequence), asked, [range(len(asked))])
+
+
+def packed_row(sequences: Sequence[Sequence[int]], asked: Sequence[Sequence[int]]) -> Row:
+    """One row for all `sequences`, each up to its last asked position: prefixes that some share are in it once.
+
+    Args:
+        sequences: token ids.
+        asked: for each sequence, the positions whose hidden states are needed, ascending.
+    """
+    pairs = zip(sequences, asked, strict=True)
+    needed = [tuple(sequence[: places[-1] + 1 if places else 0]) for sequence, places in pairs]
+    tokens: list[int] = []
+    positions: list[int] = []
+    ends: list[int] = []
+    paths: list[list[int]] = [[]] * len(needed)
+    path: list[int] = []  # places of the tokens of the sequence before
+    before: Sequence[int] = ()
+    for i in sorted(range(len(needed)), key=needed.__getitem__):  # sequences that share a prefix are neighbours
+        shared = common_prefix(before, needed[i])
+        for place in path[shared:]:
+            ends[place] = len(tokens)
+        added = len(needed[i]) - shared
+        path = path[:shared] + list(range(len(tokens), len(tokens) + added))
+        tokens += needed[i][shared:]
+        positions += range(shared, len(needed[i]))
+        ends += [0] * added
+        paths[i], before = path, needed[i]
+    for place in path:
+        ends[place] = len(tokens)
+    placed = [[path[p] for p in places] for path, places in zip(paths, asked, strict=True)]
+    reads = sorted({p for places in placed for p in places})
+    at = {place: i for i, place in enumerate(reads)}
+    return Row(tokens, positions, ends, reads, [[at[p] for p in places] for places in placed])
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix of two sequences."""
+    most = range(1, min(len(first), len(second)) + 1)
+    return bisect_left(most, True, key=lambda length: first[:length] != second[:length])
+
+
+def padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    """The rows padded on the right with `fill`, (N, length of the longest), int64."""
+    table = torch.full((len(rows), max(map(len, rows), default=0)), fill)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return table
+
+
+def tree_mask(ends_RL: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask (R, 1, L, L) to add to attention scores: a token sees itself, and the tokens in whose subtree it is.
+
+    Padding has end 0: no token sees it but itself.
+    """
+    place_L = torch.arange(ends_RL.shape[1], device=ends_RL.device)
+    query_L1 = place_L.unsqueeze(1)
+    seen_RLL = (place_L <= query_L1) & (query_L1 < ends_RL.unsqueeze(1)) | (place_L == query_L1)
+    hidden = torch.zeros_like(seen_RLL, dtype=dtype).masked_fill_(~seen_RLL, torch.finfo(dtype).min)
+    return hidden.unsqueeze(1)
+
+
+LEAST_TOKENS = 8
+MOST_OPTION_TOKENS = 16
+BOUNDS = ("max_position_embeddings", "sliding_window", "attention_chunk_size", "window_size")
+"""Keys of a configuration. In longer rows a model may go by the index in the row instead of by position and mask."""
+
+
+def longest_packed(model: Any) -> int | None:
+    """Maximum length in tokens of a packed row, by the model's configuration; None: no limit."""
+    bounds = [getattr(model.config, name, None) for name in BOUNDS]
+    return min((bound for bound in bounds if isinstance(bound, int) and bound > 0), default=None)
+
+
+def takes_packed(model: Any, sequence: Sequence[int]) -> bool:
+    """Whether packed rows give the same scores as separate rows, with the model's current weights.
+
+    Args:
+        model: a causal language model of transformers.
+        sequence: token ids for the test, from the data.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager"):
+        return False
+    repeats = -(-LEAST_TOKENS // len(sequence))
+    try:
+        return _agrees(model, list(sequence) * repeats)
+    except (RuntimeError, ValueError, TypeError, IndexError):  # the model rejects the mask
+        return False
+
+
+@torch.no_grad()
+def _agrees(model: Any, sequence: list[int]) -> bool:
+    """Whether the second of two equal options has the log-probabilities of a separate row.
+
+    The same pass has two wrong rows: in one the options see each other, so the second option can copy the first; in
+    the other the positions run backwards. The error of the correct row must be at most a quarter of either error of
+    the wrong rows. This needs no rounding bound: a model that ignores the mask or the positions gives two rows equal
+    results. The error must also be within a loose rounding bound.
+    """
+    option = min(MOST_OPTION_TOKENS, len(sequence) // 2)
+    start, first = len(sequence) - option, len(sequence) - 1  # the first option ends where the second begins
+    asked = torch.arange(start, first)
+    row = [*range(first), *asked.tolist()]
+    tokens, positions = torch.tensor([[sequence[i] for i in row]]), torch.tensor([row])
+    whole = torch.full_like(positions, len(row))
+    ends = whole.clone()
+    ends[:, start:first] = first
+    inputs = {
+        "input_ids": tokens.repeat(3, 1),
+        "position_ids": torch.cat([positions, positions, len(sequence) - 1 - positions]),
+        "attention_mask": tree_mask(torch.cat([ends, whole, ends]), model.dtype),
+    }
+    second = torch.arange(first, len(row)).repeat(3, 1)
+    plain = {"input_ids": torch.tensor([sequence]), "attention_mask": torch.ones((1, len(sequence)), dtype=torch.long)}
+    expected = _log_probs(model, plain, asked.unsqueeze(0), sequence[start + 1 :])
+    errors = (_log_probs(model, inputs, second, sequence[start + 1 :]) - expected).abs().mean(1)
+    true, leaking, backwards = errors.tolist()
+    bound = max(1e-3, 32 * torch.finfo(model.dtype).eps)
+    return bool(true <= bound and true <= min(leaking, backwards) / 4)
+
+
+def _log_probs(model: Any, inputs: dict[str, Tensor], reads_RU: Tensor, expected: list[int]) -> Tensor:
+    """Log-probabilities of the `expected` tokens, (R, U)."""
+    device = device_of(model)
+    placed = {name: value.to(device) for name, value in inputs.items()}
+    log_probs = logits_at(model, placed, reads_RU.to(device)).log_softmax(-1)
+    targets_RU1 = torch.tensor(expected, device=log_probs.device).expand(len(reads_RU), -1).unsqueeze(-1)
+    return log_probs.gather(-1, targets_RU1).squeeze(-1)
+
 
 MOST_TOKENS = 1 << 13
 """Tokens of one copy in a forward pass, padding included, of rows that are several for an example."""

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.errors import RequestError
 from tezo.models.loading import UNBOUNDED
-from tezo.tasks import Example
-from tezo.tasks.objectives.batch import Batch
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example
+from tezo.tasks.objectives.batch import Batch, Row, common_prefix, longest_packed, packed_row, padded, takes_packed
 from tezo.tasks.objectives.ends import ends_of
-from tezo.tasks.objectives.logits import hidden_at, logits_at
 from tezo.tasks.objectives.objective import Encoded, Objective, Terms
-from tezo.tasks.objectives.packed import longest_packed, takes_packed
-from tezo.tasks.objectives.token_rows import Row, common_prefix, packed_row, padded
+from tezo.tasks.objectives.readers import hidden_at, logits_at
 
 MOST_PACKED = 512
 """Tokens of options in a packed row, or as many as its prompt has; each token is compared with the whole row."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tezo.errors import RequestError
+from tezo.system.errors import RequestError
 
 _QUESTION, _ANSWER = "mark-of-a-question", "mark-of-an-answer"
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.errors import RequestError
-from tezo.estimators.estimate import RowsClosure
 from tezo.models.kinds import choose_kind
-from tezo.tasks.objectives.copies import whole_rows
-from tezo.tasks.objectives.logits import logits_at
+from tezo.optim.estimators.estimate import RowsClosure
+from tezo.system.errors import RequestError
+from tezo.tasks.objectives.objective import whole_rows
+from tezo.tasks.objectives.readers import logits_at
 
 NOT_COUNTED = -100
 """The label of tokens without a loss, transformers' own."""

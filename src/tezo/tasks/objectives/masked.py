@@ -1,4 +1,7 @@
-"""The objective of masked models: they answer by filling in a mask."""
+"""The objective of masked models: they answer by filling in a mask.
+
+The common part of objectives that read one text of each example, cut at its end.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.errors import RequestError
-from tezo.tasks import Example
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch
-from tezo.tasks.objectives.logits import hidden_at, logits_at
 from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.objectives.readers import hidden_at, logits_at
 
 
 class MaskedObjective(Objective):
@@ -70,3 +73,17 @@ class MaskedObjective(Objective):
     def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
         batch = self.collate(encoded)
         return hidden_at(model, batch.inputs(model.dtype), batch.reads_RU)[:, 0]
+
+
+class WholeTextObjective(Objective):
+    """An objective whose options are not part of the example's tokens."""
+
+    side_cut = "the end of the text"
+
+    def _encode(self, example: Example) -> Encoded:
+        ids = list(self.tokenizer(example.prompt)["input_ids"])
+        over = len(ids) - self.max_length
+        if over > 0:
+            del ids[-1 - over : -1]  # keep the last special token
+            self.cuts.add(over, example.where)
+        return Encoded((tuple(ids),), (0,), example)

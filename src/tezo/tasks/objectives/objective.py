@@ -1,4 +1,8 @@
-"""Objective: (model, batch) -> a loss in float32 or wider, or a score for each option.
+"""Several copies of a model in one forward pass: every module must see the rows of all copies.
+
+Divides a batch into parts of similar length, to save time on padding.
+
+Objective: (model, batch) -> a loss in float32 or wider, or a score for each option.
 
 Examples are encoded once, before the first step, so errors in rows are found then.
 """
@@ -10,17 +14,76 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.errors import RequestError
-from tezo.estimators.estimate import RowsClosure
 from tezo.models.loading import num_embeddings
-from tezo.tasks import Example
-from tezo.tasks.objectives.batch import Batch
-from tezo.tasks.objectives.chunks import like_lengths
-from tezo.tasks.objectives.copies import whole_rows
-from tezo.tasks.objectives.token_rows import Row, padded, plain_row
+from tezo.optim.estimators.estimate import RowsClosure
+from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example
+from tezo.tasks.objectives.batch import Batch, Row, padded, plain_row
+
+
+@contextmanager
+def whole_rows(model: nn.Module) -> Iterator[None]:
+    """While open, embeddings that the model looks up once for all rows, such as positions, are looked up per row.
+
+    Hooks that assign rows to copies need this. `model` must be called with `input_ids` as a keyword.
+    """
+    rows = 1
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module, args
+        nonlocal rows
+        rows = len(kwargs["input_ids"])
+
+    def widen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        del module
+        if args and isinstance(args[0], Tensor) and args[0].ndim == 2 and len(args[0]) == 1:
+            return (args[0].expand(rows, -1), *args[1:])
+        return None
+
+    handles = [model.register_forward_pre_hook(note, with_kwargs=True)]
+    handles += [m.register_forward_pre_hook(widen) for m in model.modules() if isinstance(m, nn.Embedding)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+OVERHEAD_TOKENS = {"cpu": 64}
+"""Assumed cost of one more forward pass, in tokens of work; a guess for CPUs. On other devices no batch is divided."""
+
+
+def like_lengths(lengths: Sequence[int], rows: Sequence[int], device: torch.device) -> list[list[int]]:
+    """The division of a batch into parts with the least total cost, as lists of indices.
+
+    A part costs its longest length times its rows, plus `OVERHEAD_TOKENS`. The best parts are contiguous in the order
+    of lengths, so dynamic programming finds the best division of the first j examples from those of fewer.
+
+    Args:
+        lengths: lengths of the examples in tokens.
+        rows: number of rows of each example.
+        device: device of the forward passes.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    overhead = OVERHEAD_TOKENS.get(device.type)
+    if overhead is None:
+        return [order]
+    best: list[tuple[int, int]] = [(0, 0)]
+    for stop in range(1, len(order) + 1):
+        longest, count, options = lengths[order[stop - 1]], 0, []
+        for start in range(stop - 1, -1, -1):
+            count += rows[order[start]]
+            options.append((best[start][0] + longest * count + overhead, start))
+        best.append(min(options))
+    parts, stop = [], len(order)
+    while stop:
+        start = best[stop][1]
+        parts.append(order[start:stop])
+        stop = start
+    return parts[::-1]
 
 
 @dataclass(frozen=True)

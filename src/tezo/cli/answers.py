@@ -1,0 +1,148 @@
+"""`tezo eval` and `tezo predict`: what a model answers, and how well."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json, showing_work
+from tezo.runs.words import metric_text
+from tezo.system.errors import RequestError
+
+if TYPE_CHECKING:
+    from tezo.training.recipe import Config
+
+
+@showing_work()
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, or a base model.")],
+    data: Annotated[str | None, typer.Option(help="Rows to evaluate on; default: the run's test rows.")] = None,
+    task: Annotated[str | None, typer.Option(help="Its test rows, instead of --data: one of `tezo tasks`.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
+    shots: Annotated[int, typer.Option(help="Training rows shown, solved, before each question.")] = 0,
+    calibrate: Annotated[bool, typer.Option(help="Score options against a prompt without the row's text.")] = False,
+    reward: RewardOption = None,
+    probe: Annotated[bool, typer.Option(help="Fit a linear probe to the training rows, and measure that.")] = False,
+    lm_eval: Annotated[
+        str | None, typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness, by commas, instead of rows.")
+    ] = None,
+    task_folder: Annotated[Path | None, typer.Option(help="Folder with more task files for --lm-eval.")] = None,
+    settings: list[str] = SetOption,
+    json: bool = JsonOption,
+) -> None:
+    """Measure a run, or a model as it is, on rows with answers."""
+    from tezo.training.config import parse_setting
+    from tezo.training.opening import run_config
+
+    named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]
+    given = [(key, value) for key, value in named if value is not None]
+    config = run_config(run, [*given, *(parse_setting(text) for text in settings)])
+    if lm_eval is not None or task_folder is not None:
+        if data is not None or probe or calibrate or reward is not None:
+            raise RequestError("--lm-eval has rows of its own; leave out --data, --probe, --calibrate and --reward.")
+        _print_harness(run, config, lm_eval, task_folder, shots, json)
+    elif probe:
+        if data is not None or shots or calibrate or reward is not None:
+            raise RequestError(
+                "--probe is fitted to the rows of the run and measured on its test rows; leave out --data, --shots, "
+                "--calibrate and --reward, or name rows with --set data.train and --set data.test."
+            )
+        _print_probe(run, config, json)
+    else:
+        _print_metrics(run, config, data, shots, calibrate, json)
+
+
+def _print_metrics(run: str, config: "Config", data: str | None, shots: int, calibrate: bool, json: bool) -> None:
+    from tezo.tasks.splits import rows_to_report
+    from tezo.training.opening import measure_rows, open_model
+
+    rows, source = rows_to_report(config.data, config.train.seed, data)
+    metrics, notices = measure_rows(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
+    if json:
+        print_json({"rows": len(rows), **metrics, "notices": notices})
+        return
+    for notice in notices:
+        typer.echo(f"note: {notice}", err=True)
+    print(f"{len(rows)} rows of {source}")
+    for name, value in metrics.items():
+        print(f"  {name:<15} {metric_text(name, value)}")
+
+
+def _print_harness(
+    run: str, config: "Config", tasks: str | None, task_folder: Path | None, shots: int, json: bool
+) -> None:
+    from tezo.training.lm_evaluation import check_harness, harness_results
+    from tezo.training.opening import open_model
+
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if not names:
+        raise RequestError("--lm-eval names no task; give the names of tasks, separated by commas.")
+    check_harness()
+    options: dict[str, Any] = {"num_fewshot": shots} if shots else {}
+    results = harness_results(config, open_model(run, config), names, task_folder, **options)
+    if json:
+        print_json(results["results"])
+        return
+    for task, metrics in results["results"].items():
+        print(task)
+        for key, value in metrics.items():
+            metric, comma, chosen = key.partition(",")  # "acc,none": the metric, and the filter of the answers
+            if comma and not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr,{chosen}")
+                spread = f" +- {error:.4g}" if isinstance(error, float) else ""
+                name = metric if chosen == "none" else f"{metric} ({chosen})"
+                print(f"  {name:<15} {value:.4g}{spread}" if isinstance(value, float) else f"  {name:<15} {value}")
+
+
+def _print_probe(run: str, config: "Config", json: bool) -> None:
+    from tezo.tasks.evaluation import probe
+    from tezo.training.opening import open_model
+
+    sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
+    metrics, rows = probe(config.data, open_model(run, config), **sizes)
+    if json:
+        print_json({"rows": rows, **metrics})
+        return
+    print(f"a linear probe on {rows['train']} training rows, {rows['test']} test rows")
+    for name, value in metrics.items():
+        print(f"  {name:<15} {metric_text(name, value)}")
+
+
+@showing_work()
+def predict(
+    run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, or a base model.")],
+    source: Annotated[str, typer.Option("--input", help="Rows to answer; -: JSON lines from standard input.")],
+    output: Annotated[
+        Path, typer.Option(help="JSONL file to write: each row with its `prediction`; -: standard output.")
+    ],
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longest answer of free text; default: the task's, or 64; a note counts what is cut."),
+    ] = None,
+    settings: list[str] = SetOption,
+    json: bool = JsonOption,
+) -> None:
+    """Answer new rows with a tuned model, or with a model as it is."""
+    from tezo.tasks.row_files import standard_input_rows
+    from tezo.tasks.row_sources import read_rows
+    from tezo.training import opening as answering
+    from tezo.training.config import parse_setting
+    from tezo.training.opening import open_model, run_config
+
+    answering.check_new_tokens(max_new_tokens)
+    answering.check_answer_file(output)
+    to_file = str(output) != answering.STANDARD
+    if json and not to_file:
+        raise RequestError("output is -, where the answers are JSON lines already; leave out --json.")
+    config = run_config(run, [parse_setting(text) for text in settings])
+    rows = standard_input_rows("input") if source == answering.STANDARD else read_rows(source, key="input")
+    answering.check_no_answers(rows)
+    answers, notices = answering.answer_rows(config, open_model(run, config), rows, max_new_tokens)
+    answering.write_answers(output, rows, answers)
+    if json:
+        print_json({"rows": len(rows), "file": str(output), "notices": notices})
+        return
+    for notice in notices:
+        typer.echo(f"note: {notice}", err=True)
+    if to_file:
+        print(f"{len(rows)} answers: {output}")

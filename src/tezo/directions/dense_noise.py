@@ -1,0 +1,186 @@
+"""MeZO's perturbation: every entry of Z is standard normal.
+
+ZO-AdaMU's perturbation: fresh noise mixed with a momentum of earlier noise.
+
+Sparse-MeZO's perturbation: noise for the small entries of each parameter, zero for the large ones.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tezo.directions.perturbation import DrawKey, Perturbation, dense
+from tezo.directions.spaces import Dense, row_tiles
+from tezo.directions.targets import Target
+from tezo.system.errors import RequestError
+
+
+class DenseGaussian(Perturbation):
+    """z ~ N(0, I), drawn on the parameter's device and redrawn from its key instead of being stored."""
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Dense:
+        del state
+        return dense(target, key)
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """Schedule of ZO-AdaMU's alpha, beta1 and beta2: constant 1, then a cosine decay to a final value.
+
+    A coefficient with final value b and exponent phi has, at step t, the value
+
+        1                                                                  for t < start,
+        b + (1 - b) (1 + cos(pi ((t - start) / (stop - start))^phi)) / 2   for start <= t < stop,
+        b                                                                  for t >= stop.
+
+    The defaults are the paper's numbers. The position of the exponent in the paper's Eq. 7 is ambiguous, and its text
+    and Eq. 7 disagree on the final values; this is our reading.
+
+    Attributes:
+        start: first step of the decay.
+        stop: first step with the final value.
+        alpha: (final value, exponent) of alpha.
+        beta1: (final value, exponent) of beta1.
+        beta2: (final value, exponent) of beta2.
+    """
+
+    start: int = 1024
+    stop: int = 16000
+    alpha: tuple[float, float] = (0.5, 1.0)
+    beta1: tuple[float, float] = (0.9, 0.1)
+    beta2: tuple[float, float] = (0.01, 1.5)
+
+    def at(self, step: int) -> tuple[float, float, float]:
+        """(alpha, beta1, beta2) at `step`."""
+        a, b, c = (self._value(step, *pair) for pair in (self.alpha, self.beta1, self.beta2))
+        return a, b, c
+
+    def _value(self, step: int, final: float, exponent: float) -> float:
+        if step < self.start:
+            return 1.0
+        if step >= self.stop:
+            return final
+        part = (step - self.start) / (self.stop - self.start)
+        return final + (1 - final) * (1 + math.cos(math.pi * part**exponent)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumNoise(Dense):
+    """z = beta1 z1 + (1 - beta1) z2 with z1 ~ N(0, alpha) and z2 ~ N(m, 1 - alpha), entry by entry.
+
+    `history` is m, the z of the previous step; None means zero.
+    """
+
+    alpha: float
+    beta1: float
+    beta2: float
+    history: Tensor | None
+
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        z1, z2 = self.parts(rows)
+        z = z1.mul_(self.beta1).add_(z2, alpha=1 - self.beta1)
+        return z if out is z1 else out.copy_(z)
+
+    def parts(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """(z1[rows], z2[rows])."""
+        z1 = self.noise(rows, self.role).mul_(math.sqrt(self.alpha))
+        z2 = self.noise(rows, self.role + ".history").mul_(math.sqrt(1 - self.alpha))
+        return z1, z2 if self.history is None else z2.add_(self.history[rows])
+
+
+class SimulatedMomentum(Perturbation):
+    """Draws `MomentumNoise` with m = "exp_avg" of the update rule's state."""
+
+    single_direction = True
+    draws = MomentumNoise
+
+    def __init__(self, annealing: Annealing) -> None:
+        self.annealing = annealing
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> MomentumNoise:
+        alpha, beta1, beta2 = self.annealing.at(key.step)
+        return MomentumNoise(
+            **vars(dense(target, key)), alpha=alpha, beta1=beta1, beta2=beta2, history=state.get("exp_avg")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedNoise(Dense):
+    """z with zeros where the mask has zeros; `masks` has the mask of each tile, packed into bits."""
+
+    masks: Mapping[int, Tensor]
+
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        mask = unpacked(self.masks[rows.start], out.numel())
+        return super().fill_(out, rows).mul_(mask.view(out.shape))
+
+
+class SmallEntries(Perturbation):
+    """Draws `MaskedNoise` with the mask m_ij = 1 where |w_ij| <= h.
+
+    h is the (1 - sparsity) quantile of |w| over the parameter, before the first step; the mask is that of the weights
+    at the start of each step.
+
+    Args:
+        sparsity: part of each parameter's entries above h at the start, which are neither perturbed nor trained.
+
+    Raises:
+        RequestError: the sparsity is out of range; raised by `prepare`, too, for weights that cannot be read.
+    """
+
+    draws = MaskedNoise
+
+    def __init__(self, sparsity: float) -> None:
+        if not 0 <= sparsity < 1:
+            raise RequestError(f"method.sparsity is {sparsity}; it must be at least 0 and below 1.")
+        self.sparsity = sparsity
+        self._bounds: dict[str, float] = {}
+
+    def prepare(self, targets: Sequence[Target]) -> None:
+        for target in targets:
+            if not target.is_writable:
+                raise RequestError(
+                    f"this method chooses entries by their size, and {target.name} ({target.parameter.dtype}) cannot "
+                    "be written in place; use lozo-adam, tezo or a plain float base."
+                )
+        self._bounds = {target.name: small_bound(target.parameter.data, self.sparsity) for target in targets}
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"bound/{name}": torch.tensor(bound, dtype=torch.float64) for name, bound in self._bounds.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self._bounds |= {key.removeprefix("bound/"): float(value) for key, value in state.items()}
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> MaskedNoise:
+        del state
+        weight, bound = target.parameter.data.view(target.stored_shape), self._bounds[target.name]
+        masks = {rows.start: packed(weight[rows].abs() <= bound) for rows in row_tiles(target.stored_shape)}
+        return MaskedNoise(**vars(dense(target, key)), masks=masks)
+
+
+def small_bound(weight: Tensor, sparsity: float) -> float:
+    """The bound h between the entries that are small and the others, half way between the two nearest; inf for all."""
+    sizes = weight.flatten().abs().to(torch.promote_types(weight.dtype, torch.float32))
+    count = sizes.numel() - int(sparsity * sizes.numel())
+    if count == sizes.numel():
+        return float("inf")
+    return (float(sizes.kthvalue(count).values) + float(sizes.kthvalue(count + 1).values)) / 2
+
+
+def packed(mask: Tensor) -> Tensor:
+    """The bits of a boolean tensor in its order, eight to a byte: (ceil(entries / 8),), uint8."""
+    flat = mask.flatten().to(torch.uint8)
+    bits = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
+    return (bits << _places(bits)).sum(1, dtype=torch.uint8)
+
+
+def unpacked(bits: Tensor, count: int) -> Tensor:
+    """The first `count` bits of a `packed` tensor: (count,), bool."""
+    return (bits.unsqueeze(1) >> _places(bits) & 1).flatten()[:count].bool()
+
+
+def _places(bits: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=bits.device)

@@ -1,0 +1,269 @@
+"""The data types of estimators: closures, measurements, directions of a step, gradient estimates, step records.
+
+The interface of estimators: an estimator evaluates a closure and returns an estimate of the gradient.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tezo.directions.bases.basis import FactorStore
+from tezo.directions.spaces import Direction, Tile
+from tezo.forward.moving_parameter import MovingParameter
+from tezo.system.errors import RequestError
+from tezo.system.ranks import Ranks
+
+Closure = Callable[[], Tensor | float]
+
+MOST_DIRECTIONS = 1 << 12
+"""Largest number of directions per step. A step log with more is refused."""
+
+TWO_POINT, FEEDBACK, GRADIENT = "two-point", "feedback", "gradient"
+"""Kinds of step: with random directions, with the error at the last hidden states, with backpropagation."""
+
+
+class RowsClosure(ABC):
+    """An objective on rows, of which one forward pass can evaluate several perturbed models: it tells its rows apart.
+
+    A pass has the rows of one model `copies` times, block after block. Called without arguments it is an ordinary
+    closure. `tezo.closure` and `tezo.tasks.objectives` make such closures.
+    """
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Largest number of tokens, padding included, of a forward pass for one model."""
+
+    @property
+    @abstractmethod
+    def examples(self) -> int:
+        """Number of examples."""
+
+    @property
+    def example_tokens(self) -> int:
+        """As `tokens`, where each example has its own perturbations and shares no input with others."""
+        return self.tokens
+
+    @abstractmethod
+    def losses(self, copies: int) -> Tensor:
+        """The loss of each of `copies` models: (copies,), float32 or wider."""
+
+    @abstractmethod
+    def example_passes(self) -> Sequence[Sequence[int]]:
+        """For each forward pass of `example_losses`, the example of each row of one copy."""
+
+    @abstractmethod
+    def example_losses(self, copies: int) -> Tensor:
+        """The loss of each example for each copy, (copies, examples); their mean over examples is the objective."""
+
+    def summands(self) -> Iterator[Tensor]:
+        """Terms whose sum is the objective, computed one after another, no two of which share a graph."""
+        yield self()
+
+    def __call__(self) -> Tensor:
+        """The loss of one model: scalar, float32 or wider."""
+        return self.losses(1)[0]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The measurement along one direction.
+
+    Attributes:
+        loss_plus: f(W + rho Z).
+        loss_minus: f(W - rho Z).
+        projected_grad: kappa = (loss_plus - loss_minus) / (2 rho), in float64.
+    """
+
+    loss_plus: float
+    loss_minus: float
+    projected_grad: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all three numbers are finite: the difference of two finite losses can overflow."""
+        return all(map(math.isfinite, (self.loss_plus, self.loss_minus, self.projected_grad)))
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Record of a finished step.
+
+    Attributes:
+        step: number of the step, from 0.
+        loss: mean of all evaluations; it is the loss at W_t, for two-point estimates up to terms in rho^2.
+        lr: learning rate of the step.
+        probes: one per direction; empty for steps without random directions.
+        kind: kind of the step, such as `TWO_POINT`.
+        forward_passes: number of closure evaluations of the step.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    probes: tuple[Probe, ...] = ()
+    kind: str = TWO_POINT
+    forward_passes: int = 0
+
+    @property
+    def projected_grads(self) -> tuple[float, ...]:
+        """The projected gradient kappa of each direction."""
+        return tuple(probe.projected_grad for probe in self.probes)
+
+
+def evaluate(closure: Closure, copies: int) -> list[float]:
+    """The losses of the `copies` models whose perturbations are set, one per model."""
+    if copies == 1:
+        loss = precise(closure())
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise RequestError(
+                f"the closure returned {loss.numel()} losses; return their mean, or make the optimizer with "
+                "directions='per-example'."
+            )
+        return [float(loss)]
+    assert isinstance(closure, RowsClosure)
+    return [float(loss) for loss in precise(closure.losses(copies)).tolist()]
+
+
+def precise(loss: Any) -> Any:
+    """The loss; a `RequestError` if its dtype is too coarse for the difference of two losses."""
+    if isinstance(loss, Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
+        raise RequestError(
+            f"the closure's loss is {loss.dtype}, too coarse for the difference of two of them; compute it in "
+            "float32, for example from logits.float()."
+        )
+    return loss
+
+
+@dataclass(frozen=True)
+class StepDraw:
+    """The random directions of a step.
+
+    Attributes:
+        step: number of the step, from 0.
+        count: number of earlier estimates of the same kind in the update rule's moments.
+        lr: learning rate of the step.
+        directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
+    """
+
+    step: int
+    count: int
+    lr: float
+    directions: Mapping[str, Sequence[Direction]]
+
+
+@dataclass(frozen=True)
+class ParameterEstimate:
+    """The zeroth-order gradient of one parameter: (1/(B q)) sum_i sum_j kappa_ij Z_ij.
+
+    It has q directions, for each of B examples, or for all of them together: B = 1. It is in the space of its
+    directions, so it is represented by a coefficient.
+
+    Attributes:
+        directions: the q directions; the j-th has Z_ij for each example i.
+        projected_grads: kappa_ij at place i q + j.
+        count: number of earlier estimates of the same kind, as used by Adam's bias correction.
+    """
+
+    directions: Sequence[Direction]
+    projected_grads: Sequence[float]
+    count: int
+
+    @property
+    def direction(self) -> Direction:
+        """The first direction; all directions share type and fixed factors."""
+        return self.directions[0]
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yields the coefficient of the estimate in parts (rows, values); the next part may overwrite the previous."""
+        q, factors = len(self.directions), [kappa / len(self.projected_grads) for kappa in self.projected_grads]
+        tiles = [direction.tiles(factors[j::q]) for j, direction in enumerate(self.directions)]
+        for (rows, estimate), *others in zip(*tiles, strict=True):
+            for _, values in others:
+                estimate.add_(values)
+            yield rows, estimate
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimate of the gradient at W_t.
+
+    Attributes:
+        loss: mean of the evaluated losses.
+        gradients: parameter name -> its estimate, for the parameters that the step updates.
+        forward_passes: number of closure evaluations.
+        probes: measurements along random directions; empty if there are none.
+    """
+
+    loss: float
+    gradients: Mapping[str, ParameterEstimate]
+    forward_passes: int
+    probes: tuple[Probe, ...] = ()
+
+
+class Estimator(ABC):
+    """A method of estimating the gradient."""
+
+    kind: ClassVar[str]
+    """Name of its kind of step in records and step logs."""
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
+        """Called once by the optimizer, with the model, the tuned parameters by name and the seed of the run."""
+
+    @abstractmethod
+    def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
+        """The estimate at W_t. No perturbation remains set when it returns or raises.
+
+        Args:
+            closure: evaluates the objective on the batch of the step.
+            draw: the directions of the step.
+
+        Raises:
+            RequestError: the closure or the model does not support this estimate.
+            FloatingPointError: a loss is NaN or infinite; the loss is the only argument of the error.
+        """
+
+    def passes(self, directions: int, *, first: bool) -> int:
+        """Number of closure evaluations of a step: two for each direction, unless an estimator says otherwise.
+
+        Args:
+            directions: number of directions of a step, or of each example.
+            first: whether the step has none of its kind before it in the update rule's moments.
+        """
+        del first
+        return 2 * directions
+
+    @abstractmethod
+    def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
+        """The estimate of a finished step from its record and the factor store, without evaluating a closure.
+
+        Raises:
+            RequestError: the record does not match, or the stored tensors are missing.
+        """
+
+    def accepts(self, probes: int, num_directions: int) -> bool:
+        """Whether a step of this kind can have so many probes, with `num_directions` directions a step or example."""
+        del num_directions
+        return probes == 0
+
+    def check(self, closure: Closure) -> None:
+        """Raises a `RequestError` if the model does not support this estimate; `closure` evaluates some rows."""
+        del closure
+
+    def set_factor_store(self, store: FactorStore) -> None:
+        """Sets the store for the tensors that `recall` needs in addition to the record."""
+        del store
+
+    def resume(self, names: Sequence[str]) -> None:
+        """Called after a state is loaded, with the names of the parameters that have moments of this kind of step."""
+        del names
+
+    def share_directions(self, ranks: Ranks) -> None:
+        """Distributes the directions of the following steps among the ranks; ignored without random directions."""
+        del ranks

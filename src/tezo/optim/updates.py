@@ -1,0 +1,199 @@
+"""The interface of update rules: an update rule steps one parameter along an estimate of its gradient.
+
+Plain steps: W -= lr * kappa Z.
+
+Steps along the sign of the estimate, all entries of one size.
+
+Plain steps divided by a running root mean square of the projected gradient, one number per run.
+
+Steps along an exponential moving average of the estimates.
+
+ZO-AdaMU's update; its momentum is part of the perturbation.
+
+Update rules, one file each.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tezo.directions.dense_noise import MomentumNoise
+from tezo.directions.spaces import Direction, FixedFactors, row_tiles
+from tezo.forward.moving_parameter import MovingParameter
+from tezo.optim.estimators.estimate import ParameterEstimate
+from tezo.system.errors import RequestError
+
+State = dict[str, Tensor]
+
+
+class Update(ABC):
+    """A rule for stepping along estimates.
+
+    Attributes:
+        takes: supported types of direction; the optimizer's constructor refuses other types.
+        writes_weight: whether it writes the stored tensor of parameters that are perturbed in the forward pass.
+    """
+
+    takes: tuple[type[Direction], ...] = (Direction,)
+    writes_weight = False
+
+    @abstractmethod
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+        """The state before the first step."""
+
+    @abstractmethod
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+        """Updates the parameter, W_t -> W_t+1, and `state` in place."""
+
+    def carry_over(self, direction: Direction, state: State) -> None:
+        """Projects moments, in place, onto the space of `direction` if its fixed factors are new; here no moments."""
+        del direction, state
+
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        """Smallest number by which a step divides the estimate; it scales the learning rate. Here 1.
+
+        Args:
+            kappa_sq: mean square of the projected gradients.
+            num_directions: q, the directions averaged in a step; the estimate's entries have mean square kappa_sq / q.
+        """
+        del kappa_sq, num_directions
+        return 1.0
+
+
+def check_average(key: str, betas: Sequence[float], eps: float = 0.0) -> None:
+    """Raises a `RequestError` unless all betas are in [0, 1) and `eps` is finite and not negative."""
+    for beta in betas:
+        if not 0 <= beta < 1:
+            raise RequestError(f"method.{key}: {beta} is out of range; it must be at least 0 and below 1.")
+    if not 0 <= eps < math.inf:
+        raise RequestError(f"method.eps is {eps}; it must be finite and not negative.")
+
+
+def zeros_like_coefficient(estimate: ParameterEstimate, moving: MovingParameter) -> Tensor:
+    """Zeros of the shape, dtype and device of the estimate's coefficient."""
+    direction, target = estimate.direction, moving.target
+    if isinstance(direction, FixedFactors):
+        return torch.zeros_like(direction.coefficient)
+    return torch.zeros(target.stored_shape, dtype=target.state_dtype, device=target.device)
+
+
+class SGD(Update):
+    """W_t+1 = W_t - lr * g, with g the estimate; for every type of direction."""
+
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+        del estimate, moving
+        return {}
+
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+        del state
+        for rows, grad in estimate.tiles():
+            moving.add_(estimate.direction, rows, grad, -lr)
+
+
+class SignSGD(Update):
+    """W -= lr * sign(g), on the coefficient of the estimate g, entry by entry."""
+
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+        del estimate, moving
+        return {}
+
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+        del state
+        for rows, grad in estimate.tiles():
+            moving.add_(estimate.direction, rows, grad.sign(), -lr)
+
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        # sign(g) = g / |g|, entry by entry, and g^2 is kappa^2 / q on average
+        return float((kappa_sq / num_directions) ** 0.5)
+
+
+class NormalizedSGD(Update):
+    """With the projected gradients kappa_i of the step's q directions and their estimate g:
+
+        v = beta v + (1 - beta) mean_i kappa_i^2,   W -= lr * g / (sqrt(v / (1 - beta^t)) + eps).
+
+    Adam's second moment of kappa z is close to that of kappa, because z^2 averages to 1 over a matrix. This rule is
+    Adam without a second moment per entry, and therefore a fair comparison for it. v is the same for every parameter.
+
+    Args:
+        beta: decay rate of the second moment.
+        eps: smoothing term.
+    """
+
+    def __init__(self, beta: float, eps: float) -> None:
+        check_average("beta", (beta,), eps)
+        self.beta = beta
+        self.eps = eps
+
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+        del estimate
+        target = moving.target
+        return {"kappa_sq": torch.zeros((), dtype=target.state_dtype, device=target.device)}
+
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+        mean = sum(kappa**2 for kappa in estimate.projected_grads) / len(estimate.projected_grads)
+        kappa_sq = state["kappa_sq"].mul_(self.beta).add_(mean, alpha=1 - self.beta)
+        corrected = float(kappa_sq) / (1 - self.beta ** (estimate.count + 1))
+        for rows, grad in estimate.tiles():
+            moving.add_(estimate.direction, rows, grad, -lr / (corrected**0.5 + self.eps))
+
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        del num_directions
+        return float(kappa_sq**0.5 + self.eps)
+
+
+class Momentum(Update):
+    """m = beta m + (1 - beta) g, W -= lr * m, on the coefficient of any type of direction.
+
+    m is tau_M in TeZO-m (on tau) and M in LOZO-m (on U). At a refresh it is carried over to the new factors.
+    """
+
+    def __init__(self, beta: float) -> None:
+        check_average("beta", (beta,))
+        self.beta = beta
+
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+        return {"exp_avg": zeros_like_coefficient(estimate, moving)}
+
+    def carry_over(self, direction: Direction, state: State) -> None:
+        if isinstance(direction, FixedFactors):
+            state["exp_avg"] = direction.carry_over(state["exp_avg"])
+
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+        direction = estimate.direction
+        self.carry_over(direction, state)
+        for rows, grad in estimate.tiles():
+            exp_avg = state["exp_avg"][rows]
+            exp_avg.mul_(self.beta).add_(grad, alpha=1 - self.beta)
+            moving.add_(direction, rows, exp_avg, -lr)
+
+
+class AdaMU(Update):
+    """The update of ZO-AdaMU for the perturbation z = beta1 z1 + (1 - beta1) z2 and the projected gradient kappa:
+
+        v = beta2 z1^2 + (1 - beta2) z2^2,   W -= lr * kappa z / sqrt(v + eps).
+
+    z is stored as "exp_avg"; it is the history of the next step.
+    """
+
+    takes = (MomentumNoise,)
+
+    def __init__(self, eps: float) -> None:
+        check_average("eps", (), eps)
+        self.eps = eps
+
+    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+        return {"exp_avg": zeros_like_coefficient(estimate, moving)}
+
+    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+        noise, (kappa,) = estimate.direction, estimate.projected_grads
+        assert isinstance(noise, MomentumNoise)
+        for rows in row_tiles(noise.shape):
+            z1, z2 = noise.parts(rows)
+            z = noise.beta1 * z1 + (1 - noise.beta1) * z2
+            v = noise.beta2 * z1.square() + (1 - noise.beta2) * z2.square()
+            moving.add_(noise, rows, kappa * z / torch.sqrt(v + self.eps), -lr)
+            state["exp_avg"][rows] = z

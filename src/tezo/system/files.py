@@ -1,0 +1,423 @@
+"""Atomic writes of files and folders, and reads that treat every file as untrusted.
+
+A file is written under a temporary name in the same folder, forced to disk and renamed. A folder of files is written
+the same way: each file and the folder are forced to disk before the rename. A process that is killed leaves the old
+version, the new version, or a name that starts with a dot; a lock on a folder that is being written tells it from such
+a leftover. Only plain files of bounded size are read. JSON is written by the standard, without NaN and infinity.
+
+No link is followed, in reading or writing: a folder that a stranger has filled cannot lead to a file outside of it. The
+folder that the user names may itself be reached through links.
+
+Windows has no such locks, and opens no folder to force it to disk: there, two processes that write one folder are not
+told from one that has died.
+"""
+
+import errno
+import json
+import math
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError
+
+from tezo.system.errors import RequestError, RunError, TezoError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_PLAIN = _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Flags of `os.open`: no link is followed, a pipe does not wait for its other end, and Windows keeps line ends."""
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+"""Flags of `open_plain` for a file that must not exist yet."""
+
+
+class UntrustedError(ValueError):
+    """A file is missing, too large, damaged or a link; the message is a short reason."""
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
+    """`os.open` of a regular file that is no link.
+
+    Args:
+        path: the file; its folder must have been checked.
+        flags: of `os.open`. A file that is changed in place must have no second name (hard link), which would change
+            with it.
+
+    Raises:
+        UntrustedError: it is a link or no regular file, or has a second name.
+        OSError: it cannot be opened.
+    """
+    try:
+        if not _NO_FOLLOW and path.is_symlink():
+            raise OSError(errno.ELOOP, "a link")
+        handle = os.open(path, flags | _PLAIN, 0o644)
+    except OSError:
+        if path.is_symlink():
+            raise UntrustedError(f"{path.name} is a link, which is not followed") from None
+        raise
+    status = os.fstat(handle)
+    in_place = flags & (os.O_WRONLY | os.O_RDWR)
+    if stat.S_ISREG(status.st_mode) and not (in_place and status.st_nlink > 1):
+        return handle
+    os.close(handle)
+    if stat.S_ISREG(status.st_mode):
+        raise UntrustedError(f"{path.name} has a second name (a hard link), whose file would change with it")
+    raise UntrustedError(f"{path.name} is not a plain file")
+
+
+def open_to_read(path: Path) -> BufferedReader:
+    """A regular file that is no link, open for reading; errors are those of `open_plain`."""
+    return open(open_plain(path), "rb")
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a folder with all that is in it, or a link itself; nothing where there is nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turns a write error of the operating system into a `RunError` with the file and the way out.
+
+    Raises:
+        RequestError: a link or a hard link is in the way.
+    """
+    try:
+        yield
+    except UntrustedError as error:
+        raise RequestError(f"{path.parent}: {error}; put a copy of the file itself there, or remove it.") from None
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is intact.") from error
+
+
+@contextmanager
+def reading(what: str, way_out: str, *, but: type[Exception] = TezoError) -> Iterator[None]:
+    """Turns whatever a library raises over a file of any content into a `RequestError`: what (the reason); way out.
+
+    Errors of this library and of the class `but` stay as they are.
+    """
+    try:
+        yield
+    except (TezoError, but, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of Rust code, as in tokenizers, is no Exception
+        raise RequestError(f"{what} ({one_line(error)}); {way_out}.") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error of another library, cut to 300 characters in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return "the disk is full; free some space, then start again (a run with --resume)"
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return "its folder is gone; restore it, then start again (a run with --resume)"
+        return f"{error.strerror or error}"
+    return one_line(error)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes `data` to `path` atomically.
+
+    Raises:
+        RunError: it cannot be written; the old file, if any, is unchanged.
+    """
+    beside = _beside(path)
+    with storing(path):
+        try:
+            remove(beside)
+            _write(beside, data)
+            os.replace(beside, path)  # noqa: PTH105
+            sync(path.parent)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle = open_plain(path, NEW)
+    try:
+        write_all(handle, data)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Writes all of `data`; a full disk accepts only a part, and the next write raises the reason."""
+    written = os.write(handle, data)
+    while written < len(data):
+        written += os.write(handle, data[written:])
+
+
+def append(path: Path, data: bytes) -> None:
+    """Appends `data` to a file with one write; the operating system decides when it goes to disk.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    with storing(path):
+        handle = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            write_all(handle, data)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder to write into. It replaces `path` if the block succeeds; otherwise `path` is unchanged.
+
+    Raises:
+        RequestError: another process is writing it.
+        RunError: something cannot be written.
+    """
+    beside = _beside(path)
+    if not (beside.is_symlink() or _is_leftover(beside)):
+        raise RequestError(f"output: another process is writing {path}; wait for it, or give another --output.")
+    with storing(path):
+        remove(beside)
+        beside.mkdir(parents=True)
+        try:
+            with _locked(beside):
+                yield beside
+                for inside in sorted(beside.rglob("*")):
+                    sync(inside)
+                sync(beside)
+                _exchange(beside, path)
+                sync(path.parent)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def check_free(output: Path, ways: str = "give another --output, or delete it first") -> None:
+    """An error with `ways` where `output` exists and is not an empty folder.
+
+    A folder that has only what killed processes left of files and folders they were writing is emptied.
+    """
+    if str(output) == "-":
+        raise RequestError("output is -, and standard output takes no folder; give a folder.")
+    inside = list(output.iterdir()) if output.is_dir() else []
+    if not all(map(_is_leftover, inside)) or (output.exists() and not output.is_dir()):
+        raise RequestError(f"output: {output} is in use; {ways}.")
+    for path in inside:
+        with storing(path):
+            remove(path)
+
+
+def _beside(path: Path) -> Path:
+    """The temporary name of a file or folder."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether nothing is there, or what a process that has died was writing."""
+    if path.is_symlink() or not path.name.endswith(".partial") or not path.name.startswith("."):
+        return False
+    if not path.is_dir():
+        return True
+    with storing(path), _locked(path) as was_free:
+        return was_free
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Locks a folder while open, and yields whether no other process had; a process that ends gives its locks back."""
+    if fcntl is None:
+        yield True
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        return lock(handle)
+    except OSError:  # on a file system without locks, no folder is locked
+        return True
+
+
+def lock(handle: int) -> bool:
+    """Locks an open file or folder for this process; returns False if another one has the lock.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _exchange(beside: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    remove(old)
+    if os.path.lexists(path):
+        os.replace(path, old)  # noqa: PTH105
+    os.replace(beside, path)  # noqa: PTH105
+    remove(old)
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or the entries of a folder, to disk; Windows has neither handles of folders nor need of them."""
+    if fcntl is None and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY if fcntl is not None else os.O_RDWR)  # Windows syncs what may be written
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+MOST_JSON = 1 << 24
+"""Maximum size of a JSON file in bytes."""
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A file's bytes; `UntrustedError` if it is not a plain file, is a link, or has more than `most` bytes."""
+    try:
+        with open_to_read(path) as file:
+            if os.fstat(file.fileno()).st_size > most:
+                raise UntrustedError(f"{path.name} has more than {most} bytes")
+            return file.read()
+    except FileNotFoundError:
+        raise UntrustedError(f"{path.name} is missing") from None
+    except OSError:
+        raise UntrustedError(f"{path.name} cannot be read") from None
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else, and for a link."""
+    data = read_bytes(path, MOST_JSON)
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError):
+        raise UntrustedError(f"{path.name} cannot be read") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else, and for a link."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UntrustedError(f"{path.name} is not a JSON object")
+    return value
+
+
+MOST_YAML, MOST_VALUES, MOST_DEPTH = 1 << 22, 100_000, 16
+"""Maximum size of a YAML text in characters, and number and depth of its values."""
+
+
+def parse_yaml(data: str | bytes) -> Any:
+    """The YAML value of a text; `UntrustedError`, without a name of the file, if it has none or is out of bounds."""
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        value = yaml.safe_load(text[: MOST_YAML + 1])
+    except Exception as error:  # a false tag, such as !!timestamp x, ends in other errors than YAML's own
+        raise UntrustedError(f"cannot be read as YAML ({one_line(error)})") from None
+    if len(text) > MOST_YAML or _count_values(value) > MOST_VALUES:
+        raise UntrustedError("is no configuration")
+    return value
+
+
+def _count_values(tree: Any) -> int:
+    """Values in nested mappings and lists, an alias as often as it is used; the count ends above the bounds."""
+    count, level = 0, [tree]
+    for _ in range(MOST_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if count + len(inner) > MOST_VALUES:
+                return count + len(inner)
+        count, level = count + len(inner), inner
+    return count if not level else MOST_VALUES + 1
+
+
+def own_object(path: Path, way_out: str) -> dict[str, Any]:
+    """`read_object` of a file that this library wrote; a `RequestError` with `way_out` if it is damaged."""
+    try:
+        return read_object(path)
+    except UntrustedError as error:
+        raise RequestError(f"{path.parent}: {error}; {way_out}.") from None
+
+
+def plain_file(path: Path) -> Path:
+    """The path, if it is a regular file and not a link; otherwise `UntrustedError`."""
+    if path.is_symlink() or not path.is_file():
+        raise UntrustedError(f"{path.name} is missing, or is a link")
+    return path
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON text of dicts, lists, tuples, strings, numbers and None; NaN and infinity become null."""
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def default_cache() -> Path:
+    """`$TEZO_CACHE` if set, else `tezo` in the user's cache folder."""
+    chosen = os.environ.get("TEZO_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(chosen) if chosen else base / "tezo"
+
+
+class NumberCache:
+    """Integers by name, in a JSON file. A file that cannot be read or written is ignored.
+
+    Args:
+        folder: cache folder.
+        name: name of the file, without its ending.
+
+    Attributes:
+        numbers: the integers.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / f"{name}.json"
+        self.numbers: dict[str, int] = {}
+        try:
+            read = json.loads(self.path.read_text(encoding="utf-8"))
+            self.numbers = {str(key): int(number) for key, number in read.items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            pass
+        self._known = len(self.numbers)
+
+    def save(self) -> None:
+        """Replaces the file atomically if a number was added."""
+        if len(self.numbers) == self._known:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+                json.dump(self.numbers, file)
+            Path(file.name).replace(self.path)
+        except OSError:
+            pass

@@ -1,0 +1,439 @@
+"""The meter of a command: which phase it is in, how far that is, and the seconds and forward passes of each phase.
+
+At any moment exactly one phase counts, the innermost that is open, so the seconds of all phases add up to the time
+since the meter's start. Forward passes are counted where tokens enter the model, so that no caller can forget one.
+
+Says on standard error what a command is doing: a line that is overwritten, or lines of a log, never far apart.
+
+Turns off the progress bars and advice of other libraries.
+"""
+
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from logging import ERROR, getLogger
+from shutil import get_terminal_size
+from types import TracebackType
+from typing import Any, TextIO, TypeVar
+
+T = TypeVar("T")
+
+LOADING, READING, ENCODING = "loading the model", "reading rows", "encoding rows"
+LIBRARIES, CHECKING = "importing torch and transformers", "looking at which parameters the loss depends on"
+DIRECTIONS, FEEDBACK = "trying directions for each row", "looking for layers that take feedback steps"
+RHO, RATE, BASIS = "measuring rho", "searching the learning rate", "looking at inputs for a basis"
+BEFORE, STEPS, BETWEEN, AFTER = "evaluating before", "steps", "evaluating between steps", "evaluating after"
+WRITING, EVALUATING = "writing answers", "evaluating"
+SAVING, ASKING_PEFT, UPLOADING = "saving", "checking the adapter in PEFT", "uploading"
+TIMING = "timing a forward pass"
+KEPT, FORECAST = "counting what each method keeps", "forecasting the memory of training without values"
+EARLIER, OTHER = "earlier starts", "everything else"
+"""Names of phases, as they are shown and as summary.json has them."""
+
+SELDOM = 0.1
+"""Seconds between two times that listeners are told how far a phase is, at least."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a command is doing at a moment.
+
+    Attributes:
+        name: of the phase.
+        seconds: since this phase was opened.
+        begun: units that were finished then.
+        done: units that are finished.
+        total: units of the phase; 0: not known.
+        unit: of `done` and `total`, in the plural.
+        passes: forward passes of this phase since it was opened.
+    """
+
+    name: str
+    seconds: float
+    begun: int
+    done: int
+    total: int
+    unit: str
+    passes: float
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that the rest takes at the pace so far; None: not known."""
+        made = self.done - self.begun
+        return self.seconds * (self.total - self.done) / made if made > 0 and self.total else None
+
+
+@dataclass
+class _Phase:
+    name: str
+    opened: float
+    begun: int = 0
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    rows: int = 0
+
+
+@dataclass
+class _Spent:
+    seconds: float = 0.0
+    rows: int = 0
+
+
+Told = Callable[[Work], None]
+
+
+@dataclass
+class Meter:
+    """Phases of one command. As a context manager it is the one that `current` returns.
+
+    Attributes:
+        started: `time.perf_counter()` when the command began.
+        rows_per_pass: rows that enter the model in one forward pass of a batch of training rows; the sum over rows is
+            divided by it, so that a call for both signs counts twice, and a part of a batch as a part of a pass.
+        told: called, in the thread that works, when a phase begins or ends and now and then when it has got further.
+    """
+
+    started: float = field(default_factory=time.perf_counter)
+    rows_per_pass: float = 1.0
+    told: list[Told] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._since = self._told_at = self.started
+        self._open = [_Phase(OTHER, self.started)]
+        self._spent: dict[str, _Spent] = {}
+        self._earlier = (0.0, 0.0)
+        self._watched: list[Any] = []
+        self._exit = ExitStack()
+
+    def __enter__(self) -> "Meter":
+        token = _CURRENT.set(self)
+        self._exit.callback(_CURRENT.reset, token)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exit.close()
+
+    @property
+    def work(self) -> Work:
+        """What the command is doing now; may be read from any thread."""
+        phase, now = self._open[-1], time.perf_counter()
+        passes = phase.rows / self.rows_per_pass
+        return Work(phase.name, now - phase.opened, phase.begun, phase.done, phase.total, phase.unit, passes)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """While open, time and passes count for this phase; one that is opened inside interrupts it."""
+        self._settle()
+        self._open.append(_Phase(name, self._since))
+        self._tell()
+        try:
+            yield
+        finally:
+            self._settle()
+            self._open.pop()
+            self._tell()
+
+    def report(self, done: int, total: int, unit: str = "passes") -> None:
+        """Says how far the open phase is. Inside a phase that counts other units it has no effect."""
+        phase = self._open[-1]
+        if phase.unit in ("", unit):
+            if not phase.unit or done < phase.done:
+                phase.begun = done
+            phase.done, phase.total, phase.unit = done, total, unit
+            if done in (0, total) or time.perf_counter() - self._told_at > SELDOM:
+                self._tell()
+
+    def watch(self, model: Any) -> None:
+        """Counts the rows that enter a model of transformers from now on, until the meter is closed."""
+        entrance = model.get_input_embeddings()
+        if not any(entrance is known for known in self._watched):
+            self._watched.append(entrance)
+            self._exit.callback(entrance.register_forward_pre_hook(self._count, with_kwargs=True).remove)
+
+    def _count(self, module: Any, args: Sequence[Sized], named: Mapping[str, Sized]) -> None:
+        del module
+        rows = len((*args, *named.values())[0])
+        self._open[-1].rows += rows
+        self._of(self._open[-1].name).rows += rows
+
+    @contextmanager
+    def telling(self, listeners: Iterable[Told]) -> Iterator[None]:
+        """While open, these are told too."""
+        own = list(listeners)
+        self.told += own
+        try:
+            yield
+        finally:
+            for listener in own:
+                self.told.remove(listener)
+
+    def add_earlier(self, seconds: float, passes: float) -> None:
+        """Adds what earlier starts of a run have spent."""
+        self._earlier = (seconds, passes)
+
+    @property
+    def phases(self) -> dict[str, dict[str, float]]:
+        """JSON: name of each phase -> its "seconds" and "passes" so far, in the order in which they first ended."""
+        self._settle()
+        seconds, passes = self._earlier
+        earlier = {EARLIER: {"seconds": round(seconds, 3), "passes": round(passes, 2)}} if seconds or passes else {}
+        return earlier | {
+            name: {"seconds": round(spent.seconds, 3), "passes": round(spent.rows / self.rows_per_pass, 2)}
+            for name, spent in self._spent.items()
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Since the start of the command, and of earlier starts."""
+        return self._earlier[0] + time.perf_counter() - self.started
+
+    @property
+    def passes(self) -> float:
+        """Forward passes so far, those of earlier starts too."""
+        return self._earlier[1] + sum(spent.rows for spent in self._spent.values()) / self.rows_per_pass
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        self._of(self._open[-1].name).seconds += now - self._since
+        self._since = now
+
+    def _of(self, name: str) -> _Spent:
+        return self._spent.setdefault(name, _Spent())
+
+    def _tell(self) -> None:
+        self._told_at = time.perf_counter()
+        for tell in self.told:
+            tell(self.work)
+
+
+_CURRENT: ContextVar[Meter | None] = ContextVar("meter", default=None)
+
+
+def current() -> Meter:
+    """The meter of the command that runs; where there is none, one that nobody reads."""
+    return _CURRENT.get() or Meter()
+
+
+@contextmanager
+def metered() -> Iterator[Meter]:
+    """The meter of the command that runs, or a new one while this is open."""
+    running = _CURRENT.get()
+    if running is not None:
+        yield running
+        return
+    with Meter() as meter:
+        yield meter
+
+
+def watch(model: Any) -> None:
+    """Has the command's meter count the forward passes of a model, if a command runs."""
+    running = _CURRENT.get()
+    if running is not None:
+        running.watch(model)
+
+
+def tracked(items: Sequence[T], unit: str = "rows", sizes: Iterable[int] | None = None) -> Iterator[T]:
+    """The items, one after another; how many were taken is said of the phase that is open.
+
+    Args:
+        items: what is worked on.
+        unit: what is counted.
+        sizes: how many units each item has; None: one.
+    """
+    meter, counts = current(), [1] * len(items) if sizes is None else list(sizes)
+    done, total = 0, sum(counts)
+    meter.report(0, total, unit)
+    for item, count in zip(items, counts, strict=True):
+        yield item
+        done += count
+        meter.report(done, total, unit)
+
+
+LONGEST_SILENCE = 4.0
+"""Seconds without a line after which another one says what goes on."""
+REDRAWN = 0.5
+"""Seconds between two states of a line that is overwritten."""
+
+
+class StatusLine:
+    """Shows the work of a meter; a context manager.
+
+    On a terminal and in a notebook it is one line, which is overwritten and disappears at the end. Elsewhere, as in a
+    log file, there is a line when a phase begins for the first time, and another one when nothing else was printed for
+    `silence` seconds.
+
+    Args:
+        meter: whose work is shown.
+        stream: where to; None: standard error.
+        silence: longest time between two lines, in seconds.
+        write: writes a line elsewhere, above the bar of a loop of others for example. Nothing is overwritten then, and
+            nothing is said outside of phases.
+
+    Attributes:
+        figures: name of a phase -> what is shown beside how far it is.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        stream: TextIO | None = None,
+        *,
+        silence: float = LONGEST_SILENCE,
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        self.meter = meter
+        self.figures: dict[str, str] = {}
+        self._stream = sys.stderr if stream is None else stream
+        self._write = write
+        self._overwrites = write is None and (self._stream.isatty() or "ipykernel" in sys.modules)
+        self._silence = REDRAWN if self._overwrites else silence
+        self._begun: set[str] = set()
+        self._shown = OTHER
+        self._width = 0
+        self._last = time.monotonic()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tezo status", daemon=True)
+
+    def __enter__(self) -> "StatusLine":
+        self.meter.told.append(self._told)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, error, trace
+        self._over.set()
+        self._thread.join()
+        self.meter.told.remove(self._told)
+        with self._lock:
+            self._clear()
+
+    def print(self, text: str) -> None:
+        """Prints a line that stays."""
+        with self._lock:
+            self._clear()
+            if self._write is not None:
+                self._write(text)
+            else:
+                self._put(text + "\n")
+            self._last = time.monotonic()
+
+    def _told(self, work: Work) -> None:
+        if work.name in (OTHER, self._shown):
+            if work.name == OTHER and self._overwrites:  # what a command prints stands on a line of its own
+                with self._lock:
+                    self._clear()
+            return
+        self._shown = work.name
+        if self._overwrites:
+            self._redraw()
+        elif work.name not in self._begun:
+            self._begun.add(work.name)
+            self.print(work.name)
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._silence / 8):
+            if time.monotonic() - self._last < self._silence:
+                continue
+            if self.meter.work.name == OTHER and (self._overwrites or self._write is not None):
+                continue
+            if self._overwrites:
+                self._redraw()
+            else:
+                self.print(self._text())
+
+    def _text(self) -> str:
+        work = self.meter.work
+        return work_text(work, self.figures.get(work.name, ""))
+
+    def _redraw(self) -> None:
+        with self._lock:
+            text = self._text()[: get_terminal_size().columns - 1]
+            self._put("\r" + text.ljust(self._width))
+            self._width, self._last = len(text), time.monotonic()
+
+    def _clear(self) -> None:
+        if self._width:
+            self._put("\r" + " " * self._width + "\r")
+            self._width = 0
+
+    def _put(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # it is closed, or nobody reads it: that ends no run
+            return
+
+
+@contextmanager
+def showing(
+    wanted: bool = True, started: float | None = None, write: Callable[[str], object] | None = None
+) -> Iterator[StatusLine | None]:
+    """A meter for a command, while this is open, and the line that shows its work.
+
+    None where that is not wanted, and in all but the first of the processes that torchrun starts.
+
+    Args:
+        wanted: whether to show it.
+        started: `time.perf_counter()` when the command began; None: now.
+        write: see `StatusLine`.
+    """
+    with Meter(time.perf_counter() if started is None else started) as meter:
+        if not wanted or int(os.environ.get("RANK", "0")) > 0:
+            yield None
+            return
+        with StatusLine(meter, write=write) as line:
+            yield line
+
+
+def work_text(work: Work, figures: str = "") -> str:
+    """What is done, how far it is and what is left: "steps, 40 of 200, loss 2.3, 1 min 10 s, about 5 min 00 s left"."""
+    parts = [work.name]
+    if work.total:
+        parts.append(f"{work.done:,} of {work.total:,}" + (f" {work.unit}" if work.unit != work.name else ""))
+    elif work.passes >= 2:
+        parts.append(f"{work.passes:,.0f} forward passes")
+    parts += [figures] * bool(figures)
+    parts.append(duration_text(work.seconds))
+    if work.left is not None and work.done < work.total:
+        parts.append(f"about {duration_text(work.left)} left")
+    return ", ".join(parts)
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as "4.2 s", "3 min 20 s" or "2 h 05 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_of_hour = divmod(minutes, 60)
+    return f"{hours} h {minutes_of_hour:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def quiet_imports() -> None:
+    """Turns off what torchao says at import of the GPU libraries that it cannot load; errors are still shown.
+
+    transformers imports an installed torchao with its first model class, whether or not int8wo is asked for.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        getLogger(name).setLevel(ERROR)
+
+
+def quiet_libraries() -> None:
+    """Turns off progress bars and advice of other libraries in this process; errors are still shown."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils import logging
+
+    getLogger("bitsandbytes").setLevel(ERROR)  # it warns at each product that it rounds
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # PEFT's old name
+    getLogger("lm_eval").setLevel(ERROR)  # it advises against a model in memory, which is the point here
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

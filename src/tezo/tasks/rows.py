@@ -1,0 +1,484 @@
+"""What every shape of row has in common: a format turns a row into an example.
+
+Formats of rows whose answer is free text: prompt and completion, conversations, instructions, plain text.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, Protocol, cast
+
+from tezo.system.errors import RequestError, TezoError, nearest
+from tezo.system.files import reading
+from tezo.tasks.examples import Example, Measure, Row
+
+
+class Format(ABC):
+    """Turns rows of one shape into examples."""
+
+    shape: ClassVar[Literal["completion", "messages", "instruction", "label", "text", "task"]]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The fields that are read; empty for a task, which knows its own."""
+        return ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels in order; empty if the rows do not share their options."""
+        return ()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The text that stands for each label in the model's answer; empty if the rows do not share them."""
+        return ()
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """Metrics that compare an answer with the references of its example."""
+        return ()
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Maximum length in tokens of an answer in free text; None if the data set no limit."""
+        return None
+
+    @abstractmethod
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        """The example of a row. With `answered=False` the answer is not read; it may be missing or invalid."""
+
+    def training_example(self, row: Row) -> Example:
+        """The example to train on; by default the same as for evaluation."""
+        return self.example(row)
+
+
+def text_in(row: Row, name: str) -> str:
+    """The text of a field, whole numbers as text; `RequestError` if it is missing or of another type."""
+    own = row.column(name)
+    if own is None:
+        raise RequestError(
+            f"{row.where}: there is no field {name!r}; set data.text, data.label, data.template, ... to the names of "
+            f"your fields. {nearest(name, row.fields)}"
+        )
+    value = row.fields[own]
+    if value is None:
+        raise RequestError(
+            f"{row.where}: field {own!r} is missing (null), not a string or a whole number; fill it in, or remove that "
+            "row."
+        )
+    if not isinstance(value, str | int):
+        raise RequestError(f"{row.where}: field {own!r} is {type(value).__name__}, not a string or a whole number.")
+    return str(value)
+
+
+def answer_in(row: Row, name: str, way_out: str) -> str:
+    """As `text_in`, and "" where the field has no value: `check_answers` counts these rows.
+
+    Args:
+        row: of free text.
+        name: of the field with the answer.
+        way_out: what to set where there is none.
+    """
+    own = row.column(name)
+    if own is None:
+        raise RequestError(f"{row.where}: there is no field {name!r}, but {', '.join(row.fields)}; set {way_out}.")
+    return "" if row.fields[own] is None else text_in(row, name)
+
+
+def label_in(row: Row, name: str) -> str:
+    """The label of a row; `RequestError` if it is missing, a number with decimals or several labels."""
+    own = row.column(name)
+    value = None if own is None else row.fields[own]
+    if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one of them is missing
+        return str(int(value))
+    if isinstance(value, float):
+        raise RequestError(
+            f"{row.where}: field {own!r} is {value}, and numbers with decimals are not learnt; write classes as "
+            "strings or whole numbers, or give rows with a prompt and a completion."
+        )
+    if isinstance(value, list | dict):
+        raise RequestError(
+            f"{row.where}: field {own!r} has several labels, and one is learnt for each row; write a row for each "
+            "question with one answer, or give rows with a prompt and a completion that names the labels."
+        )
+    return text_in(row, name)
+
+
+def names_of_classes(row: Row, name: str) -> Sequence[str]:
+    """The names that the data set has for the numbers in a field; empty if it has none."""
+    return row.classes.get(row.column(name) or name, ())
+
+
+def class_in(row: Row, name: str) -> str:
+    """The label of a row, by its name where the data set has one for its number.
+
+    Raises:
+        RequestError: as for `label_in`; or the data set has names, and none for this number.
+    """
+    label, names = label_in(row, name), names_of_classes(row, name)
+    if not names or label in names:
+        return label
+    if not label.isdecimal() or int(label) >= len(names):
+        raise RequestError(
+            f"{row.where}: the label is {label}{unlabelled(label)}; the data set's classes are 0 to {len(names) - 1} "
+            f"({', '.join(names)}). Filter such rows out, or give a split that is labelled."
+        )
+    return names[int(label)]
+
+
+def unlabelled(label: str) -> str:
+    """What a label of -1 means, in words; "" for others."""
+    return ", which data sets have for a row without a label" if label == "-1" else ""
+
+
+Messages = list[dict[str, Any]]
+"""Messages of a conversation, each {"role": ..., "content": ...}."""
+
+
+class RenderChat(Protocol):
+    """Messages -> the prompt for the next message, or the `whole` conversation; special tokens included.
+
+    `tools`: descriptions of the functions that may be called. Raises whatever the template does.
+    """
+
+    def __call__(self, messages: Messages, *, tools: Messages | None = None, whole: bool = False) -> str: ...
+    def __hash__(self) -> int: ...
+
+
+CONVERSATIONS = "conversations"
+"""The field of ShareGPT's messages, taken where the one that data.messages names is missing."""
+
+TOOLS = "tools"
+"""The field with descriptions of the functions that the assistant may call, a list or JSON of one."""
+
+INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
+"""The fields of Alpaca's rows; the input may be empty or missing."""
+
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+_ROLES: Mapping[str, str] = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool",
+}  # fmt: skip
+"""Who a message is from, in any case and in ShareGPT's words -> its role."""
+
+
+_CALLS = "tool_calls"
+"""The key of a message with calls of tools."""
+
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
+"""What a thought stands between, in the words of all models that write one in plain text."""
+
+
+@dataclass(frozen=True)
+class CompletionFormat(Format):
+    """Rows {"prompt": ..., "completion": ...}: two texts, or two lists of messages, the second of one message."""
+
+    shape = "completion"
+    prompt: str
+    completion: str
+    render: RenderChat
+    chat: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.prompt, self.completion, *((TOOLS,) if self.chat else ())
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        if isinstance(row.fields.get(row.column(self.prompt) or self.prompt), list):
+            return self._conversation(row, answered)
+        answer = answer_in(row, self.completion, "data.completion to the one with the answer") if answered else ""
+        return Example(text_in(row, self.prompt), answer, (), None, row.where)
+
+    def _conversation(self, row: Row, answered: bool) -> Example:
+        prompt = messages_in(row, self.prompt)
+        if prompt and prompt[-1]["role"] == "assistant":
+            raise RequestError(
+                f"{row.where}: the last message of {self.prompt!r} is the assistant's, and the answer would begin "
+                f"another turn; put both into {self.completion!r}, as one message."
+            )
+        answer = None
+        if answered:
+            completion = messages_in(row, self.completion)
+            if [message["role"] for message in completion] != ["assistant"]:
+                raise RequestError(
+                    f"{row.where}: field {self.completion!r} is not one message of the assistant's; put the messages "
+                    f"before the answer into {self.prompt!r}."
+                )
+            answer = completion[0]
+        return _chat_example(self.render, row, prompt, answer)
+
+
+@dataclass(frozen=True)
+class MessagesFormat(Format):
+    """Rows {"messages": [{"role": ..., "content": ...}, ...]}; the assistant's last message is the answer.
+
+    ShareGPT's {"from": ..., "value": ...} are messages too.
+    """
+
+    shape = "messages"
+    messages: str
+    render: RenderChat
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.messages, TOOLS
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        messages = messages_in(row, self.messages)
+        answer = None
+        if messages and messages[-1]["role"] == "assistant":
+            answer, messages = messages[-1], messages[:-1]
+        elif answered:
+            raise RequestError(f"{row.where}: the last message is not the assistant's, so there is nothing to learn.")
+        return _chat_example(self.render, row, messages, answer)
+
+
+@dataclass(frozen=True)
+class InstructionFormat(Format):
+    """Alpaca's rows {"instruction": ..., "input": ..., "output": ...}, in Alpaca's words."""
+
+    shape = "instruction"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return INSTRUCTION, INPUT, OUTPUT
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        context = text_in(row, INPUT) if row.fields.get(row.column(INPUT) or INPUT) is not None else ""
+        words = _WITH_INPUT if context.strip() else _WITHOUT_INPUT
+        prompt = words.format(instruction=text_in(row, INSTRUCTION), input=context)
+        way_out = f"data.prompt={INSTRUCTION} and data.completion to the one with the answer"
+        return Example(prompt, answer_in(row, OUTPUT, way_out) if answered else "", (), None, row.where)
+
+
+@dataclass(frozen=True)
+class TextFormat(Format):
+    """Rows {"text": ...}: every token after the first is learnt; asked for an answer, a model continues the text."""
+
+    shape = "text"
+    text: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.text,)
+
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        text = text_in(row, self.text)
+        if not answered:
+            return Example(text, "", (), None, row.where)
+        return Example("", text, (), None, row.where, whole=True)
+
+
+def messages_in(row: Row, name: str) -> Messages:
+    """The messages of a field, in the words of transformers; other keys of a message are kept.
+
+    Raises:
+        RequestError: the field is no list of messages, or who one is from is not known.
+    """
+    messages = row.fields.get(row.column(name) or name)
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise _no_messages(row, name)
+    return [_message(row, name, without_nulls(message)) for message in messages]
+
+
+def _message(row: Row, name: str, message: dict[str, Any]) -> dict[str, Any]:
+    shared = "role" not in message
+    speaker, content = (message.get(key) for key in (("from", "value") if shared else ("role", "content")))
+    if not isinstance(speaker, str):
+        raise _no_messages(row, name)
+    role = _ROLES.get(speaker.strip().casefold(), speaker)
+    if shared and role not in _ROLES.values():
+        raise RequestError(f"{row.where}: a message is from {speaker!r}. {nearest(speaker, _ROLES)}")
+    if isinstance(content, list):
+        content = "".join(_text_of(row, part) for part in content)
+    if content is None and role == "assistant":  # it may be calls of tools alone
+        content = None if message.get(_CALLS) else ""
+    elif not isinstance(content, str) and not (role == "tool" and isinstance(content, dict)):
+        raise _no_messages(row, name)
+    others = {key: value for key, value in message.items() if not (shared and key in ("from", "value"))}
+    return {**others, "role": role, "content": content}
+
+
+def _text_of(row: Row, part: Any) -> str:
+    """The text of a part of a message."""
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        kind = part.get("type", "without a type") if isinstance(part, dict) else type(part).__name__
+        raise RequestError(
+            f"{row.where}: a message has a part {kind!r}, and only parts of text are learnt; take it out, or remove "
+            "that row."
+        )
+    return text
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that have null, which tables write where other rows have a key."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _tools_in(row: Row) -> Messages | None:
+    """The descriptions of tools of a conversation; None where there are none."""
+    own = row.column(TOOLS)
+    tools = row.fields[own] if own is not None else None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except ValueError:
+            tools = ""
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RequestError(
+            f"{row.where}: field {own!r} is not a list of descriptions of functions, or JSON of one; fix that row, or "
+            "take the field out."
+        )
+    padded = own is not None and not isinstance(row.fields[own], str)  # nulls in JSON are what its writer meant
+    return cast("Messages", without_nulls(tools) if padded else tools)
+
+
+def _with_parsed_calls(messages: Messages) -> Messages:
+    """The messages with the arguments of tool calls as objects, which templates write as JSON, in place of JSON."""
+
+    def parsed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [parsed(inner) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        found = {key: parsed(inner) for key, inner in value.items()}
+        try:
+            inner = json.loads(found["arguments"])
+        except (KeyError, TypeError, ValueError):
+            return found
+        return found | ({"arguments": inner} if isinstance(inner, dict) else {})
+
+    return [message | ({_CALLS: parsed(message[_CALLS])} if _CALLS in message else {}) for message in messages]
+
+
+def _rendered(render: RenderChat, row: Row, messages: Messages, tools: Messages | None, *, whole: bool = False) -> str:
+    """The messages by the template; its error with the row, and one where it leaves out calls of tools."""
+    roles = ", ".join(message["role"] for message in messages) or "none"
+    parsed = _with_parsed_calls(messages)
+    spoken = [message | {"content": message["content"] or ""} for message in parsed]
+    with reading(
+        f"{row.where}: the model's chat template does not accept these messages, of the roles {roles}",
+        "change that row, or give rows with 'prompt' and 'completion'",
+    ):
+        used, text = _first_accepted(render, [parsed, messages, spoken], tools, whole)
+    bare = [{key: value for key, value in message.items() if key != _CALLS} for message in used]
+    try:
+        ignored = bare != used and render(bare, tools=tools, whole=whole) == text
+    except Exception:  # the template has no message without content
+        ignored = False
+    if ignored:
+        raise RequestError(
+            f"{row.where}: the model's chat template leaves out calls of tools; write them into the content, or remove "
+            "that row."
+        )
+    return text
+
+
+def _first_accepted(
+    render: RenderChat, forms: list[Messages], tools: Messages | None, whole: bool
+) -> tuple[Messages, str]:
+    """The first form of messages that a template accepts, and its text; the error over the first where there is none.
+
+    Some templates want the arguments of calls as JSON, or a content beside calls.
+    """
+    errors: list[Exception] = []
+    for form in forms:
+        try:
+            return form, render(form, tools=tools, whole=whole)
+        except TezoError:
+            raise
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict[str, Any] | None) -> Example:
+    """The example of a conversation: the answer is what the template makes of it, without the end of the turn.
+
+    A template may strip the content, put a space or a thought before it, and write keys such as a message's reasoning.
+    """
+    if answer is not None and answer.get("weight") == 0:
+        raise RequestError(
+            f"{row.where}: the last message has weight 0, so there is nothing to learn; remove that row."
+        )
+    tools = _tools_in(row)
+    prompt = _rendered(render, row, messages, tools)
+    unread = tools is not None and prompt == _rendered(render, row, messages, None)
+    note = "the model's chat template does not write tools, so the model is not told of them" if unread else ""
+    lost, header, end = _written(render, tuple(message["role"] for message in messages))
+    if lost is not None and all(message.keys() <= {"role", "content"} for message in messages):
+        raise RequestError(
+            f"{row.where}: the model's chat template leaves out messages of the role {lost!r}; give them another role, "
+            "or take them out."
+        )
+    prompt += header
+    if answer is None:
+        return Example(prompt, "", (), None, row.where, chat=True, note=note)
+    text, whole = answer["content"] or "", _rendered(render, row, [*messages, answer], tools, whole=True)
+    if end is None:
+        end = _written(render, ("user",))[2]
+    if end is not None and whole.startswith(prompt) and whole.endswith(end):
+        text = whole[len(prompt) : len(whole) - len(end)]
+    elif prompt.rstrip().endswith(_THOUGHT) and text.lstrip().startswith(_THOUGHT):
+        text = text.lstrip().removeprefix(_THOUGHT).lstrip()
+    elif prompt.rstrip().endswith(_THOUGHT) and _THOUGHT_END not in text:
+        raise RequestError(
+            f"{row.where}: the model's chat template opens a thought ({_THOUGHT}), which this answer does not close; "
+            f"put the thought and {_THOUGHT_END} before it, or give rows with a prompt and a completion as texts."
+        )
+    elif answer.get(_CALLS):
+        if not whole.startswith(prompt):
+            raise RequestError(
+                f"{row.where}: the model's chat template does not write the last message behind those before it, so "
+                "its calls of tools cannot be learnt; write them into the content, or remove that row."
+            )
+        text = whole[len(prompt) :].rstrip()
+    elif not whole.startswith(prompt):
+        alone = (
+            "the model's chat template opens this answer otherwise than its prompts end, so the content alone is learnt"
+        )
+        note = "; ".join(filter(None, (note, alone)))
+    return Example(prompt, text, (), None, row.where, chat=True, note=note)
+
+
+@lru_cache(maxsize=128)
+def _written(render: RenderChat, roles: tuple[str, ...]) -> tuple[str | None, str, str | None]:
+    """What a template writes around the answer to messages of these roles, found by marks in the place of contents.
+
+    Returns (the role of the first message that it leaves out, or None; what opens the answer's turn, where the
+    template does not write it into prompts; what it writes after an answer, None where that cannot be told).
+    """
+    marks = [f"mark-{place}-of-a-message" for place in range(len(roles) + 1)]
+    asked: Messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=False)]
+    try:
+        prompt = render(asked)
+        whole = render([*asked, {"role": "assistant", "content": marks[-1]}], whole=True)
+        opens = prompt != render(asked, whole=True)
+    except Exception:  # the template needs more than roles and contents
+        return None, "", None
+    lost = next((role for role, mark in zip(roles, marks, strict=False) if mark not in prompt), None)
+    before, found, end = whole.partition(marks[-1])
+    if not found or not before.startswith(prompt):
+        return lost, "", end if found else None
+    # a space belongs to the word behind it, for most tokenizers
+    return lost, "" if opens else before[len(prompt) :].rstrip(" "), end
+
+
+def _no_messages(row: Row, name: str) -> RequestError:
+    return RequestError(f'{row.where}: field {name!r} is not a list of {{"role": ..., "content": ...}}; fix that row.')

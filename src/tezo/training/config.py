@@ -1,0 +1,439 @@
+"""Conversion of values from YAML and the command line to the declared types of the settings.
+
+Recipes that come with the library: one for each method, with the paper's settings.
+
+Configuration of a run: reads YAML and `key=value` settings into the sections of a recipe, and checks them.
+
+A recipe has four sections (model, data, method, train). `model: NAME`, `data: FILE` and `method: NAME` are
+short for model.name, data.train and method.name. The resolved configuration is written into the run folder;
+reading that file gives an equal configuration.
+"""
+
+import dataclasses
+import types
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from tezo.models.kinds import ModelConfig
+from tezo.models.local_names import absolute_name
+from tezo.optim.methods import AUTO, BASELINES, method
+from tezo.runs.files import check_manifest
+from tezo.runs.words import REWARD
+from tezo.system.errors import RequestError, nearest
+from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes
+from tezo.tasks.row_files import DataConfig
+from tezo.training.keywords import suggestion
+from tezo.training.recipe import LOSS, Config, MethodConfig, TrainConfig
+
+
+def coerce(key: str, value: Any, kind: Any) -> Any:
+    """Converts `value` to the type `kind`.
+
+    A string, as the command line gives it, is read as YAML unless `kind` is str. Unlike in YAML, 1e-5 is a number, and
+    1e3 a whole one.
+
+    Args:
+        key: dotted key of the setting, for messages.
+        value: value from YAML or the command line.
+        kind: declared type of the setting.
+
+    Raises:
+        RequestError: the value does not have this type.
+    """
+    if isinstance(value, str) and kind not in (str, str | None) and get_origin(kind) is not Literal:
+        value = _scalar(value)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        if any(value in get_args(a) for a in arguments if get_origin(a) is Literal):
+            return value
+        return coerce(key, value, next(a for a in arguments if a is not type(None)))
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise RequestError(f"{key} is {value!r}; it must be one of {', '.join(map(str, arguments))}.")
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(arguments):
+        return tuple(coerce(key, v, a) for v, a in zip(value, arguments, strict=True))
+    if origin is Sequence:
+        _check_is_no_list(key, value)
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list | tuple):
+            return [coerce(key, v, arguments[0]) for v in items]
+    if origin is dict and isinstance(value, Mapping):
+        for k, v in value.items():
+            if isinstance(k, bool) or (arguments[1] is str and isinstance(v, bool)):
+                raise RequestError(
+                    f"{key} has {k}: {v}: YAML reads yes, no, on and off without quotes as true or false; quote them."
+                )
+        return {str(k): coerce(f"{key}.{k}", v, arguments[1]) for k, v in value.items()}
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise RequestError(f"{key} is {value!r}; it must be {_description(kind)}.")
+
+
+def _scalar(text: str) -> Any:
+    for reader in (int, float):
+        try:
+            return reader(text)
+        except ValueError:
+            pass
+    try:
+        return parse_yaml(text)
+    except UntrustedError:
+        return text
+
+
+def _check_is_no_list(key: str, value: Any) -> None:
+    """Raises a `RequestError` for a string that was meant as a list: YAML takes !x, without quotes, for a tag."""
+    if isinstance(value, str) and value.startswith("["):
+        raise RequestError(
+            f"{key} is {value!r}, which YAML cannot read as a list; quote what begins with ! or has other signs of "
+            "YAML, as in [all, '!lm_head']."
+        )
+
+
+_LISTS = {int: "a list of whole numbers, such as [8, 16]", float: "a list of numbers, such as [0.5, 1]"}
+
+
+def _description(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        return f"a list of {len(arguments)} values, such as [0.9, 0.99]"
+    if origin is Sequence:
+        return _LISTS.get(arguments[0], "a list of strings")
+    return words.get(kind, "a section of key: value lines")
+
+
+def recipe_folder() -> Path:
+    """The folder of the recipes, NAME.yaml for each method."""
+    return Path(str(files("tezo.training"))) / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Names of all recipes, such as "lozo"."""
+    return sorted(path.stem for path in recipe_folder().glob("*.yaml"))
+
+
+def find_recipe(given: Path) -> Path:
+    """The file that the user gives, or the recipe of the library with that name (with or without .yaml).
+
+    Raises:
+        RequestError: there is neither.
+    """
+    if given.exists():
+        return given
+    name, names = given.as_posix().removesuffix(".yaml"), recipe_names()
+    if name in names:
+        return recipe_folder() / f"{name}.yaml"
+    raise RequestError(
+        f"there is no recipe {given}, neither a file nor one that comes with tezo. {nearest(name, names)}"
+    )
+
+
+_SHORT = {"model": "name", "data": "train", "method": "name"}
+
+REMOVED_SETTINGS: dict[str, Any] = {"train.order": "shuffled", "method.clip": None}
+"""Settings of earlier versions, and the value of each that stands for what is done without it.
+
+Run folders of those versions have them: with this value they are read as if the key were not there.
+"""
+
+
+ONLY_FROM_THE_USER = frozenset({"model.trust_remote_code", "train.reward"})
+"""Settings that count from the command line, Python and a recipe that the user names, never from a run folder.
+
+A run folder may come from a stranger, and these let code run: that of a model, and that of a scorer.
+"""
+
+
+PATHS = ("model.name", "data.train", "data.dev", "data.test", "data.dir", "train.reward")
+"""Settings that may be a path; of a hub data set or a task dev and test rows are splits of it."""
+
+
+def read_config(path: Path | None, settings: Sequence[tuple[str, Any]]) -> Config:
+    """Reads a recipe file and applies settings to it.
+
+    Args:
+        path: YAML file; None: an empty recipe.
+        settings: (dotted key, value) pairs; later pairs override earlier ones and the file.
+
+    Raises:
+        RequestError: no such file, an unknown key, a value of the wrong type or out of range.
+    """
+    tree = _read_yaml(path) if path is not None else {}
+    return parse_config(overlay(tree, settings))
+
+
+def read_run_config(path: Path, settings: Sequence[tuple[str, Any]]) -> Config:
+    """Reads the config.yaml of a run folder, which may come from a stranger, and applies settings to it.
+
+    Args:
+        path: the file.
+        settings: (dotted key, value) pairs of the user's.
+
+    Raises:
+        RequestError: as `read_config`, or the file is not the one that the run wrote.
+    """
+    check_manifest(path.parent, [path.name])
+    try:
+        data = read_bytes(path, MOST_YAML)
+    except UntrustedError as error:
+        raise RequestError(f"{path.parent}: {error}; put an intact copy of that file in its place.") from None
+    return parse_config(overlay(untrusted_tree(_tree_of(path, data)), settings))
+
+
+def untrusted_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that a run folder has, without the keys of `ONLY_FROM_THE_USER`."""
+    sections = {section: _long(section, values) for section, values in tree.items()}
+    for key in ONLY_FROM_THE_USER:
+        section, _, name = key.partition(".")
+        sections.get(section, {}).pop(name, None)
+    return sections
+
+
+def overlay(tree: dict[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Sets (dotted key, value) pairs in the nested mappings `tree`, in order, and returns it."""
+    for key, value in settings:
+        _set(tree, key, value)
+    return tree
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """The configuration that nested mappings describe; `RequestError` if a key or value is wrong."""
+    _known_keys(tree, {"model", "data", "method", "train"}, "")
+    sections = without_removed({key: _long(key, value) for key, value in tree.items()})
+    if "name" not in sections.get("model", {}):
+        raise RequestError("model.name is not set; give --model or a recipe that has it.")
+    config = Config(
+        model=_build(ModelConfig, sections["model"], "model"),
+        data=_build(DataConfig, sections.get("data", {}), "data"),
+        method=_method(sections.get("method", {})),
+        train=_with_reward(_build(TrainConfig, sections.get("train", {}), "train")),
+    )
+    _check(config)
+    _check_lr(config)
+    return config
+
+
+def _with_reward(train: TrainConfig) -> TrainConfig:
+    """The settings with the objective that a scorer implies."""
+    if train.reward is None:
+        return train
+    if train.objective not in (LOSS, REWARD):
+        raise RequestError(
+            f"train.reward is {train.reward}, and train.objective is {train.objective}; leave one of them out."
+        )
+    return dataclasses.replace(train, objective=REWARD)
+
+
+def without_removed(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The sections without `REMOVED_SETTINGS`.
+
+    Raises:
+        RequestError: one of them has another value.
+    """
+    kept = {section: dict(values) for section, values in sections.items()}
+    for key, neutral in REMOVED_SETTINGS.items():
+        section, _, name = key.partition(".")
+        value = kept.get(section, {}).pop(name, neutral)
+        if value != neutral:
+            raise RequestError(f"{key} is {value!r}, and this setting was removed; leave it out, in a new run.")
+    return kept
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """The configuration as nested mappings, the inverse of `parse_config`."""
+    tree = {section.name: dataclasses.asdict(getattr(config, section.name)) for section in dataclasses.fields(config)}
+    given = config.method.options
+    tree["method"] = {"name": config.method.name, **{name: given[name] for name in _ordered(config.method.name, given)}}
+    return tree
+
+
+def _ordered(name: str, options: Mapping[str, Any]) -> list[str]:
+    """The options in the order of the method's: what a run chose may have been given or read from its log."""
+    places = {option: place for place, option in enumerate(method(name).options())}
+    return sorted(options, key=lambda option: places.get(option, len(places)))
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with the whole path of each file and folder here, so that it means the same elsewhere."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key in PATHS:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        is_split = config.data.task is not None and key in ("data.dev", "data.test")
+        if value is not None and not is_split:
+            sections.setdefault(section, {})[name] = absolute_setting(key, value)
+    changed: Any = {section: dataclasses.replace(getattr(config, section), **new) for section, new in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def absolute_setting(key: str, value: Any) -> Any:
+    """The value of one of `PATHS` with its whole path, where it is a path here; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    if key != "train.reward":
+        return absolute_name(value)
+    file, colon, function = value.rpartition(":")
+    return f"{absolute_name(file)}{colon}{function}"
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML."""
+    tree = to_tree(config)
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    # YAML reads an unescaped \x85 as a line break
+    return yaml.safe_dump(tree, sort_keys=False) if "\x85" in text else text
+
+
+def parse_setting(text: str) -> tuple[str, str]:
+    """Splits "a.b=value" at the first "=" into ("a.b", "value")."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise RequestError(f"--set {text!r} is not key=value; write for example --set method.lr=1e-4.")
+    return key, value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise RequestError(f"there is no recipe {path}; check the path.") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read ({error.strerror}); give another file.") from None
+    return _tree_of(path, data)
+
+
+def _tree_of(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(data)
+    except UntrustedError as error:
+        raise RequestError(
+            f"{path} {error}; correct that file (what begins with ! needs quotes: [all, '!lm_head'])."
+        ) from None
+    if not isinstance(tree, dict):
+        raise RequestError(f"{path} is not a recipe; it needs the sections model, data, method, train.")
+    return tree
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    section, _, rest = key.partition(".")
+    if not rest:
+        tree[section] = {**_long(section, tree.get(section, {})), _SHORT.get(section, "name"): value}
+        return
+    parent: dict[str, Any] = _long(section, tree.get(section, {}))
+    tree[section] = parent
+    *middle, last = rest.split(".")
+    for name in middle:
+        if not isinstance(parent.get(name, {}), Mapping):
+            raise RequestError(f"{key}: there is no such key, because {name} is a value, not a section.")
+        parent[name] = dict(parent.get(name, {}))
+        parent = parent[name]
+    parent[last] = value
+
+
+def _long(section: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str) and section in _SHORT:
+        return {_SHORT[section]: value}
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{section} is {value!r}; it must be a section of key: value lines.")
+    return dict(value)
+
+
+def _known_keys(tree: Mapping[str, Any], known: set[str], prefix: str) -> None:
+    for key in tree:
+        if key not in known:
+            raise RequestError(f"{prefix}{key}: there is no such key. {suggestion(prefix + str(key), sorted(known))}")
+
+
+def _build(cls: type[Any], tree: Mapping[str, Any], section: str) -> Any:
+    hints = get_type_hints(cls)
+    _known_keys(tree, set(hints), f"{section}.")
+    return cls(**{key: coerce(f"{section}.{key}", value, hints[key]) for key, value in tree.items()})
+
+
+def _method(tree: Mapping[str, Any]) -> MethodConfig:
+    name = str(tree.get("name", MethodConfig().name))
+    types_of = method(name).options()
+    options = {key: value for key, value in tree.items() if key != "name"}
+    for key in options:
+        if key not in types_of:
+            raise RequestError(f"method.{key}: {name} has no such option. {suggestion(f'method.{key}', types_of)}")
+    return MethodConfig(name=name, options={k: coerce(f"method.{k}", v, types_of[k]) for k, v in options.items()})
+
+
+_LEAST = {
+    "model.lora_rank": 1,
+    "model.lora_alpha": 1,
+    "model.prefix_length": 1,
+    "train.steps": 1,
+    "train.batch_size": 1,
+    "train.max_new_tokens": 1,
+    "train.temperature": 0,
+    "train.eval_batch_size": 1,
+    "train.log_every": 1,
+    "train.warmup_steps": 0,
+    "train.feedback_first": 0,
+    "train.feedback_last": 0,
+    "train.eval_every": 0,
+    "train.patience": 1,
+    "train.seed": 0,
+    "data.seed": 0,
+    "train.sync_every": 0,
+    "train.checkpoint_every": 0,
+    "train.keep_checkpoints": 1,
+    "train.compare_every": 1,
+    "data.num_train": 1,
+    "data.num_dev": 1,
+    "data.num_test": 1,
+    "data.per_class": 1,
+    "data.max_length": 4,
+}
+"""Settings -> the smallest value; None is allowed where it is the default."""
+
+
+def _check(config: Config) -> None:
+    for key, least in _LEAST.items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and value < least:
+            raise RequestError(f"{key} is {value}; it must be at least {least}.")
+    train, data = config.train, config.data
+    if train.epochs is not None and train.epochs <= 0:
+        raise RequestError(f"train.epochs is {train.epochs}; it must be positive.")
+    if max(train.seed, data.seed or 0) >= 2**63:
+        raise RequestError("train.seed and data.seed must be below 2^63; give a smaller one.")
+    if data.train is None and data.task is None:
+        raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
+    if train.patience is not None and train.eval_every == 0:
+        raise RequestError(
+            f"train.patience is {train.patience}, but train.eval_every is 0 (no evaluation); leave one of them out."
+        )
+    if data.per_class is not None and data.num_train is not None:
+        raise RequestError("data.per_class and data.num_train both set the training rows; leave one of them out.")
+    if data.hold_out is not None and not 0 <= data.hold_out < 1:
+        raise RequestError(f"data.hold_out is {data.hold_out}; it must be at least 0 and below 1.")
+
+
+def _check_lr(config: Config) -> None:
+    name, lr, objective = config.method.name, config.method.options.get("lr"), config.train.objective
+    if lr != AUTO:
+        return
+    if name in BASELINES:
+        raise RequestError(f"method.lr is auto, which is for zeroth-order methods; set a number for {name}.")
+    if objective != TrainConfig().objective:
+        raise RequestError(
+            f"method.lr is auto, which needs train.objective loss, not {objective}; set method.lr to a number."
+        )

@@ -1,0 +1,425 @@
+"""The plan of a run: shape, rank and update of every parameter of the model.
+
+The reward of a configuration, from the function that the user gives.
+
+From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan.
+"""
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from tezo.directions.bases.basis import Passes
+from tezo.directions.products import float32_on_emulating_cpu
+from tezo.directions.random import permutation
+from tezo.directions.ranks import is_zero
+from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
+from tezo.forward.interception import DirectReads
+from tezo.models.kinds import IN_MEMORY, is_unused
+from tezo.models.loading import LoadedModel, check_head_not_tied, load_model
+from tezo.models.peft import add_adapter
+from tezo.optim.learning_rate import TRIAL_STEPS
+from tezo.optim.methods import AUTO, method
+from tezo.optim.tuner import Tuner
+from tezo.runs.words import REWARD
+from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError
+from tezo.system.progress import CHECKING, ENCODING, current, tracked
+from tezo.tasks.examples import check_answers
+from tezo.tasks.notices import rows_as_read, token_notices
+from tezo.tasks.objectives.batch import Batch
+from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
+from tezo.tasks.rewards import Reward, Score, load_score, name_of, prompt_of
+from tezo.tasks.rows import Format
+from tezo.tasks.setup import make_format, make_objective
+from tezo.tasks.splits import Splits, divide, read_splits
+from tezo.training.recipe import LOSS as LOSS
+from tezo.training.recipe import Config, TrainConfig
+from tezo.training.resolution import Resources, RowFacts, resolve, resolve_before_building
+from tezo.training.schedule import BatchSampler
+
+
+def plan(model: Any, optimizer: Tuner) -> list[dict[str, Any]]:
+    """One entry per parameter of the model.
+
+    Each has "name", "shape" and "trained". A trained parameter also has "kind", "rank", "moved" (how it is perturbed
+    and updated) and "also" (other modules that share it).
+    """
+    targets = {target.name: target for target in optimizer.targets}
+    rows: list[dict[str, Any]] = []
+    for name, parameter in model.named_parameters():
+        shape = targets[name].shape if name in targets else parameter.shape
+        row: dict[str, Any] = {"name": name, "shape": list(shape), "trained": name in targets}
+        if name in targets:
+            rank, application = optimizer.application(name)
+            row |= {"kind": targets[name].kind, "rank": rank, "moved": application}
+            row["also"] = [site.name for site in targets[name].sites[1:]]
+        rows.append(row)
+    return rows
+
+
+def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The number of parameter entries of a `plan`: {"total": all, "trained": those that are trained}."""
+    sizes = [(math.prod(row["shape"]), row["trained"]) for row in rows]
+    return {"total": sum(size for size, _ in sizes), "trained": sum(size for size, trained in sizes if trained)}
+
+
+def make_reward(config: Config, given: Score | None = None) -> Reward | None:
+    """The reward that a configuration maximises; None: it has another objective.
+
+    Args:
+        config: of a run. Its train.reward is what the user gave: that of a run folder does not count.
+        given: a scorer that is an object, in place of the file that the configuration names.
+
+    Raises:
+        RequestError: no scorer was given, it cannot be loaded, or there are settings of a reward without one.
+    """
+    train = config.train
+    if train.objective != REWARD:
+        for key in ("max_new_tokens", "temperature"):
+            if getattr(train, key) != getattr(TrainConfig, key):
+                raise RequestError(
+                    f"train.{key} is {getattr(train, key)}, which is for a reward; give train.reward too."
+                )
+        return None
+    if given is not None:
+        name = name_of(given)
+        score, digest = given, hashlib.sha256(name.encode()).hexdigest()
+    elif train.reward in (None, IN_MEMORY):
+        raise RequestError(
+            f"train.objective is {REWARD}, and no scorer is given, for what a run folder says of it does not count; "
+            "give --reward FILE.py:FUNCTION, or reward=... in Python."
+        )
+    else:
+        name = str(train.reward)
+        score, digest = load_score(name)
+    return Reward(score, name, digest, train.max_new_tokens, train.temperature, train.seed)
+
+
+def with_reward(config: Config, reward: Score | str | None) -> tuple[Config, Score | None]:
+    """(the configuration with this reward as its objective, the scorer where it is an object)."""
+    if reward is None:
+        return config, None
+    named = reward if isinstance(reward, str) else IN_MEMORY
+    train = replace(config.train, objective=REWARD, reward=named)
+    return replace(config, train=train), None if isinstance(reward, str) else reward
+
+
+def reward_notice(reward: Reward | None) -> list[str]:
+    """What an evaluation of the reward takes."""
+    if reward is None:
+        return []
+    return [
+        f"train.reward: an evaluation of {reward.name} writes up to {reward.max_new_tokens} tokens for each row, each "
+        "by a forward pass; num_forward_passes counts the evaluation as one."
+    ]
+
+
+BASIS_ROWS = 64
+"""Training rows that a basis which sees the data looks at: as many as two steps of 16 rows pass."""
+
+HELD_OUT_ROWS = 64
+"""Rows that trials of learning rates are compared on, at most."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, ready to start.
+
+    Attributes:
+        config: resolved: with no open setting.
+        loaded: model, tokenizer, kind.
+        format: rows -> examples.
+        objective: examples -> losses.
+        train: rows to step on.
+        dev: rows that choose the checkpoint; may be empty.
+        test: rows for the figures before and after.
+        optimizer: on the model.
+        untrained: parameters that the loss does not depend on, or reads past their modules.
+        reward: what is maximised, where it is the objective.
+        rows_as_read: the shape of the rows and the first of them as the model reads it, in words, for the screen.
+        notices: what the user should know before the start: cuts, label words that are alike, parameters left out,
+            held-out rows.
+    """
+
+    config: Config
+    loaded: LoadedModel
+    format: Format
+    objective: Objective
+    train: list[Encoded]
+    dev: list[Encoded]
+    test: list[Encoded]
+    optimizer: Tuner
+    untrained: tuple[str, ...] = ()
+    reward: Reward | None = None
+    rows_as_read: tuple[str, ...] = ()
+    notices: tuple[str, ...] = field(default=())
+
+    @property
+    def model(self) -> Any:
+        """The model being tuned."""
+        return self.loaded.model
+
+    def with_lr(self, lr: float) -> "Job":
+        """The job with another learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return replace(self, config=self.config.with_options(lr=lr))
+
+    def sampler(self) -> BatchSampler:
+        """Which training rows a step takes."""
+        train = self.config.train
+        return BatchSampler(len(self.train), train.batch_size, train.seed)
+
+    def batches(self, indices: Sequence[int]) -> list[Batch]:
+        """These training rows, ready for `objective.loss`."""
+        return self.objective.batches([self.train[i] for i in indices])
+
+
+def prepare(
+    config: Config,
+    *,
+    loaded: LoadedModel | None = None,
+    rows: Splits | None = None,
+    score: Score | None = None,
+    measuring: bool = True,
+) -> Job:
+    """Loads, reads, encodes and plans.
+
+    Args:
+        config: of the run.
+        loaded: a model that is in memory, in place of the one that the configuration names.
+        rows: rows that are in memory, in place of those that the configuration names.
+        score: scorer of completions that is an object, in place of the file that train.reward names.
+        measuring: whether open settings may be measured by forward passes; otherwise they stay open.
+
+    Raises:
+        RequestError: something does not fit.
+    """
+    reward = make_reward(config, score)
+    found = rows if rows is not None else read_splits(config.data)
+    loaded = load_for_tuning(config, loaded)
+    used = _encode(config, loaded, found, reward)
+    untrained = _untrained(loaded, used.objective, used.train)
+    build = partial(make_optimizer, loaded=loaded, untrained=untrained)
+    resources = _resources(config, loaded, used, measuring=measuring)
+    try:
+        config, choices = resolve_before_building(config, resources, build)
+        optimizer = build(config)
+        try:
+            optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
+            resolved, more = resolve(config, resources, optimizer)
+        except BaseException:
+            optimizer.close()  # a model that the caller has is free again
+            raise
+    except NonFiniteLossError:
+        check_untuned(loaded, used.objective, used.train[: config.train.batch_size])
+        raise
+    return Job(
+        config=resolved,
+        loaded=loaded,
+        format=used.format,
+        objective=used.objective,
+        train=used.train,
+        dev=used.dev,
+        test=used.test or used.dev,
+        optimizer=optimizer,
+        untrained=tuple(untrained),
+        reward=reward,
+        rows_as_read=used.as_read,
+        notices=(
+            *reward_notice(reward),
+            *used.notices,
+            *_untrained_notice(untrained),
+            *_left_out_notice(config, optimizer, untrained),
+            *_rank_notice(config, optimizer),
+            *choices,
+            *more,
+        ),
+    )
+
+
+def check_untuned(loaded: LoadedModel, objective: Objective, encoded: Sequence[Encoded]) -> None:
+    """An error where the model's own loss of these rows is NaN or infinite, whatever a step does."""
+    with torch.no_grad(), float32_on_emulating_cpu(loaded.model):
+        loss = float(objective.closure(loaded.model, objective.batches(encoded))())
+    if not math.isfinite(loss):
+        raise NonFiniteModelError("the loss of the untuned model", loss, loaded.model.dtype)
+
+
+@dataclass(frozen=True)
+class _EncodedRows:
+    """The rows of a run, encoded for the model."""
+
+    format: Format
+    objective: Objective
+    train: list[Encoded]
+    dev: list[Encoded]
+    test: list[Encoded]
+    notices: Sequence[str]
+    as_read: tuple[str, ...]
+
+
+def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward | None) -> _EncodedRows:
+    form = make_format(config.data, loaded, found.train)
+    used = divide(found, form, config.data, config.train.seed)
+    objective = make_objective(config.data, loaded, form, reward.max_new_tokens if reward is not None else None)
+    example_of = form.example if reward is None else partial(prompt_of, form)
+    learnt_of = form.training_example if config.train.minimises_loss else example_of
+    uses = ((used.train, learnt_of), (used.dev, example_of), (used.test, example_of))
+    with current().phase(ENCODING):
+        examples = [[example(row) for row in part] for part, example in uses]
+        if reward is None:
+            check_answers([example for part in examples for example in part])
+        train = [objective.encode(example) for example in tracked(examples[0])]
+        dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
+    _check_use(config, dev)
+    objective.adapt(loaded.model, train)
+    current().rows_per_pass = objective.rows_of_pass(train[:BASIS_ROWS], config.train.batch_size)
+    notices = [*loaded.notices, *used.notices, *token_notices(objective)]
+    as_read = rows_as_read(form, used.train[0], objective, train[0])
+    return _EncodedRows(form, objective, train, dev, test, notices, as_read)
+
+
+def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows, *, measuring: bool) -> Resources:
+    """What open settings are filled in by.
+
+    Rates are compared on the run's own first steps, by dev rows or else training rows of later steps.
+    """
+    settings, train, objective = config.train, rows.train, rows.objective
+    sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
+    seen = {row for step in range(TRIAL_STEPS) for row in sampler.rows(step)}
+    others = rows.dev or [row for i, row in enumerate(train) if i not in seen]
+    order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
+    held_out = [others[i] for i in order]
+
+    def loss(encoded: Sequence[Encoded]) -> BatchClosure:
+        return objective.closure(loaded.model, objective.batches(encoded))
+
+    def losses() -> list[float]:
+        size = settings.batch_size  # no pass takes more memory than a step's
+        parts = [held_out[start : start + size] for start in range(0, len(held_out), size)]
+        return [value for part in parts for value in loss(part).row_losses().tolist()]
+
+    return Resources(
+        format=rows.format,
+        model=loaded.model,
+        rows=RowFacts(
+            count=len(train),
+            shared_tokens=objective.shared_tokens,
+            held_out=len(held_out),
+        ),
+        loss=lambda count: loss(train[:count]),
+        batch=lambda step: loss([train[i] for i in sampler.rows(step)]),
+        held_out=losses,
+        measuring=measuring,
+    )
+
+
+def _check_use(config: Config, dev: Sequence[Encoded]) -> None:
+    """An error where a setting is of rows that there are not."""
+    settings = config.train
+    if settings.patience is not None and not dev:
+        raise RequestError(f"train.patience is {settings.patience}, and there are no dev rows; give data.dev.")
+
+
+def load(config: Config) -> LoadedModel:
+    """The base model of a configuration."""
+    m = config.model
+    return load_model(
+        m.name,
+        kind=m.kind,
+        dtype=m.dtype,
+        device=m.device,
+        quantization=m.quantization,
+        placement=m.placement,
+        untie_head=m.untie_head,
+        trust_remote_code=m.trust_remote_code,
+    )
+
+
+def load_for_tuning(config: Config, loaded: LoadedModel | None = None) -> LoadedModel:
+    """The base, or `loaded` in its place, with a new adapter of PEFT where the configuration asks for one."""
+    return add_adapter(loaded if loaded is not None else load(config), config.model, config.train.seed)
+
+
+def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded]) -> list[str]:
+    """Parameters that the loss does not depend on, or that it reads past their modules."""
+    targets, batch = find_targets(loaded.model), objective.collate(train[:1])
+    with current().phase(CHECKING), torch.no_grad(), DirectReads(targets) as reads:
+        uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
+    apart = uncalled | reads.names
+    return [target.name for target in targets if target.name in apart or is_unused(target.name, loaded.kind)]
+
+
+def _untrained_notice(names: Sequence[str]) -> list[str]:
+    return (
+        [f"left untrained, since the loss does not depend on them, or reads them past their modules: {_some(names)}."]
+        if names
+        else []
+    )
+
+
+def _left_out_notice(config: Config, optimizer: Tuner, untrained: Collection[str]) -> list[str]:
+    """On matrices that the loss depends on and that all-linear leaves out, such as the experts of a mixture."""
+    if ALL_LINEAR not in config.method.options.get("targets", method(config.method.name).defaults()["targets"]):
+        return []
+    tuned = {*(target.name for target in optimizer.targets), *untrained}
+    out = [t for t in find_targets(optimizer.model) if t.kind == "other" and t.name not in tuned]
+    if not out:
+        return []
+    share = sum(t.parameter.numel() for t in out) / sum(p.numel() for p in optimizer.model.parameters())
+    return [f"not trained, since they are no linear layers' weights: {_some([t.name for t in out])} "
+            f"({share:.0%} of the model); method.targets=all, or their names, trains them too."]  # fmt: skip
+
+
+def _rank_notice(config: Config, optimizer: Tuner) -> list[str]:
+    defaults = method(config.method.name).defaults()
+    wanted = config.method.options.get("rank", defaults.get("rank"))
+    if "rank_rule" in defaults and wanted is None:
+        return _chosen_ranks_notice(config.method.options.get("rank_rule", defaults["rank_rule"]), optimizer)
+    names = [target.name for target in optimizer.targets]
+    lower = [name for name in names if wanted and (optimizer.application(name)[0] or wanted) < wanted]
+    return [f"method.rank is {wanted}, lowered to the smaller side of: {_some(lower)}."] if lower else []
+
+
+def _chosen_ranks_notice(rule: str, optimizer: Tuner) -> list[str]:
+    """On the ranks that Eq. 7 chose, before the first step."""
+    matrices = [target for target in optimizer.targets if target.is_matrix]
+    ranks = sorted({optimizer.application(target.name)[0] or 0 for target in matrices})
+    if not ranks:
+        return []
+    zero = [target.name for target in matrices if is_zero(target)]
+    of = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    without = f", without {_some(zero)}, which are zero" if zero else ""
+    return [f"method.rank: {of} in {len(matrices)} matrices, by method.rank_rule={rule}{without}."]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], seed: int) -> Passes:
+    """Step -> forward passes over `BASIS_ROWS` training rows, or all where there are fewer; others at each step."""
+
+    def passes(refresh_step: int) -> None:
+        chosen = permutation(len(train), seed=seed, step=refresh_step, name="basis")[:BASIS_ROWS]
+        objective.losses(loaded.model, objective.batches([train[i] for i in chosen]), 1)
+
+    return passes
+
+
+def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> Tuner:
+    """The method of a configuration on a model; `untrained` parameters are left alone."""
+    options = {key: value for key, value in config.method.options.items() if value != AUTO}
+    if config.model.peft != "none":
+        options.setdefault("targets", (ALL,))
+    wanted = method(config.method.name)
+    targets = options.pop("targets", wanted.defaults()["targets"])
+    check_head_not_tied(loaded.model, targets)
+    targets = (*targets, *(f"!{name}" for name in untrained))
+    return wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)

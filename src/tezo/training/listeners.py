@@ -1,0 +1,98 @@
+"""Who follows a run: called after each step and evaluation.
+
+Handling of SIGTERM and SIGINT: the current step is finished, the run is saved, and the process ends.
+"""
+
+import signal
+import threading
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from tezo.optim.estimators.estimate import StepRecord
+from tezo.runs.step_log import Rollback
+from tezo.system.progress import Work
+from tezo.tasks.evaluation import Metrics
+from tezo.training.job import Job
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A finished step: its record, seconds since the first, bytes of memory at the peak."""
+
+    record: StepRecord
+    seconds: float
+    memory: int
+
+
+class Listener:
+    """Follows a run; a subclass overrides what it wants to hear of. Calls come in the order of what they report."""
+
+    def working(self, work: Work) -> None:
+        """A phase has begun or has got further; the first call comes before there is a job."""
+
+    def started(self, job: Job) -> None:
+        """All is ready; nothing has been evaluated yet."""
+
+    def stepping(self, step: int) -> None:
+        """Step number `step`, from 0, is about to be taken."""
+
+    def stepped(self, progress: Progress) -> None:
+        """A step is finished."""
+
+    def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
+        """`split` ("dev" or "test") was evaluated after `step` steps."""
+
+    def warned(self, text: str) -> None:
+        """Something of the run should be known that was not at its start; the summary has it among the notices."""
+
+    def rolled_back(self, rollback: Rollback) -> None:
+        """The run has returned to an earlier state, and goes on at a lower rate."""
+
+    def compared(self, answers: dict[str, Any]) -> None:
+        """Answers to test rows before and after, as in answers.json; not called where there are none."""
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        """The result is saved."""
+
+    def closed(self) -> None:
+        """The run is over, finished or not; the last call, and the only one that always comes."""
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether the run should end after this step."""
+        return False
+
+
+class Interruption:
+    """Context manager that records the first SIGTERM or SIGINT; a second signal has its usual effect.
+
+    Attributes:
+        signal: the name of the recorded signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():  # Python sets signal handlers only there
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.signal = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, error, trace
+        self._restore()

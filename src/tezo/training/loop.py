@@ -1,0 +1,359 @@
+"""The loop: evaluate, step, evaluate, save."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tezo.models.loading import LoadedModel
+from tezo.models.saving import Tuning, save_result
+from tezo.optim.estimators.estimate import FEEDBACK, Closure
+from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.runs.checkpoints import Checkpoint
+from tezo.runs.environment import memory_for, peak_memory
+from tezo.runs.folder import CONFIG, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
+from tezo.runs.step_log import End
+from tezo.system.digests import digest
+from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted, nearest
+from tezo.system.files import reading
+from tezo.system.progress import AFTER, BEFORE, SAVING, STEPS, current, metered
+from tezo.system.ranks import Ranks, join
+from tezo.tasks.evaluation import Metrics
+from tezo.tasks.rewards import Score
+from tezo.tasks.splits import Splits
+from tezo.training.best_state import BestState
+from tezo.training.config import dump_config, read_config, with_absolute_paths
+from tezo.training.data_parallel import check_shareable, shared_rows
+from tezo.training.evaluations import Evaluations, compare
+from tezo.training.header import check_same, check_unchanged, log_header, request_of, with_choices_of
+from tezo.training.job import Job, check_untuned, plan, prepare
+from tezo.training.listeners import Interruption, Listener, Progress
+from tezo.training.recipe import LOSS, Config
+from tezo.training.schedule import interval, is_feedback, lr_factor
+from tezo.training.summary import Outcome, row_counts, summarize
+
+
+def train(
+    config: Config,
+    output: Path,
+    listeners: Sequence[Listener] = (),
+    *,
+    resume: bool = False,
+    loaded: LoadedModel | None = None,
+    rows: Splits | None = None,
+    score: Score | None = None,
+) -> dict[str, Any]:
+    """Runs a configuration from start to end; returns the summary that is also in `output`/summary.json.
+
+    Args:
+        config: what to do.
+        output: run folder; must not exist, or be empty, unless a run is resumed.
+        listeners: told of every step and evaluation; `TrainerCallbacks` of `tezo.training.integrations` is one.
+        resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
+            Of one that has ended only the summary is returned.
+        loaded: a model that is in memory, see `prepare`.
+        rows: rows that are in memory, see `prepare`.
+        score: scorer of completions that is an object, see `prepare`.
+
+    Raises:
+        RequestError: the request is wrong; nothing has been written.
+        NonFiniteLossError: a loss was NaN or infinite; the folder has what was logged until then.
+        RunInterrupted: SIGINT or SIGTERM came; the step under way was finished and saved. A KeyboardInterrupt.
+        RunError: something could not be written; the run can be resumed.
+    """
+    ranks = join()
+    folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
+    with metered() as meter, meter.telling(listener.working for listener in listeners):
+        try:
+            ranks.check_same({"resume": resume, **request_of(config)})
+            with ranks.together("use the run folder"):
+                if not (resume and folder.has_begun):
+                    folder.check_free()
+            if resume and (summary := folder.summary()) is not None:
+                folder.check_ended()
+                check_unchanged(read_config(output / CONFIG, []), config)
+                return summary
+            with ranks.together("prepare the run"):
+                if resume and (begun := folder.header()) is not None:
+                    config = with_choices_of(begun, config)
+                job = prepare(config, loaded=loaded, rows=rows, score=score)
+                check_shareable(job, ranks)
+            try:
+                job = job.with_lr(
+                    *ranks.first([float(job.config.method.options["lr"])])
+                )  # trials may be rounded otherwise here
+                header = log_header(job)
+                own = {f"model.{part}": digest for part, digest in header["model"].items()}
+                ranks.check_same(header | {"model": None} | own)  # ranks may have the same files in other places
+                job = replace(job, config=with_absolute_paths(job.config))
+                with Interruption() as interruption:
+                    return Loop(job, folder, listeners, interruption, ranks).run()
+            except BaseException:
+                if loaded is not None:
+                    job.optimizer.close()  # the model is the caller's, and free again
+                raise
+        finally:
+            ranks.close()
+
+
+class Loop:
+    """One run of a job.
+
+    Args:
+        job: what `prepare` returned.
+        folder: where the result goes.
+        listeners: told of everything, in order, after the folder has it.
+        interruption: whether the process was asked to end.
+        ranks: that share the run.
+    """
+
+    def __init__(
+        self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption, ranks: Ranks
+    ) -> None:
+        self.job = job
+        self.meter = current()
+        self.settings = job.config.train
+        self.folder = folder
+        self.listeners = listeners
+        self.interruption = interruption
+        self.ranks = ranks
+        self.sampler = job.sampler()
+        self.lr = float(job.optimizer.param_groups[0]["lr"])
+        self.lr_factor = lr_factor(self.settings)
+        self.resumed = ResumeState()
+        self.evaluations = Evaluations(job, folder, listeners)
+        self.best = BestState(job, folder, self.evaluations, listeners, ranks)
+        self.step_seconds = 0.0
+
+    def run(self) -> dict[str, Any]:
+        """Everything, from the first evaluation to the saved result."""
+        try:
+            return self._run()
+        finally:
+            self.folder.close()
+            for listener in self.listeners:
+                listener.closed()
+
+    def _run(self) -> dict[str, Any]:
+        self._check_objective()
+        self.resumed = self._open()
+        self.evaluations.known = dict(self.resumed.evaluations)
+        self.evaluations.answers = dict(self.resumed.answers)
+        self.best.begin(self.resumed)
+        with reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint"):
+            start = self._restore_checkpoint(self.resumed)
+        for listener in self.listeners:
+            listener.started(self.job)
+        with self.meter.phase(BEFORE):
+            before = self.evaluations.of("test", 0)
+        (self.job.optimizer.own_loss,) = self.ranks.first([before["loss"]])
+        self.job.optimizer.warn_by(self._warn)
+        with self.meter.phase(STEPS):
+            steps = self._steps(start, before)
+        self._check_ranks(steps)
+        self.best.restore(steps)
+        with self.meter.phase(AFTER):
+            after = self.evaluations.of("test", steps)
+        if not math.isfinite(after["loss"]):
+            raise NonFiniteResultError(steps, after["loss"])
+        return self._finish(steps, before, after)
+
+    def _open(self) -> ResumeState:
+        """Opens the folder; the first rank puts it in order before the others read it."""
+        with self.ranks.together("open the run folder"):
+            state = self._open_folder() if self.ranks.is_first else None
+        with self.ranks.together("read the run folder"):  # before the first rank writes again
+            return state or self._open_folder()
+
+    def _open_folder(self) -> ResumeState:
+        job, header = self.job, log_header(self.job)
+        state = self.folder.open(header, self.settings.sync_every)
+        notices = check_same(state.header, header, job.optimizer) if state.begun else []
+        self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
+        job.optimizer.set_factor_store(self.folder.factor_files)
+        self.meter.add_earlier(state.elapsed, state.passes)
+        self.job = replace(job, notices=(*job.notices, *notices, *state.notices))
+        return state
+
+    def _restore_checkpoint(self, state: ResumeState) -> int:
+        """Puts the newest checkpoint back; returns the number of steps that it had."""
+        self.step_seconds = state.seconds
+        if state.checkpoint is None:
+            return 0
+        step = state.checkpoint.step
+        parts: dict[str, dict[str, Tensor]] = {"run": {}, "best": {}}
+        for key, value in state.checkpoint.tensors.items():
+            part, _, name = key.partition("/")
+            parts[part][name] = value
+        since = self.best.load(parts["best"], state.checkpoint.state, step)
+        self.job.optimizer.load_resumable_state(parts["run"], state.steps[:step], since)
+        return step
+
+    def _steps(self, start: int, before: Metrics) -> int:
+        """All steps from `start` on, with their evaluations and checkpoints; how many the run has then."""
+        settings = self.settings
+        keep_every = interval(settings.checkpoint_every, settings)
+        self.meter.report(start, settings.num_steps, STEPS)
+        if start == 0:
+            self.best.note(0, before)
+        for steps in range(start + 1, settings.num_steps + 1):
+            self._step(steps - 1)
+            self.meter.report(steps, settings.num_steps, STEPS)
+            ended = self.resumed.end is not None and steps == self.resumed.end.steps
+            ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
+            self.best.note(steps, last=ends)
+            if self.best.dev_loss is not None:
+                known = self.job.optimizer.own_loss
+                self.job.optimizer.own_loss = self.best.dev_loss if known is None else min(known, self.best.dev_loss)
+            if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
+                return steps
+            interrupted = self._any(self.interruption.signal is not None)
+            if interrupted or (keep_every and steps % keep_every == 0):
+                self._keep(steps)
+            if interrupted:
+                by = self.interruption.signal or "a signal to another rank"
+                raise RunInterrupted(by, steps, self.folder.path)
+        return start
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return self.ranks.max([float(flag)])[0] > 0
+
+    def _keep(self, steps: int) -> None:
+        if steps <= len(self.resumed.steps):
+            return  # a step that is taken again
+        tensors = {f"run/{key}": value for key, value in self.job.optimizer.resumable_state().items()}
+        best, state = self.best.saved()
+        tensors |= {f"best/{key}": value for key, value in best.items()}
+        self.folder.save_checkpoint(Checkpoint(steps, tensors, state), self.settings.keep_checkpoints)
+
+    def _step(self, step: int) -> None:
+        for listener in self.listeners:
+            listener.stepping(step)
+        optimizer = self.job.optimizer
+        self.best.repeat_rollback(step)
+        if step < len(self.resumed.steps) and optimizer.replays:
+            optimizer.replay(self.resumed.steps[step])
+        else:
+            self._measured_step(step)
+        record = optimizer.last_step
+        assert record is not None
+        self.best.stepped(record.loss)
+        progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
+        self._log_step(progress)
+        for listener in self.listeners:
+            listener.stepped(progress)
+
+    def _warn(self, text: str) -> None:
+        """Says something of the run that was not known at its start."""
+        self.job = replace(self.job, notices=(*self.job.notices, text))
+        for listener in self.listeners:
+            listener.warned(text)
+
+    def _log_step(self, progress: Progress) -> None:
+        record, settings = progress.record, self.settings
+        taken = record.step + 1
+        self.folder.append_step(record)
+        if taken % settings.log_every == 0:
+            line = {
+                "loss": record.loss,
+                "projected_grads": list(record.projected_grads),
+                "lr": record.lr,
+                "seconds": round(progress.seconds, 3),
+                "elapsed": round(self.meter.seconds, 3),
+                "passes": round(self.meter.passes, 2),
+                "memory": progress.memory,
+            }
+            self.folder.append_metrics(taken, line)
+
+    def _measured_step(self, step: int) -> None:
+        indices = self.sampler.rows(step)
+        started = time.perf_counter()
+        with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
+            try:
+                self._take_step(step, indices)
+            except NonFiniteLossError:
+                if not self.best.roll_back_after_failure(step):
+                    if step == 0 and self.settings.minimises_loss:
+                        check_untuned(self.job.loaded, self.job.objective, [self.job.train[i] for i in indices])
+                    raise
+                self._take_step(step, indices)
+        self.step_seconds += time.perf_counter() - started
+        if (step + 1) % self.settings.compare_every == 0:
+            self._check_ranks(step + 1, sample=True)
+
+    def _check_ranks(self, steps: int, *, sample: bool = False) -> None:
+        if self.ranks.size > 1:
+            self.ranks.check_equal(digest(self.job.optimizer.resumable_state(), sample=sample), steps)
+
+    def _take_step(self, step: int, indices: Sequence[int]) -> None:
+        job, optimizer = self.job, self.job.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr * self.lr_factor(step) * self.best.lr_scale
+        if is_feedback(step, self.settings):  # every rank takes it on all rows
+            optimizer.take_step(job.objective.closure(job.model, job.batches(indices)), FEEDBACK)
+        else:
+            optimizer.take_step(self._closure(step, indices), optimizer.kinds[0])
+
+    def _closure(self, step: int, indices: Sequence[int]) -> Closure:
+        """What a step minimises on these rows."""
+        job, name = self.job, self.settings.objective
+        if self.ranks.size > 1 and self.settings.parallel == "rows":
+            return shared_rows(job, indices, self.ranks)
+        if name == LOSS:
+            return job.objective.closure(job.model, job.batches(indices))
+        rows = [job.train[i] for i in indices]
+        return lambda: -self.evaluations.metrics(rows, written=True, step=step)[name]
+
+    def _check_objective(self) -> None:
+        """An error where the objective is not a metric of these rows, or has no gradient and needs one."""
+        name, optimizer = self.settings.objective, self.job.optimizer
+        if name == LOSS:
+            return
+        if optimizer.needs_gradient:
+            raise RequestError(f"train.objective is {name}, which has no gradient; use a zeroth-order method.")
+        if self.job.config.method.options.get("directions") == PER_EXAMPLE:
+            raise RequestError(
+                f"method.directions is {PER_EXAMPLE}, and train.objective is {name}, which is measured on whole "
+                "batches; set method.directions=shared."
+            )
+        known = self.evaluations.metrics(self.job.train[:1], written=True)
+        if name not in known or name == LOSS:
+            raise RequestError(f"train.objective: there is no metric {name!r} of these rows. " + nearest(name, known))
+
+    def _asked_to_stop(self) -> bool:
+        return any(listener.wants_stop for listener in self.listeners)
+
+    def _finish(self, steps: int, before: Metrics, after: Metrics) -> dict[str, Any]:
+        kept = self.best.kept
+        outcome = Outcome(
+            steps,
+            kept.step if kept is not None else steps,
+            kept.loss if kept is not None else self.best.dev_loss,
+            self.step_seconds,
+            before,
+            after,
+            self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
+            self.best.rollbacks,
+            kept is not None,
+            self.best.stopped,
+        )
+        self.folder.append_end(End(outcome.steps, outcome.kept_step))
+        # in this order: saving a whole model merges the change into it
+        job = self.job
+        tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after)
+        with self.meter.phase(SAVING):
+            result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
+        first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
+        answers = compare(self.job.test, first, last)
+        summary = summarize(self.job, outcome, self.ranks, result, self.meter.phases)
+        self.folder.finish(summary, answers)
+        for listener in self.listeners:
+            if answers is not None:
+                listener.compared(answers)
+            listener.finished(summary)
+        return summary

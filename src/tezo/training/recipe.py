@@ -1,0 +1,96 @@
+"""Sections of a recipe (model, data, method, train): every key with its default and meaning."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tezo.models.kinds import ModelConfig
+from tezo.runs.words import REWARD as REWARD
+from tezo.tasks.row_files import DataConfig
+
+LOSS = "loss"
+"""The objective that batches have of themselves; any other is a metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """A method and the options that are set; the other options keep the defaults of `tezo.optim.methods`."""
+
+    name: str = "lozo-adam"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The section `train`: settings of the training loop."""
+
+    steps: int | None = None
+    """Number of steps, with two forward passes per direction. Default: 20 epochs, at least 200 and at most 1000."""
+    epochs: float | None = None
+    """Passes over the training rows, instead of steps."""
+    feedback_first: int | None = None
+    """Feedback steps at the start. Default: 15 for lozo-adam where the objective is the loss, at most 5 %; else 0."""
+    feedback_last: int | None = None
+    """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
+    batch_size: int = 16
+    """Rows per step. The paper uses 16 for LLMs and 64 for RoBERTa."""
+    objective: str = LOSS
+    """What is minimised: the loss, or the negative of the reward or a metric such as accuracy, f1 or exact_match."""
+    reward: str | None = None
+    """Scorer of completions that is maximised, FILE.py:FUNCTION; train.objective is then reward. Default: none."""
+    max_new_tokens: int = 64
+    """Longest completion that a reward scores, in tokens; each takes a forward pass."""
+    temperature: float = 0.0
+    """Temperature that a reward's completions are sampled at, with random numbers that both signs share; 0: greedy."""
+    seed: int = 0
+    """Seed of directions, data order and sampling."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule; linear and cosine decay to zero. ZO papers keep the rate constant."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
+    eval_every: int | None = None
+    """Steps between evaluations on the dev rows; 0: none. Default: a tenth of the steps."""
+    eval_batch_size: int = 64
+    """Rows per batch in evaluation."""
+    keep_best: bool = True
+    """Keep the parameters with the lowest dev loss instead of the last ones."""
+    patience: int | None = None
+    """Stop after this number of evaluations without a lower dev loss. Default: never."""
+    guard: bool = True
+    """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    sync_every: int = 10
+    """Steps between forced writes of steps.log to disk: the most that a power cut loses. 0: the system decides."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; 0: none. Default: a tenth of the steps."""
+    keep_checkpoints: int = 2
+    """Number of newest checkpoints that are kept until the run ends."""
+    parallel: Literal["rows", "directions"] = "rows"
+    """What is divided among the processes that torchrun starts: the rows of a batch, or the directions of a step."""
+    compare_every: int = 100
+    """Steps between checks that all processes have the same parameters."""
+
+    @property
+    def minimises_loss(self) -> bool:
+        """Whether the objective is the loss rather than a metric, which has no gradient."""
+        return self.objective == LOSS
+
+    @property
+    def num_steps(self) -> int:
+        """`steps` of a run whose settings are resolved."""
+        assert self.steps is not None
+        return self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The configuration of a run: the four sections of a recipe."""
+
+    model: ModelConfig
+    data: DataConfig
+    method: MethodConfig = field(default_factory=MethodConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def with_options(self, **options: object) -> "Config":
+        """The configuration with these options of the method."""
+        return replace(self, method=replace(self.method, options={**self.method.options, **options}))

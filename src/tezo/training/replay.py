@@ -1,0 +1,98 @@
+"""From the base model and the step log alone to the tuned model."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tezo.directions.bases.activation import KIND
+from tezo.directions.random import NOISE_VERSION
+from tezo.models.identity import check_model
+from tezo.models.saving import save_result
+from tezo.optim.tuner import Tuner
+from tezo.runs.environment import versions
+from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place
+from tezo.runs.folder import LOG
+from tezo.runs.step_log import LogContents, read_log
+from tezo.system.errors import RequestError
+from tezo.system.files import check_free, new_folder
+from tezo.system.progress import SAVING, STEPS, current, tracked
+from tezo.training.config import overlay, parse_config, untrusted_tree
+from tezo.training.job import load_for_tuning, make_optimizer
+
+
+def replay(
+    run: Path,
+    output: Path,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    model: str | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Takes the steps of a run again, without an evaluation, and saves what they lead to.
+
+    Args:
+        run: folder with a steps.log; a run that was cut short will do.
+        output: folder for the result, new.
+        step: how many steps; None: those whose parameters the run kept, or all where it did not end.
+        device: to do it on. Another than the run's will do for methods that draw nothing on the device.
+        model: folder or hub name of the base, of the same weights; None: as the run names it.
+        trust_remote_code: whether code that comes with the model may run; what the run says of it does not count.
+
+    Raises:
+        RequestError: the base model is another one, or the log does not say enough for this method and device.
+    """
+    check_free(output)
+    check_manifest(run, [LOG])
+    contents = read_log(run / LOG)
+    check_complete(contents.header)
+    here = [("model.device", device), ("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
+    named = [("model.name", model)] if model else []
+    config = parse_config(overlay(untrusted_tree(contents.header["config"]), [*here, *named]))
+    loaded = load_for_tuning(config)
+    check_model(contents.header["model"], loaded.fingerprint)
+    optimizer = make_optimizer(config, loaded, contents.header["untrained"])
+    if not optimizer.replays:
+        raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
+    optimizer.set_factor_store(FactorFiles(run, writes=False, digests=contents.files))
+    optimizer.set_calibration_passes(partial(_no_data, run))
+    own = {"device": loaded.device.type, "noise": NOISE_VERSION, "versions": versions(("tezo", "torch"))}
+    notices = check_place(contents.header, own, optimizer.drawn_on_the_device)
+    if contents.size > contents.valid:
+        notices.append(f"{contents.size - contents.valid} bytes at the end of {LOG} are unfinished, and left out.")
+    wanted = _wanted(contents, step)
+    with current().phase(STEPS):
+        take_again(optimizer, contents, wanted)
+    with current().phase(SAVING):
+        result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
+    return {"steps": wanted, "result": result, "notices": notices}
+
+
+def take_again(optimizer: Tuner, log: LogContents, steps: int) -> None:
+    """Takes the first steps of a log again, with the returns to earlier parameters between them."""
+    returned_to = {rollback.to for rollback in log.rollbacks.values()}
+    kept: dict[int, dict[str, Tensor]] = {}
+    for step in tracked(range(steps), STEPS):
+        if step in returned_to:
+            kept[step] = optimizer.tuned_state()
+        if step in log.rollbacks:
+            to = log.rollbacks[step].to
+            optimizer.roll_back(kept[to], to)
+        optimizer.replay(log.steps[step])
+
+
+def _no_data(run: Path, refresh_step: int) -> None:
+    path = FactorFiles(run, writes=False).path(KIND, refresh_step)
+    raise RequestError(
+        f"{path} is missing, and steps from {refresh_step} on depend on it; put it back, or give --step {refresh_step}."
+    )
+
+
+def _wanted(contents: LogContents, step: int | None) -> int:
+    if step is None:
+        return len(contents.steps) if contents.end is None else contents.end.kept
+    if not 0 <= step <= len(contents.steps):
+        raise RequestError(f"step is {step}, and the log has {len(contents.steps)}; give one up to that.")
+    return step

@@ -1,0 +1,1 @@
+"""One HTML page about runs: results, curves, settings and the command that repeats each."""

@@ -1,0 +1,222 @@
+"""A finished run in Python: its figures, and its model to evaluate, to ask and to export."""
+
+import json
+import shutil
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tezo.models.loading import LoadedModel
+from tezo.runs.files import check_manifest
+from tezo.runs.folder import CONFIG, METRICS
+from tezo.runs.metrics_log import MOST_METRICS
+from tezo.system.errors import RequestError
+from tezo.system.files import read_bytes
+from tezo.system.progress import showing
+from tezo.tasks.examples import Row
+from tezo.tasks.rewards import Score
+from tezo.tasks.setup import make_format
+from tezo.tasks.splits import Rows, Splits, reported_rows, rows_of, rows_to_report
+from tezo.training.config import read_run_config
+from tezo.training.exporting import LORA, MERGED, check_mergeable, export_run, export_tuned
+from tezo.training.job import with_reward
+from tezo.training.opening import TunedModel, answer_rows, measure_rows, open_tuned
+from tezo.training.recipe import Config
+
+
+class Run:
+    """A finished run, as `tezo.train` and `tezo.open_run` return it.
+
+    `model` is the tuned model, ready to be called. Where the run's result is an adapter, the change is beside the
+    weights, in forward hooks, until `merge` or `close`. As long as the hooks are there,
+
+    - `model.save_pretrained` and `model.state_dict` give the tuned weights, `model.named_parameters` those of the base;
+    - the model can be neither copied nor pickled; `model.state_dict()` is a snapshot;
+    - the model must stay on its device;
+    - another run or optimizer on the same model is refused.
+
+    When this object is gone, the model stays tuned, and is free: the next run or optimizer on it first adds the change
+    to the weights, and says so. `tezo.open_run`, and a run that is resumed, take it off: they are given the base.
+
+    Attributes:
+        folder: the run folder.
+        summary: what is in summary.json, metrics before and after among it.
+        config: the settings of the run, resolved.
+        progress: whether standard error shows how far `evaluate`, `predict` and `export` are; may be set.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        summary: dict[str, Any],
+        *,
+        base: str | LoadedModel | None = None,
+        tuned: TunedModel | None = None,
+        rows: Splits | None = None,
+        reward: Score | str | None = None,
+        temporary: bool = False,
+        trust_remote_code: bool = False,
+        progress: bool = True,
+    ) -> None:
+        self.folder = folder
+        self.summary = summary
+        self.progress = progress
+        self._name = base if isinstance(base, str) else None
+        self._base = None if isinstance(base, str) else base
+        named = [("model.name", self._name)] if self._name else []
+        trust = ("model.trust_remote_code", trust_remote_code)
+        self.config: Config = read_run_config(folder / CONFIG, [trust, *named])
+        self._tuned = tuned
+        self._rows = rows
+        self._reward = reward
+        self._merged = self._closed = False
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True) if temporary else None
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{key}={value:.4g}" for key, value in self.summary["after"].items())
+        return f"<tezo.Run {self.config.method.name}, {self.summary['steps']} steps, after: {figures}; {self.folder}>"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, in order.
+
+        A line with "split" ("dev" or "test") is an evaluation after "step" steps: "loss", "accuracy" and the like. The
+        others are of a step: "loss", "projected_grads", "lr", "seconds" since the first and "memory" in bytes. None
+        stands for what is not finite.
+        """
+        path = self.folder / METRICS
+        check_manifest(self.folder, [METRICS], required=True)
+        try:
+            return [json.loads(line) for line in read_bytes(path, MOST_METRICS).splitlines()]
+        except ValueError:
+            raise RequestError(f"{path} is damaged; put a sound copy in its place.") from None
+
+    @property
+    def model(self) -> Any:
+        """The tuned model, in evaluation mode; of a run that was opened it is loaded at first use."""
+        return self.loaded.model
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """`model` with its tokenizer, its kind and its maximum length."""
+        return self._open().loaded
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.loaded.tokenizer
+
+    def evaluate(self, data: Rows | None = None, *, reward: Score | str | None = None) -> dict[str, float]:
+        """Metrics of the tuned model on rows with answers.
+
+        Args:
+            data: a file, the name of a hub data set, a list of dicts, or a split of a `datasets` data set; None: what
+                the run was tested on, its dev rows where it had no test rows.
+            reward: scorer of completions, see `tezo.train`, that is measured in place of the answers; None: the one
+                that this process trained the run by.
+
+        Raises:
+            RequestError: rows cannot be read, or do not fit the run.
+        """
+        with showing(self.progress):
+            loaded = self.loaded
+            rows = self._reported(loaded) if data is None else rows_of(data, "data")
+            config, score = with_reward(self.config, reward if reward is not None else self._reward)
+            metrics, notices = measure_rows(config, loaded, rows, score=score)
+        _warn(notices)
+        return metrics
+
+    def predict(self, rows: Rows, *, max_new_tokens: int | None = None) -> list[str]:
+        """The tuned model's answer to each row, in order; answers that rows may have are not looked at.
+
+        Args:
+            rows: as for `evaluate`.
+            max_new_tokens: longest answer of free text; None: the task's, or 64.
+
+        Raises:
+            RequestError: rows cannot be read, or do not fit the run.
+        """
+        with showing(self.progress):
+            asked = rows_of(rows, "rows")
+            answers, notices = answer_rows(self.config, self._open().loaded, asked, max_new_tokens)
+        _warn(notices)
+        return answers
+
+    def export(self, folder: str | Path, form: str = LORA) -> Path:
+        """Writes the result elsewhere; the model in memory stays as it is.
+
+        Args:
+            folder: to write, new.
+            form: "lora": the adapter, which PEFT and vLLM load; "gguf-lora": the adapter for llama.cpp, adapter.gguf;
+                "merged": the whole model with everything merged in, which takes the memory of a second one while it
+                is written.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RequestError: the folder is in use, or the run has no result of this form.
+        """
+        output = Path(folder)
+        with showing(self.progress):
+            if self._base is None and (self._tuned is None or form == MERGED):
+                self._check_open()
+                export_run(
+                    self.folder, output, form, model=self._name, trust_remote_code=self.config.model.trust_remote_code
+                )
+            else:
+                export_tuned(self.folder, output, form, self._open().loaded)
+        return output
+
+    def merge(self) -> Any:
+        """Writes the change into the weights of `model`, removes the hooks, and returns the model.
+
+        It is an ordinary model then, to be saved, copied, moved or tuned again. Where the run's result is no adapter
+        of this library there are no hooks, and nothing changes.
+
+        Raises:
+            RequestError: the weights are packed, or cannot be written.
+        """
+        tuned = self._open()
+        if not self._merged:
+            check_mergeable(tuned.loaded.model)
+            tuned.merge()
+            self._merged = True
+        return tuned.loaded.model
+
+    def close(self) -> None:
+        """Removes the hooks from `model`, which is the base model again unless it was merged, and a temporary folder.
+
+        The run cannot be used after that; one with a folder of its own can be opened again with `tezo.open_run`. What
+        a method has written into the weights stays there, and so do layers of PEFT (`run.model.unload()` removes them).
+        """
+        if self._tuned is not None and not self._merged:
+            self._tuned.close()
+        self._tuned, self._closed = None, True
+        if self._remove is not None:
+            self._remove()
+
+    def _open(self) -> TunedModel:
+        self._check_open()
+        if self._tuned is None:
+            self._tuned = open_tuned(self.folder, self.config, self._base)
+        return self._tuned
+
+    def _check_open(self) -> None:
+        if self._closed and self._remove is not None:
+            raise RequestError("this run was closed, and its temporary folder is gone; give output to keep a folder.")
+        if self._closed:
+            raise RequestError(f"this run was closed; tezo.open_run({str(self.folder)!r}) opens it again.")
+
+    def _reported(self, loaded: LoadedModel) -> Sequence[Row]:
+        data, seed = self.config.data, self.config.train.seed
+        if self._rows is None:
+            return rows_to_report(data, seed, None)[0]
+        return reported_rows(self._rows, make_format(data, loaded, self._rows.train), data, seed)
+
+
+def _warn(notices: Sequence[str]) -> None:
+    for notice in notices:
+        warnings.warn(notice, stacklevel=3)

@@ -1,0 +1,84 @@
+"""Progress of a run on standard error: its phases, what is tuned, the evaluations, and two samples of free text."""
+
+from typing import Any
+
+from tezo.runs.step_log import Rollback
+from tezo.runs.words import metric_text
+from tezo.system.progress import STEPS, StatusLine
+from tezo.tasks.evaluation import Metrics
+from tezo.training.best_state import in_words
+from tezo.training.job import Job, plan
+from tezo.training.listeners import Listener, Progress
+from tezo.training.summary import row_counts
+
+MOST_SAMPLE = 300
+"""Characters of a sample that are printed; of a longer one the last."""
+
+
+class Screen(Listener):
+    """Prints what a run reports beside the phases that the status line shows.
+
+    Args:
+        line: where to.
+    """
+
+    def __init__(self, line: StatusLine) -> None:
+        self.line = line
+        self.dev_losses: list[float] = []
+
+    def started(self, job: Job) -> None:
+        self.job = job
+        for line in _start_lines(job):
+            self.line.print(line)
+
+    def stepped(self, progress: Progress) -> None:
+        record = progress.record
+        figures = [f"loss {record.loss:.4f}", f"{progress.memory / 2**20:.0f} MiB"]
+        if record.probes:
+            kappa = sum(abs(k) for k in record.projected_grads) / len(record.probes)
+            figures.insert(1, f"|kappa| {kappa:.3g}")
+        if self.dev_losses:
+            figures.insert(0, f"dev {self.dev_losses[0]:.4f} -> {self.dev_losses[-1]:.4f}")
+        self.line.figures[STEPS] = ", ".join(figures)
+
+    def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
+        if self.job.test is self.job.dev:
+            split = "dev"
+        if split == "dev":
+            self.dev_losses.append(metrics["loss"])
+        figures = "  ".join(f"{name} {metric_text(name, value)}" for name, value in metrics.items())
+        self.line.print(f"  step {step:>6}  {split:<5} {figures}")
+
+    def warned(self, text: str) -> None:
+        self.line.print(f"notice: {text}")
+
+    def rolled_back(self, rollback: Rollback) -> None:
+        self.line.print(f"  step {rollback.step:>6}  {in_words(rollback)}")
+
+    def compared(self, answers: dict[str, Any]) -> None:
+        for row in [] if self.job.test[0].example.options else answers["shown"]:
+            self.line.print(f"sample of {row['row']}")
+            for name, key in (("prompt", "text"), ("before", "before"), ("after", "after")):
+                self.line.print(f"  {name:<6} {_one_line(row[key])}")
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MOST_SAMPLE else "..." + line[-MOST_SAMPLE:]
+
+
+def _start_lines(job: Job) -> list[str]:
+    rows, parameters = row_counts(job), plan(job.model, job.optimizer)
+    trained = [row for row in parameters if row["trained"]]
+    ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})
+    span = "" if not ranks else f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
+    moved = sorted({row["moved"] for row in trained})
+    model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
+    lines = [
+        f"{job.config.method.name} on {model}",
+        f"{len(trained)} of {len(parameters)} parameters are trained{span}, moved {' and '.join(moved)}"
+        + (f"; fixed factors take {job.optimizer.factor_bytes / 2**20:.1f} MiB" if ranks else ""),
+        f"{rows['train']} training rows, {rows['dev']} dev, {rows['test']} test",
+        *job.rows_as_read,
+    ]
+    return lines + [f"note: {notice}" for notice in job.notices]

@@ -1,0 +1,105 @@
+"""What a checkpoint of Trainer has besides the model: the state of the method, verified when it is read.
+
+It is a checkpoint of a run (`tezo.runs.checkpoints`) in the folder `tezo_state`: tensors in safetensors, values in
+JSON, and their SHA-256 digests.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.runs.checkpoints import Checkpoint, DamagedError, checkpoints, load_checkpoint, save_checkpoint
+from tezo.system.digests import digest
+from tezo.system.errors import RequestError
+from tezo.system.files import storing
+from tezo.training.recipe import MethodConfig
+
+FOLDER = "tezo_state"
+_bases: WeakKeyDictionary[ZerothOrderOptimizer, str] = WeakKeyDictionary()
+"""Optimizer -> digest of the weights that it does not write, made at its first checkpoint."""
+_COUNTS = ("rule", "num_steps", "num_forward_passes", "counts", "seed")
+
+
+def save_state(folder: Path, tuner: ZerothOrderOptimizer, method: MethodConfig) -> None:
+    """Writes the state of an optimizer into a checkpoint folder.
+
+    Args:
+        folder: checkpoint-<step> of Trainer.
+        tuner: the optimizer.
+        method: its name and options.
+    """
+    tensors, described = tuner.resumable_state(), tuner.state_dict()
+    if tuner not in _bases:
+        _bases[tuner] = _base_digest(tuner, tensors)
+    state = {
+        "method": {"name": method.name, "options": method.options},
+        "optimizer": {key: described[key] for key in _COUNTS},
+        "base": _bases[tuner],
+    }
+    with storing(folder):
+        save_checkpoint(folder / FOLDER, Checkpoint(tuner.num_steps, tensors, state), keep=1)
+
+
+def read_state(folder: Path) -> Checkpoint:
+    """The state that `save_state` wrote.
+
+    Raises:
+        RequestError: there is none, or it is damaged.
+    """
+    found = checkpoints(folder / FOLDER)
+    if not found:
+        raise RequestError(
+            f"{folder} has no {FOLDER}, so nothing of the method can be restored; give a checkpoint that a TezoTrainer "
+            "saved with save_only_model=False."
+        )
+    try:
+        return load_checkpoint(found[0])
+    except DamagedError as error:
+        raise RequestError(f"{folder} cannot be restored: {error}; give an older checkpoint.") from None
+
+
+def method_of(state: Checkpoint) -> MethodConfig:
+    """The method of a state, with its options."""
+    saved = state.state["method"]
+    return MethodConfig(name=saved["name"], options=saved["options"])
+
+
+def restore(tuner: ZerothOrderOptimizer, state: Checkpoint) -> None:
+    """Puts an optimizer into the state of a checkpoint: the next step is the one that followed.
+
+    Raises:
+        RequestError: the model is another one than when the state was saved.
+    """
+    if _base_digest(tuner, state.tensors) != state.state["base"]:
+        raise RequestError(
+            "the model has other weights than the one that the checkpoint was trained on; load the same base model."
+        )
+    change: dict[str, dict[str, Tensor]] = {name: {} for name in tuner.moving}
+    parts: dict[str, dict[str, Tensor]] = {"basis": {}, "weight": {}, "moments": {}}
+    for key, value in state.tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind == "change":
+            name, _, role = rest.rpartition("/")
+            change[name][role] = value
+        elif kind in parts:
+            parts[kind][rest] = value
+        else:
+            parts["moments"][key] = value
+    tuner.load_state_dict(
+        {
+            **state.state["optimizer"],
+            "param_groups": [{} for _ in tuner.param_groups],  # the rates are Trainer's own to restore
+            "change": change,
+            "basis": parts["basis"],
+            "weights": parts["weight"],
+            "moments": parts["moments"],
+        }
+    )
+
+
+def _base_digest(tuner: ZerothOrderOptimizer, tensors: Mapping[str, Tensor]) -> str:
+    """Of the weights that the method does not write."""
+    return digest({name: p for name, p in tuner.model.named_parameters() if f"weight/{name}" not in tensors})

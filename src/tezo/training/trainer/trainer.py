@@ -1,0 +1,260 @@
+"""What `tezo.TezoTrainer` and `tezo.TezoSFTTrainer` share: a Trainer whose steps are those of a zeroth-order method.
+
+transformers' Trainer by forward passes alone.
+"""
+
+import logging
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+from tqdm.auto import tqdm
+from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from tezo.directions.random import permutation
+from tezo.directions.targets import frozen_notice
+from tezo.models.lora import Adapter, make_adapter, save_adapter
+from tezo.models.peft import why_not_in_peft_yet
+from tezo.models.quantization import stay_packed
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.runs.checkpoints import Checkpoint
+from tezo.system.errors import RequestError
+from tezo.system.files import storing, write_file
+from tezo.system.progress import showing
+from tezo.training.job import BASIS_ROWS
+from tezo.training.trainer.loss import StepLoss
+from tezo.training.trainer.method import (
+    OptimizerView,
+    build,
+    check_precision,
+    check_same,
+    closure_of,
+    forward_only,
+    learning_rate,
+    parse_method,
+    resolve,
+    resolve_scale,
+    with_method,
+)
+from tezo.training.trainer.state import method_of, read_state, restore, save_state
+
+logger = logging.getLogger(__name__)
+
+
+class ForwardPassTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer that evaluates the loss of a batch in forward passes, and never its gradient.
+
+    The micro-batches of gradient accumulation are the rows of one step. Checkpoints have the state of the method in
+    `tezo_state`; what is saved as the model is the exact adapter where there is one, else the tuned model.
+
+    Args:
+        model: as of Trainer. Its base may be quantised.
+        args: as of Trainer; required. See docs/trainer.md for what each field means.
+        more: further arguments of Trainer.
+        method: name of a zeroth-order method, see `tezo methods`.
+        method_options: its options, such as rank, rho or targets. Directions and rho that are not given are chosen as
+            in `tezo train`; the learning rate and weight decay are those of `args`.
+        named: further arguments of Trainer.
+
+    Attributes:
+        tuner: the zeroth-order optimizer; None before `train`. `tuner.merge()` writes the change into the weights.
+
+    Raises:
+        RequestError: an argument is about gradients, or the method is unknown.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
+        method: str = "lozo-adam",
+        method_options: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        options = dict(method_options or {})
+        self.tuner: ZerothOrderOptimizer | None = None
+        self.optimizer: Any = None
+        own = forward_only(args)
+        own.learning_rate = learning_rate(args, method, options)
+        parsed = parse_method(method, options)
+        self._given = parsed.method
+        self._settings = parsed.with_options(
+            lr=own.learning_rate, weight_decay=options.get("weight_decay", own.weight_decay)
+        )
+        self._micro_batches: list[Any] = []
+        self._resumed: Checkpoint | None = None
+        self._why_not_in_peft: str | None = None
+        self._set_aside: list[Any] = []
+        try:
+            super().__init__(model, own, *more, **named)
+        finally:
+            for packed in self._set_aside:
+                packed.is_quantized = True
+        self._check_arguments()
+        check_precision(args, next(p.dtype for p in self.model.parameters() if p.is_floating_point()))
+
+    def _check_arguments(self) -> None:
+        """An error where an argument of Trainer is about gradients."""
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            raise RequestError(
+                "optimizers and optimizer_cls_and_kwargs are not used; give method= and method_options=."
+            )
+        if self.args.n_gpu > 1:
+            raise RequestError(
+                f"Trainer would copy the model to {self.args.n_gpu} GPUs; make one visible by CUDA_VISIBLE_DEVICES."
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # Trainer refuses a quantised model without an adapter beside it; the method's change is that adapter
+        if getattr(self.model, "is_quantized", False):
+            self.model.is_quantized = False
+            self._set_aside.append(self.model)
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            stay_packed(self.model)  # what it computes with is what a checkpoint knows it by
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        del model  # the one of this trainer: it is never wrapped
+        if self.optimizer is None:
+            for notice in frozen_notice(self.model):
+                logger.warning(notice)
+            self._resolve()
+            self.tuner = build(self._settings, self.model, self.args.seed)
+            if self._rows_at_hand:
+                self.tuner.set_calibration_passes(self._basis_passes)
+            if self._resumed is None:
+                self._settings = resolve_scale(
+                    self._settings, self.tuner, self._loss_of_rows(self.args.train_batch_size)
+                )
+            self.tuner.warn_by(logger.warning)
+            self.optimizer = OptimizerView(self.tuner)
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def _resolve(self) -> None:
+        """Fills in what the options leave open; of a resumed run, as it was."""
+        if self._resumed is not None:
+            self._settings = with_method(self._settings, method_of(self._resumed)).with_options(
+                lr=self.args.learning_rate
+            )
+            return
+        given = self.compute_loss_func is not None or self.label_smoother is not None
+        self._settings = resolve(self._settings, self.model, self.args.seed, self._loss_of_rows, shared=given)
+
+    @property
+    def _rows_at_hand(self) -> bool:
+        """Whether training rows can be looked at before they are trained on."""
+        return hasattr(self.train_dataset, "__len__") and hasattr(self.train_dataset, "__getitem__")
+
+    def _loss_of_rows(self, count: int, step: int = 0) -> StepLoss | None:
+        """The loss of so many training rows, drawn by the seed and the step; None: they are not at hand."""
+        if not self._rows_at_hand:
+            return None
+        order = permutation(len(self.train_dataset), seed=self.args.seed, step=step, name="basis")[:count]
+        rows = self.train_dataset
+        rows = rows.select(order) if hasattr(rows, "select") else Subset(rows, order)
+        with torch.random.fork_rng(devices=[]):  # a data loader draws a seed
+            batches = [self._prepare_inputs(batch) for batch in self.get_test_dataloader(rows)]
+        return StepLoss(self, batches, self._num_items(batches))
+
+    def _num_items(self, batches: list[Any]) -> Any:
+        return self.get_batch_samples(iter(batches), len(batches), self.args.device)[1]
+
+    def _basis_passes(self, refresh_step: int) -> None:
+        loss = self._loss_of_rows(BASIS_ROWS, refresh_step)
+        if loss is not None:
+            loss.loss()
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Takes a step on the micro-batches since the last one, if this is the last of them.
+
+        Returns the loss of the step, or 0 for a micro-batch that another one follows: Trainer adds them up.
+        """
+        model.train()  # as Trainer does; a step itself runs in evaluation mode
+        self._micro_batches.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._micro_batches = self._micro_batches, []
+        assert self.tuner is not None
+        closure = closure_of(self._settings.method, StepLoss(self, batches, num_items_in_batch))
+        return torch.tensor(self.tuner.take_step(closure, self.tuner.kinds[0]), device=self.args.device)
+
+    def train(self, *args: Any, **named: Any) -> Any:
+        self._micro_batches = []  # a run that was stopped between two of them
+        with showing(not self.args.disable_tqdm, write=partial(tqdm.write, file=sys.stderr)):
+            return super().train(*args, **named)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of the forward passes of a step; Trainer counts one, and a backward pass of twice as much."""
+        passes = 2 * self.tuner.num_directions if self.tuner is not None else 1
+        return int(super().floating_point_ops(inputs)) // 3 * passes
+
+    def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
+        if "loss" in logs and self.tuner is not None:
+            logs.pop("grad_norm", None)  # 0: there is no gradient
+            logs["forward_passes"] = self.tuner.num_forward_passes
+        super().log(logs, *args, **named)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / "training_args.json", f"{self.args.to_json_string()}\n".encode())
+        adapter = self._exact_adapter(folder)
+        if adapter is None:
+            super()._save(output_dir, state_dict)  # the model's state dict has the tuned values
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle
+            return
+        with storing(folder):
+            save_adapter(adapter, folder, model=self.model, base=getattr(self.model, "name_or_path", ""))
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+
+    def _exact_adapter(self, folder: Path) -> Adapter | None:
+        """The adapter that was trained; None: the whole model is to be saved, in `folder` too."""
+        if self.tuner is None or self.tuner.why_no_adapter() is not None:
+            return None
+        adapter = make_adapter(self.tuner)
+        if self._why_not_in_peft is None:
+            self._why_not_in_peft = (
+                why_not_in_peft_yet(adapter, self.model, folder) or ""
+            )  # the same for each checkpoint
+            if self._why_not_in_peft:
+                logger.warning("the adapter is not one of PEFT, because %s", self._why_not_in_peft)
+        packed = not all(target.is_writable for target in self.tuner.targets)  # then there is no whole model to save
+        return adapter if packed or not self._why_not_in_peft else None
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        assert self.tuner is not None
+        save_state(Path(output_dir), self.tuner, self._settings.method)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        del model  # the state has what was trained, and Trainer loads it after the optimizer is made
+        self._resumed = read_state(Path(resume_from_checkpoint))
+        check_same(method_of(self._resumed), self._given, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.tuner is not None and self._resumed is not None:
+            restore(self.tuner, self._resumed)
+            self._resumed = None
+
+    def _load_best_model(self) -> None:
+        assert self.tuner is not None
+        best = read_state(Path(self.state.best_model_checkpoint))
+        self.tuner.load_tuned_state(best.tensors, best.step)
+
+
+class TezoTrainer(ForwardPassTrainer):
+    """transformers' Trainer with a zeroth-order method: `TezoTrainer(model, args, method="lozo-adam", ...)`.
+
+    See `ForwardPassTrainer` for the arguments, and docs/trainer.md.
+    """
