@@ -25,7 +25,7 @@ from tezo_studies.bench.settings import Settings, entries
 from tezo_studies.bench.step_time import measure_step
 
 METHODS = [
-    "tezo", "tezo-cadam", "lozo", "lozo-adam", "subzo", "tezo-adam", "mezo", "plain-closure:tezo", "published:mezo",
+    "tezo", "tezo-cadam", "lozo", "head-feedback", "subzo", "tezo-adam", "mezo", "plain-closure:tezo", "published:mezo",
 ]  # fmt: skip
 ONE = ["tezo"]
 BATCHES = [

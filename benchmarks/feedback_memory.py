@@ -22,7 +22,7 @@ from tezo_studies.bench.shapes import build_model
 from tezo_studies.bench.workload import NoWords
 
 from tezo.optim.estimators.estimate import FEEDBACK, TWO_POINT
-from tezo.optim.methods.lozo import lozo_adam
+from tezo.optim.methods.lozo import head_feedback
 from tezo.runs.environment import versions
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
@@ -52,7 +52,7 @@ def peak(kind: str, shape: str, dtype: str, rows: int, longest: int) -> dict[str
         with torch.no_grad():
             float(closure())
     else:
-        optimizer = lozo_adam(model, basis="gaussian", directions="per-example")
+        optimizer = head_feedback(model, basis="gaussian", directions="per-example")
         for _ in range(STEPS):
             optimizer.take_step(closure, kind)
     weights = sum(parameter.nbytes for parameter in model.parameters())

@@ -19,7 +19,7 @@ MODELS = {
     "roberta": ("sst2", "trec", "rte"),
 }
 """Model -> its data sets; completions need a causal model, trec one that is not."""
-METHODS = ("lozo-adam", "tezo", "tezo-cadam", "mezo")
+METHODS = ("head-feedback", "tezo", "tezo-cadam", "mezo")
 SEEDS = (0, 1)
 PAPER, PAPER_RATES = "tezo, no guard", (3e-5, 1e-4, 3e-4)
 

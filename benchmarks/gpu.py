@@ -39,7 +39,7 @@ from tezo.system.progress import quiet_libraries
 
 PLAIN = ("F", "F2", "J2")
 READING = (
-    "tezo", "lozo-adam", "tezo-cadam", "per-example:tezo", "per-example:lozo-adam", "per-example:tezo-cadam",
+    "tezo", "head-feedback", "tezo-cadam", "per-example:tezo", "per-example:head-feedback", "per-example:tezo-cadam",
 )  # fmt: skip
 BY_GRADIENT = ("lora-checkpointed", "lora")
 WRITING = ("tezo-adam", "mezo", "published:mezo")

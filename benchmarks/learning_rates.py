@@ -14,12 +14,12 @@ from small_runs import Job, command, model_name, rows
 
 STEPS = 200
 GRID = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
-METHODS = ("tezo", "tezo-m", "tezo-adam", "tezo-cadam", "lozo", "lozo-adam", "mezo")
+METHODS = ("tezo", "tezo-m", "tezo-adam", "tezo-cadam", "lozo", "head-feedback", "mezo")
 SETTINGS = [
     *(("decoder", "completions", method) for method in METHODS),
-    *(("decoder", "sst2", method) for method in ("tezo", "tezo-cadam", "lozo-adam", "mezo")),
-    *(("encoder", "trec", method) for method in ("tezo", "tezo-cadam", "lozo-adam", "lozo")),
-    *(("encoder", "sst2", method) for method in ("tezo", "tezo-m", "lozo-adam")),
+    *(("decoder", "sst2", method) for method in ("tezo", "tezo-cadam", "head-feedback", "mezo")),
+    *(("encoder", "trec", method) for method in ("tezo", "tezo-cadam", "head-feedback", "lozo")),
+    *(("encoder", "sst2", method) for method in ("tezo", "tezo-m", "head-feedback")),
     *(("roberta", "sst2", method) for method in ("tezo-adam", "mezo")),
 ]
 

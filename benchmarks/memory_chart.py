@@ -19,7 +19,7 @@ DTYPE = "bfloat16"
 WAYS = {
     INFERENCE: ("inference", "#999999"),
     "tezo-cadam": ("tezo-cadam", COLOURS[0]),
-    "lozo-adam": ("lozo-adam, the default", COLOURS[1]),
+    "head-feedback": ("head-feedback, the default", COLOURS[1]),
     LORA_CHECKPOINTED: ("LoRA, checkpointed", COLOURS[3]),
     LORA: ("LoRA", COLOURS[4]),
     FULL: ("full, Adam", "#444444"),

@@ -17,10 +17,10 @@ from small_runs import Job, command, model_name, rows
 ROUTING = Path(__file__).parents[1] / "examples/routing"
 CSV_ROWS = 60
 COMMANDS: tuple[tuple[str, float | None, bool, int], ...] = (
-    ("lozo-adam", None, True, 200),
+    ("head-feedback", None, True, 200),
     ("tezo", None, True, 200),
     ("tezo-cadam", None, True, 200),
-    ("lozo-adam", 1e-3, False, 200),
+    ("head-feedback", 1e-3, False, 200),
     ("adam", 1e-3, True, 100),
 )
 """(method, rate or None for the chosen one, whether dev rows are given, steps)."""
@@ -34,7 +34,7 @@ def jobs(shared: Path, made: Path) -> Iterator[Job]:
         own = {} if lr is None else {"method.lr": lr}
         fixed = {"model.name": model_name("decoder", shared, made), "method.name": method, "train.steps": steps}
         yield entry, {**fixed, **given, **own}
-    entry = {"model": "encoder", "data": "routing", "method": "lozo-adam", "seed": 0, "asked_lr": None}
+    entry = {"model": "encoder", "data": "routing", "method": "head-feedback", "seed": 0, "asked_lr": None}
     yield entry, {
         "model.name": model_name("encoder", shared, made), "data.train": str(few_rows(made / "messages.csv")),
         "data.test": str(ROUTING / "test.jsonl"),

@@ -15,7 +15,7 @@ from cpu import BATCHES, quick, run
 from tezo_studies.bench.peak_memory import measure_memory
 from tezo_studies.bench.step_time import measure_step
 
-METHODS = ["tezo", "per-example:tezo", "lozo-adam", "per-example:lozo-adam"]
+METHODS = ["tezo", "per-example:tezo", "head-feedback", "per-example:head-feedback"]
 STEP = [(replace(batch, rounds=9, seconds=120), METHODS) for batch in BATCHES if batch.batch > 1]
 MEMORY = [(replace(batch, rounds=3, seconds=80), METHODS) for batch in BATCHES if batch.batch > 2]
 

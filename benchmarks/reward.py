@@ -20,7 +20,7 @@ from tezo.runs.environment import hardware, versions
 from tezo.system.progress import quiet_libraries
 
 EXAMPLE = Path(__file__).parents[1] / "examples/reward"
-SETTINGS = {"method": "lozo-adam", "lr": 1e-3, "steps": 60, "max_new_tokens": 24}
+SETTINGS = {"method": "head-feedback", "lr": 1e-3, "steps": 60, "max_new_tokens": 24}
 RUNS = [
     *((temperature, 1e-2, seed) for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
     *((temperature, 1e-3, 0) for temperature in (0.0, 1.0)),

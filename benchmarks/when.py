@@ -42,7 +42,7 @@ ZEROTH, BY_GRADIENT = {"peft": "none", "checkpointed": False}, {"method": "adam"
 WAYS: dict[str, dict[str, Any]] = {
     INFERENCE: ZEROTH | {"method": None},
     "tezo-cadam": ZEROTH | {"method": "tezo-cadam"},
-    "lozo-adam": ZEROTH | {"method": "lozo-adam"},
+    "head-feedback": ZEROTH | {"method": "head-feedback"},
     LORA: BY_GRADIENT | {"checkpointed": False},
     LORA_CHECKPOINTED: BY_GRADIENT | {"checkpointed": True},
     FULL: BY_GRADIENT | {"peft": "none", "checkpointed": False},

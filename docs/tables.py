@@ -131,7 +131,7 @@ def feedback_memory() -> str:
         rows.append([batch, str(inference["parts"]), *(f"{percent:+.1f} %" for percent in over)])
     return grid(["", "parts of the batch", "two-point step", "feedback step"], rows) + (
         f"\nPeak resident set of a fresh process each, over that of a forward pass; {made['model']}, random weights, "
-        f"`lozo-adam` without its look at the inputs. `{made['command']}`; {machine(made)}.\n"
+        f"`head-feedback` without its look at the inputs. `{made['command']}`; {machine(made)}.\n"
     )
 
 
@@ -229,9 +229,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "step": partial(step, "all-linear"),
     "step-short": partial(
-        step, "all-linear", labels=("F2", "tezo", "lozo-adam", "tezo-adam", "mezo", "published:mezo")
+        step, "all-linear", labels=("F2", "tezo", "head-feedback", "tezo-adam", "mezo", "published:mezo")
     ),
-    "step-to-J2": partial(step, "all-linear", labels=("tezo", "lozo", "lozo-adam", "subzo"), ratio="to_J2"),
+    "step-to-J2": partial(step, "all-linear", labels=("tezo", "lozo", "head-feedback", "subzo"), ratio="to_J2"),
     "step-all": partial(step, "all"),
     "step-sizes": step_sizes,
     "step-emulated": partial(step, "all-linear", "step_cpu_emulated"),

@@ -11,7 +11,7 @@ from drawing import SHORT, grid, machine, read
 GIB = 2**30
 AFTER = (2, 5, 15, 60)
 """Seconds of steps after which losses are compared."""
-NAMES = {"tezo": "tezo (`lozo-adam`)", "lora": "LoRA, Adam", "full": "full fine-tuning, Adam"}
+NAMES = {"tezo": "tezo (`head-feedback`)", "lora": "LoRA, Adam", "full": "full fine-tuning, Adam"}
 QLORA = {"LoRA with gradients": "QLoRA", "LoRA with gradients, checkpointed": "QLoRA, checkpointed"}
 """Ways over a base in nf4 that have a name of their own."""
 

@@ -228,7 +228,7 @@ OWN = {
     "mezo-sign": MeZOSign,
     "mezo-conservative": MeZOConservative,
     "sparse-mezo": SparseMeZO,
-    "lozo-adam": LOZOAdam,
+    "head-feedback": LOZOAdam,
     "tezo-cadam": TeZOcAdam,
 }
 ALGORITHMS: dict[str, type[AsOurs]] = {

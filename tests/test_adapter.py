@@ -18,11 +18,11 @@ from tezo.system.errors import RequestError
 
 ADAPTED = ("opt", "llama", "qwen2", "gpt2", "gemma2", "roberta", "bert")
 # Learning rates under which five steps move the outputs visibly.
-RATES = {"tezo": 0.1, "tezo-m": 0.2, "tezo-cadam": 0.03, "lozo-adam": 0.003}
+RATES = {"tezo": 0.1, "tezo-m": 0.2, "tezo-cadam": 0.03, "head-feedback": 0.003}
 every_family = pytest.mark.parametrize("family", ADAPTED)
 KEPT = {"rank": 4, "lazy_update_interval": None}
 MADE = [
-    *((name, {"rank": rank}) for name in RATES for rank in (4, None) if rank or name != "lozo-adam"),
+    *((name, {"rank": rank}) for name in RATES for rank in (4, None) if rank or name != "head-feedback"),
     *((name, KEPT | {"basis": basis}) for name, basis in (("lozo", "gaussian"), ("lozo-m", "activation"))),
 ]
 

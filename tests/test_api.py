@@ -26,7 +26,7 @@ from tezo.training.listeners import Listener
 
 ROWS = {"train": label_rows(20), "dev": label_rows(8, seed=1), "test": label_rows(12, seed=2)}
 SETTINGS = {"steps": 4, "batch_size": 4, "lr": 0.05, "rank": 4, "keep_best": False, "log_every": 2, "eval_every": 2}
-RATES = {"lozo-adam": {}, "tezo-adam": {"lr": 0.02}, "mezo": {"lr": 0.01, "rank": None}, "adam": {"rank": None}}
+RATES = {"head-feedback": {}, "tezo-adam": {"lr": 0.02}, "mezo": {"lr": 0.01, "rank": None}, "adam": {"rank": None}}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def in_memory(family="opt"):
     return {"model": tiny_model(family, len(tokenizer)), "tokenizer": tokenizer}
 
 
-def options(method="lozo-adam", **changes):
+def options(method="head-feedback", **changes):
     found = SETTINGS | {"method": method} | RATES.get(method, {}) | changes
     return {name: value for name, value in found.items() if value is not None}
 
@@ -88,7 +88,7 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [*(("opt", name) for name in RATES), ("bert", "lozo-adam"), ("roberta", "lozo-adam")]
+    ("family", "method"), [*(("opt", name) for name in RATES), ("bert", "head-feedback"), ("roberta", "head-feedback")]
 )
 def test_objects_and_names_are_the_same_run(home, family, method):
     named, training = {"model": str(home / family)}, in_memory(family)
@@ -163,7 +163,7 @@ def test_the_metrics_are_the_lines_of_the_run(tmp_path):
     assert evaluations["test", 4] == {"step": 4, "split": "test", **run.summary["after"]}
     assert [line["step"] for line in run.metrics if "split" not in line] == [2, 4]
     assert run.summary == json.loads((tmp_path / "run/summary.json").read_text())
-    assert "lozo-adam, 4 steps" in repr(run) and str(tmp_path / "run") in repr(run)
+    assert "head-feedback, 4 steps" in repr(run) and str(tmp_path / "run") in repr(run)
     (tmp_path / "run/metrics.jsonl").write_text('{"step": ')
     with pytest.raises(RequestError, match=r"metrics\.jsonl is not the file that was saved"):
         print(run.metrics)
@@ -469,7 +469,7 @@ OBJECT = {"data": ROWS["train"], "steps": 1, "lr": 0.05}
         ({"dir": "x"}, r"data\.dir is 'x'"),
         ({"stepps": 3}, r"stepps: there is no such setting\. Did you mean 'steps'"),
         ({"steps": "many"}, r"train\.steps is 'many'"),
-        ({"method": "lozo-adm"}, r"no method 'lozo-adm'.*'lozo-adam'"),
+        ({"method": "lozo-adm"}, r"no method 'lozo-adm'.*'head-feedback'"),
         ({"method": "mezo", "rank": 3}, r"method\.rank: mezo has no such option"),
         ({"settings": {"model.name": "x"}}, r"model\.name is the parameter model"),
         ({"settings": {"lr": 1e-4}}, r"lr has no section"),

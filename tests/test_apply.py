@@ -289,7 +289,7 @@ class ByName(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("method", ["tezo", "lozo-adam", "mezo"])
+@pytest.mark.parametrize("method", ["tezo", "head-feedback", "mezo"])
 def test_an_input_may_be_passed_by_its_name(method):
     x, losses, saved = torch.randn(12, 16), [], []
     for named in (False, True):

@@ -12,7 +12,7 @@ from tezo.directions.bases import BASES, activation, find_basis
 from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, groups, input_size, sketch_bytes
 from tezo.directions.bases.basis import GaussianBasis
 from tezo.optim.methods import METHODS
-from tezo.optim.methods.lozo import lozo_adam
+from tezo.optim.methods.lozo import head_feedback
 from tezo.runs.files import FactorFiles
 from tezo.system.digests import content_hash
 from tezo.system.errors import RequestError
@@ -37,9 +37,9 @@ def factors_of(optimizer) -> dict[str, Tensor]:
 
 
 def watched(model: nn.Module, basis: str | ActivationBasis, **options):
-    """lozo-adam on a tiny language model, whose basis sees two batches; and the batches."""
+    """head-feedback on a tiny language model, whose basis sees two batches; and the batches."""
     batches = [tokens(batch=4, length=12, seed=seed) for seed in (50, 51)]
-    optimizer = lozo_adam(model, rank=RANK, basis=basis, **options)
+    optimizer = head_feedback(model, rank=RANK, basis=basis, **options)
     optimizer.set_calibration_passes(lambda _: [model(input_ids=batch) for batch in batches])
     return optimizer, batches
 
@@ -67,7 +67,7 @@ def test_directions_move_a_layer_along_the_leading_inputs_alone(make, name):
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize("method", ["tezo", "lozo", "lozo-adam"])
+@pytest.mark.parametrize("method", ["tezo", "lozo", "head-feedback"])
 def test_directions_have_unit_variance_whatever_the_basis(name, method):
     model = tiny_opt()
     optimizer = METHODS[method].build(model, rank=RANK, basis=name, lr=1e-3, seed=5)
@@ -97,7 +97,7 @@ def test_padding_is_not_looked_at():
         lambda _: model(input_ids=padded, attention_mask=mask),
         lambda _: model(padded, mask),
     ):
-        optimizer = lozo_adam(model, rank=RANK)
+        optimizer = head_feedback(model, rank=RANK)
         optimizer.set_calibration_passes(call)
         optimizer.draw()
         found.append(factors_of(optimizer))
@@ -161,7 +161,7 @@ def test_looking_changes_neither_the_model_nor_its_mode():
 
 def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
     model, other = tiny_opt(), tiny_opt()
-    plain, told = (lozo_adam(m, rank=RANK, lazy_update_interval=2) for m in (model, other))
+    plain, told = (head_feedback(m, rank=RANK, lazy_update_interval=2) for m in (model, other))
     told.set_calibration_passes(lambda refresh_step: other(input_ids=tokens(seed=refresh_step)))
     for step in range(4):
         assert plain.step(lm_loss(model, tokens(seed=step))) == told.step(lm_loss(other, tokens(seed=step)))
@@ -172,8 +172,8 @@ def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
 def test_a_basis_that_sees_nothing_says_what_to_do():
     model = tiny_opt()
     with pytest.raises(RequestError, match=r"call optimizer\.set_calibration_passes\(passes\)"):
-        lozo_adam(model, rank=RANK).draw()
-    optimizer = lozo_adam(model, rank=RANK)
+        head_feedback(model, rank=RANK).draw()
+    optimizer = head_feedback(model, rank=RANK)
     optimizer.set_calibration_passes(lambda _: None)
     with pytest.raises(RequestError, match="do not call it"):
         optimizer.step(lm_loss(model, tokens()))
@@ -193,7 +193,7 @@ def test_state_goes_to_a_new_optimizer_that_sees_no_data():
     optimizer, _ = watched(model, "activation", lr=1e-2)
     for seed in range(3):
         optimizer.step(lm_loss(model, tokens(seed=seed)))
-    fresh = lozo_adam(other, rank=RANK, lr=1e-2)
+    fresh = head_feedback(other, rank=RANK, lr=1e-2)
     fresh.load_state_dict(optimizer.state_dict())
     for seed in range(3, 6):
         expected = optimizer.step(lm_loss(model, tokens(seed=seed)))
@@ -207,7 +207,7 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     optimizer.draw()
     (path,) = tmp_path.iterdir()
     assert path.name == "basis-0.safetensors"
-    blind = lozo_adam(tiny_opt(), rank=RANK)
+    blind = head_feedback(tiny_opt(), rank=RANK)
     blind.set_factor_store(FactorFiles(tmp_path, writes=False))
     blind.draw()
     for name, factor in factors_of(blind).items():
@@ -219,7 +219,7 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
             FactorFiles(tmp_path, writes=False).load("basis", 0)
     path.write_bytes(sound)
     assert len(load_file(path)) == len(optimizer.moving)
-    other = lozo_adam(tiny_opt(), rank=RANK + 1)
+    other = head_feedback(tiny_opt(), rank=RANK + 1)
     other.set_factor_store(FactorFiles(tmp_path, writes=False))
     with pytest.raises(RequestError, match="is not of the shape"):
         other.draw()

@@ -22,7 +22,7 @@ from tezo.training.loop import train
 from tezo.training.recipe import Config
 from tezo.training.replay import replay
 
-KINDS = {"activation": "lozo-adam", "whole model": "mezo"}
+KINDS = {"activation": "head-feedback", "whole model": "mezo"}
 
 
 def run_of(home: Path, kind: str = "activation", refresh: int | None = None, **settings: Any) -> Config:

@@ -135,7 +135,7 @@ def test_an_unknown_device(attempt):
         ("trian.steps=5", ["trian", "'train'"]),
         ("method.name=tezo-cadm", ["method.name", "'tezo-cadm'", "'tezo-cadam'"]),
         ("method.name=sgd", ["method.name", "'sgd'"]),
-        ("method.bettas=[0.9, 0.9]", ["method.bettas", "lozo-adam", "'betas'"]),
+        ("method.bettas=[0.9, 0.9]", ["method.bettas", "head-feedback", "'betas'"]),
         ("train.steps=many", ["train.steps", "'many'", "whole number"]),
         ("train.steps=2.5", ["train.steps", "2.5", "whole number"]),
         ("train.steps=0", ["train.steps", "0", "at least 1"]),

@@ -110,7 +110,7 @@ def test_results_go_to_standard_output_and_progress_to_standard_error(home, tmp_
     assert str(run / "adapter") in done.out
     assert work_text(summary) in " ".join(done.out.split()) and f"{summary['steps']} steps, " in work_text(summary)
     assert f"tezo predict {run}" in done.out
-    assert done.says("lozo-adam on", home / "opt", "rank 4", "8 training rows, 4 dev, 6 test", "step 0 test")
+    assert done.says("head-feedback on", home / "opt", "rank 4", "8 training rows, 4 dev, 6 test", "step 0 test")
 
 
 def test_json_is_all_there_is_on_standard_output(home, tmp_path):
@@ -235,7 +235,7 @@ def test_a_loss_that_is_no_number_ends_the_run_in_words(home, tmp_path, value, r
     tensors = load_file(folder / "model.safetensors")
     tensors["model.decoder.layers.0.fc1.weight"][0, 0] = float(value)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    method = "lozo-adam" if rank == 4 else "tezo-cadam"
+    method = "head-feedback" if rank == 4 else "tezo-cadam"
     done = train(folder, home / "rows.jsonl", tmp_path / "run", method__name=method, method__rank=rank)
     if rank == 4:
         refused(done, "the loss of the untuned model is", "float32")
@@ -256,7 +256,7 @@ def test_a_loss_that_overflows_later_tells_the_step_and_the_last_good_loss(home,
 def test_methods_and_doctor_answer_people_and_programs(home):
     listed = json.loads(tezo("methods", "--json").out)
     assert {m["name"] for m in listed if not m["in_paper"]} == {
-        "mezo-norm", "tezo-cadam", "lozo-adam", "mezo-sign", "mezo-conservative", "sparse-mezo", "forward-gradient"
+        "mezo-norm", "tezo-cadam", "head-feedback", "mezo-sign", "mezo-conservative", "sparse-mezo", "forward-gradient"
     }  # fmt: skip
     shown = tezo("methods").out
     assert all(m["name"] in shown for m in listed)

@@ -101,7 +101,7 @@ def test_doctor_says_what_a_packed_model_cannot_take(tmp_path, model):
     assert done.code == 0, done.err
     report = json.loads(done.out)["model"]
     can = {row["method"] for row in report["methods"] if row["refusal"] is None}
-    assert can == {"tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "lozo-adam", "subzo"}
+    assert can == {"tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "head-feedback", "subzo"}
     whole = load_model(str(model)).model
     assert report["parameters"] == sum(p.numel() for p in whole.parameters()), "numbers, not bytes that hold two"
 
@@ -164,9 +164,9 @@ SIZES = {INFERENCE: 1, ZEROTH_ORDER[0]: 3, ZEROTH_ORDER[1]: 2, LORA: 8, LORA_CHE
 @pytest.mark.parametrize(
     ("least", "said"),
     [
-        (8, "LoRA with gradients fits here and will be faster: 8.00 GiB of 10.00 GiB, beside 3.00 GiB for lozo-adam."),
+        (8, "LoRA with gradients fits here and will be faster: 8.00 GiB of 10.00 GiB, beside 3.00 GiB for head-feedback."),
         (5, "LoRA with gradients fits here by gradient checkpointing and will be faster: 5.00 GiB of 6.25 GiB"),
-        (3, "LoRA with gradients needs 5.00 GiB by gradient checkpointing, too much for 3.75 GiB; lozo-adam fits"),
+        (3, "LoRA with gradients needs 5.00 GiB by gradient checkpointing, too much for 3.75 GiB; head-feedback fits"),
         (2, "too much for 2.50 GiB; tezo-cadam fits, with 2.00 GiB."),
         (1, "neither fits into 1.25 GiB"),
     ],
@@ -221,10 +221,10 @@ def test_the_sketches_of_a_basis_that_sees_data_are_forecast(home, monkeypatch):
 
     monkeypatch.setattr(activation, "Sketch", Kept)
     model = load_model(str(home / "opt")).model
-    (said,) = (forecast for forecast in forecasts(model) if forecast.method == "lozo-adam")
-    optimizer = METHODS["lozo-adam"].build(model, seed=0)
+    (said,) = (forecast for forecast in forecasts(model) if forecast.method == "head-feedback")
+    optimizer = METHODS["head-feedback"].build(model, seed=0)
     optimizer.step(lambda: model(input_ids=torch.ones(2, 5, dtype=torch.int64))[0].square().mean())
     tensors = [value for sketch in made for value in vars(sketch).values() if isinstance(value, torch.Tensor)]
     assert said.collecting == sum(tensor.nbytes for tensor in tensors) > 0
-    assert all(forecast.collecting == 0 for forecast in forecasts(model) if forecast.method != "lozo-adam")
+    assert all(forecast.collecting == 0 for forecast in forecasts(model) if forecast.method != "head-feedback")
     optimizer.close()

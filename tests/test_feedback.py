@@ -16,7 +16,7 @@ from tezo.directions.perturbation import DrawKey
 from tezo.directions.targets import select_targets
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.optim.estimators.feedback import last_errors, last_hidden, residual_writers
-from tezo.optim.methods.lozo import lozo_adam
+from tezo.optim.methods.lozo import head_feedback
 from tezo.runs.files import FactorFiles
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.tasks.examples import Example
@@ -44,7 +44,7 @@ def closure_of(model: nn.Module, seed: int = 1, *, batch: int = 3):
 
 
 def built(model: nn.Module, **options):
-    return lozo_adam(model, **{"rank": RANK, "lr": LR, "feedback_scale": SCALE, **options})
+    return head_feedback(model, **{"rank": RANK, "lr": LR, "feedback_scale": SCALE, **options})
 
 
 def true_errors(base: nn.Module, closure) -> Tensor:

@@ -43,7 +43,7 @@ def home(tmp_path_factory):
 
 
 def made(home: Path, **more):
-    return config(home, "lozo-adam", **{"feedback_first": FIRST, "feedback_last": LAST} | more)
+    return config(home, "head-feedback", **{"feedback_first": FIRST, "feedback_last": LAST} | more)
 
 
 def test_a_run_that_stops_in_or_between_phases_goes_on_to_the_bit(home, tmp_path):
@@ -106,14 +106,14 @@ def test_the_schedule_of_the_rate_holds_for_them_too(home, tmp_path):
 @pytest.mark.parametrize(
     ("more", "parts"),
     [
-        ({"method": "tezo", "train__feedback_first": 1}, ("train.feedback_first is 1", "tezo", "lozo-adam")),
+        ({"method": "tezo", "train__feedback_first": 1}, ("train.feedback_first is 1", "tezo", "head-feedback")),
         ({"train__feedback_last": 4}, ("train.feedback_last is 4", "3 steps")),
         ({"train__feedback_last": -1}, ("train.feedback_last is -1", "at least 0")),
         ({"train__feedback_last": 1, "train__objective": "accuracy"}, ("train.feedback_last is 1", "no gradient")),
     ],
 )
 def test_what_does_not_fit_is_refused(home, tmp_path, more, parts):
-    more = {"method": "lozo-adam"} | more
+    more = {"method": "head-feedback"} | more
     refused(trained(home / "opt", home / "train.jsonl", tmp_path / "out", steps=3, **more), *parts)
     assert not (tmp_path / "out").exists()
 
@@ -121,10 +121,10 @@ def test_what_does_not_fit_is_refused(home, tmp_path, more, parts):
 @pytest.mark.parametrize(
     ("steps", "method", "rows", "expected"),
     [
-        (1000, "lozo-adam", "train", (15, 60)),
-        (100, "lozo-adam", "train", (5, 20)),
-        (99, "lozo-adam", "train", (0, 0)),
-        (1000, "lozo-adam", "completions", (15, 60)),
+        (1000, "head-feedback", "train", (15, 60)),
+        (100, "head-feedback", "train", (5, 20)),
+        (99, "head-feedback", "train", (0, 0)),
+        (1000, "head-feedback", "completions", (15, 60)),
         (1000, "tezo", "train", (0, 0)),
     ],
 )
@@ -139,7 +139,7 @@ def test_what_is_left_open_goes_by_steps_and_method_whatever_the_rows(home, step
 
 
 def test_where_no_layer_qualifies_a_default_is_left_out_and_said_and_a_wish_refused(home, tmp_path):
-    settings = {"method": "lozo-adam", "method__targets": "[q_proj]", "steps": 100}
+    settings = {"method": "head-feedback", "method__targets": "[q_proj]", "steps": 100}
     done = trained(home / "opt", home / "train.jsonl", tmp_path / "run", **settings)
     assert done.code == 0 and done.says("note: there are no feedback steps", "no tuned layer")
     assert not list((tmp_path / "run").glob("feedback-*"))
@@ -160,7 +160,7 @@ def test_every_kind_of_model_takes_them_and_ends_as_an_adapter(tmp_path, family,
     else:
         folder = model_folder(tmp_path, family)
     rows = write_rows(tmp_path / "rows.jsonl", label_rows(24))
-    done = trained(folder, rows, tmp_path / "run", *flags, steps=6, method="lozo-adam", train__feedback_first=2,
+    done = trained(folder, rows, tmp_path / "run", *flags, steps=6, method="head-feedback", train__feedback_first=2,
                    train__feedback_last=2, method__lr=1e-3)  # fmt: skip
     assert done.code == 0, done.err
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -172,7 +172,7 @@ def test_every_kind_of_model_takes_them_and_ends_as_an_adapter(tmp_path, family,
 @pytest.mark.parametrize("share", ["rows", "directions"])
 def test_ranks_take_the_steps_of_one_process(home, tmp_path, share):
     settings = {"feedback_first": 2, "feedback_last": 1, "parallel": share}
-    path = recipe(home, tmp_path, "lozo-adam", 2, **settings)
+    path = recipe(home, tmp_path, "head-feedback", 2, **settings)
     done = ranks(2, path, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     train(read_config(path, []), tmp_path / "alone")
@@ -185,7 +185,7 @@ def test_explicit_zeros_search_no_layers(home, monkeypatch):
     monkeypatch.setattr(DirectFeedback, "check", lambda *_: searched.append(1))
     for first, last, searches in ((0, 0, 0), (None, 0, 1), (0, None, 1), (3, 0, 1)):
         searched.clear()
-        settings = config(home, "lozo-adam", steps=LEAST_STEPS, feedback_first=first, feedback_last=last)
+        settings = config(home, "head-feedback", steps=LEAST_STEPS, feedback_first=first, feedback_last=last)
         resolved = prepare(settings).config.train
         assert len(searched) == searches
         assert resolved.feedback_first == (first if first is not None else 5)

@@ -23,7 +23,7 @@ from folders import (
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from tezo import RequestError, lozo_adam
+from tezo import RequestError, head_feedback
 from tezo.models.loading import from_objects, load_model
 
 CLASSES = ("bad", "fine", "good", "superb")  # the tokenizer knows neither the second nor the last
@@ -252,12 +252,12 @@ def test_a_folder_with_an_adapter_in_it_is_refused(home, tmp_path, whole):
 def test_a_frozen_model_is_refused_in_a_sentence():
     adapted = get_peft_model(tiny_model("llama", 40), LoraConfig(r=2)).requires_grad_(False)
     with pytest.raises(RequestError, match="all parameters of this model and of its adapter are frozen"):
-        lozo_adam(adapted, basis="gaussian")
+        head_feedback(adapted, basis="gaussian")
     model = tiny_model("llama", 40).requires_grad_(False)
-    lozo_adam(model, basis="gaussian").close()  # no part is told from another
+    head_feedback(model, basis="gaussian").close()  # no part is told from another
     model.model.norm.weight.requires_grad_(True)
     with pytest.raises(RequestError, match=r"no linear layer is trainable; .* 'all', or to some of: model, norm"):
-        lozo_adam(model, basis="gaussian")
+        head_feedback(model, basis="gaussian")
 
 
 def test_a_run_on_a_mixture_of_experts_says_what_is_not_trained(home, tmp_path):

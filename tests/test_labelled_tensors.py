@@ -43,7 +43,7 @@ def plain(model, given: dict[str, Tensor]) -> Tensor:
     return cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
 
 
-@pytest.mark.parametrize("name", ["tezo", "lozo-adam", "mezo", "tezo-adam"])
+@pytest.mark.parametrize("name", ["tezo", "head-feedback", "mezo", "tezo-adam"])
 def test_a_step_is_that_of_the_plain_closure(name):
     model, twin = tiny_opt(), tiny_opt()
     optimizer, reference = (METHODS[name].build(own, lr=1e-2, seed=3) for own in (model, twin))

@@ -22,7 +22,7 @@ from tezo.training.loop import train
 def home(tmp_path_factory):
     """A run with factors computed from data and feedback steps: "ended", and "begun" with checkpoints."""
     root = model_and_rows(tmp_path_factory.mktemp("home"), 8)
-    tree = to_tree(config(root, "lozo-adam", feedback_first=2))
+    tree = to_tree(config(root, "head-feedback", feedback_first=2))
     made = parse_config(tree | {"method": tree["method"] | {"basis": "activation"}})
     train(made, root / "ended")
     stopped(made, root / "begun", 6)

@@ -145,7 +145,7 @@ def test_a_model_is_free_after_an_interrupt_at_any_moment(monkeypatch, moment):
 def gone(base, way, tmp_path):
     """Tunes a model, and drops all that could take the change off; its outputs as tuned."""
     if way == "optimizer":
-        optimizer = tezo.lozo_adam(base["model"], lr=0.05, rank=4)
+        optimizer = tezo.head_feedback(base["model"], lr=0.05, rank=4)
         for _ in range(3):
             optimizer.step(lambda: base["model"](input_ids=IDS, labels=IDS).loss)
     else:
@@ -195,13 +195,13 @@ def test_a_model_that_is_in_use_is_still_refused(tmp_path):
 def test_the_next_optimizer_on_a_model_goes_on_where_one_that_is_gone_ended(tmp_path):
     base = in_memory()
     tuned = gone(base, "optimizer", tmp_path)
-    optimizer = tezo.lozo_adam(base["model"], lr=0.05, rank=4)
+    optimizer = tezo.head_feedback(base["model"], lr=0.05, rank=4)
     torch.testing.assert_close(outputs(base["model"]), tuned, rtol=0, atol=1e-5)
     optimizer.close()
     torch.testing.assert_close(outputs(base["model"]), tuned, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["lozo-adam", "mezo", "adam"])
+@pytest.mark.parametrize("method", ["head-feedback", "mezo", "adam"])
 def test_a_model_that_peft_has_merged_is_tuned_as_one_that_was_loaded(tmp_path, method):
     model, options = in_memory()["model"], {"method": method, "keep_best": False}
     config = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
@@ -209,7 +209,7 @@ def test_a_model_that_peft_has_merged_is_tuned_as_one_that_was_loaded(tmp_path, 
     assert not any(parameter.requires_grad for parameter in merged["model"].parameters())
     merged["model"].save_pretrained(tmp_path / "merged")
     loaded = {"model": AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), "tokenizer": tokenizer_for("opt")}
-    options |= {} if method == "lozo-adam" else {"lr": 0.01, "rank": None}
+    options |= {} if method == "head-feedback" else {"lr": 0.01, "rank": None}
     options = {key: value for key, value in (ROWS | SETTINGS | options).items() if value is not None}
     run, other = tezo.train(**merged, **options), tezo.train(**loaded, **options)
     assert run.summary["after"] == other.summary["after"] != run.summary["before"]

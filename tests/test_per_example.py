@@ -216,7 +216,7 @@ class Linear(nn.Module):
 
 
 @pytest.mark.parametrize("part", [1, 3])
-@pytest.mark.parametrize("name", ["lozo-adam", "tezo-cadam"])
+@pytest.mark.parametrize("name", ["head-feedback", "tezo-cadam"])
 def test_a_stack_computed_in_parts_is_the_stack_computed_whole(monkeypatch, name, part):
     found = []
     for whole in (True, False):
@@ -295,7 +295,7 @@ def test_signs_of_one_factor_vary_little_more_than_factors_of_their_own(rows):
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8wo", "int8"])
-@pytest.mark.parametrize("name", ["tezo-cadam", "lozo-adam"])
+@pytest.mark.parametrize("name", ["tezo-cadam", "head-feedback"])
 def test_rows_of_a_packed_model_are_measured_as_one_by_one(home, form, name):
     model, ids = load_model(str(home / "wide"), quantization=form).model, tokens(batch=3, seed=1)
     optimizer = METHODS[name].build(model, rank=4, lr=0.0, rho=0.1, basis="gaussian", directions="per-example")
@@ -452,14 +452,14 @@ def test_ranks_take_the_steps_of_one_process(home, tmp_path):
         assert one.projected_grads == pytest.approx(other.projected_grads, abs=5e-3)
 
 
-def auto(home, method="lozo-adam", **settings):
+def auto(home, method="head-feedback", **settings):
     return config(home, method, **settings)
 
 
 def test_a_run_of_ours_gives_each_example_its_own_unless_told_otherwise(home):
     for name in METHODS:
         chosen = prepare(config(home, name)).config.method.options.get("directions", "shared")
-        assert chosen == ("per-example" if name in ("lozo-adam", "tezo-cadam") else "shared"), name
+        assert chosen == ("per-example" if name in ("head-feedback", "tezo-cadam") else "shared"), name
     told = auto(home)
     tree = to_tree(told)
     told = parse_config(tree | {"method": tree["method"] | {"directions": "shared"}})

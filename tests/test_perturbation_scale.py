@@ -225,7 +225,7 @@ def prepared(home, model, method="tezo", **options):
 
 
 @pytest.mark.parametrize("model", ["opt", "optbfloat16"])
-@pytest.mark.parametrize("method", ["tezo", "lozo-adam", "mezo"])
+@pytest.mark.parametrize("method", ["tezo", "head-feedback", "mezo"])
 def test_a_run_measures_it_along_its_own_directions_in_every_precision(home, model, method):
     job = prepared(home, model, method)
     rho = job.config.method.options["rho"]
@@ -279,10 +279,10 @@ def test_the_doctor_recommends_what_a_run_on_its_rows_would_take(home):
 
 
 def test_a_trainer_measures_it_too(tmp_path):
-    run = trainer(tmp_path, method="lozo-adam", method_options={"rank": 4})
+    run = trainer(tmp_path, method="head-feedback", method_options={"rank": 4})
     run.train()
     assert run.tuner.rho in SCALES
-    assert trainer(tmp_path / "b", method="lozo-adam", method_options={"rank": 4, "rho": 0.02}).train()
+    assert trainer(tmp_path / "b", method="head-feedback", method_options={"rank": 4, "rho": 0.02}).train()
 
 
 # a step on a destroyed model
@@ -353,7 +353,7 @@ class Told(Listener):
 
 def test_of_a_model_that_has_learnt_the_steps_are_compared_with_what_it_is_now(home):
     told = Told()
-    run = library.train(str(home / "opt"), str(home / "rows.jsonl"), method="lozo-adam", rank=4, lr=1e-2, steps=8,
+    run = library.train(str(home / "opt"), str(home / "rows.jsonl"), method="head-feedback", rank=4, lr=1e-2, steps=8,
                         eval_every=2, listeners=[told])  # fmt: skip
     assert told.optimizer.own_loss == min(told.losses) < run.summary["before"]["loss"] - 0.05
 

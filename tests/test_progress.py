@@ -87,7 +87,7 @@ METHODS = {
     "mezo-conservative": {},
     "forward-gradient": {},
     "adam": {},
-    "lozo-adam": {"rank": 2, "lr": "auto", "feedback_first": 2, "feedback_last": 1, "steps": 150},
+    "head-feedback": {"rank": 2, "lr": "auto", "feedback_first": 2, "feedback_last": 1, "steps": 150},
 }
 
 
@@ -103,7 +103,7 @@ def test_every_pass_and_second_of_a_run_is_in_its_phases(home, tmp_path, name):
     assert sum(spent["seconds"] for spent in phases.values()) == pytest.approx(seconds, abs=0.25)
     # a step's evaluations are passes of a batch, whether signs share a call, or lengths divide it
     assert phases[STEPS]["passes"] == summary["num_forward_passes"]
-    assert (RATE in phases and phases[RATE]["passes"] > 5) == (name == "lozo-adam")
+    assert (RATE in phases and phases[RATE]["passes"] > 5) == (name == "head-feedback")
 
 
 def test_a_row_that_is_several_rows_of_the_model_is_counted_as_one(home, tmp_path):
@@ -138,7 +138,7 @@ def test_what_earlier_starts_have_taken_is_added(home, tmp_path):
 
 
 def test_what_is_said_of_the_work_counts_all_of_it(home, tmp_path):
-    summary = train(recipe(home, "lozo-adam", rank=2, lr="auto"), tmp_path / "run")
+    summary = train(recipe(home, "head-feedback", rank=2, lr="auto"), tmp_path / "run")
     total, seconds = work_of(summary)
     assert total == passes(summary["phases"]) > 2 * summary["num_forward_passes"]
     longest = max(summary["phases"], key=lambda name: summary["phases"][name]["seconds"])
@@ -163,7 +163,7 @@ def test_a_listener_hears_of_phases_before_there_is_a_job_and_of_how_far_they_ar
         def started(self, job):
             heard.append(job)
 
-    train(recipe(home, "lozo-adam", rank=2, lr="auto"), tmp_path / "run", [Hearing()])
+    train(recipe(home, "head-feedback", rank=2, lr="auto"), tmp_path / "run", [Hearing()])
     started = next(i for i, one in enumerate(heard) if not hasattr(one, "name"))
     before = dict.fromkeys(work.name for work in heard[:started])
     assert [name for name in before if name != OTHER][:2] == ["reading rows", "loading the model"]
@@ -236,7 +236,7 @@ def test_a_slow_search_says_how_far_it_is_though_each_of_its_steps_is_slow(home,
 
     monkeypatch.setattr(OPTForCausalLM, "forward", slow)
     with Meter() as meter, StatusLine(meter, stream, silence=0.15):
-        train(recipe(home, "lozo-adam", rank=2, lr="auto", steps=60), tmp_path / "run")
+        train(recipe(home, "head-feedback", rank=2, lr="auto", steps=60), tmp_path / "run")
     gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
     assert max(gaps) < 0.5
     said = stream.getvalue()
@@ -294,9 +294,9 @@ def test_python_shows_what_a_run_does_unless_told_not_to(home, capsys):
 
 def test_the_trainer_shows_what_comes_before_its_bar(tmp_path, capsys):
     rows = token_rows(12)
-    trainer(tmp_path / "a", rows=rows, method="lozo-adam", disable_tqdm=False, max_steps=1).train()
+    trainer(tmp_path / "a", rows=rows, method="head-feedback", disable_tqdm=False, max_steps=1).train()
     assert BASIS in capsys.readouterr().err
-    trainer(tmp_path / "b", rows=rows, method="lozo-adam", max_steps=1).train()
+    trainer(tmp_path / "b", rows=rows, method="head-feedback", max_steps=1).train()
     assert BASIS not in capsys.readouterr().err
 
 

@@ -35,7 +35,7 @@ from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import load, make_optimizer
 
-BESIDE = ("tezo", "tezo-m", "tezo-cadam", "lozo-adam")
+BESIDE = ("tezo", "tezo-m", "tezo-cadam", "head-feedback")
 FOLDED = ("lozo", "lozo-m", "subzo")
 FORMS = list(QUANTIZERS)
 
@@ -130,7 +130,7 @@ def test_methods_that_write_weights_refuse_in_a_sentence(home, tmp_path, method)
     done = train(
         home / "opt", home / "rows.jsonl", tmp_path / "run", "--quantization", "nf4", "--method", method, **more
     )
-    refused(done, "cannot be written in place", "use lozo-adam")
+    refused(done, "cannot be written in place", "use head-feedback")
     assert not (tmp_path / "run").exists()
 
 

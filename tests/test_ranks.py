@@ -147,7 +147,7 @@ def test_the_usual_programs_start_ranks(home, tmp_path, start):
 @pytest.mark.timeout(600)
 def test_a_model_in_shards_refuses_what_writes_weights(home, tmp_path):
     done = ranks(2, recipe(home, tmp_path, "mezo"), tmp_path / "run", "--set", "model.placement=shards")
-    assert "DTensor" in done.stderr and "use lozo-adam" in done.stderr
+    assert "DTensor" in done.stderr and "use head-feedback" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -29,7 +29,7 @@ from tezo.training.loop import train as run_config
 from tezo.training.replay import replay
 
 RANK, INTERVAL = 3, 4
-REFRESHED = ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "lozo-adam")
+REFRESHED = ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "head-feedback")
 
 
 def built(model: nn.Module, name: str, **options) -> ZerothOrderOptimizer:
@@ -91,13 +91,13 @@ def test_compression_is_the_nearest_matrix_of_the_rank_and_says_what_it_lost():
 
 
 def test_what_lies_beside_the_base_keeps_to_its_rank_and_the_run_says_what_that_cost():
-    optimizer = built(tiny_opt(), "lozo-adam", frozen_rank=RANK + 1)
+    optimizer = built(tiny_opt(), "head-feedback", frozen_rank=RANK + 1)
     steps(optimizer, 0, 2 * INTERVAL)
     assert optimizer.compression_error == 0.0  # the first fold fits
     before = effective_weights(optimizer)
     optimizer.draw()
     after = effective_weights(optimizer)
-    base = effective_weights(built(tiny_opt(), "lozo-adam"))
+    base = effective_weights(built(tiny_opt(), "head-feedback"))
     shares = []
     for name, moving in optimizer.moving.items():
         assert isinstance(moving, InForward)
@@ -146,7 +146,7 @@ def test_a_transposed_point_is_the_transpose_of_a_point():
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("frozen_rank", [None, RANK + 2])
-@pytest.mark.parametrize("name", ["tezo-cadam", "lozo-adam"])
+@pytest.mark.parametrize("name", ["tezo-cadam", "head-feedback"])
 def test_state_after_a_refresh_goes_to_a_new_optimizer(name, frozen_rank):
     model, other = tiny_opt(), tiny_opt()
     optimizer = built(model, name, frozen_rank=frozen_rank)
@@ -159,7 +159,7 @@ def test_state_after_a_refresh_goes_to_a_new_optimizer(name, frozen_rank):
 
 
 @pytest.mark.parametrize("frozen_rank", [None, RANK + 2])
-@pytest.mark.parametrize("name", ["tezo-cadam", "lozo-adam"])
+@pytest.mark.parametrize("name", ["tezo-cadam", "head-feedback"])
 def test_an_earlier_step_that_came_back_is_saved_with_its_own_factors(name, frozen_rank):
     model, other = tiny_opt(), tiny_opt()
     optimizer = built(model, name, frozen_rank=frozen_rank)
@@ -173,7 +173,7 @@ def test_an_earlier_step_that_came_back_is_saved_with_its_own_factors(name, froz
     torch.testing.assert_close(effective_weights(fresh), there, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["tezo-m", "lozo-adam"])
+@pytest.mark.parametrize("name", ["tezo-m", "head-feedback"])
 def test_state_after_a_refresh_that_failed_has_the_factors_before_it_too(name):
     model, other = tiny_opt(), tiny_opt()
     optimizer, fresh = built(model, name, frozen_rank=64), built(other, name, frozen_rank=64)
@@ -197,7 +197,7 @@ def test_a_momentum_is_carried_over_from_the_factors_that_were_used():
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("make", [tiny_opt, tiny_gpt2])
-@pytest.mark.parametrize("name", ["tezo-cadam", "lozo-adam"])
+@pytest.mark.parametrize("name", ["tezo-cadam", "head-feedback"])
 def test_peft_loads_what_several_intervals_trained(make, name, tmp_path):
     model = make()
     optimizer = built(model, name, frozen_rank=64)
@@ -228,7 +228,7 @@ def home(tmp_path_factory):
 def test_a_packed_base_is_seen_refreshed_and_not_written(home, form, tmp_path):
     model = load_model(str(home / "wide"), quantization=form).model
     before = digest(dict(model.named_parameters()))
-    optimizer = built(model, "lozo-adam", frozen_rank=2 * RANK)
+    optimizer = built(model, "head-feedback", frozen_rank=2 * RANK)
     ids = tokens(batch=4, length=12, seed=1) % 60
     losses = [optimizer.step(lambda: model(input_ids=ids, labels=ids).loss) for _ in range(3 * INTERVAL + 1)]
     assert digest(dict(model.named_parameters())) == before
@@ -244,7 +244,7 @@ def test_a_packed_base_is_seen_refreshed_and_not_written(home, form, tmp_path):
 
 
 def config(home, **method):
-    options = {"name": "lozo-adam", "lr": 3e-3, "rank": RANK, "lazy_update_interval": INTERVAL} | method
+    options = {"name": "head-feedback", "lr": 3e-3, "rank": RANK, "lazy_update_interval": INTERVAL} | method
     return parse_config(
         {
             "model": {"name": str(home / "opt"), "device": "cpu"},

@@ -307,7 +307,7 @@ def opposed(tmp_path_factory, home):
 
 def after_feedback(home: Path, **train_settings: Any) -> Config:
     """A run with three feedback steps at the start, after which no evaluation is due by `eval_every`."""
-    made = config(home, "lozo-adam", 3e-4, feedback_first=3, steps=8, **train_settings)
+    made = config(home, "head-feedback", 3e-4, feedback_first=3, steps=8, **train_settings)
     return made.with_options(feedback_scale=300.0)
 
 

@@ -20,7 +20,7 @@ trl = pytest.importorskip("trl", reason="of the extra `trainer`")
 peft = pytest.importorskip("peft", reason="of the extra `peft`")
 
 
-def sft(folder, model=None, *, rows=None, method="lozo-adam", **named):
+def sft(folder, model=None, *, rows=None, method="head-feedback", **named):
     own = {key: named.pop(key) for key in ("method_options", "eval_dataset", "peft_config", "quantization_config", "processing_class") if key in named}  # fmt: skip # noqa: E501
     rows = datasets.Dataset.from_list(completion_rows(12) if rows is None else rows)
     settings = {
@@ -140,9 +140,9 @@ def test_a_base_that_trl_packs_is_tuned(tmp_path):
     assert (logits(loaded, IDS) - tuned).abs().max() < 0.1 * (base_alone - tuned).abs().max()
 
 
-@pytest.mark.parametrize("method", ["lozo-adam", "mezo"])
+@pytest.mark.parametrize("method", ["head-feedback", "mezo"])
 def test_nothing_is_warned_that_nobody_asked_for_and_arguments_are_saved_as_json(tmp_path, caplog, method):
-    options = {"rank": 4, "rho": 1e-3} if method == "lozo-adam" else {"rho": 1e-3}
+    options = {"rank": 4, "rho": 1e-3} if method == "head-feedback" else {"rho": 1e-3}
     assert trl.SFTConfig(str(tmp_path), use_cpu=True).bf16, "on by itself"
     run = sft(tmp_path, method=method, method_options=options, save_strategy="steps", save_steps=3, hub_token="secret")
     assert not [record for record in caplog.records if "autocast" in record.message]
@@ -151,7 +151,7 @@ def test_nothing_is_warned_that_nobody_asked_for_and_arguments_are_saved_as_json
     for folder in (tmp_path, tmp_path / "checkpoint-3"):
         text = (folder / "training_args.json").read_text()
         assert json.loads(text)["learning_rate"] == 1e-2 and "secret" not in text
-        assert (folder / "adapter_model.safetensors").is_file() == (method == "lozo-adam")
+        assert (folder / "adapter_model.safetensors").is_file() == (method == "head-feedback")
     assert not list(tmp_path.rglob("*.bin"))
     sft(tmp_path / "other", fp16=True)
     assert [r for r in caplog.records if r.message.startswith("fp16: autocast is off")], "one that was asked for is"

@@ -20,9 +20,9 @@ from tezo.system.errors import RequestError
 FAMILIES = ("opt", "llama", "gpt2", "gemma2")
 TUNED = [
     ("tezo-cadam", {"rank": 4}),
-    ("lozo-adam", {"rank": 4}),
+    ("head-feedback", {"rank": 4}),
     ("lozo", {"rank": 4, "lazy_update_interval": 2}),
-    ("lozo-adam", {"rank": 4, "lazy_update_interval": 2, "frozen_rank": 6}),
+    ("head-feedback", {"rank": 4, "lazy_update_interval": 2, "frozen_rank": 6}),
     ("tezo-cadam", {"rank": 4, "targets": ["all"]}),
     ("tezo-cadam", {"rank": 4, "in_forward": False}),
     ("mezo", {"lr": 1e-3}),

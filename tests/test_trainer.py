@@ -152,12 +152,12 @@ def test_no_gradient_is_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.autograd, "backward", refuse)
     monkeypatch.setattr(torch.Tensor, "backward", refuse)
     model = llama()
-    trainer(tmp_path, model, method="lozo-adam").train()
+    trainer(tmp_path, model, method="head-feedback").train()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_default_directions_are_each_rows_own_where_the_method_has_them(tmp_path):
-    run = trainer(tmp_path, method="lozo-adam")
+    run = trainer(tmp_path, method="head-feedback")
     run.train()
     assert len(run.tuner.last_step.probes) == 4
 
@@ -170,7 +170,7 @@ def spread(outputs, labels, num_items_in_batch=None):
     "named", [{"compute_loss_func": spread}, {"label_smoothing_factor": 0.3}], ids=["function", "smoothing"]
 )
 def test_a_loss_of_the_users_own_is_what_a_step_minimises(tmp_path, named):
-    run = trainer(tmp_path, method="lozo-adam", max_steps=1, rows=token_rows(4), **named)
+    run = trainer(tmp_path, method="head-feedback", max_steps=1, rows=token_rows(4), **named)
     run.train()
     assert len(run.tuner.last_step.probes) == 1
     batch, model = run.data_collator.batches[-1], llama()
@@ -197,7 +197,7 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    "method", mostly_slow(["lozo-adam", "tezo-adam", "lozo", "mezo", "zo-adamu"], "lozo-adam", "mezo")
+    "method", mostly_slow(["head-feedback", "tezo-adam", "lozo", "mezo", "zo-adamu"], "head-feedback", "mezo")
 )
 def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, method):
     interval = {"lazy_update_interval": 3} if method == "lozo" else {}
@@ -220,7 +220,7 @@ def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, method):
 
 
 def test_no_state_of_ours_is_pickled(tmp_path):
-    run = trainer(tmp_path, method="lozo-adam", save_strategy="steps", save_steps=3)
+    run = trainer(tmp_path, method="head-feedback", save_strategy="steps", save_steps=3)
     run.train()
     saved = torch.load(tmp_path / "checkpoint-3/optimizer.pt", weights_only=True)
     assert saved["state"] == {}, "rates alone"
@@ -261,7 +261,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
 
 @pytest.mark.parametrize("save", ["save_model", "checkpoint"])
 def test_what_is_saved_is_an_adapter_that_gives_the_same_outputs(tmp_path, save):
-    run = trainer(tmp_path, method="lozo-adam", save_strategy="steps", save_steps=3)
+    run = trainer(tmp_path, method="head-feedback", save_strategy="steps", save_steps=3)
     run.train()
     folder = tmp_path / "checkpoint-3"
     if save == "save_model":
@@ -291,7 +291,7 @@ def test_without_an_adapter_the_whole_tuned_model_is_saved(tmp_path, method):
 def test_the_best_model_is_put_back_at_the_end(tmp_path):
     rows = token_rows(12, seed=7)
     run = trainer(
-        tmp_path, method="lozo-adam", eval_dataset=rows, max_steps=12, learning_rate=0.2, eval_strategy="steps",
+        tmp_path, method="head-feedback", eval_dataset=rows, max_steps=12, learning_rate=0.2, eval_strategy="steps",
         eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
     )  # fmt: skip
     run.train()
@@ -361,7 +361,7 @@ def test_a_packed_base_is_tuned_and_keeps_its_bits(tmp_path):
 
     model = packed()
     before = digest(dict(model.named_parameters()))
-    more = {"method": "lozo-adam", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    more = {"method": "head-feedback", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     run = trainer(tmp_path / "run", model, **more)
     assert model.is_quantized, "as it was"
     run.train()
@@ -417,8 +417,8 @@ def test_several_processes_are_refused(tmp_path):
 
 
 def test_a_rate_at_trainers_default_is_the_methods_own(tmp_path, caplog):
-    run = trainer(tmp_path, learning_rate=5e-5, method="lozo-adam")
-    assert run.args.learning_rate == METHODS["lozo-adam"].default_in_python("lr") == 1e-4
+    run = trainer(tmp_path, learning_rate=5e-5, method="head-feedback")
+    assert run.args.learning_rate == METHODS["head-feedback"].default_in_python("lr") == 1e-4
     assert "learning_rate is 5e-05, the default of TrainingArguments" in caplog.text
     assert trainer(tmp_path, learning_rate=5e-5, method_options={"lr": 5e-5}).args.learning_rate == 5e-5
     assert trainer(tmp_path, learning_rate=6e-5).args.learning_rate == 6e-5
@@ -435,7 +435,7 @@ def test_mixed_precision_is_off_and_says_so(tmp_path, caplog, half):
 
 
 def test_a_model_in_half_precision_gets_a_scale_that_its_rounding_allows(tmp_path):
-    run = trainer(tmp_path, llama().to(torch.bfloat16), method="lozo-adam", seed=1)
+    run = trainer(tmp_path, llama().to(torch.bfloat16), method="head-feedback", seed=1)
     run.train()
     assert run.tuner.rho > 1e-3
 
@@ -460,7 +460,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_parameters_before(tmp_p
 
 def test_rows_that_stream_have_a_shared_direction(tmp_path):
     rows = token_rows(12).to_iterable_dataset()
-    run = trainer(tmp_path, rows=rows, method="lozo-adam")
+    run = trainer(tmp_path, rows=rows, method="head-feedback")
     run.train()
     assert len(run.tuner.last_step.probes) == 1
 
@@ -477,8 +477,8 @@ def test_a_stock_trainer_names_the_trainer_to_use(tmp_path):
 
 
 def test_the_arguments_in_a_checkpoint_say_what_ran(tmp_path):
-    run = trainer(tmp_path, method="lozo-adam", save_strategy="steps", save_steps=3)
+    run = trainer(tmp_path, method="head-feedback", save_strategy="steps", save_steps=3)
     run.train()
     state = json.loads((tmp_path / "checkpoint-3/tezo_state/checkpoint-3/state.json").read_text())
-    assert state["method"]["name"] == "lozo-adam"
+    assert state["method"]["name"] == "head-feedback"
     assert state["method"]["options"] | {"rank": 4, "directions": "per-example"} == state["method"]["options"]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tezo.optim.methods import METHODS as METHODS
     from tezo.optim.methods import adam as adam
     from tezo.optim.methods import forward_gradient as forward_gradient
+    from tezo.optim.methods import head_feedback as head_feedback
     from tezo.optim.methods import lozo as lozo
-    from tezo.optim.methods import lozo_adam as lozo_adam
     from tezo.optim.methods import lozo_m as lozo_m
     from tezo.optim.methods import mezo as mezo
     from tezo.optim.methods import mezo_adam as mezo_adam
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __version__ = version("tezo")
 
 _METHODS = (
-    "adam", "forward_gradient", "lozo", "lozo_adam", "lozo_m", "mezo", "mezo_adam", "mezo_conservative", "mezo_m",
+    "adam", "forward_gradient", "lozo", "head_feedback", "lozo_m", "mezo", "mezo_adam", "mezo_conservative", "mezo_m",
     "mezo_norm", "mezo_sign", "sparse_mezo", "subzo", "tezo", "tezo_adam", "tezo_cadam", "tezo_m", "zo_adamu",
 )  # fmt: skip
 _HOMES = {

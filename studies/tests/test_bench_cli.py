@@ -122,5 +122,5 @@ def test_the_script_of_example_directions_writes_both_files(tmp_path):
     steps = json.loads((tmp_path / "step_per_example.json").read_text(encoding="utf-8"))
     memories = json.loads((tmp_path / "memory_per_example.json").read_text(encoding="utf-8"))
     for result in (*steps, *memories):
-        assert [row["label"] for row in result["rows"]][-2:] == ["lozo-adam", "per-example:lozo-adam"]
+        assert [row["label"] for row in result["rows"]][-2:] == ["head-feedback", "per-example:head-feedback"]
     assert all(row["to_shared"] > 0 for result in steps for row in result["rows"] if "per-" in row["label"])

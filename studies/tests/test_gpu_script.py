@@ -77,7 +77,7 @@ def names(scripts, *kinds):
 
 
 FEW = {
-    "none": ("J2", "tezo", "per-example:lozo-adam", "published:mezo", "lora-checkpointed"),
+    "none": ("J2", "tezo", "per-example:head-feedback", "published:mezo", "lora-checkpointed"),
     "nf4": ("F", "per-example:tezo", "lora-checkpointed"),
     "graphs": ("plain-closure:tezo", "cuda-graphs:F2", "cuda-graphs:tezo"),
 }

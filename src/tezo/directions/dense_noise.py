@@ -144,7 +144,7 @@ class SmallEntries(Perturbation):
             if not target.is_writable:
                 raise RequestError(
                     f"this method chooses entries by their size, and {target.name} ({target.parameter.dtype}) cannot "
-                    "be written in place; use lozo-adam, tezo or a plain float base."
+                    "be written in place; use head-feedback, tezo or a plain float base."
                 )
         self._bounds = {target.name: small_bound(target.parameter.data, self.sparsity) for target in targets}
 

@@ -419,5 +419,5 @@ def require_writable(target: Target, reason: str) -> None:
         stored = f"{type(target.parameter).__name__}, {data.dtype}, {data.device}"
         raise RequestError(
             f"{reason} writes to weights, and {target.name} ({stored}) cannot be written in place; "
-            "use lozo-adam, tezo, tezo-m or tezo-cadam on linear layers, or a plain float base."
+            "use head-feedback, tezo, tezo-m or tezo-cadam on linear layers, or a plain float base."
         )

@@ -166,7 +166,7 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
             if not target.is_writable:
                 raise RequestError(
                     f"method.name is adam, and {target.name} ({type(target.parameter).__name__}, "
-                    f"{target.parameter.dtype}) cannot be written in place; use lozo-adam or tezo-cadam."
+                    f"{target.parameter.dtype}) cannot be written in place; use head-feedback or tezo-cadam."
                 )
         chosen = {id(target.parameter) for target in self.targets}
         for parameter in model.parameters():
@@ -260,7 +260,7 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
     def _check_kind(self, kind: str) -> None:
         if kind != GRADIENT:
             raise RequestError(
-                f"method.name is adam, which takes gradient steps, not steps of kind {kind}; use lozo-adam."
+                f"method.name is adam, which takes gradient steps, not steps of kind {kind}; use head-feedback."
             )
 
     def check_kind(self, kind: str, closure: Closure) -> None:

@@ -335,7 +335,9 @@ class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
 
     def _rule(self, kind: str) -> StepRule:
         if kind not in self.rules:
-            raise RequestError(f"this method takes steps of kind {', '.join(self.rules)}, not {kind}; use lozo-adam.")
+            raise RequestError(
+                f"this method takes steps of kind {', '.join(self.rules)}, not {kind}; use head-feedback."
+            )
         return self.rules[kind]
 
     def set_calibration_passes(self, passes: Passes) -> None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -183,6 +184,8 @@ class Tuner(ABC):
         """Perturbation scale; 0 where nothing is perturbed."""
         return 0.0
 
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """Option of the method -> its `tezo.optim.settings.Setting`; printed, a table. Empty if no method built it."""
     own_loss: float | None = None
     """Loss of the model as it is, which a step's losses are compared with; infinite: they are not; None: not known."""
 

@@ -32,7 +32,7 @@ def train(
     model: Any,
     data: Rows | None = None,
     *,
-    method: str = "lozo-adam",
+    method: str = "head-feedback",
     reward: Score | str | None = None,
     tokenizer: Any = None,
     output: str | Path | None = None,

@@ -246,7 +246,7 @@ INFERENCE = "inference"
 LORA = "LoRA with gradients"
 LORA_CHECKPOINTED = "LoRA with gradients, checkpointed"
 FULL = "full fine-tuning with Adam"
-ZEROTH_ORDER = ("lozo-adam", "tezo-cadam")
+ZEROTH_ORDER = ("head-feedback", "tezo-cadam")
 """Methods that are set against gradients: the default, and the one of least memory."""
 LENGTH = 128
 """Tokens of a row for which memory is forecast, where no maximum length is set."""

@@ -15,7 +15,7 @@ LOSS = "loss"
 class MethodConfig:
     """A method and the options that are set; the other options keep the defaults of `tezo.optim.methods`."""
 
-    name: str = "lozo-adam"
+    name: str = "head-feedback"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -28,7 +28,7 @@ class TrainConfig:
     epochs: float | None = None
     """Passes over the training rows, instead of steps."""
     feedback_first: int | None = None
-    """Feedback steps at the start. Default: 15 for lozo-adam where the objective is the loss, at most 5 %; else 0."""
+    """Feedback steps at the start. Default: 15 for head-feedback where the objective is the loss, at most 5 %; else 0."""
     feedback_last: int | None = None
     """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
     batch_size: int = 16

@@ -110,7 +110,7 @@ def resolve_feedback(
     asked = [f"train.{key} is {count}" for key in KEYS if (count := getattr(train, key))]
     available = FEEDBACK in optimizer.kinds
     if asked and not available:
-        raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use lozo-adam.")
+        raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use head-feedback.")
     if asked and not train.minimises_loss:
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
     defaults = default_counts(train.num_steps) if available and train.minimises_loss else (0, 0)

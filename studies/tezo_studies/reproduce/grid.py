@@ -127,7 +127,7 @@ class Grid:
         if line.how == "train":
             steps, batch = self._length(line, column)
             fixed = {"rho": RHO} if line.is_zeroth_order else {}
-            has_scale = self.table.directions != "unit" and "scale" in method(line.method).options()
+            has_scale = "scale" in method(line.method).options()
             scale = {"scale": self.table.directions} if has_scale else {}
             own = {"name": line.method, "targets": list(self.table.targets), "lr": rate}
             tree["method"] = own | fixed | scale | dict(line.options)

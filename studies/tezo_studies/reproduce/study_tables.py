@@ -39,7 +39,7 @@ def _line(
 def _factor(
     label: str, options: Mapping[str, Any], *settings: tuple[str, Any], rates: tuple[float, ...] = BASIS_RATES
 ) -> Line:
-    return _line(f"LOZO-Adam{label}", "lozo-adam", rates, {**_FACTOR, **options}, *settings)
+    return _line(f"LOZO-Adam{label}", "head-feedback", rates, {**_FACTOR, **options}, *settings)
 
 
 _DIRECTIONS = 4
@@ -89,14 +89,14 @@ STUDY = Table(
         _line("cAdam + act", "tezo-cadam", BASIS_RATES, _TEZO | _ACT),
         _line("cAdam + act, refresh 60", "tezo-cadam", BASIS_RATES, _TEZO | _ACT | {"lazy_update_interval": 60}),
         _line("LOZO + act", "lozo", FACTOR_BASIS_RATES, _FACTOR | {"lazy_update_interval": None}),
-        _line("LOZO-Adam gauss", "lozo-adam", ADAPTIVE_RATES, _FACTOR | {"basis": "gaussian"}),
+        _line("LOZO-Adam gauss", "head-feedback", ADAPTIVE_RATES, _FACTOR | {"basis": "gaussian"}),
         _factor(" + act", {}),
         _factor(" + act, rank 4", {"rank": 4}),
         _factor(" + act, rank 16", {"rank": 16}),
         _factor(" + act, refresh 60", {"lazy_update_interval": 60}),
         _factor(" + act, 4 directions", {"num_directions": _DIRECTIONS},
                 ("train.steps", STEPS // _DIRECTIONS), ("train.eval_every", EVERY // _DIRECTIONS)),
-        _line("LOZO-Adam + act, linear", "lozo-adam", LINEAR_RATES, _FACTOR, ("train.schedule", "linear")),
+        _line("LOZO-Adam + act, linear", "head-feedback", LINEAR_RATES, _FACTOR, ("train.schedule", "linear")),
         _feedback("feedback", 2 * STEPS, FIRST, LAST),
         _feedback("feedback first", 2 * STEPS, FIRST, 0),
         _feedback("feedback last", 2 * STEPS, 0, LAST),
@@ -184,7 +184,7 @@ STUDY_DECODER = replace(
         *_both("TeZO, linear", "tezo", LINEAR_RATES, _TEZO, ("train.schedule", "linear")),
         *_both("TeZO-cAdam", "tezo-cadam", ADAPTIVE_RATES, _TEZO),
         *_both("cAdam + act", "tezo-cadam", ADAPTIVE_RATES, _TEZO | _ACT),
-        *_both("LOZO-Adam + act", "lozo-adam", ADAPTIVE_RATES, _FACTOR),
+        *_both("LOZO-Adam + act", "head-feedback", ADAPTIVE_RATES, _FACTOR),
         _feedback("feedback, per example", 2 * _DECODER_STEPS, *_DECODER_FEEDBACK, _EACH, ADAPTIVE_RATES),
     ),
     seeds=(0, 1, 2),

@@ -2,12 +2,13 @@
 
 Symbols: W (M x N) is a weight, Z a direction of its shape, kappa = (f(W + rho Z) - f(W - rho Z)) / (2 rho) the
 projected gradient, lr the learning rate, r the rank. 1-D parameters, if they are tuned, always have dense directions.
-Options of all methods are in `Common`. The defaults rho = 1e-3, lr = 1e-6 (plain and momentum steps) and lr = 1e-5
-(Adam) are the paper's (appendix, table of hyper-parameters; it uses 1e-7 for plain steps on OPT-13B). In a recipe both
-default to "auto": a run chooses them.
+Options of all methods are in `Common`.
+
+A published method does what its paper says, with the paper's settings, wherever it is called by its name: rho = 1e-3,
+lr = 1e-6 (plain and momentum steps; 1e-7 on OPT-13B) and lr = 1e-5 (Adam) are from the table of hyper-parameters in the
+appendix. `head-feedback` is ours: a run chooses its learning rate, rho and directions.
 
 Deviations from the published methods that all methods share, with reasons in docs/theory.md and docs/how-to-choose.md:
-- low-rank directions have unit variance (`scale="unit"`); `scale="raw"` gives the published scale;
 - low-rank directions are added in the forward pass, so that weights neither drift nor are rewritten in memory;
 - a draw is a function of (seed, step, parameter), not of one global random stream;
 - a rank above the smaller side of a matrix is lowered to that side, for that matrix (`optimizer.application(name)`);
@@ -22,8 +23,8 @@ from typing import Any, Generic, Literal, TypeVar
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
 from tezo.optim.methods.first_order import adam as adam
 from tezo.optim.methods.first_order import forward_gradient as forward_gradient
+from tezo.optim.methods.head_feedback import head_feedback as head_feedback
 from tezo.optim.methods.lozo import lozo as lozo
-from tezo.optim.methods.lozo import lozo_adam as lozo_adam
 from tezo.optim.methods.lozo import lozo_m as lozo_m
 from tezo.optim.methods.mezo import mezo as mezo
 from tezo.optim.methods.mezo import mezo_adam as mezo_adam
@@ -46,10 +47,11 @@ T = TypeVar("T", bound=Tuner, covariant=True)
 
 AUTO = "auto"
 """The value of an option that a run chooses: of lr, a rate found by trials before the first step
-(`tezo.optim.learning_rate`); of rho, a scale for the model's precision
-(`tezo.training.resolution`); of directions, those of each example where the rows allow it."""
+(`tezo.optim.learning_rate`); of rho, a scale that is measured (`tezo.optim.measured_scale`); of directions, those of
+each example where the rows allow it."""
 Rate = float | Literal["auto"]
 """Type of lr and rho in a recipe; methods are built with numbers."""
+FORWARD_PASSES = "forward passes"
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,16 @@ class Method(Generic[T]):
         build: function that creates its optimizer.
         in_paper: whether the method is in the paper.
         exports_adapter: whether a run on linear layers results in an exact LoRA adapter.
-        example_directions: whether the examples of a run's batch have directions of their own unless told otherwise.
-        chosen: options that a run chooses for itself unless they are given, besides the directions.
+        needs: what it takes of the model.
+        chosen: options that a run chooses for itself unless they are given; the others have their defaults.
     """
 
     name: str
     build: Callable[..., T]
     in_paper: bool = True
     exports_adapter: bool = False
-    example_directions: bool = False
-    chosen: tuple[str, ...] = ("lr", "rho")
+    needs: str = FORWARD_PASSES
+    chosen: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -83,16 +85,13 @@ class Method(Generic[T]):
         kinds = {p.name: p.annotation for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             kinds |= Common.__annotations__
-        kinds |= dict.fromkeys(("lr", *self.chosen), Rate)
-        if "directions" in kinds:
-            kinds["directions"] = Literal["auto", "shared", "per-example"]
+        if "rho" in kinds:
+            kinds |= {"lr": Rate, "rho": Rate, "directions": Literal["auto", "shared", "per-example"]}
         return {name: kind for name, kind in kinds.items() if name != "seed"}
 
     def defaults(self) -> dict[str, Any]:
         """Option -> default of a recipe, in the order of `options`."""
-        found = {name: self.default_in_python(name) for name in self.options()}
-        chosen = (*self.chosen, "directions") if self.example_directions else self.chosen
-        return found | dict.fromkeys(chosen, AUTO)
+        return {name: self.default_in_python(name) for name in self.options()} | dict.fromkeys(self.chosen, AUTO)
 
     def default_in_python(self, option: str) -> Any:
         """Default of an option of `build`."""
@@ -101,9 +100,16 @@ class Method(Generic[T]):
         return (own if option in own else shared)[option].default
 
 
+HEAD_FEEDBACK = "head-feedback"
+"""The default method of runs and of Trainers."""
+
 METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
     method.name: method
     for method in (
+        Method(
+            HEAD_FEEDBACK, head_feedback, in_paper=False, exports_adapter=True, chosen=("lr", "rho", "directions"),
+            needs="forward passes, and the gradient of the output head",
+        ),
         Method("mezo", mezo),
         Method("mezo-m", mezo_m),
         Method("mezo-adam", mezo_adam),
@@ -113,22 +119,23 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method("sparse-mezo", sparse_mezo, in_paper=False),
         Method("lozo", lozo),
         Method("lozo-m", lozo_m),
-        Method("lozo-adam", lozo_adam, in_paper=False, exports_adapter=True, example_directions=True),
         Method("subzo", subzo),
         Method("zo-adamu", zo_adamu),
         Method("tezo", tezo, exports_adapter=True),
         Method("tezo-m", tezo_m, exports_adapter=True),
         Method("tezo-adam", tezo_adam),
-        Method("tezo-cadam", tezo_cadam, in_paper=False, exports_adapter=True, example_directions=True),
+        Method("tezo-cadam", tezo_cadam, in_paper=False, exports_adapter=True),
     )
-}
+}  # fmt: skip
 
 
 BASELINES: dict[str, Method[Tuner]] = {
-    "adam": Method("adam", adam, chosen=()),
-    "forward-gradient": Method("forward-gradient", forward_gradient, in_paper=False, chosen=()),
+    "adam": Method("adam", adam, needs="backpropagation"),
+    "forward-gradient": Method(
+        "forward-gradient", forward_gradient, in_paper=False, needs="derivatives by forward-mode differentiation"
+    ),
 }
-"""Methods that need derivatives: by backpropagation, or forward-mode."""
+"""Methods that need derivatives of the whole model."""
 
 
 def method(name: str) -> Method[Tuner]:

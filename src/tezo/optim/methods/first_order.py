@@ -12,9 +12,11 @@ from tezo.directions.targets import ALL, ALL_LINEAR
 from tezo.optim.estimators.forward_mode import ForwardGradient
 from tezo.optim.first_order import FirstOrderOptimizer
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.settings import with_settings
 from tezo.optim.updates import SGD
 
 
+@with_settings
 def adam(
     model: nn.Module,
     *,
@@ -49,6 +51,7 @@ def adam(
     )
 
 
+@with_settings
 def forward_gradient(
     model: nn.Module,
     *,

@@ -11,9 +11,11 @@ from tezo.directions.dense_noise import DenseGaussian, SmallEntries
 from tezo.optim.adam import Adam
 from tezo.optim.estimators.two_point import Conservative
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer
+from tezo.optim.settings import with_settings
 from tezo.optim.updates import SGD, Momentum, NormalizedSGD, SignSGD
 
 
+@with_settings
 def mezo(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> ZerothOrderOptimizer:
     """MeZO: plain zeroth-order steps along dense Gaussian noise.
 
@@ -27,6 +29,7 @@ def mezo(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> Zer
     return ZerothOrderOptimizer(model, DenseGaussian(), SGD(), lr=lr, **common)
 
 
+@with_settings
 def mezo_norm(
     model: nn.Module, *, lr: float = 1e-5, beta: float = 0.99, eps: float = 1e-8, **common: Unpack[Common]
 ) -> ZerothOrderOptimizer:
@@ -42,6 +45,7 @@ def mezo_norm(
     return ZerothOrderOptimizer(model, DenseGaussian(), NormalizedSGD(beta, eps), lr=lr, **common)
 
 
+@with_settings
 def mezo_sign(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> ZerothOrderOptimizer:
     """MeZO-sign: steps along the sign of MeZO's estimate, which are of size lr in every entry.
 
@@ -55,6 +59,7 @@ def mezo_sign(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -
     return ZerothOrderOptimizer(model, DenseGaussian(), SignSGD(), lr=lr, **common)
 
 
+@with_settings
 def mezo_conservative(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Common]) -> ZerothOrderOptimizer:
     """MeZO-conservative: MeZO's step, or its opposite, or none, by the loss of the batch at each of the three points.
 
@@ -68,6 +73,7 @@ def mezo_conservative(model: nn.Module, *, lr: float = 1e-6, **common: Unpack[Co
     return ZerothOrderOptimizer(model, DenseGaussian(), SGD(), lr=lr, estimator=Conservative, **common)
 
 
+@with_settings
 def mezo_m(model: nn.Module, *, lr: float = 1e-6, beta: float = 0.9, **common: Unpack[Common]) -> ZerothOrderOptimizer:
     """MeZO-m: MeZO with momentum.
 
@@ -81,6 +87,7 @@ def mezo_m(model: nn.Module, *, lr: float = 1e-6, beta: float = 0.9, **common: U
     return ZerothOrderOptimizer(model, DenseGaussian(), Momentum(beta), lr=lr, **common)
 
 
+@with_settings
 def mezo_adam(
     model: nn.Module,
     *,
@@ -101,6 +108,7 @@ def mezo_adam(
     return ZerothOrderOptimizer(model, DenseGaussian(), update, lr=lr, **common)
 
 
+@with_settings
 def sparse_mezo(
     model: nn.Module, *, lr: float = 1e-6, sparsity: float = 0.75, **common: Unpack[Common]
 ) -> ZerothOrderOptimizer:

@@ -12,9 +12,11 @@ from tezo.directions.low_rank import Subspace
 from tezo.directions.perturbation import Scale
 from tezo.directions.ranks import FixedRank
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer
+from tezo.optim.settings import with_settings
 from tezo.optim.updates import SGD, AdaMU
 
 
+@with_settings
 def subzo(
     model: nn.Module,
     *,
@@ -39,6 +41,7 @@ def subzo(
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
 
 
+@with_settings
 def zo_adamu(
     model: nn.Module,
     *,

@@ -10,9 +10,11 @@ from tezo.directions.perturbation import Scale
 from tezo.directions.ranks import RankCriterion, chosen_rank
 from tezo.optim.adam import Adam, FactoredAdam
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer
+from tezo.optim.settings import with_settings
 from tezo.optim.updates import SGD, Momentum
 
 
+@with_settings
 def tezo(
     model: nn.Module,
     *,
@@ -21,7 +23,7 @@ def tezo(
     rank_rule: RankCriterion = "ratio",
     rank_threshold: float = 0.25,
     max_rank: int = 64,
-    scale: Scale = "unit",
+    scale: Scale = "raw",
     basis: str | Basis = "gaussian",
     lazy_update_interval: int | None = None,
     **common: Unpack[Common],
@@ -42,8 +44,7 @@ def tezo(
     Theorem 1 (unbiasedness) averages over u and v, which are drawn once per run. For given u and v, the mean of the
     estimate is the projection of the gradient onto the span of the u_s v_s^T.
 
-    Deviations: unit scale divides Z by sqrt(r), which gives the unbiased estimate of Theorem 1; the printed algorithm
-    does not have this factor.
+    `scale="raw"` is the printed algorithm; "unit" divides Z by sqrt(r), which gives the unbiased estimate of Theorem 1.
     """
     perturbation = Temporal(
         chosen_rank(rank, rank_rule, rank_threshold, max_rank),
@@ -54,6 +55,7 @@ def tezo(
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
 
 
+@with_settings
 def tezo_m(
     model: nn.Module,
     *,
@@ -63,7 +65,7 @@ def tezo_m(
     rank_rule: RankCriterion = "ratio",
     rank_threshold: float = 0.25,
     max_rank: int = 64,
-    scale: Scale = "unit",
+    scale: Scale = "raw",
     basis: str | Basis = "gaussian",
     lazy_update_interval: int | None = None,
     **common: Unpack[Common],
@@ -84,6 +86,7 @@ def tezo_m(
     return ZerothOrderOptimizer(model, perturbation, Momentum(beta), lr=lr, **common)
 
 
+@with_settings
 def tezo_adam(
     model: nn.Module,
     *,
@@ -94,7 +97,7 @@ def tezo_adam(
     rank_rule: RankCriterion = "ratio",
     rank_threshold: float = 0.25,
     max_rank: int = 64,
-    scale: Scale = "unit",
+    scale: Scale = "raw",
     basis: str | Basis = "gaussian",
     **common: Unpack[Common],
 ) -> ZerothOrderOptimizer:
@@ -117,6 +120,7 @@ def tezo_adam(
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)
 
 
+@with_settings
 def tezo_cadam(
     model: nn.Module,
     *,

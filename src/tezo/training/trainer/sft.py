@@ -18,7 +18,7 @@ except ImportError as error:
 
 
 class TezoSFTTrainer(ForwardPassTrainer, SFTTrainer):  # type: ignore[misc]
-    """TRL's SFTTrainer with a zeroth-order method: `TezoSFTTrainer(model, args, method="lozo-adam", ...)`.
+    """TRL's SFTTrainer with a zeroth-order method: `TezoSFTTrainer(model, args, method="head-feedback", ...)`.
 
     See `ForwardPassTrainer` for the arguments that it adds to those of SFTTrainer, and docs/trainer.md.
     """

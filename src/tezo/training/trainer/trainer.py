@@ -74,7 +74,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         model: Any = None,
         args: Any = None,
         *more: Any,
-        method: str = "lozo-adam",
+        method: str = "head-feedback",
         method_options: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
@@ -254,7 +254,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
 
 
 class TezoTrainer(ForwardPassTrainer):
-    """transformers' Trainer with a zeroth-order method: `TezoTrainer(model, args, method="lozo-adam", ...)`.
+    """transformers' Trainer with a zeroth-order method: `TezoTrainer(model, args, method="head-feedback", ...)`.
 
     See `ForwardPassTrainer` for the arguments, and docs/trainer.md.
     """
