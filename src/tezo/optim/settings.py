@@ -1,0 +1,61 @@
+"""What an optimizer was built with: every option of its method, its value, and who said so."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from tezo.optim.optimizer import Common, ZerothOrderOptimizer
+from tezo.optim.tuner import Tuner
+
+P = ParamSpec("P")
+T = TypeVar("T", bound=Tuner)
+
+GIVEN, DEFAULT, MEASURED = "given", "default", "measured"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, and its source: `GIVEN` by the caller, the method's `DEFAULT`, or `MEASURED` before the first step."""
+
+    value: Any
+    source: str
+
+
+class Settings(dict[str, Setting]):
+    """Name of an option -> its setting; as text, a table with a line for each."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        values = {name: _text(setting.value) for name, setting in self.items()}
+        longest = max(map(len, values.values()), default=0)
+        return "\n".join(f"{name:<{width}}  {values[name]:<{longest}}  {self[name].source}" for name in self)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return "none" if value is None else str(value)
+
+
+def with_settings(build: Callable[P, T]) -> Callable[P, T]:
+    """Makes a method's function put the `Settings` on the optimizer that it builds, as `optimizer.settings`."""
+    parameters = inspect.signature(build).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    if "common" in parameters:
+        shared = inspect.signature(ZerothOrderOptimizer.__init__).parameters
+        defaults |= {name: shared[name].default for name in Common.__annotations__}
+
+    @functools.wraps(build)
+    def built(*args: P.args, **options: P.kwargs) -> T:
+        optimizer = build(*args, **options)
+        optimizer.settings = Settings(
+            {name: Setting(options.get(name, default), GIVEN if name in options else DEFAULT)
+             for name, default in defaults.items()}
+        )  # fmt: skip
+        return optimizer
+
+    return built
