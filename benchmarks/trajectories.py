@@ -30,6 +30,8 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
         known = method.options()
         if "rank" in known:
             options["rank"] = 4
+        if "scale" in known:
+            options["scale"] = "unit"
         if "lazy_update_interval" in known and name != "head-feedback":
             options["lazy_update_interval"] = 4
         yield name, name, options
@@ -37,7 +39,7 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield f"{name}, activation", name, options | {"basis": "activation"}
         if name in ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "head-feedback"):
             yield f"{name}, per example", name, options | {"directions": "per-example"}
-        if not method.example_directions and name not in ("mezo-conservative", "zo-adamu"):
+        if name not in ("head-feedback", "tezo-cadam") and name not in ("mezo-conservative", "zo-adamu"):
             yield f"{name}, 2 directions", name, options | {"num_directions": 2}
         yield f"{name}, all parameters", name, options | {"targets": ("all",)}
 

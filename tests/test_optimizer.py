@@ -284,8 +284,7 @@ def test_every_option_of_a_method_can_be_given_and_has_its_stated_default(case):
     options, defaults = METHODS[case.name].options(), METHODS[case.name].defaults()
     assert options.keys() == defaults.keys() and {"lr", "rho", "targets", "weight_decay"} <= options.keys()
     open_ones = [name for name, value in defaults.items() if value == AUTO]
-    own = ["directions"] if METHODS[case.name].example_directions else []
-    assert sorted(open_ones) == sorted(["lr", "rho", *own])
+    assert sorted(open_ones) == sorted(METHODS[case.name].chosen)
     numbers = {name: value for name, value in defaults.items() if name not in open_ones}
     given = METHODS[case.name].build(Regression(), **numbers | case.options)
     for name, value in {"lr": given.param_groups[0]["lr"], "rho": given.rho}.items():

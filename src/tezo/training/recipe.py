@@ -28,7 +28,7 @@ class TrainConfig:
     epochs: float | None = None
     """Passes over the training rows, instead of steps."""
     feedback_first: int | None = None
-    """Feedback steps at the start. Default: 15 for head-feedback where the objective is the loss, at most 5 %; else 0."""
+    """Feedback steps at the start. Default: 15 for head-feedback if the objective is the loss, at most 5 %; else 0."""
     feedback_last: int | None = None
     """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
     batch_size: int = 16

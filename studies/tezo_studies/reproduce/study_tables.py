@@ -32,7 +32,7 @@ def _line(
     label: str, method: str, rates: tuple[float, ...], options: dict[str, Any], *settings: tuple[str, Any]
 ) -> Line:
     # runs of these would choose for themselves
-    open_ones = {"directions": SHARED} if METHODS[method].example_directions else {}
+    open_ones = {"directions": SHARED} if "directions" in METHODS[method].chosen else {}
     return Line(label, "train", method, rates, rates[1], {**open_ones, **options}, settings=settings)
 
 
