@@ -71,7 +71,9 @@ CASES = {
         Case("sparse-mezo", {"sparsity": 0.5}, spans=False, has_state=False),
         Case("lozo", _LAZY),
         Case("lozo-m", _LAZY),
-        Case("head-feedback", _FIXED | {"basis": "gaussian"}, base_untouched=True, first_step_parallel=False, spans=False),
+        Case(
+            "head-feedback", _FIXED | {"basis": "gaussian"}, base_untouched=True, first_step_parallel=False, spans=False
+        ),
         Case("subzo", _LAZY),
         Case("zo-adamu", _ADAMU, first_step_parallel=False, single_direction=True),
         Case("tezo", _FIXED, base_untouched=True, spans=False),

@@ -18,7 +18,7 @@ import torch
 
 from tezo.system import ranks as distributed
 from tezo.system.errors import RunInterrupted, TezoError
-from tezo.training import resolution
+from tezo.training import loop, resolution
 from tezo.training.config import parse_setting, read_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
@@ -70,11 +70,13 @@ def main() -> int:
     parser.add_argument("--rate-of", nargs=2)
     parser.add_argument("--late", type=int)
     parser.add_argument("--patience", type=float)
+    parser.add_argument("--compare-every", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
     if rank == str(asked.late):
         return 2
+    loop.COMPARE_EVERY = asked.compare_every
     if asked.patience:
         distributed.PATIENCE = timedelta(seconds=asked.patience)
     for own, folder in asked.folder_of:

@@ -35,11 +35,7 @@ def test_running_means_are_checked_for_every_method(home, tmp_path, method):
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_of_rows_that_there_are_not(home, tmp_path):
-    model, out = home / "opt", tmp_path / "out"
-    done = train(model, home / "rows.jsonl", out, "--test", home / "rows.jsonl", train__patience=1, data__hold_out=0)
-    refused(done, "train.patience", "no dev rows", "data.dev")
-    assert not out.exists()
+def test_a_probe_takes_no_settings_of_other_rows(home):
     for more in (("--data", home / "nowhere.jsonl"), ("--shots", 2), ("--calibrate",)):
         refused(tezo("eval", home / "run", "--probe", *more), "--probe", "data.test")
 
@@ -50,7 +46,6 @@ def test_settings_of_rows_that_there_are_not(home, tmp_path):
         ("text.jsonl", {"data__template": "{prompt}!"}, ("data.template", "completion rows", "data.shape=label")),
         ("text.jsonl", {"data__label_words": "{good: great}"}, ("data.label_words", "completion rows")),
         ("rows.jsonl", {"data__per_class": 2, "data__num_train": 4}, ("data.per_class", "data.num_train")),
-        ("rows.jsonl", {"train__patience": 1, "train__eval_every": 0}, ("train.patience is 1", "eval_every is 0")),
     ],
 )
 def test_a_setting_that_another_makes_void(home, tmp_path, rows, values, parts):

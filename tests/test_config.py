@@ -11,7 +11,7 @@ from tezo.models.kinds import ModelConfig
 from tezo.optim.methods import METHODS, Rate
 from tezo.system.errors import RequestError
 from tezo.tasks.row_files import DataConfig
-from tezo.training.config import REMOVED_SETTINGS, dump_config, overlay, parse_config, parse_setting, read_config
+from tezo.training.config import dump_config, parse_config, parse_setting, read_config
 from tezo.training.recipe import Config, TrainConfig
 
 LEAST = {"model": {"name": "m"}, "data": {"train": "d"}}
@@ -158,7 +158,7 @@ FULL = Config(
         per_class=3,
         max_length=99,
     ),
-    train=TrainConfig(steps=3, schedule="cosine", eval_every=1, patience=2, keep_best=False, seed=4),
+    train=TrainConfig(steps=3, schedule="cosine", eval_every=1, keep_best=False, seed=4),
 )
 ONE_OF_EACH = {"lr": 1e-7, "betas": (0.5, 0.25), "targets": ["all", "!lm_head"], "in_forward": False, "rank": None}
 
@@ -215,24 +215,6 @@ def test_a_key_that_is_not_there_is_refused(key):
     else:
         with pytest.raises(RequestError, match=key.split(".")[0]):
             read_config(None, named)
-
-
-OTHER_VALUES = {"train.order": "stratified", "method.clip": 3.0}
-
-
-@pytest.mark.parametrize("key", REMOVED_SETTINGS)
-def test_a_setting_that_was_removed_is_read_over_where_it_meant_what_is_done_now(key, tmp_path):
-    section, _, name = key.partition(".")
-    tree = LEAST | {"method": {"name": "tezo"}, "train": {"steps": 3}}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree | {section: tree[section] | {name: REMOVED_SETTINGS[key]}}))
-    assert read_config(path, []) == parse_config(tree)
-    assert name not in yaml.safe_load(dump_config(read_config(path, [])))[section]
-    other = OTHER_VALUES[key]
-    path.write_text(yaml.safe_dump(tree | {section: tree[section] | {name: other}}))
-    for read in (lambda: read_config(path, []), lambda: parse_config(overlay(dict(tree), [(key, other)]))):
-        with pytest.raises(RequestError, match=rf"^{key} is {other!r}, and this setting was removed; leave it out"):
-            read()
 
 
 def test_a_setting_is_split_at_its_first_equals_sign():

@@ -164,7 +164,10 @@ SIZES = {INFERENCE: 1, ZEROTH_ORDER[0]: 3, ZEROTH_ORDER[1]: 2, LORA: 8, LORA_CHE
 @pytest.mark.parametrize(
     ("least", "said"),
     [
-        (8, "LoRA with gradients fits here and will be faster: 8.00 GiB of 10.00 GiB, beside 3.00 GiB for head-feedback."),
+        (
+            8,
+            "LoRA with gradients fits here and will be faster: 8.00 GiB of 10.00 GiB, beside 3.00 GiB for head-feedba",
+        ),
         (5, "LoRA with gradients fits here by gradient checkpointing and will be faster: 5.00 GiB of 6.25 GiB"),
         (3, "LoRA with gradients needs 5.00 GiB by gradient checkpointing, too much for 3.75 GiB; head-feedback fits"),
         (2, "too much for 2.50 GiB; tezo-cadam fits, with 2.00 GiB."),

@@ -72,7 +72,7 @@ def first_and_last(done: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
 def test_a_disk_that_fails_at_any_write_is_named_and_nothing_saved_is_lost(home, tmp_path, every):
-    made = config(home, steps=4, checkpoint_every=2, eval_every=2, sync_every=2)
+    made = config(home, steps=4, checkpoint_every=2, eval_every=2)
     with pytest.MonkeyPatch.context() as patch:
         done = faulty(patch, None).done
         train(made, tmp_path / "whole")

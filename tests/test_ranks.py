@@ -41,7 +41,7 @@ def recipe(home: Path, folder: Path, method: str = "tezo-m", directions: int = 1
             "method": {"name": method, "lr": 1e-3, "num_directions": directions}
             | ({"rank": 4} if method.startswith("tezo") else {}),
             "train": {"steps": STEPS, "batch_size": 5, "eval_every": 2, "log_every": 1, "checkpoint_every": 2,
-                      "compare_every": 1, "keep_best": False} | settings,
+                      "keep_best": False} | settings,
         }
     )  # fmt: skip
     path = folder / f"{method}.yaml"
@@ -210,9 +210,9 @@ def test_what_cannot_be_shared_is_refused(home, tmp_path):
 @pytest.mark.parametrize(
     "changed",
     mostly_slow(
-        [("method.lr", 0.5), ("train.seed", 9), ("train.batch_size", 3), ("train.compare_every", 7),
+        [("method.lr", 0.5), ("train.seed", 9), ("train.batch_size", 3), ("train.log_every", 7),
          ("method.name", "mezo"), ("train.steps", 2), ("train.parallel", "directions"), ("data.max_length", 7)],
-        ("method.lr", 0.5), ("train.compare_every", 7),
+        ("method.lr", 0.5), ("train.log_every", 7),
     ),
 )  # fmt: skip
 def test_a_rank_with_another_setting_is_refused_at_the_start(home, tmp_path, changed):
@@ -281,7 +281,7 @@ def test_where_one_rank_cannot_tell_rows_apart_all_ranks_take_separate_passes(ho
 @pytest.mark.timeout(600)
 def test_a_rank_that_drifted_is_named_at_the_end_too(home, tmp_path):
     made = recipe(home, tmp_path, "mezo")
-    done = ranks(2, made, tmp_path / "run", "--drift", 1, 3, "--set", "train.compare_every=1000")
+    done = ranks(2, made, tmp_path / "run", "--drift", 1, 3, "--compare-every", 1000)
     assert done.returncode == 1
     assert "rank 1 has other parameters than rank 0 after step" in done.stderr
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -346,7 +346,7 @@ def test_kills_leave_the_run_as_it_was(tmp_path):
 @pytest.mark.parametrize("share", ["rows", "directions"])
 def test_ranks_return_together(home, tmp_path, share):
     directions = {"num_directions": 2, "directions": "shared"}
-    made = config(home, "tezo-cadam", 0.1, parallel=share, compare_every=1)
+    made = config(home, "tezo-cadam", 0.1, parallel=share)
     made = made.with_options(**directions)
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_config(made))

@@ -56,9 +56,9 @@ def test_the_random_state_of_the_user_is_neither_read_nor_set(home, tmp_path, me
 
 
 def test_the_schedule_reaches_the_steps(home, tmp_path):
-    train(config(home, schedule="linear", warmup_steps=2, log_every=1, guard=False), tmp_path / "run")
+    train(config(home, schedule="linear", log_every=1, guard=False), tmp_path / "run")
     rates = [line["lr"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "lr" in line]
-    assert rates == pytest.approx([0.05 * f for f in (1 / 2, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
+    assert rates == pytest.approx([0.05 * f for f in (1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8)])
 
 
 # What a run leaves behind

@@ -204,7 +204,7 @@ def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, method):
     options = {"rank": 4} | interval if method not in ("mezo", "zo-adamu") else {}
     more = {
         "method": method, "method_options": options, "max_steps": 8, "save_strategy": "steps", "save_steps": 2,
-        "lr_scheduler_type": "cosine", "learning_rate": 1e-3, "per_device_train_batch_size": 5,
+        "lr_scheduler_type": "cosine", "lr": 1e-3, "per_device_train_batch_size": 5,
     }  # fmt: skip
     straight = trainer(tmp_path / "a", **more)
     straight.train()
@@ -291,7 +291,7 @@ def test_without_an_adapter_the_whole_tuned_model_is_saved(tmp_path, method):
 def test_the_best_model_is_put_back_at_the_end(tmp_path):
     rows = token_rows(12, seed=7)
     run = trainer(
-        tmp_path, method="head-feedback", eval_dataset=rows, max_steps=12, learning_rate=0.2, eval_strategy="steps",
+        tmp_path, method="head-feedback", eval_dataset=rows, max_steps=12, lr=0.2, eval_strategy="steps",
         eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
     )  # fmt: skip
     run.train()
@@ -311,7 +311,7 @@ def test_callbacks_and_reports_are_those_of_trainer(tmp_path):
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
         run = trainer(
             tmp_path, eval_dataset=token_rows(4), max_steps=20, method_options={"rank": 4, "lr": 1e-30},
-            learning_rate=1e-30, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+            lr=1e-30, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
             save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="eval_loss",
             report_to="tensorboard", callbacks=[EarlyStoppingCallback(2)],
         )  # fmt: skip

@@ -36,17 +36,19 @@ def token_rows(count: int, seed: int = 0) -> datasets.Dataset:
 
 def arguments(folder: Path, **named: Any) -> TrainingArguments:
     plain = {
-        "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none",
+        "max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none",
         "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "seed": 5,
     }  # fmt: skip
     return TrainingArguments(str(folder), **(plain | named))
 
 
 def trainer(folder: Path, model: Any = None, *, rows: Any = None, method: str = "tezo", **named: Any) -> Any:
-    """A TezoTrainer; `named` are TrainingArguments but for those of `OF_TRAINER`."""
+    """A TezoTrainer; `named` are TrainingArguments but for `lr` and those of `OF_TRAINER`."""
     own = {key: named.pop(key) for key in OF_TRAINER if key in named}
+    lr = named.pop("lr", 1e-2)
     rows = token_rows(12) if rows is None else rows
     settings = {"data_collator": Collator(), "processing_class": TOKENIZER, "method_options": {"rank": 4}} | own
+    settings["method_options"] = {"lr": lr, "scale": "unit"} | settings["method_options"]
     model = llama() if model is None else model
     return tezo.TezoTrainer(model, arguments(folder, **named), train_dataset=rows, method=method, **settings)
 

@@ -38,7 +38,7 @@ class DamagedError(Exception):
     """A checkpoint cannot be used; the message has the reason."""
 
 
-def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
+def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     """Writes a checkpoint into the folder of a run, and removes all except the newest `keep` checkpoints.
 
     Raises:

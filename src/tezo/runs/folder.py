@@ -147,7 +147,7 @@ class RunFolder(ABC):
         return FactorFiles(self.path, writes=False, digests=self._digests)
 
     @abstractmethod
-    def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
+    def open(self, header: dict[str, Any], sync_every: int = 10) -> ResumeState:
         """Begins a run, or reads the one that is there.
 
         Args:
@@ -192,7 +192,7 @@ class RunFolder(ABC):
         """Adds the end of the run to the log, if it is not there already."""
         del end
 
-    def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, keep: int = 2) -> None:
         """Writes a checkpoint, after the log is on disk, and removes all but the newest `keep`."""
         del checkpoint, keep
 
@@ -227,7 +227,7 @@ class WritableRunFolder(RunFolder):
             raise lost(self.path, LOG)
         check_free(self.path, "give another --output, go on with --resume, or delete it first")
 
-    def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
+    def open(self, header: dict[str, Any], sync_every: int = 10) -> ResumeState:
         begun = self.has_begun
         self._check_writable()
         log = self._steps = StepLog(self.path / LOG, header, sync_every)
@@ -276,7 +276,7 @@ class WritableRunFolder(RunFolder):
     def append_end(self, end: End) -> None:
         self._log.append_end(end)
 
-    def save_checkpoint(self, checkpoint: Checkpoint, keep: int) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, keep: int = 2) -> None:
         self._log.sync()
         save_checkpoint(self.path, checkpoint, keep)
 
@@ -314,7 +314,7 @@ class WritableRunFolder(RunFolder):
 class ReadOnlyRunFolder(RunFolder):
     """The folder of a run that another process writes: this one reads what that one has begun."""
 
-    def open(self, header: dict[str, Any], sync_every: int) -> ResumeState:
+    def open(self, header: dict[str, Any], sync_every: int = 10) -> ResumeState:
         del header, sync_every
         contents = read_log(self.path / LOG)
         metrics = MetricsLog(self.path / METRICS, contents)

@@ -384,9 +384,6 @@ class BestState:
 
     def ends_run(self, steps: int) -> bool:
         """Whether the run should end after these steps; goes back to the best state first, if that may still help."""
-        patience = self.settings.patience
-        if patience is not None and self.best is not None and self.best.since >= patience:
-            return True
         if not self.settings.guard or steps < len(self._resumed.steps) or steps in self._resumed.rollbacks:
             return False  # a decision that was made before is in the log
         assert self.best is not None

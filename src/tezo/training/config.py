@@ -144,13 +144,6 @@ def find_recipe(given: Path) -> Path:
 
 _SHORT = {"model": "name", "data": "train", "method": "name"}
 
-REMOVED_SETTINGS: dict[str, Any] = {"train.order": "shuffled", "method.clip": None}
-"""Settings of earlier versions, and the value of each that stands for what is done without it.
-
-Run folders of those versions have them: with this value they are read as if the key were not there.
-"""
-
-
 ONLY_FROM_THE_USER = frozenset({"model.trust_remote_code", "train.reward"})
 """Settings that count from the command line, Python and a recipe that the user names, never from a run folder.
 
@@ -213,7 +206,7 @@ def overlay(tree: dict[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[s
 def parse_config(tree: Mapping[str, Any]) -> Config:
     """The configuration that nested mappings describe; `RequestError` if a key or value is wrong."""
     _known_keys(tree, {"model", "data", "method", "train"}, "")
-    sections = without_removed({key: _long(key, value) for key, value in tree.items()})
+    sections = {key: _long(key, value) for key, value in tree.items()}
     if "name" not in sections.get("model", {}):
         raise RequestError("model.name is not set; give --model or a recipe that has it.")
     config = Config(
@@ -236,21 +229,6 @@ def _with_reward(train: TrainConfig) -> TrainConfig:
             f"train.reward is {train.reward}, and train.objective is {train.objective}; leave one of them out."
         )
     return dataclasses.replace(train, objective=REWARD)
-
-
-def without_removed(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The sections without `REMOVED_SETTINGS`.
-
-    Raises:
-        RequestError: one of them has another value.
-    """
-    kept = {section: dict(values) for section, values in sections.items()}
-    for key, neutral in REMOVED_SETTINGS.items():
-        section, _, name = key.partition(".")
-        value = kept.get(section, {}).pop(name, neutral)
-        if value != neutral:
-            raise RequestError(f"{key} is {value!r}, and this setting was removed; leave it out, in a new run.")
-    return kept
 
 
 def to_tree(config: Config) -> dict[str, Any]:
@@ -384,17 +362,12 @@ _LEAST = {
     "train.temperature": 0,
     "train.eval_batch_size": 1,
     "train.log_every": 1,
-    "train.warmup_steps": 0,
     "train.feedback_first": 0,
     "train.feedback_last": 0,
     "train.eval_every": 0,
-    "train.patience": 1,
     "train.seed": 0,
     "data.seed": 0,
-    "train.sync_every": 0,
     "train.checkpoint_every": 0,
-    "train.keep_checkpoints": 1,
-    "train.compare_every": 1,
     "data.num_train": 1,
     "data.num_dev": 1,
     "data.num_test": 1,
@@ -417,10 +390,6 @@ def _check(config: Config) -> None:
         raise RequestError("train.seed and data.seed must be below 2^63; give a smaller one.")
     if data.train is None and data.task is None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
-    if train.patience is not None and train.eval_every == 0:
-        raise RequestError(
-            f"train.patience is {train.patience}, but train.eval_every is 0 (no evaluation); leave one of them out."
-        )
     if data.per_class is not None and data.num_train is not None:
         raise RequestError("data.per_class and data.num_train both set the training rows; leave one of them out.")
     if data.hold_out is not None and not 0 <= data.hold_out < 1:

@@ -23,8 +23,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
@@ -39,10 +38,11 @@ from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.peft import add_adapter
 from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.estimators.estimate import FEEDBACK, GRADIENT
-from tezo.optim.measured_scale import MeasuredScale, measure_scale, most_passes
+from tezo.optim.measured_scale import MeasuredScale, most_passes
 from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast, forecasts
 from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.optim.tuner import Tuner
 from tezo.runs.environment import hardware, memory_for, peak_memory, usable_memory, versions
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import FORECAST, KEPT, RHO, TIMING, current, metered
@@ -54,17 +54,20 @@ from tezo.tasks.wordings import TaskFormat
 from tezo.training.config import to_tree
 from tezo.training.dry_pass import META, meta_twin, pass_peak, valueless
 from tezo.training.evaluations import SAMPLE_TOKENS
-from tezo.training.job import BASIS_ROWS, Job, basis_passes, load, make_optimizer, parameter_counts, plan, prepare
+from tezo.training.job import (
+    BASIS_ROWS,
+    Job,
+    RunRows,
+    basis_passes,
+    load,
+    make_optimizer,
+    parameter_counts,
+    plan,
+    prepare,
+)
 from tezo.training.opening import run_config
 from tezo.training.recipe import Config
-from tezo.training.resolution import (
-    first_scale,
-    is_rho_open,
-    known_rounding,
-    losses_of,
-    resolve_directions,
-    search_budget,
-)
+from tezo.training.resolution import is_rho_open, resolve_rho, search_budget, with_directions
 from tezo.training.schedule import evaluation_steps, is_feedback
 from tezo.training.summary import row_counts
 
@@ -475,19 +478,18 @@ def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     objective = make_objective(config.data, loaded, form)
     rows = [Row({"sentence": text, "label": label}, text) for text, label in REVIEWS.items()]
     encoded = [objective.encode(form.example(row)) for row in rows]
-    options = {key: value for key, value in config.method.options.items() if key != "rho"}
-    build = partial(make_optimizer, loaded=loaded, untrained=())
-    config, _ = resolve_directions(
-        replace(config, method=replace(config.method, options=options)),
-        build,
-        objective.closure(loaded.model, objective.batches(encoded[:2])),
-        rows_share_inputs=objective.shared_tokens > 0,
-    )
+    seen = RunRows(config.train, loaded.model, objective, encoded, ())
+
+    def build(settings: Config) -> Tuner:
+        optimizer = make_optimizer(settings, loaded, untrained=())
+        optimizer.set_calibration_passes(basis_passes(loaded, objective, encoded, config.train.seed))
+        return optimizer
+
+    config, _ = with_directions(config.with_options(rho=AUTO), seen, build, measuring=True)
     optimizer = build(config)
     try:
-        optimizer.set_calibration_passes(basis_passes(loaded, objective, encoded, config.train.seed))
-        losses = losses_of(objective.closure(loaded.model, objective.batches(encoded)), optimizer)
-        start, rounding = first_scale(loaded.model), known_rounding(loaded.model)
-        return measure_scale(optimizer, losses, start, current().report, rounding=rounding)
+        _, _, found = resolve_rho(config, optimizer, seen)
     finally:
         optimizer.close()
+    assert found is not None  # rho is open, and there are rows
+    return found

@@ -20,10 +20,7 @@ from tezo.training.resolution import RESOLVED_AT_START
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
-        "train.compare_every",
-        "train.sync_every",
         "train.checkpoint_every",
-        "train.keep_checkpoints",
         "model.device",
         "model.placement",
         "model.trust_remote_code",
@@ -90,7 +87,8 @@ def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
     chosen = method(asked.method.name)
     if before.get("name") != asked.method.name:
         return asked  # another run, which `check_same` will refuse
-    open_ = [name for name in chosen.chosen if asked.method.options.get(name, AUTO) == AUTO]
+    asked_for = chosen.defaults() | asked.method.options
+    open_ = [name for name in ("lr", "rho") if asked_for.get(name) == AUTO]
     return asked.with_options(**{name: before[name] for name in open_ if isinstance(before.get(name), float)})
 
 

@@ -7,12 +7,13 @@ From a configuration to everything a run needs, before anything is written: mode
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tezo.directions.bases.basis import Passes
 from tezo.directions.products import float32_on_emulating_cpu
@@ -30,16 +31,18 @@ from tezo.runs.words import REWARD
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError
 from tezo.system.progress import CHECKING, ENCODING, current, tracked
 from tezo.tasks.examples import check_answers
+from tezo.tasks.formats import LabelFormat, default_template
 from tezo.tasks.notices import rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
 from tezo.tasks.rewards import Reward, Score, load_score, name_of, prompt_of
+from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.training.recipe import LOSS as LOSS
 from tezo.training.recipe import Config, TrainConfig
-from tezo.training.resolution import Resources, RowFacts, resolve, resolve_before_building
+from tezo.training.resolution import Rows, resolve, with_steps
 from tezo.training.schedule import BatchSampler
 
 
@@ -201,26 +204,28 @@ def prepare(
         RequestError: something does not fit.
     """
     reward = make_reward(config, score)
-    found = rows if rows is not None else read_splits(config.data)
+    splits = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
-    used = _encode(config, loaded, found, reward)
+    used = _encode(config, loaded, splits, reward)
     untrained = _untrained(loaded, used.objective, used.train)
-    build = partial(make_optimizer, loaded=loaded, untrained=untrained)
-    resources = _resources(config, loaded, used, measuring=measuring)
+    passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
+
+    def build(settings: Config) -> Tuner:
+        optimizer = make_optimizer(settings, loaded, untrained)
+        optimizer.set_calibration_passes(passes)
+        return optimizer
+
+    train = with_steps(config.train, len(used.train))
+    config = replace(config, train=train, data=_resolved_data(config.data, used.format))
+    seen = RunRows(train, loaded.model, used.objective, used.train, used.dev)
     try:
-        config, choices = resolve_before_building(config, resources, build)
-        optimizer = build(config)
-        try:
-            optimizer.set_calibration_passes(basis_passes(loaded, used.objective, used.train, config.train.seed))
-            resolved, more = resolve(config, resources, optimizer)
-        except BaseException:
-            optimizer.close()  # a model that the caller has is free again
-            raise
+        found = resolve(config, seen, build, measuring=measuring)
     except NonFiniteLossError:
         check_untuned(loaded, used.objective, used.train[: config.train.batch_size])
         raise
+    optimizer = found.optimizer
     return Job(
-        config=resolved,
+        config=found.config,
         loaded=loaded,
         format=used.format,
         objective=used.objective,
@@ -237,10 +242,20 @@ def prepare(
             *_untrained_notice(untrained),
             *_left_out_notice(config, optimizer, untrained),
             *_rank_notice(config, optimizer),
-            *choices,
-            *more,
+            *found.notices,
         ),
     )
+
+
+def _resolved_data(data: DataConfig, form: Format) -> DataConfig:
+    """With the shape and labels filled in, so that the settings mean the same on other rows.
+
+    The default template stays open: it follows data.text, which other rows may have under another name.
+    """
+    if isinstance(form, LabelFormat):
+        template = data.template if form.template == default_template(form.kind, data.text) else form.template
+        return replace(data, shape="label", label_words=dict(form.words), template=template)
+    return data if form.shape == "task" else replace(data, shape=form.shape)
 
 
 def check_untuned(loaded: LoadedModel, objective: Objective, encoded: Sequence[Encoded]) -> None:
@@ -277,7 +292,6 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
             check_answers([example for part in examples for example in part])
         train = [objective.encode(example) for example in tracked(examples[0])]
         dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
-    _check_use(config, dev)
     objective.adapt(loaded.model, train)
     current().rows_per_pass = objective.rows_of_pass(train[:BASIS_ROWS], config.train.batch_size)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
@@ -285,46 +299,39 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
     return _EncodedRows(form, objective, train, dev, test, notices, as_read)
 
 
-def _resources(config: Config, loaded: LoadedModel, rows: _EncodedRows, *, measuring: bool) -> Resources:
-    """What open settings are filled in by.
+class RunRows(Rows):
+    """The rows of a run. Rates are compared on its dev rows, or else on training rows that the trials do not see."""
 
-    Rates are compared on the run's own first steps, by dev rows or else training rows of later steps.
-    """
-    settings, train, objective = config.train, rows.train, rows.objective
-    sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
-    seen = {row for step in range(TRIAL_STEPS) for row in sampler.rows(step)}
-    others = rows.dev or [row for i, row in enumerate(train) if i not in seen]
-    order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
-    held_out = [others[i] for i in order]
+    def __init__(
+        self, settings: TrainConfig, model: Any, objective: Objective, train: Sequence[Encoded], dev: Sequence[Encoded]
+    ) -> None:
+        self._model, self._train, self._objective = model, train, objective
+        self._sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
+        self._size = settings.batch_size  # no pass takes more memory than a step's
+        seen = {row for step in range(TRIAL_STEPS) for row in self._sampler.rows(step)}
+        others = dev or [row for i, row in enumerate(train) if i not in seen]
+        order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
+        self._others = [others[i] for i in order]
+        self.held_out = len(self._others)
+        self.share_directions = objective.shared_tokens > 0
 
-    def loss(encoded: Sequence[Encoded]) -> BatchClosure:
-        return objective.closure(loaded.model, objective.batches(encoded))
+    def _closure(self, rows: Sequence[Encoded]) -> BatchClosure:
+        return self._objective.closure(self._model, self._objective.batches(rows))
 
-    def losses() -> list[float]:
-        size = settings.batch_size  # no pass takes more memory than a step's
-        parts = [held_out[start : start + size] for start in range(0, len(held_out), size)]
-        return [value for part in parts for value in loss(part).row_losses().tolist()]
+    def step(self, step: int, *, per_example: bool) -> BatchClosure:
+        del per_example  # it tells either
+        return self._closure([self._train[i] for i in self._sampler.rows(step)])
 
-    return Resources(
-        format=rows.format,
-        model=loaded.model,
-        rows=RowFacts(
-            count=len(train),
-            shared_tokens=objective.shared_tokens,
-            held_out=len(held_out),
-        ),
-        loss=lambda count: loss(train[:count]),
-        batch=lambda step: loss([train[i] for i in sampler.rows(step)]),
-        held_out=losses,
-        measuring=measuring,
-    )
+    def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
+        closure = self.step(step, per_example=per_example)
+        return closure if per_example else closure.row_losses
 
+    def few(self) -> BatchClosure:
+        return self._closure(self._train[:2])
 
-def _check_use(config: Config, dev: Sequence[Encoded]) -> None:
-    """An error where a setting is of rows that there are not."""
-    settings = config.train
-    if settings.patience is not None and not dev:
-        raise RequestError(f"train.patience is {settings.patience}, and there are no dev rows; give data.dev.")
+    def held_out_losses(self) -> list[float]:
+        parts = (self._others[start : start + self._size] for start in range(0, self.held_out, self._size))
+        return [value for part in parts for value in self._closure(part).row_losses().tolist()]
 
 
 def load(config: Config) -> LoadedModel:

@@ -100,6 +100,10 @@ def train(
             ranks.close()
 
 
+COMPARE_EVERY = 100
+"""Steps between checks that all processes have the same parameters."""
+
+
 class Loop:
     """One run of a job.
 
@@ -171,7 +175,7 @@ class Loop:
 
     def _open_folder(self) -> ResumeState:
         job, header = self.job, log_header(self.job)
-        state = self.folder.open(header, self.settings.sync_every)
+        state = self.folder.open(header)
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         job.optimizer.set_factor_store(self.folder.factor_files)
@@ -229,7 +233,7 @@ class Loop:
         tensors = {f"run/{key}": value for key, value in self.job.optimizer.resumable_state().items()}
         best, state = self.best.saved()
         tensors |= {f"best/{key}": value for key, value in best.items()}
-        self.folder.save_checkpoint(Checkpoint(steps, tensors, state), self.settings.keep_checkpoints)
+        self.folder.save_checkpoint(Checkpoint(steps, tensors, state))
 
     def _step(self, step: int) -> None:
         for listener in self.listeners:
@@ -283,7 +287,7 @@ class Loop:
                     raise
                 self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
-        if (step + 1) % self.settings.compare_every == 0:
+        if (step + 1) % COMPARE_EVERY == 0:
             self._check_ranks(step + 1, sample=True)
 
     def _check_ranks(self, steps: int, *, sample: bool = False) -> None:

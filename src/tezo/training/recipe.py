@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tezo.models.kinds import ModelConfig
+from tezo.optim.methods import HEAD_FEEDBACK
 from tezo.runs.words import REWARD as REWARD
 from tezo.tasks.row_files import DataConfig
 
@@ -15,7 +16,7 @@ LOSS = "loss"
 class MethodConfig:
     """A method and the options that are set; the other options keep the defaults of `tezo.optim.methods`."""
 
-    name: str = "head-feedback"
+    name: str = HEAD_FEEDBACK
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -45,30 +46,21 @@ class TrainConfig:
     """Seed of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule; linear and cosine decay to zero. ZO papers keep the rate constant."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly."""
     eval_every: int | None = None
     """Steps between evaluations on the dev rows; 0: none. Default: a tenth of the steps."""
     eval_batch_size: int = 64
     """Rows per batch in evaluation."""
     keep_best: bool = True
     """Keep the parameters with the lowest dev loss instead of the last ones."""
-    patience: int | None = None
-    """Stop after this number of evaluations without a lower dev loss. Default: never."""
-    guard: bool = True
-    """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it."""
+    guard: bool | None = None
+    """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it. Default:
+    true for head-feedback; published methods never return."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
-    sync_every: int = 10
-    """Steps between forced writes of steps.log to disk: the most that a power cut loses. 0: the system decides."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; 0: none. Default: a tenth of the steps."""
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints that are kept until the run ends."""
     parallel: Literal["rows", "directions"] = "rows"
     """What is divided among the processes that torchrun starts: the rows of a batch, or the directions of a step."""
-    compare_every: int = 100
-    """Steps between checks that all processes have the same parameters."""
 
     @property
     def minimises_loss(self) -> bool:

@@ -1,16 +1,14 @@
-"""Whether the examples of a batch get directions of their own, where the settings leave it open.
+"""Fills in what a request leaves open, once, before the first step: of runs, Trainers and loops of one's own alike.
 
-The perturbation scale rho of a run, where the settings leave it open.
-
-Where a configuration's open settings are filled in, once, before a run exists.
-
-Open is what a recipe may leave to the library because it depends on rows, model or method: the shape and labels of the
-rows, whose the directions are, the number of feedback steps, a learning rate of "auto".
+Open is what depends on the rows or the model: the number of steps, whose the directions are, feedback steps, rho, the
+learning rate. What a method or the request fixes stays as it is.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,63 +18,35 @@ from tezo.directions.targets import is_packed
 from tezo.optim.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
-from tezo.optim.methods import AUTO, method
+from tezo.optim.methods import AUTO, HEAD_FEEDBACK, method
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
+from tezo.optim.settings import MEASURED, Setting, Settings
 from tezo.optim.tuner import Tuner
 from tezo.runs.words import REWARD
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
-from tezo.tasks.formats import LabelFormat, default_template
-from tezo.tasks.objectives.objective import BatchClosure
-from tezo.tasks.row_files import DataConfig
-from tezo.tasks.rows import Format
+from tezo.system.progress import FEEDBACK as LOOKING
 from tezo.training.recipe import Config, TrainConfig
-from tezo.training.schedule import is_feedback, resolve_feedback
+from tezo.training.schedule import KEYS, default_counts, is_feedback
 
+RESOLVED_AT_START: dict[str, Any] = {
+    "data.shape": "auto",
+    "data.template": None,
+    "data.label_words": None,
+    "method.directions": AUTO,
+    "method.lr": AUTO,
+    "method.rho": AUTO,
+    "train.steps": None,
+    "train.feedback_first": None,
+    "train.feedback_last": None,
+    "train.guard": None,
+}
+"""Settings that are filled in -> the value that leaves them open."""
 
-def resolve_directions(
-    config: Config, build: Callable[[Config], Tuner], loss: Closure | None, *, rows_share_inputs: bool
-) -> tuple[Config, list[str]]:
-    """Replaces "auto" in method.directions; returns (configuration, notices for the user).
-
-    Directions are per-example where the objective is the loss, processes share rows, no row needs inputs of its own for
-    it, and a step on a copy of the settings (rank 1, learning rate 0, four passes) finds that each row is measured on
-    its own; otherwise shared.
-
-    Args:
-        config: with method.directions, or without it where it is at its default.
-        build: makes the optimizer of a configuration.
-        loss: on a few training rows, two where there are as many; None: no pass is made, and each row is assumed to be
-            measured on its own.
-        rows_share_inputs: whether a pass has inputs for all rows together, such as an encoder's descriptions of the
-            labels; with directions of its own each row would need them again.
-    """
-    chosen = method(config.method.name)
-    if config.method.options.get("directions", chosen.defaults().get("directions")) != AUTO:
-        return config, []
-    if not config.train.minimises_loss or rows_share_inputs or config.train.parallel == "directions":
-        return config.with_options(directions=SHARED), []
-    found, reason = config.with_options(directions=PER_EXAMPLE), None
-    trial = None
-    try:
-        cheap = {"rank": 1, "basis": "gaussian", "lr": 0.0}
-        trial = build(found.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
-        trial.own_loss = math.inf  # the steps of the run say what this one would
-        if loss is not None:
-            with current().phase(DIRECTIONS):
-                trial.take_step(loss, trial.kinds[0])
-    except NonFiniteLossError:
-        pass  # the first step of the run says so
-    except RequestError as error:
-        reason = str(error)
-    finally:
-        if trial is not None:
-            trial.close()
-    if reason is None:
-        return found, []
-    return config.with_options(directions=SHARED), [f"directions are shared by the rows of a batch: {reason}"]
-
-
+EPOCHS, LEAST_STEPS, MOST_STEPS = 20, 200, 1000
+"""Default number of steps: so many epochs, within these bounds."""
+SEARCH_SHARE = 0.2
+"""Forward passes of the search for a learning rate, with those of the measurement of rho, as a part of the steps'."""
 DEFAULT_RHO = 1e-3
 """The paper's: the first scale that is tried where the model computes in float32."""
 ROUNDED_RHO = 3e-3
@@ -87,20 +57,160 @@ REWARD_RHO = 1e-2
 """For a reward: completions do not change at all within a shorter distance of the parameters."""
 
 
+class Rows(ABC):
+    """The training rows of a request, as open settings are measured on them.
+
+    Attributes:
+        share_directions: whether the rows of a batch must share directions, such as where a pass has inputs for all of
+            them together.
+        held_out: number of rows that learning rates are compared on; 0: there are none.
+    """
+
+    share_directions: bool
+    held_out: int
+
+    @abstractmethod
+    def step(self, step: int, *, per_example: bool) -> Closure:
+        """Returns what that step evaluates: the loss, or (rows,) if each row has directions of its own."""
+
+    @abstractmethod
+    def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
+        """Returns what `measure_scale` evaluates on the rows of that step."""
+
+    @abstractmethod
+    def few(self) -> Closure:
+        """Returns what a step with directions for each row evaluates on two rows."""
+
+    @abstractmethod
+    def held_out_losses(self) -> Sequence[float]:
+        """Computes the losses of the held-out rows, which the first steps do not see."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration with no open setting, the optimizer that has it, and what the user should know of the choices."""
+
+    config: Config
+    optimizer: Tuner
+    notices: tuple[str, ...]
+
+
+def resolve(config: Config, rows: Rows | None, build: Callable[[Config], Tuner], *, measuring: bool = True) -> Resolved:
+    """Fills in the open settings of a configuration, and builds its optimizer.
+
+    Args:
+        config: with a number of steps.
+        rows: what settings are measured on; None: there are none at hand, and defaults take the place of measurements.
+        build: makes the optimizer of a configuration.
+        measuring: whether forward passes may be made; without them what would be measured stays "auto".
+
+    Raises:
+        RequestError: what the request asks for cannot be had.
+    """
+    given = method(config.method.name).defaults() | config.method.options
+    config, notices = with_directions(config, rows, build, measuring=measuring)
+    optimizer = build(config)
+    try:
+        train, more = resolve_feedback(config.train, config.method.name, optimizer, rows, measuring=measuring)
+        guard = train.guard if train.guard is not None else config.method.name == HEAD_FEEDBACK
+        config = replace(config, train=replace(train, guard=guard))
+        notices += more
+        measured = None
+        if measuring or not is_rho_open(config) or not train.minimises_loss:
+            config, more, measured = resolve_rho(config, optimizer, rows)
+            notices += more
+        lr, more = _resolved_lr(config, rows, optimizer, measured, measuring=measuring)
+        config = config.with_options(lr=lr)
+    except BaseException:
+        optimizer.close()  # a model that the caller has is free again
+        raise
+    open_ones = {key: config.method.options[key] for key, value in given.items() if value == AUTO}
+    feedback = {key: Setting(getattr(config.train, key), MEASURED) for key in KEYS if FEEDBACK in optimizer.kinds}
+    chosen = {key: Setting(value, MEASURED) for key, value in open_ones.items() if key in config.method.options}
+    optimizer.settings = Settings({**optimizer.settings, **chosen, **feedback})
+    return Resolved(config, optimizer, tuple(notices + more))
+
+
+def with_directions(
+    config: Config, rows: Rows | None, build: Callable[[Config], Tuner], *, measuring: bool
+) -> tuple[Config, list[str]]:
+    """Replaces "auto" in method.directions; returns (configuration, notices for the user).
+
+    Directions are per-example where the objective is the loss, processes share rows, and a step on a copy of the
+    settings (rank 1, learning rate 0, four passes) finds that each row is measured on its own; otherwise shared.
+    Without measuring each row is assumed to be.
+    """
+    chosen = method(config.method.name)
+    if config.method.options.get("directions", chosen.defaults().get("directions")) != AUTO:
+        return config, []
+    apart = config.train.minimises_loss and config.train.parallel != "directions"
+    if not apart or rows is None or rows.share_directions:
+        return config.with_options(directions=SHARED), []
+    found, trial = config.with_options(directions=PER_EXAMPLE), None
+    cheap = {"rank": 1, "basis": "gaussian", "lr": 0.0}
+    try:
+        trial = build(found.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
+        trial.own_loss = math.inf  # the steps of the run say what this one would
+        if measuring:
+            with current().phase(DIRECTIONS):
+                trial.take_step(rows.few(), trial.kinds[0])
+    except NonFiniteLossError:
+        pass  # the first step of the run says so
+    except RequestError as error:
+        return config.with_options(directions=SHARED), [f"directions are shared by the rows of a batch: {error}"]
+    finally:
+        if trial is not None:
+            trial.close()
+    return found, []
+
+
+def resolve_feedback(
+    train: TrainConfig, method: str, optimizer: Tuner, rows: Rows | None, *, measuring: bool
+) -> tuple[TrainConfig, list[str]]:
+    """Replaces None in train.feedback_first and train.feedback_last; returns (settings, notices for the user).
+
+    They become `default_counts` if the method takes feedback steps, the objective is the loss and a pass shows that the
+    model supports them, which is assumed without measuring; otherwise 0.
+
+    Raises:
+        RequestError: feedback steps are set, but the method, the objective or the model does not support them.
+    """
+    asked = [f"train.{key} is {count}" for key in KEYS if (count := getattr(train, key))]
+    available = FEEDBACK in optimizer.kinds
+    if asked and not available:
+        raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use {HEAD_FEEDBACK}.")
+    if asked and not train.minimises_loss:
+        raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
+    possible = available and train.minimises_loss and rows is not None
+    defaults = default_counts(train.num_steps) if possible else (0, 0)
+    notices: list[str] = []
+    wanted = any(default for key, default in zip(KEYS, defaults, strict=True) if getattr(train, key) is None)
+    if measuring and rows is not None and (asked or wanted):
+        try:
+            with current().phase(LOOKING):
+                optimizer.check_kind(FEEDBACK, rows.step(0, per_example=False))
+        except RequestError as reason:
+            if asked:
+                raise
+            defaults, notices = (0, 0), [f"there are no feedback steps: {reason}"]
+    first, last = (n if (n := getattr(train, key)) is not None else m for key, m in zip(KEYS, defaults, strict=True))
+    if first + last > train.num_steps:
+        raise RequestError(f"{asked[0]}, and the run has {train.num_steps} steps; lower it, or raise train.steps.")
+    return replace(train, feedback_first=first, feedback_last=last), notices
+
+
 def is_rho_open(config: Config) -> bool:
-    """Whether the settings leave rho open, and the method has one.
+    """Whether the configuration leaves rho open, and the method has one.
 
     Raises:
         RequestError: rho is auto by request, and the objective is a metric.
     """
     wanted = config.method.options.get("rho")
-    if method(config.method.name).defaults().get("rho") is None or wanted not in (None, AUTO):
-        return False
     if wanted == AUTO and not config.train.minimises_loss:
         raise RequestError(
             f"method.rho is auto, which needs train.objective loss, not {config.train.objective}; set a number."
         )
-    return True
+    return (wanted or method(config.method.name).defaults().get("rho")) == AUTO
 
 
 def first_scale(model: Any) -> float:
@@ -118,155 +228,54 @@ def known_rounding(model: Any) -> float | None:
     return ROUNDED_BITS * max(torch.finfo(kind).eps for kind in kinds)
 
 
-def losses_of(batch: BatchClosure, optimizer: Tuner) -> Callable[[], Tensor]:
-    """What `measure_scale` takes of the rows of a step."""
-    return batch if optimizer.per_example else batch.row_losses
-
-
-def resolve_rho(
-    config: Config, optimizer: Tuner, losses: Callable[[], Tensor] | None
-) -> tuple[Config, list[str], MeasuredScale | None]:
+def resolve_rho(config: Config, optimizer: Tuner, rows: Rows | None) -> tuple[Config, list[str], MeasuredScale | None]:
     """Replaces "auto" in method.rho; returns (configuration, notices for the user, what was measured).
 
     It is measured along the directions that the run draws; see `tezo.optim.measured_scale`. For a reward or a
-    metric, and where there are no rows to measure on, it is a number. The optimizer has the rho of the result.
-
-    Args:
-        config: with method.rho, or without it where it is at its default.
-        optimizer: of the run, with its directions and its basis.
-        losses: of the rows of a step, as `measure_scale` takes them; None: nothing may be measured.
-
-    Raises:
-        RequestError: rho is auto by request, and the objective is a metric.
+    metric, and where there are no rows, it is a number. The optimizer has the rho of the result.
     """
     if not is_rho_open(config):
         return config, [], None
-    if not config.train.minimises_loss or losses is None:
+    if not config.train.minimises_loss or rows is None:
         rho = REWARD_RHO if config.train.objective == REWARD else first_scale(optimizer.model)
         optimizer.set_rho(rho)
         return config.with_options(rho=rho), [], None
+    losses, rounding = rows.losses(0, per_example=optimizer.per_example), known_rounding(optimizer.model)
     with current().phase(RHO):
-        found = measure_scale(
-            optimizer, losses, first_scale(optimizer.model), current().report, rounding=known_rounding(optimizer.model)
-        )
+        found = measure_scale(optimizer, losses, first_scale(optimizer.model), current().report, rounding=rounding)
     optimizer.set_rho(found.chosen.rho)
     dtype = next(p.dtype for p in optimizer.model.parameters() if p.is_floating_point())
     notice = in_words(found, str(dtype).removeprefix("torch."))
     return config.with_options(rho=found.chosen.rho), [notice], found
 
 
-RESOLVED_AT_START: dict[str, Any] = {
-    "data.shape": "auto",
-    "data.template": None,
-    "data.label_words": None,
-    "method.directions": AUTO,
-    "method.lr": AUTO,
-    "method.rho": AUTO,
-    "train.steps": None,
-    "train.feedback_first": None,
-    "train.feedback_last": None,
-}
-"""Settings that are filled in -> the value that leaves them open."""
-
-SEARCH_SHARE = 0.2
-"""Forward passes of the search for a learning rate, with those of the measurement of rho, as a part of the steps'."""
-
-EPOCHS, LEAST_STEPS, MOST_STEPS = 20, 200, 1000
-"""Default number of steps: so many epochs, within these bounds."""
-
-
-@dataclass(frozen=True)
-class RowFacts:
-    """What open settings depend on of the rows.
-
-    Attributes:
-        count: number of training rows.
-        shared_tokens: tokens of inputs that a pass has for all its rows together; see `Objective`.
-        held_out: number of rows that learning rates are compared on.
-    """
-
-    count: int
-    shared_tokens: int
-    held_out: int
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What open settings depend on.
-
-    Attributes:
-        format: of the rows.
-        model: the model.
-        rows: facts about the rows.
-        loss: number of rows -> the objective on the first training rows.
-        batch: step -> the objective on the rows of that step.
-        held_out: the losses of rows that the first steps do not see.
-        measuring: whether passes may be made; without them settings that are measured stay open.
-    """
-
-    format: Format
-    model: Any
-    rows: RowFacts
-    loss: Callable[[int], Closure]
-    batch: Callable[[int], BatchClosure]
-    held_out: Callable[[], Sequence[float]]
-    measuring: bool = True
-
-
-def resolve_before_building(
-    config: Config, resources: Resources, build: Callable[[Config], Tuner]
-) -> tuple[Config, list[str]]:
-    """Fills in what the optimizer is built with; (configuration, what the user should know of the choices)."""
-    few = resources.loss(2) if resources.measuring else None
-    return resolve_directions(config, build, few, rows_share_inputs=resources.rows.shared_tokens > 0)
-
-
-def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Config, list[str]]:
-    """(the configuration with no open setting, what the user should know of the choices).
-
-    The optimizer has the rho and the learning rate of the result. What would be measured stays open if nothing may be.
-
-    Raises:
-        RequestError: feedback steps or a chosen rate are asked for, and cannot be had.
-    """
-    train = with_steps(config.train, resources.rows.count)
-    loss = resources.loss(train.batch_size) if resources.measuring else None
-    train, notices = resolve_feedback(train, config.method.name, optimizer, loss)
-    config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
-    measured = None
-    if resources.measuring or not is_rho_open(config) or not train.minimises_loss:
-        config, more, measured = resolve_rho(config, optimizer, losses_of(resources.batch(0), optimizer))
-        notices = [*notices, *more]
-    lr, more = _resolved_lr(config, resources, optimizer, measured)
-    return config.with_options(lr=lr), [*notices, *more]
-
-
 def _resolved_lr(
-    config: Config, resources: Resources, optimizer: Tuner, measured: MeasuredScale | None
+    config: Config, rows: Rows | None, optimizer: Tuner, measured: MeasuredScale | None, *, measuring: bool
 ) -> tuple[float | str, list[str]]:
     """(learning rate, notices for the user); the optimizer has the rate. "auto" where it is not to be searched."""
-    wanted, default = config.method.options.get("lr", AUTO), float(optimizer.param_groups[0]["lr"])
+    wanted = config.method.options.get("lr", method(config.method.name).defaults()["lr"])
+    default = float(optimizer.param_groups[0]["lr"])
     if wanted != AUTO or optimizer.num_directions == 0:
         return default, []
     reason = None
     if not config.train.minimises_loss:
         reason = f"a rate for train.objective {config.train.objective} cannot be told from a few steps"
-    elif resources.rows.held_out == 0:
+    elif rows is None or rows.held_out == 0:
         reason = "there are no rows to compare rates on"
-    if reason is not None:
+    if reason is not None or rows is None:
         if "lr" in config.method.options:
             raise RequestError(f"method.lr is auto, and {reason}; set a number.")
         return default, [f"method.lr is {default:.1e}, the method's default: {reason}."]
-    if not resources.measuring:
+    if not measuring:
         return AUTO, []
-    passes = math.ceil(resources.rows.held_out / config.train.batch_size)
+    passes = math.ceil(rows.held_out / config.train.batch_size)
     spent = 0 if measured is None else measured.num_forward_passes
     budget = search_budget(config.train, optimizer) - spent
+    batch = partial(rows.step, per_example=optimizer.per_example)
     with current().phase(RATE):
         found = choose_lr(
-            optimizer, resources.batch, resources.held_out, passes, config.train.num_steps, budget, measured,
-            current().report,
-        )  # fmt: skip
+            optimizer, batch, rows.held_out_losses, passes, config.train.num_steps, budget, measured, current().report
+        )
     return found.lr, [found.notice]
 
 
@@ -288,14 +297,3 @@ def with_steps(train: TrainConfig, num_rows: int) -> TrainConfig:
             f"train.steps is {train.steps}, and train.epochs {train.epochs:g} are {steps} steps; leave one out."
         )
     return replace(train, steps=steps)
-
-
-def _resolved_data(data: DataConfig, form: Format) -> DataConfig:
-    """With the shape and labels filled in, so that the settings mean the same on other rows.
-
-    The default template stays open: it follows data.text, which other rows may have under another name.
-    """
-    if isinstance(form, LabelFormat):
-        template = data.template if form.template == default_template(form.kind, data.text) else form.template
-        return replace(data, shape="label", label_words=dict(form.words), template=template)
-    return data if form.shape == "task" else replace(data, shape=form.shape)

@@ -1,18 +1,9 @@
-"""What happens when, as functions of the step alone: batches, learning rates, evaluations.
-
-Which steps of a run are feedback steps, a number at the start and a number at the end, and at what learning rate.
-"""
+"""What happens when, as functions of the step alone: batches, learning rates, feedback steps, evaluations."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from tezo.directions.random import permutation
-from tezo.optim.estimators.estimate import FEEDBACK, Closure
-from tezo.optim.tuner import Tuner
-from tezo.system.errors import RequestError
-from tezo.system.progress import FEEDBACK as LOOKING
-from tezo.system.progress import current
 from tezo.training.recipe import TrainConfig
 
 
@@ -50,9 +41,7 @@ def lr_factor(settings: TrainConfig) -> Any:
         return of_schedule(step) * rate_factor(step, settings)
 
     def of_schedule(step: int) -> float:
-        if step < settings.warmup_steps:
-            return (step + 1) / settings.warmup_steps
-        left = (step - settings.warmup_steps) / max(1, settings.num_steps - settings.warmup_steps)
+        left = step / max(1, settings.num_steps)
         if settings.schedule == "linear":
             return 1.0 - left
         return (1 + math.cos(math.pi * left)) / 2 if settings.schedule == "cosine" else 1.0
@@ -89,46 +78,6 @@ KEYS = ("feedback_first", "feedback_last")
 def default_counts(steps: int) -> tuple[int, int]:
     """The default numbers of feedback steps at the start and at the end of a run of so many steps."""
     return (min(FIRST, steps // 20), min(LAST, steps // 5)) if steps >= LEAST_STEPS else (0, 0)
-
-
-def resolve_feedback(
-    train: TrainConfig, method: str, optimizer: Tuner, loss: Closure | None
-) -> tuple[TrainConfig, list[str]]:
-    """Replaces None in train.feedback_first and train.feedback_last; returns (settings, notices for the user).
-
-    They become `default_counts` if the method takes feedback steps and the objective is the loss; otherwise 0.
-
-    Args:
-        train: settings with numbers or None for the two keys.
-        method: name of the method.
-        optimizer: optimizer on the model.
-        loss: the loss on some training rows; None: no pass is made, and the model is assumed to support them.
-
-    Raises:
-        RequestError: feedback steps are set, but the method, the objective or the model does not support them.
-    """
-    asked = [f"train.{key} is {count}" for key in KEYS if (count := getattr(train, key))]
-    available = FEEDBACK in optimizer.kinds
-    if asked and not available:
-        raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use head-feedback.")
-    if asked and not train.minimises_loss:
-        raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
-    defaults = default_counts(train.num_steps) if available and train.minimises_loss else (0, 0)
-    notices: list[str] = []
-    if loss is not None and (
-        asked or any(default for key, default in zip(KEYS, defaults, strict=True) if getattr(train, key) is None)
-    ):
-        try:
-            with current().phase(LOOKING):
-                optimizer.check_kind(FEEDBACK, loss)
-        except RequestError as reason:
-            if asked:
-                raise
-            defaults, notices = (0, 0), [f"there are no feedback steps: {reason}"]
-    first, last = (n if (n := getattr(train, key)) is not None else m for key, m in zip(KEYS, defaults, strict=True))
-    if first + last > train.num_steps:
-        raise RequestError(f"{asked[0]}, and the run has {train.num_steps} steps; lower it, or raise train.steps.")
-    return replace(train, feedback_first=first, feedback_last=last), notices
 
 
 def is_feedback(step: int, settings: TrainConfig) -> bool:

@@ -1,14 +1,19 @@
-"""The loss of a step of Trainer: of all its micro-batches together, or of each of their rows."""
+"""The loss of a step of Trainer, of all its micro-batches together or of each of their rows; and its rows."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tezo.directions.random import permutation
+from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.labelled_tensors import NOT_COUNTED
+from tezo.training.job import HELD_OUT_ROWS
+from tezo.training.resolution import Rows
+from tezo.training.schedule import BatchSampler
 
 CLOSE = 1e-4
 """Largest difference of two sums of the same losses, as a part of their size: rounding."""
@@ -42,6 +47,10 @@ class StepLoss:
         """
         shares = torch.cat([self._shares(batch) for batch in self._batches])
         return shares * len(shares)
+
+    def closure(self, *, per_example: bool) -> Callable[[], Tensor]:
+        """What a step evaluates: `row_losses` where each row has directions of its own, else `loss`."""
+        return self.row_losses if per_example else self.loss
 
     def row_losses_or_loss(self) -> Tensor:
         """`row_losses` where they can be told from the model's output, else `loss`."""
@@ -83,6 +92,59 @@ class StepLoss:
             "the loss of this batch is not a mean over the labels of its rows that the model's output tells; set "
             "method_options={'directions': 'shared'}."
         )
+
+
+class TrainerRows(Rows):
+    """The rows of a Trainer, before it trains on them. Its evaluation rows compare rates where there are some.
+
+    Args:
+        loss_of: data set and the numbers of some of its rows -> their loss.
+        train: training rows, which have a length.
+        other: evaluation rows, or None.
+        batch_size: rows of a step.
+        seed: of the draws of rows.
+        shared: whether rows have no losses of their own: the user gave the loss.
+    """
+
+    def __init__(
+        self,
+        loss_of: Callable[[Any, Sequence[int]], StepLoss],
+        train: Any,
+        other: Any,
+        batch_size: int,
+        seed: int,
+        *,
+        shared: bool,
+    ) -> None:
+        self._loss_of, self._train, self._size = loss_of, train, batch_size
+        self._sampler = BatchSampler(len(train), batch_size, seed)
+        self._source, others = other, list(range(len(other) if other is not None else 0))
+        if not others:
+            seen = {row for step in range(TRIAL_STEPS) for row in self._sampler.rows(step)}
+            self._source, others = train, [row for row in range(len(train)) if row not in seen]
+        order = permutation(len(others), seed=seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
+        self._others = [others[i] for i in order]
+        self.held_out = len(self._others)
+        self.share_directions = shared
+
+    def loss(self, step: int) -> StepLoss:
+        """The loss of as many rows as that step has."""
+        return self._loss_of(self._train, self._sampler.rows(step))
+
+    def step(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
+        return self.loss(step).closure(per_example=per_example)
+
+    def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
+        del per_example
+        return self.loss(step).row_losses_or_loss
+
+    def few(self) -> Callable[[], Tensor]:
+        return self._loss_of(self._train, range(min(2, len(self._train)))).row_losses
+
+    def held_out_losses(self) -> list[float]:
+        parts = (self._others[start : start + self._size] for start in range(0, self.held_out, self._size))
+        losses = (self._loss_of(self._source, part).row_losses_or_loss() for part in parts)
+        return [value for part in losses for value in part.reshape(-1).tolist()]
 
 
 def _is_close(value: Tensor, loss: Tensor) -> bool:

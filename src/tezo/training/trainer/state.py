@@ -5,6 +5,7 @@ JSON, and their SHA-256 digests.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,8 @@ from tezo.runs.checkpoints import Checkpoint, DamagedError, checkpoints, load_ch
 from tezo.system.digests import digest
 from tezo.system.errors import RequestError
 from tezo.system.files import storing
-from tezo.training.recipe import MethodConfig
+from tezo.training.recipe import Config, MethodConfig
+from tezo.training.schedule import KEYS
 
 FOLDER = "tezo_state"
 _bases: WeakKeyDictionary[ZerothOrderOptimizer, str] = WeakKeyDictionary()
@@ -23,19 +25,20 @@ _bases: WeakKeyDictionary[ZerothOrderOptimizer, str] = WeakKeyDictionary()
 _COUNTS = ("rule", "num_steps", "num_forward_passes", "counts", "seed")
 
 
-def save_state(folder: Path, tuner: ZerothOrderOptimizer, method: MethodConfig) -> None:
+def save_state(folder: Path, tuner: ZerothOrderOptimizer, config: Config) -> None:
     """Writes the state of an optimizer into a checkpoint folder.
 
     Args:
         folder: checkpoint-<step> of Trainer.
         tuner: the optimizer.
-        method: its name and options.
+        config: of its method and feedback steps, resolved.
     """
     tensors, described = tuner.resumable_state(), tuner.state_dict()
     if tuner not in _bases:
         _bases[tuner] = _base_digest(tuner, tensors)
     state = {
-        "method": {"name": method.name, "options": method.options},
+        "method": {"name": config.method.name, "options": config.method.options},
+        "train": {key: getattr(config.train, key) for key in ("steps", *KEYS)},
         "optimizer": {key: described[key] for key in _COUNTS},
         "base": _bases[tuner],
     }
@@ -61,10 +64,11 @@ def read_state(folder: Path) -> Checkpoint:
         raise RequestError(f"{folder} cannot be restored: {error}; give an older checkpoint.") from None
 
 
-def method_of(state: Checkpoint) -> MethodConfig:
-    """The method of a state, with its options."""
+def config_of(state: Checkpoint, given: Config) -> Config:
+    """The configuration of a state: its method and feedback steps, and all else as given."""
     saved = state.state["method"]
-    return MethodConfig(name=saved["name"], options=saved["options"])
+    method = MethodConfig(name=saved["name"], options=saved["options"])
+    return replace(given, method=method, train=replace(given.train, **state.state["train"]))
 
 
 def restore(tuner: ZerothOrderOptimizer, state: Checkpoint) -> None:

@@ -1,11 +1,9 @@
-"""What `tezo.TezoTrainer` and `tezo.TezoSFTTrainer` share: a Trainer whose steps are those of a zeroth-order method.
-
-transformers' Trainer by forward passes alone.
-"""
+"""transformers' Trainer whose steps are those of a zeroth-order method."""
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,27 +20,20 @@ from tezo.directions.targets import frozen_notice
 from tezo.models.lora import Adapter, make_adapter, save_adapter
 from tezo.models.peft import why_not_in_peft_yet
 from tezo.models.quantization import stay_packed
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.estimators.estimate import FEEDBACK
+from tezo.optim.methods import HEAD_FEEDBACK
+from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.system.errors import RequestError
 from tezo.system.files import storing, write_file
 from tezo.system.progress import showing
 from tezo.training.job import BASIS_ROWS
-from tezo.training.trainer.loss import StepLoss
-from tezo.training.trainer.method import (
-    OptimizerView,
-    build,
-    check_precision,
-    check_same,
-    closure_of,
-    forward_only,
-    learning_rate,
-    parse_method,
-    resolve,
-    resolve_scale,
-    with_method,
-)
-from tezo.training.trainer.state import method_of, read_state, restore, save_state
+from tezo.training.recipe import Config
+from tezo.training.resolution import resolve
+from tezo.training.schedule import is_feedback, rate_factor
+from tezo.training.trainer.loss import StepLoss, TrainerRows
+from tezo.training.trainer.method import OptimizerView, build, check_precision, check_same, forward_only, parse_method
+from tezo.training.trainer.state import config_of, read_state, restore, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +49,9 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         args: as of Trainer; required. See docs/trainer.md for what each field means.
         more: further arguments of Trainer.
         method: name of a zeroth-order method, see `tezo methods`.
-        method_options: its options, such as rank, rho or targets. Directions and rho that are not given are chosen as
-            in `tezo train`; the learning rate and weight decay are those of `args`.
+        method_options: its options, such as lr, rank, rho or targets, and `feedback_first` and `feedback_last`. What is
+            not given is filled in as in `tezo train`, on rows of the training data. The weight decay of `args` counts
+            where the options have none.
         named: further arguments of Trainer.
 
     Attributes:
@@ -74,20 +66,15 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         model: Any = None,
         args: Any = None,
         *more: Any,
-        method: str = "head-feedback",
+        method: str = HEAD_FEEDBACK,
         method_options: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        options = dict(method_options or {})
         self.tuner: ZerothOrderOptimizer | None = None
         self.optimizer: Any = None
         own = forward_only(args)
-        own.learning_rate = learning_rate(args, method, options)
-        parsed = parse_method(method, options)
-        self._given = parsed.method
-        self._settings = parsed.with_options(
-            lr=own.learning_rate, weight_decay=options.get("weight_decay", own.weight_decay)
-        )
+        self._settings = parse_method(method, method_options or {}, own.weight_decay)
+        self._num_steps = 0
         self._micro_batches: list[Any] = []
         self._resumed: Checkpoint | None = None
         self._why_not_in_peft: str | None = None
@@ -120,57 +107,72 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         if getattr(self.model, "is_loaded_in_4bit", False):
             stay_packed(self.model)  # what it computes with is what a checkpoint knows it by
 
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        self._num_steps = num_training_steps
+        super().create_optimizer_and_scheduler(num_training_steps)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         del model  # the one of this trainer: it is never wrapped
         if self.optimizer is None:
             for notice in frozen_notice(self.model):
                 logger.warning(notice)
-            self._resolve()
-            self.tuner = build(self._settings, self.model, self.args.seed)
-            if self._rows_at_hand:
-                self.tuner.set_calibration_passes(self._basis_passes)
-            if self._resumed is None:
-                self._settings = resolve_scale(
-                    self._settings, self.tuner, self._loss_of_rows(self.args.train_batch_size)
-                )
+            self.tuner = self._made() if self._resumed is None else self._built(self._settings)
             self.tuner.warn_by(logger.warning)
+            logger.info("settings of the method:\n%s", self.tuner.settings)
+            self.args.learning_rate = self.tuner.param_groups[0]["lr"]
             self.optimizer = OptimizerView(self.tuner)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
-    def _resolve(self) -> None:
-        """Fills in what the options leave open; of a resumed run, as it was."""
-        if self._resumed is not None:
-            self._settings = with_method(self._settings, method_of(self._resumed)).with_options(
-                lr=self.args.learning_rate
-            )
-            return
-        given = self.compute_loss_func is not None or self.label_smoother is not None
-        self._settings = resolve(self._settings, self.model, self.args.seed, self._loss_of_rows, shared=given)
+    def _made(self) -> ZerothOrderOptimizer:
+        """The optimizer with what the options leave open filled in."""
+        size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        train = replace(self._settings.train, steps=self._num_steps, batch_size=size, seed=self.args.seed)
+        rows = None
+        if self._rows_at_hand:
+            given = self.compute_loss_func is not None or self.label_smoother is not None
+            if given and self._settings.method.options.get("directions") == PER_EXAMPLE:
+                raise RequestError(
+                    "directions is per-example, and the loss is of the whole batch (compute_loss_func, or label "
+                    "smoothing); leave one of them out."
+                )
+            other = self.eval_dataset if _is_indexed(self.eval_dataset) else None
+            rows = TrainerRows(self._loss_of_rows, self.train_dataset, other, size, self.args.seed, shared=given)
+        found = resolve(replace(self._settings, train=train), rows, self._built)
+        self._settings = found.config
+        for notice in found.notices:
+            logger.warning(notice)
+        tuner = found.optimizer
+        assert isinstance(tuner, ZerothOrderOptimizer)  # `parse_method` refuses others
+        if tuner.own_loss is None and rows is not None:
+            with torch.no_grad():
+                tuner.own_loss = float(rows.loss(0).loss())
+        return tuner
+
+    def _built(self, config: Config) -> ZerothOrderOptimizer:
+        tuner = build(config, self.model, self.args.seed)
+        if self._rows_at_hand:
+            tuner.set_calibration_passes(self._basis_passes)
+        return tuner
 
     @property
     def _rows_at_hand(self) -> bool:
         """Whether training rows can be looked at before they are trained on."""
-        return hasattr(self.train_dataset, "__len__") and hasattr(self.train_dataset, "__getitem__")
+        return _is_indexed(self.train_dataset)
 
-    def _loss_of_rows(self, count: int, step: int = 0) -> StepLoss | None:
-        """The loss of so many training rows, drawn by the seed and the step; None: they are not at hand."""
-        if not self._rows_at_hand:
-            return None
-        order = permutation(len(self.train_dataset), seed=self.args.seed, step=step, name="basis")[:count]
-        rows = self.train_dataset
-        rows = rows.select(order) if hasattr(rows, "select") else Subset(rows, order)
+    def _loss_of_rows(self, dataset: Any, rows: Sequence[int]) -> StepLoss:
+        chosen = dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
         with torch.random.fork_rng(devices=[]):  # a data loader draws a seed
-            batches = [self._prepare_inputs(batch) for batch in self.get_test_dataloader(rows)]
+            batches = [self._prepare_inputs(batch) for batch in self.get_test_dataloader(chosen)]
         return StepLoss(self, batches, self._num_items(batches))
 
     def _num_items(self, batches: list[Any]) -> Any:
         return self.get_batch_samples(iter(batches), len(batches), self.args.device)[1]
 
     def _basis_passes(self, refresh_step: int) -> None:
-        loss = self._loss_of_rows(BASIS_ROWS, refresh_step)
-        if loss is not None:
-            loss.loss()
+        count = len(self.train_dataset)
+        rows = permutation(count, seed=self.args.seed, step=refresh_step, name="basis")[:BASIS_ROWS]
+        self._loss_of_rows(self.train_dataset, rows).loss()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Takes a step on the micro-batches since the last one, if this is the last of them.
@@ -183,8 +185,18 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             return torch.zeros((), device=self.args.device)
         batches, self._micro_batches = self._micro_batches, []
         assert self.tuner is not None
-        closure = closure_of(self._settings.method, StepLoss(self, batches, num_items_in_batch))
-        return torch.tensor(self.tuner.take_step(closure, self.tuner.kinds[0]), device=self.args.device)
+        loss, settings, step = StepLoss(self, batches, num_items_in_batch), self._settings.train, self.tuner.num_steps
+        kind = FEEDBACK if is_feedback(step, settings) else self.tuner.kinds[0]
+        closure = loss.closure(per_example=self.tuner.per_example and kind != FEEDBACK)
+        rates = [group["lr"] for group in self.tuner.param_groups]
+        try:
+            for group in self.tuner.param_groups:
+                group["lr"] *= rate_factor(step, settings)
+            taken = self.tuner.take_step(closure, kind)
+        finally:
+            for group, rate in zip(self.tuner.param_groups, rates, strict=True):
+                group["lr"] = rate
+        return torch.tensor(taken, device=self.args.device)
 
     def train(self, *args: Any, **named: Any) -> Any:
         self._micro_batches = []  # a run that was stopped between two of them
@@ -234,12 +246,14 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         assert self.tuner is not None
-        save_state(Path(output_dir), self.tuner, self._settings.method)
+        save_state(Path(output_dir), self.tuner, self._settings)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         del model  # the state has what was trained, and Trainer loads it after the optimizer is made
         self._resumed = read_state(Path(resume_from_checkpoint))
-        check_same(method_of(self._resumed), self._given, resume_from_checkpoint)
+        saved = config_of(self._resumed, self._settings)
+        check_same(saved.method, self._settings.method, resume_from_checkpoint)
+        self._settings = saved
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -251,6 +265,10 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         assert self.tuner is not None
         best = read_state(Path(self.state.best_model_checkpoint))
         self.tuner.load_tuned_state(best.tensors, best.step)
+
+
+def _is_indexed(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
 
 
 class TezoTrainer(ForwardPassTrainer):
