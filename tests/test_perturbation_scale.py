@@ -33,7 +33,7 @@ from tezo.system.errors import NonFiniteLossError, PerturbationWarning
 from tezo.training.config import parse_config, read_config
 from tezo.training.job import basis_passes, make_optimizer, prepare
 from tezo.training.listeners import Listener
-from tezo.training.resolution import ROUNDED_BITS, first_scale, known_rounding, losses_of
+from tezo.training.resolution import ROUNDED_BITS, first_scale, known_rounding
 
 
 class Squares:
@@ -56,7 +56,7 @@ class Squares:
         return values + q * ((values * 1e8).frac().abs() - 0.5)
 
     def optimizer(self, **options):
-        return plain_tezo(self.model, rank=3, seed=1, **options)
+        return plain_tezo(self.model, rank=3, seed=1, scale="unit", **options)
 
     def ratio(self, optimizer) -> float:
         """Even part over odd part at rho = 1."""
@@ -219,7 +219,7 @@ def home(tmp_path_factory):
 
 
 def prepared(home, model, method="tezo", **options):
-    options = {"name": method, "lr": 1e-3, **({"rank": 4} if CASES[method].low_rank else {}), **options}
+    options = {"name": method, "lr": 1e-3, "rho": "auto", **({"rank": 4} if CASES[method].low_rank else {}), **options}
     return prepare(parse_config({"model": {"name": str(home / model)}, "data": {"train": str(home / "rows.jsonl")},
                                  "method": options, "train": {"batch_size": 8}}))  # fmt: skip
 
@@ -242,7 +242,7 @@ def test_a_run_measures_it_along_its_own_directions_in_every_precision(home, mod
             assert torch.equal(direction.v_NR, drawn[name][0].v_NR), "of the basis that the run has"
     rows = [job.train[i] for i in job.sampler().rows(0)]
     closure = job.objective.closure(job.model, job.objective.batches(rows))
-    found = measure_scale(fresh, losses_of(closure, fresh), first_scale(job.model))
+    found = measure_scale(fresh, closure if fresh.per_example else closure.row_losses, first_scale(job.model))
     fresh.close()
     assert found.chosen.rho == rho
 
@@ -372,6 +372,6 @@ def test_runs_and_trainers_say_it_too(home, tmp_path):
 
 
 def test_a_trainer_logs_it(tmp_path, caplog):
-    run = trainer(tmp_path, method="mezo", method_options={"rho": 3.0, "targets": ("all",)}, learning_rate=1e-9)
+    run = trainer(tmp_path, method="mezo", method_options={"rho": 3.0, "targets": ("all",)}, lr=1e-9)
     run.train()
     assert sum("perturbed point" in record.message for record in caplog.records) == 1

@@ -22,13 +22,14 @@ peft = pytest.importorskip("peft", reason="of the extra `peft`")
 
 def sft(folder, model=None, *, rows=None, method="head-feedback", **named):
     own = {key: named.pop(key) for key in ("method_options", "eval_dataset", "peft_config", "quantization_config", "processing_class") if key in named}  # fmt: skip # noqa: E501
+    lr = named.pop("lr", 1e-2)
     rows = datasets.Dataset.from_list(completion_rows(12) if rows is None else rows)
     settings = {
-        "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none",
+        "max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none",
         "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_length": 64, "seed": 5,
     }  # fmt: skip
     args = trl.SFTConfig(str(folder), **(settings | named))
-    own = {"method_options": {"rank": 4}, "processing_class": TOKENIZER} | own
+    own = {"method_options": {"rank": 4, "lr": lr}, "processing_class": TOKENIZER} | own
     return tezo.TezoSFTTrainer(llama() if model is None else model, args, train_dataset=rows, method=method, **own)
 
 
@@ -43,7 +44,7 @@ IDS = torch.arange(5, 25).view(2, 10)
 def test_the_loss_falls_on_rows_that_repeat(tmp_path):
     rows = completion_rows(4)
     run = sft(
-        tmp_path, rows=rows, eval_dataset=datasets.Dataset.from_list(rows), max_steps=80, learning_rate=2e-2,
+        tmp_path, rows=rows, eval_dataset=datasets.Dataset.from_list(rows), max_steps=80, lr=2e-2,
         logging_steps=20,
     )  # fmt: skip
     before = run.evaluate()["eval_loss"]

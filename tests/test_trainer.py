@@ -15,8 +15,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 import tezo
 from tezo.models.quantization import stay_packed
 from tezo.optim.methods import METHODS
+from tezo.optim.settings import MEASURED
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, RequestError
+from tezo.training.schedule import default_counts
 from tezo.training.trainer.loss import StepLoss
 
 PER_EXAMPLE = {"rank": 4, "directions": "per-example"}
@@ -291,7 +293,7 @@ def test_without_an_adapter_the_whole_tuned_model_is_saved(tmp_path, method):
 def test_the_best_model_is_put_back_at_the_end(tmp_path):
     rows = token_rows(12, seed=7)
     run = trainer(
-        tmp_path, method="head-feedback", eval_dataset=rows, max_steps=12, lr=0.2, eval_strategy="steps",
+        tmp_path, method="head-feedback", eval_dataset=rows, max_steps=12, lr=1.0, eval_strategy="steps",
         eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
     )  # fmt: skip
     run.train()
@@ -392,7 +394,7 @@ def test_a_packed_base_is_tuned_and_keeps_its_bits(tmp_path):
         ({"method": "adam"}, "'adam', which is no method by forward passes"),
         ({"method": "tezzo"}, "Did you mean 'tezo'"),
         ({"method_options": {"rnak": 4}}, "Did you mean 'rank'"),
-        ({"method_options": {"lr": 1e-3}}, "learning_rate is 0.01, and method_options has lr 0.001"),
+        ({"learning_rate": 6e-5}, r"give method_options=\{'lr': 6e-05\}, and leave learning_rate out"),
         (
             {"load_best_model_at_end": True, "save_only_model": True, "eval_strategy": "steps",
              "save_strategy": "steps", "eval_dataset": [1]},
@@ -416,12 +418,31 @@ def test_several_processes_are_refused(tmp_path):
         tezo.TezoTrainer(llama(), train_dataset=token_rows(2))
 
 
-def test_a_rate_at_trainers_default_is_the_methods_own(tmp_path, caplog):
-    run = trainer(tmp_path, learning_rate=5e-5, method="head-feedback")
-    assert run.args.learning_rate == METHODS["head-feedback"].default_in_python("lr") == 1e-4
-    assert "learning_rate is 5e-05, the default of TrainingArguments" in caplog.text
-    assert trainer(tmp_path, learning_rate=5e-5, method_options={"lr": 5e-5}).args.learning_rate == 5e-5
-    assert trainer(tmp_path, learning_rate=6e-5).args.learning_rate == 6e-5
+def test_the_rate_is_the_methods_and_is_resolved_as_in_a_run(tmp_path):
+    published = trainer(tmp_path, lr=None, method="mezo", method_options={})
+    published.train()
+    assert (published.args.learning_rate, published.tuner.rho) == (1e-6, 1e-3), "the paper's settings"
+    ours = trainer(tmp_path, lr=None, method="head-feedback", max_steps=40, rows=token_rows(40))
+    ours.train()
+    settings = ours.tuner.settings
+    assert {name for name, setting in settings.items() if setting.source == MEASURED} == {
+        "lr", "rho", "directions", "feedback_first", "feedback_last"
+    }  # fmt: skip
+    assert ours.args.learning_rate == settings["lr"].value and settings["directions"].value == "per-example"
+
+
+def test_feedback_steps_are_taken_where_a_run_takes_them(tmp_path):
+    run = trainer(tmp_path, method="head-feedback", max_steps=100, rows=token_rows(16), lr=1e-3)
+    kinds = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            kinds.append(run.tuner.last_step.kind)
+
+    run.add_callback(Watch())
+    run.train()
+    first, last = default_counts(100)
+    assert kinds == ["feedback"] * first + ["two-point"] * (100 - first - last) + ["feedback"] * last
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])

@@ -48,7 +48,8 @@ def trainer(folder: Path, model: Any = None, *, rows: Any = None, method: str = 
     lr = named.pop("lr", 1e-2)
     rows = token_rows(12) if rows is None else rows
     settings = {"data_collator": Collator(), "processing_class": TOKENIZER, "method_options": {"rank": 4}} | own
-    settings["method_options"] = {"lr": lr, "scale": "unit"} | settings["method_options"]
+    if lr is not None:
+        settings["method_options"] = {"lr": lr} | settings["method_options"]
     model = llama() if model is None else model
     return tezo.TezoTrainer(model, arguments(folder, **named), train_dataset=rows, method=method, **settings)
 

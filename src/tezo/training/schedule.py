@@ -83,7 +83,7 @@ def default_counts(steps: int) -> tuple[int, int]:
 def is_feedback(step: int, settings: TrainConfig) -> bool:
     """Whether a step is a feedback step; `settings` has numbers for both keys, `step` counts from 0."""
     first, last = settings.feedback_first or 0, settings.feedback_last or 0
-    return step < first or step >= settings.num_steps - last
+    return step < first or settings.num_steps - last <= step < settings.num_steps
 
 
 def rate_factor(step: int, settings: TrainConfig) -> float:

@@ -74,7 +74,6 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         self.optimizer: Any = None
         own = forward_only(args)
         self._settings = parse_method(method, method_options or {}, own.weight_decay)
-        self._num_steps = 0
         self._micro_batches: list[Any] = []
         self._resumed: Checkpoint | None = None
         self._why_not_in_peft: str | None = None
@@ -107,10 +106,6 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         if getattr(self.model, "is_loaded_in_4bit", False):
             stay_packed(self.model)  # what it computes with is what a checkpoint knows it by
 
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        self._num_steps = num_training_steps
-        super().create_optimizer_and_scheduler(num_training_steps)
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         del model  # the one of this trainer: it is never wrapped
         if self.optimizer is None:
@@ -127,7 +122,12 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
     def _made(self) -> ZerothOrderOptimizer:
         """The optimizer with what the options leave open filled in."""
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        train = replace(self._settings.train, steps=self._num_steps, batch_size=size, seed=self.args.seed)
+        train = replace(
+            self._settings.train,
+            steps=max(self.state.max_steps, self.args.max_steps, 1),
+            batch_size=size,
+            seed=self.args.seed,
+        )
         rows = None
         if self._rows_at_hand:
             given = self.compute_loss_func is not None or self.label_smoother is not None
