@@ -7,6 +7,8 @@ import inspect
 import json
 import pickle
 import tempfile
+import types
+from typing import Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -19,10 +21,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import tezo
+from tezo.models.kinds import ModelConfig
 from tezo.optim.methods import BASELINES, METHODS
 from tezo.system.errors import RequestError, RunError
-from tezo.training.keywords import PARAMETERS, dotted_key, plain_names
+from tezo.tasks.row_files import DataConfig
+from tezo.training.keywords import PARAMETERS, Options
 from tezo.training.listeners import Listener
+from tezo.training.recipe import TrainConfig
 
 ROWS = {"train": label_rows(20), "dev": label_rows(8, seed=1), "test": label_rows(12, seed=2)}
 SETTINGS = {"steps": 4, "batch_size": 4, "lr": 0.05, "rank": 4, "keep_best": False, "log_every": 2, "eval_every": 2}
@@ -140,15 +145,28 @@ def test_settings_by_name_and_by_key_are_those_of_the_command_line(home, tmp_pat
     )
 
 
-def test_every_setting_has_one_plain_name_or_a_parameter():
-    names = plain_names()
-    assert [name for name, keys in names.items() if len(keys) > 1] == ["seed"]
+def kinds_of(hint):
+    return set(get_args(hint)) if isinstance(hint, types.UnionType) or get_origin(hint) is Union else {hint}
+
+
+def test_every_setting_has_one_typed_name_or_a_parameter():
+    sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+    expected = {f"{part}.{name}": kinds_of(hint) for part, cls in sections.items()
+                for name, hint in get_type_hints(cls).items()}  # fmt: skip
+    for known in (*METHODS.values(), *BASELINES.values()):
+        for name, hint in known.options().items():
+            expected[f"method.{name}"] = expected.get(f"method.{name}", set()) | kinds_of(hint)
+    del expected["data.seed"]  # by its dotted key: seed is train.seed
+    named = expected.keys() - PARAMETERS.keys()
+    assert len({key.partition(".")[2] for key in named}) == len(named)
+        expected.keys() - PARAMETERS
+    )
+    hints = get_type_hints(Options)
+    assert {key.partition(".")[2]: kinds for key, kinds in expected.items() if key not in PARAMETERS} == {
+        name: kinds_of(hint) for name, hint in hints.items()
+    }
     parameters = set(inspect.signature(tezo.train).parameters)
-    assert not parameters & names.keys() and set(PARAMETERS.values()) <= parameters
-    assert dotted_key("lr", names) == "method.lr" and dotted_key("seed", names) == "train.seed"
-    assert dotted_key("template", names) == "data.template" and dotted_key("peft", names) == "model.peft"
-    with pytest.raises(RequestError, match=r"size may be data\.size or train\.size"):
-        dotted_key("size", {"size": ["data.size", "train.size"]})
+    assert not parameters & hints.keys() and set(PARAMETERS.values()) <= parameters
 
 
 # Figures, evaluation, prediction

@@ -6,11 +6,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from tezo.models import lora
 from tezo.models.kinds import IN_MEMORY, ModelConfig
 from tezo.models.loading import LoadedModel, dtype_name, from_objects
+from tezo.optim.methods import HEAD_FEEDBACK
 from tezo.runs.files import MANIFEST
 from tezo.runs.folder import CONFIG, LOG, read_summary
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
@@ -20,7 +21,7 @@ from tezo.tasks.splits import Rows, is_named, splits_of
 from tezo.training import loop
 from tezo.training.config import overlay, parse_config, read_run_config
 from tezo.training.job import Job
-from tezo.training.keywords import dotted_settings
+from tezo.training.keywords import Options, dotted_settings
 from tezo.training.listeners import Listener
 from tezo.training.opening import TunedModel, check_is_run
 from tezo.training.recipe import Config
@@ -32,7 +33,7 @@ def train(
     model: Any,
     data: Rows | None = None,
     *,
-    method: str = "head-feedback",
+    method: str = HEAD_FEEDBACK,
     reward: Score | str | None = None,
     tokenizer: Any = None,
     output: str | Path | None = None,
@@ -42,7 +43,7 @@ def train(
     listeners: Sequence[Listener] = (),
     progress: bool = True,
     settings: Mapping[str, Any] | None = None,
-    **named: Any,
+    **named: Unpack[Options],
 ) -> Run:
     """Tunes a model on rows, from start to end.
 
@@ -66,7 +67,7 @@ def train(
         progress: whether standard error shows what the run does: a line that is overwritten on a terminal and in a
             notebook, elsewhere a line every few seconds. The `Run` has it as an attribute for what follows.
         settings: any others by their dotted keys, such as {"data.seed": 3}; docs/settings.md has them all.
-        named: the same by the last part of a key: `lr=1e-4, rank=8, steps=200, batch_size=16`. `seed` is train.seed.
+        named: the same by the last part of a key, see `Options`: `lr=1e-4, rank=8, steps=200`. `seed` is train.seed.
 
     Returns:
         The finished run.

@@ -1,14 +1,96 @@
 """Settings as keyword arguments: `lr=1e-4` for method.lr, `steps=200` for train.steps."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
+from tezo.directions.bases.basis import Basis
 from tezo.models.kinds import ModelConfig
 from tezo.optim.methods import BASELINES, METHODS, Method
 from tezo.system.errors import RequestError, nearest
 from tezo.tasks.row_files import DataConfig
 from tezo.training.recipe import TrainConfig
+
+
+class Options(TypedDict, total=False):
+    """The settings that `tezo.train` takes by the last part of their keys; docs/settings.md says what each means."""
+
+    # section model
+    kind: Literal["auto", "causal", "masked", "encoder", "classifier"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"]
+    device: str
+    quantization: Literal["none", "nf4", "int8", "int8wo"]
+    placement: Literal["device", "spread", "cpu", "disk", "shards"]
+    trust_remote_code: bool
+    untie_head: bool
+    peft: Literal["none", "lora", "prefix", "prompt"]
+    lora_rank: int
+    lora_alpha: int
+    prefix_length: int
+    # section data
+    task: str | None
+    dir: str | None
+    hold_out: float | None
+    subset: str | None
+    train_split: str
+    streaming: bool
+    shape: Literal["auto", "completion", "messages", "instruction", "label", "text"]
+    text: str
+    label: str
+    prompt: str
+    completion: str
+    messages: str
+    template: str | None
+    label_words: dict[str, str] | None
+    num_train: int | None
+    num_dev: int | None
+    num_test: int | None
+    per_class: int | None
+    allow_fewer: bool
+    max_length: int | None
+    # section method
+    lr: float | Literal["auto"]
+    rho: float | Literal["auto"]
+    directions: Literal["auto", "shared", "per-example"]
+    num_directions: int
+    targets: Sequence[str]
+    rank: int | None
+    rank_rule: Literal["ratio", "energy"]
+    rank_threshold: float
+    max_rank: int
+    basis: str | Basis
+    lazy_update_interval: int | None
+    scale: Literal["unit", "raw"]
+    betas: tuple[float, float]
+    beta: float
+    eps: float
+    weight_decay: float
+    feedback_scale: float
+    frozen_rank: int | None
+    in_forward: bool
+    sparsity: float
+    anneal_start: int
+    anneal_stop: int
+    master_weights: bool
+    # section train
+    seed: int
+    steps: int | None
+    epochs: float | None
+    feedback_first: int | None
+    feedback_last: int | None
+    batch_size: int
+    objective: str
+    max_new_tokens: int
+    temperature: float
+    schedule: Literal["constant", "linear", "cosine"]
+    eval_every: int | None
+    eval_batch_size: int
+    keep_best: bool
+    guard: bool | None
+    log_every: int
+    checkpoint_every: int | None
+    parallel: Literal["rows", "directions"]
+
 
 PARAMETERS = {
     "model.name": "model",
@@ -37,7 +119,7 @@ def keys_by_name() -> dict[str, list[str]]:
 
 
 def suggestion(key: str, known: Iterable[str]) -> str:
-    """What to say of an unknown key: the keys of other sections that end in its name, else the nearest known name.
+    """Says what may be meant by an unknown key: the keys of other sections that end in its name, else the nearest name.
 
     Args:
         key: as it was given.
@@ -48,24 +130,23 @@ def suggestion(key: str, known: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(name, known)
 
 
-def plain_names() -> dict[str, list[str]]:
-    """Name -> the dotted keys that end in it, but for those of `PARAMETERS`."""
-    found = {name: [key for key in keys if key not in PARAMETERS] for name, keys in keys_by_name().items()}
-    return {name: keys for name, keys in found.items() if keys}
-
-
 def dotted_settings(named: Mapping[str, Any], dotted: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(dotted key, value) pairs of both ways to give settings.
+    """Returns (dotted key, value) pairs of both ways to give settings.
 
     Args:
-        named: by plain names.
+        named: by the names of `Options`.
         dotted: by dotted keys.
 
     Raises:
-        RequestError: a name is unknown or has several meanings, a key is given twice, or has a parameter of its own.
+        RequestError: a name is unknown, a key is given twice, or has a parameter of its own.
     """
-    known = plain_names()
-    pairs = [(dotted_key(name, known), value) for name, value in named.items()]
+    known = keys_by_name()
+    pairs = []
+    for name, value in named.items():
+        if name not in Options.__annotations__:
+            names = [*Options.__annotations__, *PARAMETERS.values()]
+            raise RequestError(f"{name}: there is no such setting. {nearest(name, names)}")
+        pairs.append((PREFERRED.get(name, known[name][0]), value))
     for key, value in dotted.items():
         if key in PARAMETERS:
             raise RequestError(f"settings: {key} is the parameter {PARAMETERS[key]}; give it by that.")
@@ -75,23 +156,3 @@ def dotted_settings(named: Mapping[str, Any], dotted: Mapping[str, Any]) -> list
             raise RequestError(f"settings: {key} is given by its name too; leave one of them out.")
         pairs.append((key, value))
     return pairs
-
-
-def dotted_key(name: str, known: Mapping[str, list[str]]) -> str:
-    """The key that a plain name stands for.
-
-    Args:
-        name: of a setting.
-        known: name -> the keys that end in it.
-
-    Raises:
-        RequestError: there is none, or there are several.
-    """
-    if name in PREFERRED:
-        return PREFERRED[name]
-    if name not in known:
-        raise RequestError(f"{name}: there is no such setting. {nearest(name, [*sorted(known), *PARAMETERS.values()])}")
-    first, *others = known[name]
-    if others:
-        raise RequestError(f"{name} may be {' or '.join(known[name])}; give one by settings={{{first!r}: ...}}.")
-    return first
