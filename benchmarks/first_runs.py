@@ -1,16 +1,17 @@
-"""A hundred first runs with default settings: does each end better than it began? Beside them the paper's TeZO.
+"""A hundred first runs with measured settings: does each end better than it began? Beside them the paper's TeZO.
 
     python benchmarks/first_runs.py --shared FOLDER [--out benchmarks/results] [--workers 2]
 
 Four models, three data sets each, four methods, two seeds, and four more of the default method; every other setting is
-left at its default. Beside them TeZO at each of three rates, without the guard, of which the best by dev loss counts.
+left at its default, but the rate and rho of published methods are measured, as those of the default method. Beside
+them TeZO at each of three rates, without the guard, of which the best by dev loss counts.
 More than an hour on two cores. Writes first_runs.json after every run, and goes on with what is missing.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from small_runs import Job, command, model_name, rows
+from small_runs import Job, command, measured, model_name, rows
 
 MODELS = {
     "decoder": ("completions", "sst2", "rte"),
@@ -32,10 +33,11 @@ def jobs(shared: Path, made: Path) -> Iterator[Job]:
             for method in METHODS:
                 for seed in (*SEEDS, 2) if (method, data) == (METHODS[0], "sst2") else SEEDS:
                     entry = {"model": model, "data": data, "method": method, "seed": seed, "asked_lr": None}
-                    yield entry, {**common, "method.name": method, "train.seed": seed}
+                    yield entry, {**common, **measured(method), "method.name": method, "train.seed": seed}
             for lr in PAPER_RATES:
                 entry = {"model": model, "data": data, "method": PAPER, "seed": 0, "asked_lr": lr}
-                yield entry, {**common, "method.name": "tezo", "method.lr": lr, "train.guard": False}
+                own = {"method.name": "tezo", "method.lr": lr, "method.scale": "unit", "train.guard": False}
+                yield entry, {**common, **measured("tezo"), **own}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ after every run, and goes on with what is missing.
 from collections.abc import Iterator
 from pathlib import Path
 
-from small_runs import Job, command, model_name, rows
+from small_runs import Job, command, measured, model_name, rows
 
 STEPS = 200
 GRID = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
@@ -29,7 +29,7 @@ def jobs(shared: Path, made: Path) -> Iterator[Job]:
     for model, data, method in SETTINGS:
         for lr in (None, *GRID):
             entry = {"model": model, "data": data, "method": method, "seed": 0, "asked_lr": lr}
-            own = {} if lr is None else {"method.lr": lr, "train.guard": False}
+            own = measured(method) | ({} if lr is None else {"method.lr": lr, "train.guard": False})
             yield entry, {
                 "model.name": model_name(model, shared, made), "method.name": method, "train.steps": STEPS, **own,
                 **rows(data, shared),

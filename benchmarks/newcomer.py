@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from small_runs import Job, command, model_name, rows
+from small_runs import Job, command, measured, model_name, rows
 
 ROUTING = Path(__file__).parents[1] / "examples/routing"
 CSV_ROWS = 60
@@ -32,7 +32,12 @@ def jobs(shared: Path, made: Path) -> Iterator[Job]:
         entry = {"model": "decoder", "data": "completions", "method": method, "seed": 0, "asked_lr": lr}
         given = {key: value for key, value in rows("completions", shared).items() if dev or key != "data.dev"}
         own = {} if lr is None else {"method.lr": lr}
-        fixed = {"model.name": model_name("decoder", shared, made), "method.name": method, "train.steps": steps}
+        fixed = {
+            **measured(method),
+            "model.name": model_name("decoder", shared, made),
+            "method.name": method,
+            "train.steps": steps,
+        }
         yield entry, {**fixed, **given, **own}
     entry = {"model": "encoder", "data": "routing", "method": "head-feedback", "seed": 0, "asked_lr": None}
     yield entry, {

@@ -15,6 +15,7 @@ from typing import Any
 
 from tezo_studies.bench.result_files import commit, processor
 
+from tezo.optim.methods import METHODS
 from tezo.runs.environment import versions
 
 LABELLED = {"data.num_train": 160, "data.num_dev": 64, "data.num_test": 64}
@@ -28,6 +29,14 @@ PRETRAINING_STEPS, PRETRAINING_ROWS = 300, 24
 LABEL_WORDS = [f" {word}" for word in ("terrible", "great", "Yes", "No", "Description", "Entity", "Expression", "Human",
                                        "Location", "Number")]  # fmt: skip
 """Words that a masked model needs as single tokens."""
+
+
+def measured(method: str) -> dict[str, Any]:
+    """Settings by which a published method has its rate and scale measured, and a guard, as the default method has."""
+    options = METHODS[method].options() if method in METHODS else {}
+    wanted = {"lr": "auto", "rho": "auto", "scale": "unit"} | ({"directions": "auto"} if method == "tezo-cadam" else {})
+    found = {f"method.{key}": value for key, value in wanted.items() if key in options}
+    return found | {"train.guard": True}
 
 
 def model_name(model: str, shared: Path, made: Path) -> str:

@@ -20,7 +20,7 @@ def first_runs() -> str:
     rows.append(["all", *_outcome(every)])
     rows.append(["TeZO, no guard, best of three rates", *_outcome(_best_rates(results))])
     table = grid(
-        ["default settings, by method", "runs", "dev loss fell", "rose by more than 1 %", "median change"], rows
+        ["measured settings, by method", "runs", "dev loss fell", "rose by more than 1 %", "median change"], rows
     )
     models = ", ".join(_by(finished, "model"))
     return table + f"\nModels: {models}. `{results['command']}`; {machine(results)}.\n"

@@ -159,8 +159,6 @@ def test_every_setting_has_one_typed_name_or_a_parameter():
     del expected["data.seed"]  # by its dotted key: seed is train.seed
     named = expected.keys() - PARAMETERS.keys()
     assert len({key.partition(".")[2] for key in named}) == len(named)
-        expected.keys() - PARAMETERS
-    )
     hints = get_type_hints(Options)
     assert {key.partition(".")[2]: kinds for key, kinds in expected.items() if key not in PARAMETERS} == {
         name: kinds_of(hint) for name, hint in hints.items()
