@@ -22,14 +22,7 @@ from tezo.optim.methods import METHODS
 
 LONG, SHORT = 50, 15
 RHO, SEED, DECAY = 1e-3, 11, 0.5
-LRS = {
-    "mezo-adam": 1e-3,
-    "head-feedback": 1e-3,
-    "mezo-norm": 1e-3,
-    "tezo-adam": 1e-3,
-    "tezo-cadam": 1e-3,
-    "zo-adamu": 1e-5,
-}
+LRS = dict.fromkeys(("mezo-adam", "head-feedback", "mezo-norm", "tezo-adam", "tezo-cadam"), 1e-3) | {"zo-adamu": 1e-5}
 
 
 def kept_beside(case: Case, names: list[str]) -> set[str]:
