@@ -43,7 +43,8 @@ def outputs(model: nn.Module) -> Tensor:
 
 def tuned(model: nn.Module, name: str, **options) -> ZerothOrderOptimizer:
     """An optimizer after five steps that pull the outputs to zero."""
-    optimizer = METHODS[name].build(model, **({"lr": RATES.get(name, 0.05), "rho": 1e-2} | options))
+    unit = {"scale": "unit"} if "scale" in METHODS[name].options() else {}
+    optimizer = METHODS[name].build(model, **({"lr": RATES.get(name, 0.05), "rho": 1e-2} | unit | options))
     for _ in range(5):
         optimizer.step(lambda: outputs(model).square().mean())
     return optimizer

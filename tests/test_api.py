@@ -485,7 +485,7 @@ OBJECT = {"data": ROWS["train"], "steps": 1, "lr": 0.05}
         ({"dir": "x"}, r"data\.dir is 'x'"),
         ({"stepps": 3}, r"stepps: there is no such setting\. Did you mean 'steps'"),
         ({"steps": "many"}, r"train\.steps is 'many'"),
-        ({"method": "lozo-adm"}, r"no method 'lozo-adm'.*'head-feedback'"),
+        ({"method": "head-fedback"}, r"no method 'head-fedback'.*'head-feedback'"),
         ({"method": "mezo", "rank": 3}, r"method\.rank: mezo has no such option"),
         ({"settings": {"model.name": "x"}}, r"model\.name is the parameter model"),
         ({"settings": {"lr": 1e-4}}, r"lr has no section"),

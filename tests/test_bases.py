@@ -12,7 +12,7 @@ from tezo.directions.bases import BASES, activation, find_basis
 from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, groups, input_size, sketch_bytes
 from tezo.directions.bases.basis import GaussianBasis
 from tezo.optim.methods import METHODS
-from tezo.optim.methods.lozo import head_feedback
+from tezo.optim.methods.head_feedback import head_feedback
 from tezo.runs.files import FactorFiles
 from tezo.system.digests import content_hash
 from tezo.system.errors import RequestError
@@ -70,7 +70,7 @@ def test_directions_move_a_layer_along_the_leading_inputs_alone(make, name):
 @pytest.mark.parametrize("method", ["tezo", "lozo", "head-feedback"])
 def test_directions_have_unit_variance_whatever_the_basis(name, method):
     model = tiny_opt()
-    optimizer = METHODS[method].build(model, rank=RANK, basis=name, lr=1e-3, seed=5)
+    optimizer = METHODS[method].build(model, rank=RANK, basis=name, scale="unit", lr=1e-3, seed=5)
     optimizer.set_calibration_passes(lambda _: model(input_ids=tokens(batch=6, length=16, seed=9)))
     total, count = 0.0, 0
     drawn = optimizer.draw().directions

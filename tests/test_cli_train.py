@@ -260,7 +260,7 @@ def test_methods_and_doctor_answer_people_and_programs(home):
     }  # fmt: skip
     shown = tezo("methods").out
     assert all(m["name"] in shown for m in listed)
-    assert "lr=auto" in tezo("methods", "tezo-cadam").out
+    assert "lr=auto" in tezo("methods", "head-feedback").out and "lr=1e-06" in tezo("methods", "mezo").out
     report = json.loads(tezo("doctor", "--model", home / "opt", "--json").out)
     assert report["versions"]["torch"] == torch.__version__
     assert report["model"]["kind"] == "causal"

@@ -16,7 +16,7 @@ from tezo.directions.perturbation import DrawKey
 from tezo.directions.targets import select_targets
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.optim.estimators.feedback import last_errors, last_hidden, residual_writers
-from tezo.optim.methods.lozo import head_feedback
+from tezo.optim.methods.head_feedback import head_feedback
 from tezo.runs.files import FactorFiles
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.tasks.examples import Example

@@ -304,7 +304,7 @@ def test_a_run_records_the_rate_it_chose_and_resumes_and_replays_to_the_bit(home
 def test_requests_that_have_no_rate_to_measure_are_refused(home, tmp_path):
     auto = pairs(home)
     for more, said in (
-        ({"method.name": "adam"}, ("method.lr is auto, which is for zeroth-order methods; set a number for adam",)),
+        ({"method.name": "adam"}, ("method.lr is 'auto'; it must be a number",)),
         ({"train.objective": "accuracy"}, ("method.lr is auto, which needs train.objective loss, not accuracy",)),
         ({"method.lr": "fast"}, ("method.lr is 'fast'", "a number")),
     ):

@@ -88,7 +88,7 @@ def test_a_direction_adds_x_times_its_transpose_to_a_packed_layer(home, form):
 def test_a_run_ends_as_an_adapter_that_gives_its_figures_again(home, tmp_path, form, method):
     run, rows = tmp_path / "run", home / "rows.jsonl"
     flags = ("--test", rows, "--quantization", form, "--method", method, "--json")
-    done = train(home / "opt", rows, run, *flags, steps=4, train__keep_best=False)
+    done = train(home / "opt", rows, run, *flags, steps=4, train__keep_best=False, method__scale="unit")
     assert done.code == 0, done.err
     summary = json.loads(done.out)
     assert summary["result"]["kind"] == "adapter"

@@ -52,14 +52,15 @@ def home(tmp_path_factory):
 def config(home: Path, method: str = "tezo-cadam", lr: float = 0.03, **train_settings: Any) -> Config:
     """A run whose rate is so high that it returns to earlier states."""
     options = {"rank": 4} if method != "mezo" else {}
-    options |= {"lazy_update_interval": 7} if method == "lozo" else {}
+    options |= {"lazy_update_interval": 7, "scale": "unit"} if method == "lozo" else {}
+    options |= {"directions": "per-example"} if method == "tezo-cadam" and "parallel" not in train_settings else {}
     return parse_config(
         {
             "model": {"name": str(home / "opt"), "device": "cpu"},
             "data": {name: str(home / f"{name}.jsonl") for name in ("train", "dev", "test")},
             "method": {"name": method, "lr": lr, **options},
             "train": {"steps": STEPS, "batch_size": 4, "eval_every": 4, "log_every": 4, "checkpoint_every": 5,
-                      "feedback_first": 0, "feedback_last": 0} | train_settings,
+                      "feedback_first": 0, "feedback_last": 0, "guard": True} | train_settings,
         }
     )  # fmt: skip
 

@@ -44,7 +44,7 @@ def test_the_schedules_are_what_they_are_called():
 
 
 def test_dev_rows_are_evaluated_at_intervals_at_the_end_and_after_feedback_steps_that_may_be_undone():
-    settings = TrainConfig(steps=10, eval_every=4, feedback_first=3)
+    settings = TrainConfig(steps=10, eval_every=4, feedback_first=3, guard=True)
     assert evaluation_steps(settings) == {0, 3, 4, 8, 10}
     assert evaluation_steps(replace(settings, guard=False)) == {0, 4, 8, 10}
     assert evaluation_steps(replace(settings, feedback_first=None)) == {0, 4, 8, 10}

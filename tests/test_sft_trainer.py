@@ -29,7 +29,8 @@ def sft(folder, model=None, *, rows=None, method="head-feedback", **named):
         "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_length": 64, "seed": 5,
     }  # fmt: skip
     args = trl.SFTConfig(str(folder), **(settings | named))
-    own = {"method_options": {"rank": 4, "lr": lr}, "processing_class": TOKENIZER} | own
+    own = {"method_options": {"rank": 4}, "processing_class": TOKENIZER} | own
+    own["method_options"] = {"lr": lr} | own["method_options"]
     return tezo.TezoSFTTrainer(llama() if model is None else model, args, train_dataset=rows, method=method, **own)
 
 

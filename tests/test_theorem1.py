@@ -33,8 +33,8 @@ class Contraction(nn.Module):
 
 
 def build(name: str = "tezo", seed: int = 0, **options: object) -> ZerothOrderOptimizer:
-    rank = {"rank": R} if CASES[name].low_rank else {}
-    return METHODS[name].build(Contraction(), lr=1.0, seed=seed, **rank, **options)
+    rank = {"rank": R, "scale": "unit"} if CASES[name].low_rank else {}
+    return METHODS[name].build(Contraction(), lr=1.0, seed=seed, **rank | options)
 
 
 def estimates(optimizer: ZerothOrderOptimizer, moments: list[DrawKey]) -> Tensor:
@@ -61,7 +61,7 @@ def unconditional() -> Tensor:
     """
     blocks = 15
     model = nn.Sequential(nn.Linear(blocks * N, blocks * M, bias=False, dtype=torch.float64))
-    optimizer = METHODS["tezo"].build(model, rank=R)
+    optimizer = METHODS["tezo"].build(model, rank=R, scale="unit")
     (target,) = optimizer.targets
     rows = []
     for seed in range(12_000):

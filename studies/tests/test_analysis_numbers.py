@@ -130,7 +130,7 @@ def test_closed_forms_at_their_ends():
 def test_unit_scale_is_the_published_estimate_over_r():
     grad = gaussian(6, 6)
     raw = METHODS["tezo"].build(conv.Bowl(6, 0), rank=4, scale="raw")
-    unit = METHODS["tezo"].build(conv.Bowl(6, 0), rank=4)
+    unit = METHODS["tezo"].build(conv.Bowl(6, 0), rank=4, scale="unit")
     for of_raw, of_unit in zip(*(est.estimates(o, grad, range(3)) for o in (raw, unit)), strict=True):
         torch.testing.assert_close(of_raw / 4, of_unit)
 

@@ -37,7 +37,7 @@ def compare(case: Case, make: Callable[[], nn.Module], targets: tuple[str, ...],
     algorithm = ALGORITHMS[case.name](
         [(target.name, target.parameter) for target in select_targets(other, targets)],
         lr=lr, rho=RHO, rank=RANK, interval=case.options.get("lazy_update_interval", steps),
-        draws=KeyedDraws(SEED, unit=options.get("scale") != "raw"),
+        draws=KeyedDraws(SEED, unit=({**METHODS[case.name].defaults(), **options}).get("scale") != "raw"),
     )  # fmt: skip
     algorithm.decay, algorithm.num_directions = DECAY, options.get("num_directions", 1)
     algorithm.beside = kept_beside(case, list(start)) if options.get("in_forward", True) else ()

@@ -20,7 +20,7 @@ import yaml
 
 from tezo.models.kinds import ModelConfig
 from tezo.models.local_names import absolute_name
-from tezo.optim.methods import AUTO, BASELINES, method
+from tezo.optim.methods import AUTO, method
 from tezo.runs.files import check_manifest
 from tezo.runs.words import REWARD
 from tezo.system.errors import RequestError, nearest
@@ -397,11 +397,9 @@ def _check(config: Config) -> None:
 
 
 def _check_lr(config: Config) -> None:
-    name, lr, objective = config.method.name, config.method.options.get("lr"), config.train.objective
+    lr, objective = config.method.options.get("lr"), config.train.objective
     if lr != AUTO:
         return
-    if name in BASELINES:
-        raise RequestError(f"method.lr is auto, which is for zeroth-order methods; set a number for {name}.")
     if objective != TrainConfig().objective:
         raise RequestError(
             f"method.lr is auto, which needs train.objective loss, not {objective}; set method.lr to a number."

@@ -124,10 +124,11 @@ def resolve(config: Config, rows: Rows | None, build: Callable[[Config], Tuner],
     except BaseException:
         optimizer.close()  # a model that the caller has is free again
         raise
-    open_ones = {key: config.method.options[key] for key, value in given.items() if value == AUTO}
-    feedback = {key: Setting(getattr(config.train, key), MEASURED) for key in KEYS if FEEDBACK in optimizer.kinds}
-    chosen = {key: Setting(value, MEASURED) for key, value in open_ones.items() if key in config.method.options}
-    optimizer.settings = Settings({**optimizer.settings, **chosen, **feedback})
+    chosen = {key: config.method.options.get(key, AUTO) for key, value in given.items() if value == AUTO}
+    chosen |= {key: getattr(config.train, key) for key in KEYS if FEEDBACK in optimizer.kinds}
+    optimizer.settings = Settings(
+        {**optimizer.settings, **{key: Setting(value, MEASURED) for key, value in chosen.items()}}
+    )
     return Resolved(config, optimizer, tuple(notices + more))
 
 

@@ -258,9 +258,13 @@ def _means(seen_T3: Tensor, *, has_span: bool) -> dict[str, float]:
 def build(name: str, model: Bowl, lr: float, options: ConvergenceOptions, **own: Any) -> ZerothOrderOptimizer:
     """The optimizer of method `name`, with the options that it supports, and `own` over them."""
     method = METHODS[name]
-    wanted = {"rank": options.rank, "lazy_update_interval": options.interval}
+    wanted = {"rank": options.rank, "scale": "unit", "lazy_update_interval": options.interval}
     defaults = method.defaults()  # no default interval: the factors are fixed
-    known = {key: wanted[key] for key in wanted if key in defaults and (key == "rank" or defaults[key] is not None)}
+    known = {
+        key: wanted[key]
+        for key in wanted
+        if key in defaults and (key in ("rank", "scale") or defaults[key] is not None)
+    }
     return method.build(model, **({"lr": lr, "seed": options.seed, "rho": options.rho} | known | own))
 
 

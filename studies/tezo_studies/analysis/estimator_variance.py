@@ -128,7 +128,7 @@ def _ranked(ranks: Sequence[int]) -> Iterator[tuple[str, int]]:
 
 def optimizer_for(name: str, size: int, rank: int) -> ZerothOrderOptimizer:
     """The optimizer of a method on one zero matrix in float64, at unit scale; rank 0: no rank is set."""
-    return METHODS[name].build(linear(size), **({"rank": rank} if rank else {}))
+    return METHODS[name].build(linear(size), **({"rank": rank, "scale": "unit"} if rank else {}))
 
 
 def estimates(optimizer: ZerothOrderOptimizer, grad_MN: Tensor, seeds: range) -> Iterator[Tensor]:
