@@ -91,8 +91,16 @@ def configuration(folder: Path, name: str, lr: float) -> Config:
         {
             "model": {"name": str(folder / "opt"), "device": "cpu"},
             "data": {name: str(folder / f"{name}.jsonl") for name in ("train", "dev", "test")},
-            "method": {"name": name, "lr": lr} | ({"rank": 4} if "rank" in known else {}),
-            "train": {"steps": 40, "batch_size": 4, "eval_every": 10, "checkpoint_every": 4, "log_every": 4},
+            "method": {"name": name, "lr": lr, **({"directions": "per-example"} if name == "tezo-cadam" else {})}
+            | ({"rank": 4} if "rank" in known else {}),
+            "train": {
+                "steps": 40,
+                "batch_size": 4,
+                "eval_every": 10,
+                "checkpoint_every": 4,
+                "log_every": 4,
+                "guard": True,
+            },
         }
     )
 

@@ -242,7 +242,14 @@ def adam(home: Path) -> Config:
             "model": {"name": str(home / "opt"), "device": "cpu"},
             "data": {name: str(home / f"{name}.jsonl") for name in ("train", "dev", "test")},
             "method": {"name": "adam", "lr": RATES["adam"]},
-            "train": {"steps": STEPS, "batch_size": 4, "eval_every": 4, "checkpoint_every": 5, "log_every": 4},
+            "train": {
+                "steps": STEPS,
+                "batch_size": 4,
+                "eval_every": 4,
+                "checkpoint_every": 5,
+                "log_every": 4,
+                "guard": True,
+            },
         }
     )
 
@@ -431,7 +438,7 @@ def test_without_dev_rows_it_returns_to_the_lowest_mean_of_a_tenth_of_the_steps(
     data = {"train": str(home / "train.jsonl"), "test": str(home / "test.jsonl"), "hold_out": 0}
     made = parse_config({"model": {"name": str(home / "opt")}, "data": data,
                          "method": {"name": "tezo-cadam", "lr": 1e-3, "rank": 4},
-                         "train": {"steps": 96, "batch_size": 4}})  # fmt: skip
+                         "train": {"steps": 96, "batch_size": 4, "guard": True}})  # fmt: skip
     summary = train(made, tmp_path / "run", [Planted()])
     log, every = read_log(tmp_path / "run/steps.log"), 9
     (rollback,) = summary["rollbacks"]
@@ -444,7 +451,12 @@ def test_without_dev_rows_it_returns_to_the_lowest_mean_of_a_tenth_of_the_steps(
 
 def test_a_run_whose_dev_loss_falls_no_further_ends_early(home, tmp_path):
     flags = ("--model", home / "opt", "--data", home / "train.jsonl", "--steps", 200, "--method", "mezo", "--json")
-    named = {"data__dev": home / "dev.jsonl", "method__lr": 1e-30, "train__batch_size": 1}  # nothing changes
+    named = {
+        "data__dev": home / "dev.jsonl",
+        "method__lr": 1e-30,
+        "train__batch_size": 1,
+        "train__guard": True,
+    }  # nothing changes
     done = tezo("train", *flags, "--output", tmp_path / "run", *settings(**named))
     assert done.code == 0, done.err
     summary = json.loads(done.out)
