@@ -87,20 +87,14 @@ def kill(folder: Path, wanted: int, seed: int, name: str, lr: float) -> dict[str
 
 def configuration(folder: Path, name: str, lr: float) -> Config:
     known = method(name).options()
+    options = ({"rank": 4} if "rank" in known else {}) | ({"directions": "per-example"} if name == "tezo-cadam" else {})
+    every = {"eval_every": 10, "checkpoint_every": 4, "log_every": 4}
     return parse_config(
         {
             "model": {"name": str(folder / "opt"), "device": "cpu"},
             "data": {name: str(folder / f"{name}.jsonl") for name in ("train", "dev", "test")},
-            "method": {"name": name, "lr": lr, **({"directions": "per-example"} if name == "tezo-cadam" else {})}
-            | ({"rank": 4} if "rank" in known else {}),
-            "train": {
-                "steps": 40,
-                "batch_size": 4,
-                "eval_every": 10,
-                "checkpoint_every": 4,
-                "log_every": 4,
-                "guard": True,
-            },
+            "method": {"name": name, "lr": lr} | options,
+            "train": {"steps": 40, "batch_size": 4, "guard": True} | every,
         }
     )
 

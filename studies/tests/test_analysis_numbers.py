@@ -201,7 +201,7 @@ def test_tezos_span_is_that_of_its_directions_and_the_others_have_none():
 def test_what_a_run_records_is_what_a_hand_written_run_sees():
     options = options_of("convergence", noise=0.0)
     bowl = conv.Bowl(4, 0)
-    optimizer = METHODS["tezo"].build(bowl, lr=0.02, rank=2, rho=options.rho)
+    optimizer = METHODS["tezo"].build(bowl, lr=0.02, rank=2, scale="unit", rho=options.rho)
     seen, basis = [], conv.span_basis(optimizer)
     for _ in range(20):
         with torch.no_grad():
