@@ -59,6 +59,7 @@ def faulty(patch: Any, at: int | None) -> Faulty:
     disk = Faulty(at)
     patch.setattr(files, "os", disk)
     patch.setattr(steplog, "os", disk)
+    patch.setattr(steplog, "SYNC_EVERY", 2)
     patch.setattr(checkpoint, "save_file", disk.faulty("save", checkpoint.save_file))
     patch.setattr(export, "save_file", disk.faulty("save", export.save_file))
     return disk

@@ -15,7 +15,7 @@ from tezo.optim.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
-from tezo.runs.folder import CONFIG, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
+from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
 from tezo.runs.step_log import End
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted, nearest
@@ -66,14 +66,14 @@ def train(
         RunError: something could not be written; the run can be resumed.
     """
     ranks = join()
-    folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
+    folder = RunFolder(output, writes=ranks.is_first)
     with metered() as meter, meter.telling(listener.working for listener in listeners):
         try:
             ranks.check_same({"resume": resume, **request_of(config)})
             with ranks.together("use the run folder"):
                 if not (resume and folder.has_begun):
                     folder.check_free()
-            if resume and (summary := folder.summary()) is not None:
+            if resume and (summary := read_summary(output)) is not None:
                 folder.check_ended()
                 check_unchanged(read_config(output / CONFIG, []), config)
                 return summary
@@ -171,7 +171,7 @@ class Loop:
 
     def _open_folder(self) -> ResumeState:
         job, header = self.job, log_header(self.job)
-        state = self.folder.open(header, self.settings.sync_every)
+        state = self.folder.open(header)
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         job.optimizer.set_factor_store(self.folder.factor_files)
@@ -229,7 +229,7 @@ class Loop:
         tensors = {f"run/{key}": value for key, value in self.job.optimizer.resumable_state().items()}
         best, state = self.best.saved()
         tensors |= {f"best/{key}": value for key, value in best.items()}
-        self.folder.save_checkpoint(Checkpoint(steps, tensors, state), self.settings.keep_checkpoints)
+        self.folder.save_checkpoint(Checkpoint(steps, tensors, state))
 
     def _step(self, step: int) -> None:
         for listener in self.listeners:
