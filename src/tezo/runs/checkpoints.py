@@ -30,10 +30,6 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-class DamagedError(Exception):
-    """A checkpoint cannot be used; the message has the reason."""
-
-
 def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int = KEEP) -> Path:
     """Writes a checkpoint into the folder of a run, and removes all except the newest `keep` checkpoints.
 
@@ -76,7 +72,7 @@ def newest(run: Path, most_steps: int) -> tuple[Checkpoint | None, list[str]]:
             continue
         try:
             return load_checkpoint(path), skipped
-        except DamagedError as error:
+        except UntrustedError as error:
             skipped.append(f"{path.name} was skipped: {error}.")
     return None, skipped
 
@@ -85,7 +81,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
     Raises:
-        DamagedError: the checkpoint is incomplete or altered.
+        UntrustedError: the checkpoint is incomplete or altered; the message has the reason.
     """
     try:
         if path.is_symlink():
@@ -100,7 +96,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if state.pop("step", None) != _step_of(path):
             raise UntrustedError(f"{STATE} belongs to another step")
         return Checkpoint(_step_of(path), load_file(path / TENSORS), state)
-    except UntrustedError as error:
-        raise DamagedError(str(error)) from None
+    except UntrustedError:
+        raise
     except Exception:  # whatever safetensors makes of a file that was crafted
-        raise DamagedError(f"{TENSORS} cannot be read") from None
+        raise UntrustedError(f"{TENSORS} cannot be read") from None

@@ -1,11 +1,10 @@
 """The environment of a run: hardware, memory and package versions."""
 
-import ctypes
 import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -61,8 +60,8 @@ def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not out_of_memory and "can't allocate memory" not in str(error):
+        kinds = (MemoryError, torch.OutOfMemoryError)
+        if not isinstance(error, kinds) and "can't allocate memory" not in str(error):
             raise
         longest = max((encoded.length for encoded in rows), default=0)
         raise RunError(
@@ -73,12 +72,10 @@ def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
 
 def versions(packages: Sequence[str] = ("tezo", "torch", "transformers", "peft", "numpy")) -> dict[str, str]:
     """Returns package name -> version, for Python and the packages that a result depends on."""
-    installed = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()} | dict.fromkeys(packages, "not installed")
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             installed[package] = version(package)
-        except PackageNotFoundError:
-            installed[package] = "not installed"
     return installed
 
 
@@ -91,13 +88,3 @@ def threads() -> str:
     """Returns the number of threads that torch computes with: "1 thread", "2 threads"."""
     count = torch.get_num_threads()
     return f"{count} thread{'' if count == 1 else 's'}"
-
-
-def driver_cuda() -> str | None:
-    """Returns the newest CUDA that the driver runs, such as "12.8"; None without a driver."""
-    number = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"

@@ -31,15 +31,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, names: Iterable[str]) -> None:
-    """Writes the manifest of a folder.
-
-    Args:
-        folder: the folder.
-        names: its files, and folders of which all files are included.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Writes the manifest of a folder with these of its files, and all files of these of its folders."""
     with storing(folder / MANIFEST):  # of what cannot be read there is no digest to write
         entries = {name: entry_of(folder / name) for given in names for name in _files(folder, given)}
     tree = {_FILES: entries, _DIGEST: _digest(entries)}
@@ -52,10 +44,10 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
     Args:
         folder: the folder.
         names: its files, and folders of which all files are checked; those that never existed are passed over.
-        required: whether a folder without a manifest is refused, since its files are of a run that has ended.
+        required: whether a folder without a manifest is refused.
 
     Raises:
-        RequestError: a file was changed, removed or added since the manifest was written; the file is named.
+        RequestError: a file was changed, removed or added since then; the file is named.
     """
     if not os.path.lexists(folder / MANIFEST):
         if required:
@@ -142,34 +134,29 @@ def check_place(
     """Returns messages for the user about a changed device or changed package versions.
 
     Args:
-        header: "device", "versions" and "noise" at the beginning of the run; "noise" is the version of the generator
-            of dense noise and rounding on a CPU.
-        own: the same of this process.
+        header: of the step log; "noise" is the version of the generator of dense noise and rounding on a CPU.
+        own: "device", "versions" and "noise" of this process.
         drawn_on_the_device: returns the name of a parameter whose steps depend on the device type, or None.
 
     Raises:
         RequestError: the run's steps cannot be reproduced on this device.
     """
-    notices = []
-    if header["device"] != own["device"]:
-        name = drawn_on_the_device()
-        if name is not None:
+    before, now, notices = header["device"], own["device"], []
+    if before != now:
+        if (name := drawn_on_the_device()) is not None:
             raise RequestError(
-                f"model.device is {own['device']}, and the run drew noise for {name} on {header['device']}, which "
-                f"cannot be reproduced on another device; set model.device={header['device']}."
+                f"model.device is {now}, and the run drew noise for {name} on {before}, which "
+                f"cannot be reproduced on another device; set model.device={before}."
             )
-        notices.append(f"the run began on {header['device']}: on {own['device']} steps may differ in rounding.")
-    elif header["device"] == "cpu" and header["noise"] != own["noise"]:
-        name = drawn_on_the_device()
-        if name is not None:
-            raise RequestError(
-                f"steps.log: the run drew noise for {name} with version {header['noise']} of the generator, and "
-                f"this version of tezo has version {own['noise']}, which gives other weights; use the earlier tezo."
-            )
+        notices.append(f"the run began on {before}: on {now} steps may differ in rounding.")
+    elif now == "cpu" and header["noise"] != own["noise"] and (name := drawn_on_the_device()) is not None:
+        raise RequestError(
+            f"steps.log: the run drew noise for {name} with version {header['noise']} of the generator, and "
+            f"this version of tezo has version {own['noise']}, which gives other weights; use the earlier tezo."
+        )
     for package, version in own["versions"].items():
-        before = header["versions"].get(package)
-        if before != version:
-            notices.append(f"the run began with {package} {before}: with {version} steps may differ in rounding.")
+        if (old := header["versions"].get(package)) != version:
+            notices.append(f"the run began with {package} {old}: with {version} steps may differ in rounding.")
     return notices
 
 
@@ -203,11 +190,7 @@ class FactorFiles:
         return self.folder / f"{kind}-{step}.safetensors"
 
     def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
-        """Writes the file atomically.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
+        """Writes the file atomically."""
         if self._writes:
             plain = {name: factor.cpu().contiguous() for name, factor in collected.factors.items()}
             metadata = f"{collected.calls} {_hash(plain, collected.calls)}"  # one entry: several have no fixed order

@@ -94,10 +94,7 @@ class ProcessGroup:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Has all ranks leave the block at the same time; where it fails on one rank, it fails on all.
-
-        Args:
-            doing: what happens inside, in words after "could not".
+        """Has all ranks leave the block at the same time; `doing` says what happens in it, after "could not".
 
         Raises:
             RunError: it failed on another rank, which is named. This rank's own error is raised as it is.
@@ -113,13 +110,10 @@ class ProcessGroup:
             raise RunError(f"{_named(failed)} of {self.size} could not {doing}; see its error, then start again.")
 
     def check_same(self, request: Mapping[str, Any]) -> None:
-        """Checks that all ranks were started with the same request.
-
-        Args:
-            request: JSON values by name.
+        """Checks that all ranks were started with the same request: JSON values by name.
 
         Raises:
-            RequestError: a rank's value differs from that of rank 0; the message has both. It is raised on all ranks.
+            RequestError: on all ranks, if a rank's value differs from that of rank 0; the message has both.
         """
         text = json.dumps(request, sort_keys=True).encode()
         rank = self._differing(hashlib.sha256(text).digest())
@@ -136,11 +130,7 @@ class ProcessGroup:
         )
 
     def check_equal(self, digest: str, step: int) -> None:
-        """Checks that all ranks have the state of the first rank.
-
-        Args:
-            digest: SHA-256 of this rank's state, in hexadecimal.
-            step: number of steps taken so far.
+        """Checks that all ranks have the state of rank 0 after `step` steps, by its SHA-256 in hexadecimal.
 
         Raises:
             RunError: a rank's state differs; the message has the step and the rank.

@@ -39,18 +39,14 @@ SELDOM = 0.1
 
 @dataclass
 class Work:
-    """What a command is doing at a moment.
+    """What a command is doing at a moment: a phase, with what it has taken since it was opened.
 
     Attributes:
-        name: of the phase.
-        opened: `time.perf_counter()` when this phase was opened.
-        seconds: since then.
+        opened: `time.perf_counter()` when the phase was opened.
         begun: units that were finished then.
-        done: units that are finished.
         total: units of the phase; 0: not known.
         unit: of `done` and `total`, in the plural.
-        rows: rows that have entered the model in this phase.
-        passes: forward passes of this phase.
+        rows: rows that have entered the model.
     """
 
     name: str
@@ -134,9 +130,9 @@ class Meter:
                 self._tell()
 
     def watch(self, model: Any) -> None:
-        """Counts the rows that enter a model of transformers from now on, until the meter is closed."""
+        """Counts the rows that enter a model of transformers until the meter, if it is the current one, is closed."""
         entrance = model.get_input_embeddings()
-        if not any(entrance is known for known in self._watched):
+        if _CURRENT.get() is self and not any(entrance is known for known in self._watched):
             self._watched.append(entrance)
             self._exit.callback(entrance.register_forward_pre_hook(self._count, with_kwargs=True).remove)
 
@@ -209,21 +205,8 @@ def metered() -> Iterator[Meter]:
         yield meter
 
 
-def watch(model: Any) -> None:
-    """Has the command's meter count the forward passes of a model, if a command runs."""
-    running = _CURRENT.get()
-    if running is not None:
-        running.watch(model)
-
-
 def tracked(items: Sequence[T], unit: str = "rows", sizes: Iterable[int] | None = None) -> Iterator[T]:
-    """Yields the items; how many were taken is said of the phase that is open.
-
-    Args:
-        items: what is worked on.
-        unit: what is counted.
-        sizes: how many units each item has; None: one.
-    """
+    """Yields the items, and reports to the open phase how many units were taken; `sizes`: units of each, if not one."""
     meter, counts = current(), [1] * len(items) if sizes is None else list(sizes)
     done, total = 0, sum(counts)
     meter.report(0, total, unit)
@@ -242,16 +225,14 @@ REDRAWN = 0.5
 class StatusLine:
     """Shows the work of a meter; a context manager.
 
-    On a terminal and in a notebook it is one line, which is overwritten and disappears at the end. Elsewhere, as in a
-    log file, there is a line when a phase begins for the first time, and another one when nothing else was printed for
-    `silence` seconds.
+    A terminal and a notebook have one line, which is overwritten and disappears at the end. A log file gets a line when
+    a phase begins for the first time, and another one when nothing else was printed for `silence` seconds.
 
     Args:
         meter: whose work is shown.
         stream: where to; None: standard error.
         silence: longest time between two lines, in seconds.
-        write: writes a line elsewhere, above the bar of a loop of others for example. Nothing is overwritten then, and
-            nothing is said outside of phases.
+        write: writes a line in place of the stream, above a progress bar for example; no line is overwritten then.
 
     Attributes:
         figures: name of a phase -> what is shown beside how far it is.
@@ -357,14 +338,9 @@ class StatusLine:
 def showing(
     wanted: bool = True, started: float | None = None, write: Callable[[str], object] | None = None
 ) -> Iterator[StatusLine | None]:
-    """Opens a meter for a command, and yields the line that shows its work.
+    """Opens a meter, see `Meter` and `StatusLine`, and yields the line that shows its work.
 
-    None where that is not wanted, and in all but the first of the processes that torchrun starts.
-
-    Args:
-        wanted: whether to show it.
-        started: `time.perf_counter()` when the command began; None: now.
-        write: see `StatusLine`.
+    None if that is not wanted, and in all but the first of the processes that torchrun starts.
     """
     with Meter(started) as meter:
         if not wanted or int(os.environ.get("RANK", "0")) > 0:
