@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -160,30 +161,23 @@ def check_place(
     return notices
 
 
+@dataclass(frozen=True)
 class FactorFiles:
     """A `FactorStore` in the folder of a run, in files `<kind>-<step>.safetensors`; a replay needs no data.
 
     Kinds are "basis", the factors of a data-dependent basis, and "feedback", the gradients of a feedback step.
 
-    Args:
+    Attributes:
         folder: folder of the run.
         writes: whether this process writes the files; `save` does nothing if False.
         digests: file name -> SHA-256 in the run's step log; other files are not the run's. None: any intact file is.
         saved: called with the name and SHA-256 of each file that is written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        writes: bool,
-        digests: Mapping[str, str] | None = None,
-        saved: Callable[[str, str], None] | None = None,
-    ) -> None:
-        self.folder = folder
-        self._writes = writes
-        self._digests = digests
-        self._saved = saved
+    folder: Path
+    writes: bool
+    digests: Mapping[str, str] | None = None
+    saved: Callable[[str, str], None] | None = None
 
     def path(self, kind: str, step: int) -> Path:
         """Returns the path of the file for `kind` at `step`."""
@@ -191,13 +185,13 @@ class FactorFiles:
 
     def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
         """Writes the file atomically."""
-        if self._writes:
+        if self.writes:
             plain = {name: factor.cpu().contiguous() for name, factor in collected.factors.items()}
             metadata = f"{collected.calls} {_hash(plain, collected.calls)}"  # one entry: several have no fixed order
             data = save(plain, metadata={"calls_sha256": metadata})
             write_file(self.path(kind, step), data)
-            if self._saved is not None:
-                self._saved(self.path(kind, step).name, hashlib.sha256(data).hexdigest())
+            if self.saved is not None:
+                self.saved(self.path(kind, step).name, hashlib.sha256(data).hexdigest())
 
     def load(self, kind: str, step: int) -> CollectedFactors | None:
         """Reads and verifies the file; None if the run has not written it.
@@ -206,15 +200,15 @@ class FactorFiles:
             RequestError: the file is damaged, missing, or of another run or step.
         """
         path = self.path(kind, step)
-        if self._digests is not None and path.name in self._digests:
+        if self.digests is not None and path.name in self.digests:
             self.check(path.name)
-        elif self._digests is not None or not path.exists():
+        elif self.digests is not None or not path.exists():
             return None
         try:
             with safe_open(plain_file(path), framework="pt") as file:
                 calls, _, sha256 = (file.metadata() or {}).get("calls_sha256", "").partition(" ")
                 factors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if self._digests is None and sha256 != _hash(factors, int(calls)):
+            if self.digests is None and sha256 != _hash(factors, int(calls)):
                 raise UntrustedError
             return CollectedFactors(factors, int(calls))
         except (UntrustedError, OSError, ValueError, SafetensorError):
@@ -228,7 +222,7 @@ class FactorFiles:
         Raises:
             RequestError: a file is missing, or is not the one that the run wrote; the file is named.
         """
-        digests = self._digests or {}
+        digests = self.digests or {}
         for each in digests if name is None else [name]:
             path = self.folder / each
             if not path.is_file() or path.is_symlink() or entry_of(path)["sha256"] != digests[each]:

@@ -79,12 +79,7 @@ class ResumeState(LogContents):
 class RunFolder:
     """The files of one run. One process writes them; the others of the run read them, and their writes do nothing.
 
-    Calls come in this order: `open`, `describe`, steps and evaluations, `append_end`, `finish`; and `close` in any
-    case.
-
-    Args:
-        path: of the folder, which is made when the run starts.
-        writes: whether this is the process that writes.
+    Calls come in this order: `open`, `describe`, steps and evaluations, `append_end`, `finish`; and always `close`.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
@@ -113,10 +108,7 @@ class RunFolder:
             check_free(self.path, "give another --output, go on with --resume, or delete it first")
 
     def open(self, header: dict[str, Any]) -> ResumeState:
-        """Begins a run, or reads the one that is there.
-
-        Args:
-            header: of the step log of a new run.
+        """Begins a run with this header of its step log, or reads the one that is there.
 
         Raises:
             RequestError: the folder cannot be written, or another process writes it.

@@ -26,18 +26,13 @@ def read_lines(data: bytes) -> Iterator[dict[str, Any]]:
     for text in data[: data.rfind(b"\n") + 1].splitlines():
         try:
             line = json.loads(text[: MOST_LINE + 1])
-            step = line["step"]
+            yield line if type(line["step"]) is int and line["step"] >= 0 else {}
         except (ValueError, KeyError, TypeError, RecursionError):
-            step = None
-        yield line if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else {}
+            yield {}
 
 
 class MetricsLog:
     """The metrics file of a run. A resumed run adds only the lines that the file lacks.
-
-    Args:
-        path: the file.
-        log: the step log that it must agree with.
 
     Attributes:
         seconds: time spent on steps, from the last line of a step.
@@ -59,7 +54,8 @@ class MetricsLog:
             raise RequestError(f"{path.parent}: {error}; remove it to go on.") from None
         self._size, self._kept = len(data), 0
         for number, (text, line) in enumerate(zip(data.splitlines(keepends=True), read_lines(data), strict=False), 1):
-            if line and _is_ahead(line, log):
+            lacks_split = "split" in line and (line["split"], line["step"]) not in log.evaluations
+            if line and (line["step"] > len(log.steps) or lacks_split):  # a power cut can lose the log's end
                 break
             if not self._take(line, log):
                 raise RequestError(
@@ -104,10 +100,3 @@ class MetricsLog:
 
     def _append(self, **line: Any) -> None:
         append(self.path, f"{json_text(line)}\n".encode())
-
-
-def _is_ahead(line: dict[str, Any], log: LogContents) -> bool:
-    """Whether the step log lacks what a line says: a power cut can lose its end."""
-    if line["step"] > len(log.steps):
-        return True
-    return "split" in line and (line["split"], line["step"]) not in log.evaluations

@@ -46,14 +46,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Answers to the rows of one label.
-
-    Attributes:
-        label: its name.
-        rows: number of rows whose right answer it is.
-        before: answers with this label before the first step.
-        after: those with the parameters that were kept.
-    """
+    """How many rows have a label as their right answer, and the answers before the first step and at the end."""
 
     label: str
     rows: int
@@ -63,10 +56,7 @@ class LabelCounts:
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """A row with its text, the right answer and the answers before and after.
-
-    `right` is empty where there is none, as with a reward; `outcome` is empty for free text.
-    """
+    """A row and its answers. `right` is empty where there is none, as with a reward, `outcome` for free text."""
 
     row: str
     text: str
@@ -78,14 +68,9 @@ class ShownAnswer:
 
 @dataclass(frozen=True)
 class KeptAnswers:
-    """The content of answers.json, which `tezo.training.evaluations` makes.
+    """The content of answers.json: of the first `rows` of all `of` test rows.
 
-    Attributes:
-        rows: number of rows that were counted, the first ones of the test rows.
-        of: number of test rows.
-        outcomes: in words -> number of rows; empty for free text.
-        labels: empty where rows do not share their options.
-        shown: a few rows.
+    `outcomes` has numbers of rows and is empty for free text; `labels` is empty where rows do not share their options.
     """
 
     rows: int
@@ -120,18 +105,13 @@ class RecordedRun:
     """The contents of a run folder.
 
     Attributes:
-        folder: as it was given.
-        name: of the folder.
         config: the nested mappings of config.yaml, bounded in size and depth; their keys are not checked.
-        header: of steps.log.
         records: finished steps, from 0 on.
         evaluations: in the order of their steps.
-        rollbacks: returns to earlier steps, likewise.
         times: (finished steps, seconds spent on them) in metrics.jsonl; both rise.
         memory: last peak in metrics.jsonl, in bytes; None: there is none yet.
-        plan: plan.json.
-        summary: summary.json; None: the run has not ended.
-        answers: answers.json; None: the run has not ended, or has kept none.
+        summary: None: the run has not ended.
+        answers: None: the run has not ended, or has kept none.
     """
 
     folder: Path

@@ -49,13 +49,9 @@ _ENTRY, _FIXED = struct.Struct("<4sI"), struct.Struct("<QddIII")
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return of a run to its parameters after an earlier step. All moments are dropped.
+    """A return of a run, after `step` steps, to its parameters after `to` steps. All moments are dropped.
 
-    Attributes:
-        step: number of steps taken before it; they stay in the log, and the next step has the next number.
-        to: number of steps after which the run had the parameters that it returns to.
-        lr_scale: factor of the learning rates of the steps that follow.
-        reason: in words.
+    The steps stay in the log, and the next one has the next number. `lr_scale` is the factor of the rates from there on.
     """
 
     step: int
@@ -66,12 +62,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a run.
-
-    Attributes:
-        steps: number of steps taken.
-        kept: number of steps after which the run had the parameters that it kept.
-    """
+    """The end of a run after `steps` steps, with the parameters that it had after `kept` steps."""
 
     steps: int
     kept: int
@@ -83,14 +74,12 @@ class LogContents:
 
     Attributes:
         header: JSON, with the number of directions per step and the kinds of step.
-        valid: bytes up to the end of the last valid entry.
+        valid: bytes up to the end of the last valid entry, which ends with `crc`.
         size: bytes of the file.
-        crc: checksum at the end of the last valid entry.
-        steps: finished steps, from 0 on.
         evaluations: (split, step) -> metrics.
         answers: (split, step) -> answers to the first rows, of the evaluations that have kept them.
         files: name -> SHA-256, in hexadecimal.
-        rollbacks: number of steps taken -> the return to earlier parameters after them.
+        rollbacks: number of steps taken -> the return after them.
         end: None: the run has not ended.
     """
 

@@ -38,13 +38,12 @@ def count_text(count: int) -> str:
 
 def measured_rows_text(summary: Mapping[str, Any]) -> str:
     """Names the rows of the metrics: "60 test rows", or dev rows that also chose the step; "" if unknown."""
-    count, chose = summary.get("rows", {}).get("test"), summary.get("test_rows_chose") is True
-    if not isinstance(count, int):
+    test, dev = (summary.get("rows", {}).get(split) for split in ("test", "dev"))
+    if not isinstance(test, int):
         return ""
-    dev = summary["rows"].get("dev")
-    if count == 0 and isinstance(dev, int):
-        return f"{dev:,} dev rows" + (", which also chose the step" if chose else "")
-    return f"{count:,} " + ("dev rows, which also chose the step" if chose else "test rows")
+    if test > 0 or not isinstance(dev, int):
+        return f"{test:,} test rows"
+    return f"{dev:,} dev rows" + (", which also chose the step" if summary.get("test_rows_chose") is True else "")
 
 
 def work_text(summary: Mapping[str, Any]) -> str:

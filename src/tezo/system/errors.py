@@ -27,14 +27,9 @@ class RunError(TezoError, RuntimeError):
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """A run was stopped by a signal; what it has done is in its folder, and it can be resumed.
+    """A run was stopped by the signal `by`; `steps` steps are saved in its folder, and it can be resumed.
 
     It is no `Exception`, so that `except Exception` does not take Ctrl-C for a failure and go on.
-
-    Args:
-        by: name of the signal.
-        steps: number of steps that are saved.
-        folder: of the run.
     """
 
     def __init__(self, by: str, steps: int, folder: Path) -> None:
@@ -89,13 +84,7 @@ class NonFiniteResultError(RunError):
 
 
 class NonFiniteModelError(NonFiniteResultError):
-    """What a model gives is NaN or infinite, though no step is under way: no learning rate helps.
-
-    Args:
-        subject: what is, in words.
-        value: its value.
-        dtype: that the model computes in.
-    """
+    """What a model of `dtype` gives is NaN or infinite, though no step is under way: no learning rate helps."""
 
     def __init__(self, subject: str, value: float, dtype: object) -> None:
         name = str(dtype).removeprefix("torch.")

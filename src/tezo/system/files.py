@@ -146,11 +146,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends `data` to a file with one write; the operating system decides when it goes to disk.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Appends `data` to a file with one write; the operating system decides when it goes to disk."""
     with storing(path):
         _write(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, data, forced=False)
 
@@ -249,11 +245,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def lock(handle: int) -> bool:
-    """Locks an open file or folder for this process; returns False if another one has the lock.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
+    """Locks an open file or folder for this process; False if another one has it, OSError without locks at all."""
     if fcntl is None:
         return True
     try:
@@ -362,15 +354,7 @@ def default_cache() -> Path:
 
 
 class NumberCache:
-    """Integers by name, in a JSON file. A file that cannot be read or written is ignored.
-
-    Args:
-        folder: cache folder.
-        name: name of the file, without its ending.
-
-    Attributes:
-        numbers: the integers.
-    """
+    """Integers by name, in a JSON file of a cache folder. A file that cannot be read or written is ignored."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = folder / f"{name}.json"

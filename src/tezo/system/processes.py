@@ -31,10 +31,6 @@ class ProcessGroup:
         rank: rank of this process, from 0.
         size: number of processes.
         store: where ranks leave word for each other outside exchanges; None: missing ranks are not named.
-
-    Attributes:
-        bytes_sent: bytes that this process has sent to the others.
-        exchanges: number of exchanges.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
