@@ -51,20 +51,12 @@ def train(
     """Fine-tune a model on your rows. Without a recipe, --model and --data (or --task) are enough."""
     if output is None and not dry:
         raise RequestError("output is not set; give --output FOLDER for the run.")
-    named: list[tuple[str, Any]] = [
-        ("model.name", model),
-        ("data.train", data),
-        ("data.task", task),
-        ("data.dir", data_dir),
-        ("data.test", test),
-        ("method.name", method),
-        ("method.lr", lr),
-        ("model.quantization", quantization),
-        ("train.reward", reward),
-        ("train.steps", steps),
-        ("train.seed", seed),
-    ]
-    flags = [(key, value) for key, value in named if value is not None]
+    named = {
+        "model.name": model, "data.train": data, "data.task": task, "data.dir": data_dir, "data.test": test,
+        "method.name": method, "method.lr": lr, "model.quantization": quantization, "train.reward": reward,
+        "train.steps": steps, "train.seed": seed,
+    }  # fmt: skip
+    flags = [(key, value) for key, value in named.items() if value is not None]
     with showing_work() as line:
         from tezo.training.forecasts import dry_run
         from tezo.training.loop import train as run
@@ -86,9 +78,8 @@ def train(
     if json:
         print_json(summary)
         return
-    with reading(
-        f"{output}: summary.json is not that of a run", "restore it, or delete manifest.json to go on with the run"
-    ):
+    way_out = "restore it, or delete manifest.json to go on with the run"
+    with reading(f"{output}: summary.json is not that of a run", way_out):
         _print_end(summary, output)
 
 

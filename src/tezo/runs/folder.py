@@ -115,7 +115,14 @@ class RunFolder:
         """
         begun = self.has_begun
         if self._writes:
-            self._check_writable()
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                probe = self.path / ".writable"
+                remove(probe)
+                os.close(open_plain(probe, NEW))
+                probe.unlink()
+            except OSError as error:
+                raise RequestError(f"output: {self.path} cannot be written ({error.strerror}); give another.") from None
             self._log = StepLog(self.path / LOG, header)
         log = read_log(self.path / LOG) if self._log is None else self._log.contents
         metrics = self._metrics = MetricsLog(self.path / METRICS, log)
@@ -138,16 +145,6 @@ class RunFolder:
             passes=metrics.passes,
             notices=notices if self._writes else (),  # one process says them
         )
-
-    def _check_writable(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".writable"
-            remove(probe)
-            os.close(open_plain(probe, NEW))
-            probe.unlink()
-        except OSError as error:
-            raise RequestError(f"output: {self.path} cannot be written ({error.strerror}); give another.") from None
 
     @property
     def factor_files(self) -> FactorFiles:

@@ -171,11 +171,18 @@ def _read_files(folder: Path) -> RecordedRun:
     read_bytes(folder / LOG, MAX_LOG_BYTES)
     log = read_log(folder / LOG)
     times, memory = _read_metrics(folder / METRICS)
+    text = read_bytes(folder / CONFIG, MOST_YAML)
+    try:
+        config = parse_yaml(text)
+    except UntrustedError as error:
+        raise UntrustedError(f"{CONFIG} {error}") from None
+    if not isinstance(config, dict):
+        raise UntrustedError(f"{CONFIG} is no configuration")
     evaluations = [Evaluation(split, step, _finite(metrics)) for (split, step), metrics in log.evaluations.items()]
     return RecordedRun(
         folder=folder,
         name=folder.resolve().name or str(folder),
-        config=_read_config(folder / CONFIG),
+        config=config,
         header=log.header,
         records=log.steps,
         evaluations=sorted((e for e in evaluations if e.step <= len(log.steps)), key=lambda e: e.step),
@@ -186,16 +193,6 @@ def _read_files(folder: Path) -> RecordedRun:
         summary=_read_summary(folder / SUMMARY),
         answers=_read_answers(folder / ANSWERS),
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        tree = parse_yaml(read_bytes(path, MOST_YAML))
-    except UntrustedError as error:
-        raise UntrustedError(f"{path.name} {error}") from None
-    if not isinstance(tree, dict):
-        raise UntrustedError(f"{path.name} is no configuration")
-    return tree
 
 
 def _is_number(value: Any) -> bool:

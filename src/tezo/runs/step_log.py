@@ -51,7 +51,7 @@ _ENTRY, _FIXED = struct.Struct("<4sI"), struct.Struct("<QddIII")
 class Rollback:
     """A return of a run, after `step` steps, to its parameters after `to` steps. All moments are dropped.
 
-    The steps stay in the log, and the next one has the next number. `lr_scale` is the factor of the rates from there on.
+    The steps stay in the log, and the next one has the next number. `lr_scale` is the factor of the rates from then on.
     """
 
     step: int

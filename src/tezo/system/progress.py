@@ -12,7 +12,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from logging import ERROR, getLogger
@@ -194,15 +194,10 @@ def current() -> Meter:
     return _CURRENT.get() or Meter()
 
 
-@contextmanager
-def metered() -> Iterator[Meter]:
-    """Yields the meter of the command that runs, or a new one while this is open."""
+def metered() -> AbstractContextManager[Meter]:
+    """A context with the meter of the command that runs, or with a new one."""
     running = _CURRENT.get()
-    if running is not None:
-        yield running
-        return
-    with Meter() as meter:
-        yield meter
+    return Meter() if running is None else nullcontext(running)
 
 
 def tracked(items: Sequence[T], unit: str = "rows", sizes: Iterable[int] | None = None) -> Iterator[T]:
@@ -246,14 +241,12 @@ class StatusLine:
         silence: float = LONGEST_SILENCE,
         write: Callable[[str], object] | None = None,
     ) -> None:
-        self.meter = meter
+        self.meter, self._write = meter, write
         self.figures: dict[str, str] = {}
         self._stream = sys.stderr if stream is None else stream
-        self._write = write
         self._overwrites = write is None and (self._stream.isatty() or "ipykernel" in sys.modules)
         self._silence = REDRAWN if self._overwrites else silence
         self._begun: set[str] = set()
-        self._shown = OTHER
         self._width = 0
         self._last = time.monotonic()
         self._lock = threading.Lock()
@@ -287,13 +280,11 @@ class StatusLine:
             if self._overwrites:  # what a command prints stands on a line of its own
                 with self._lock:
                     self._clear()
-        elif work.name != self._shown:
-            self._shown = work.name
-            if self._overwrites:
-                self._redraw()
-            elif work.name not in self._begun:
-                self._begun.add(work.name)
-                self.print(work.name)
+        elif self._overwrites:
+            self._redraw()
+        elif work.name not in self._begun:
+            self._begun.add(work.name)
+            self.print(work.name)
 
     def _watch(self) -> None:
         while not self._over.wait(self._silence / 8):
