@@ -54,7 +54,7 @@ class MetricsLog:
             raise RequestError(f"{path.parent}: {error}; remove it to go on.") from None
         self._size, self._kept = len(data), 0
         for number, (text, line) in enumerate(zip(data.splitlines(keepends=True), read_lines(data), strict=False), 1):
-            lacks_split = "split" in line and (line["split"], line["step"]) not in log.evaluations
+            lacks_split = "split" in line and (str(line["split"]), line["step"]) not in log.evaluations
             if line and (line["step"] > len(log.steps) or lacks_split):  # a power cut can lose the log's end
                 break
             if not self._take(line, log):
