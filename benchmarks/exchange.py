@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tezo.runs.environment import hardware, versions
-from tezo.system.ranks import join
+from tezo.system.processes import join
 
 EXCHANGES = 1000
 NUMBERS = [0.5, 0.25, 16.0]
@@ -48,14 +48,14 @@ def main() -> None:
 def be_a_rank() -> None:
     """Exchanges, and prints its median seconds if it is the first."""
     torch.set_num_threads(1)
-    ranks, seconds = join(), []
+    processes, seconds = join(), []
     for _ in range(EXCHANGES):
         started = time.perf_counter()
-        ranks.sum(NUMBERS)
+        processes.sum(NUMBERS)
         seconds.append(time.perf_counter() - started)
-    if ranks.is_first:
+    if processes.is_first:
         print(statistics.median(seconds))
-    ranks.close()
+    processes.close()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ another goes on after the case in which it did. No case begins after --seconds.
 """
 
 import argparse
+import ctypes
 import faulthandler
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from tezo_studies.bench.workload import Work
 
 from tezo.models.loading import choose_device
 from tezo.models.quantization import quantizer
-from tezo.runs.environment import driver_cuda, usable_memory, versions
+from tezo.runs.environment import usable_memory, versions
 from tezo.system.errors import TezoError, nearest
 from tezo.system.files import one_line
 from tezo.system.progress import quiet_libraries
@@ -106,6 +107,16 @@ def head(given: argparse.Namespace) -> dict[str, Any]:
         "driver_cuda": driver_cuda(), "torch_cuda": torch.version.cuda, "versions": versions(LIBRARIES),
         "batch": given.batch, "length": given.length, "rank": given.rank,
     }  # fmt: skip
+
+
+def driver_cuda() -> str | None:
+    """Returns the newest CUDA that the driver runs, such as "12.8"; None without a driver."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def main() -> None:

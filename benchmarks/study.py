@@ -26,8 +26,7 @@ from tezo_studies.bench.result_files import commit
 from tezo_studies.reproduce import Cell, Grid, find_table, make_grid
 from tezo_studies.reproduce.results import all_cells, chooser, is_finished, summary_of
 
-from tezo.runs.folder import LOG, METRICS
-from tezo.runs.metrics_log import MetricsLog
+from tezo.runs.folder import LOG
 from tezo.runs.step_log import LogContents, read_log
 from tezo.system.errors import RequestError, TezoError
 from tezo.system.files import own_object
@@ -104,9 +103,8 @@ def read_runs(grid: Grid, folder: Path, cells: Iterable[Cell]) -> Iterable[dict[
 def read_run(cell: Cell, folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """A run's curve and figures."""
     metric = cell.column.metric
-    log = read_log(folder / LOG) if (folder / LOG).is_file() else LogContents(0, {}, 0, 0)  # zero-shot takes no steps
-    found = log.evaluations or MetricsLog(folder / METRICS, log).evaluations  # earlier logs have none
-    dev = {step: metrics for (split, step), metrics in sorted(found.items()) if split == "dev"}
+    log = read_log(folder / LOG) if (folder / LOG).is_file() else LogContents()  # zero-shot takes no steps
+    dev = {step: metrics for (split, step), metrics in sorted(log.evaluations.items()) if split == "dev"}
     losses = [metrics["loss"] for metrics in dev.values()]
     taken = [0, *accumulate(record.forward_passes for record in log.steps)]
     return {

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tezo.system import ranks as distributed
+from tezo.system import processes as distributed
 from tezo.system.errors import RunInterrupted, TezoError
 from tezo.training import loop, resolution
 from tezo.training.config import parse_setting, read_config

@@ -38,7 +38,6 @@ def made(
     log = StepLog(
         folder / "steps.log",
         {"directions": len(kappas[0]), "kinds": ["two-point"], "versions": {"torch": "2"}, "device": "cpu"},
-        0,
     )
     for i, (loss, values) in enumerate(zip(losses, kappas, strict=True)):
         probes = tuple(Probe(loss, loss, k) for k in values)
@@ -72,7 +71,7 @@ def hostile(home: Path, root: Path) -> Path:
     (folder / "plan.json").write_text(json.dumps(plan))
     logged = read_log(folder / "steps.log")
     (folder / "steps.log").unlink()
-    log = StepLog(folder / "steps.log", logged.header, 0)
+    log = StepLog(folder / "steps.log", logged.header)
     for record in logged.steps:
         log.append(record)
     for (split, step), metrics in logged.evaluations.items():

@@ -16,11 +16,12 @@ from short_runs import config, stopped
 from tezo.models import lora as export
 from tezo.runs import checkpoints as checkpoint
 from tezo.runs import step_log as steplog
-from tezo.runs.checkpoints import DamagedError, checkpoints, load_checkpoint, newest
+from tezo.runs.checkpoints import checkpoints, load_checkpoint, newest
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.system import files
 from tezo.system.errors import RunError, TezoError
+from tezo.system.files import UntrustedError
 from tezo.training.config import dump_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
@@ -59,6 +60,7 @@ def faulty(patch: Any, at: int | None) -> Faulty:
     disk = Faulty(at)
     patch.setattr(files, "os", disk)
     patch.setattr(steplog, "os", disk)
+    patch.setattr(steplog, "SYNC_EVERY", 2)
     patch.setattr(checkpoint, "save_file", disk.faulty("save", checkpoint.save_file))
     patch.setattr(export, "save_file", disk.faulty("save", export.save_file))
     return disk
@@ -113,10 +115,10 @@ def test_a_checkpoint_that_was_changed_anywhere_is_passed_over(home, tmp_path):
         whole = (newer / name).read_bytes()
         for place in range(0, len(whole), max(1, len(whole) // 60)):
             (newer / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            with pytest.raises(DamagedError):
+            with pytest.raises(UntrustedError):
                 load_checkpoint(newer)
             (newer / name).write_bytes(whole[:place])
-            with pytest.raises(DamagedError):
+            with pytest.raises(UntrustedError):
                 load_checkpoint(newer)
         found, skipped = newest(run, 8)
         assert found.step == 3 and len(skipped) == 1 and "checkpoint-6 was skipped" in skipped[0]
@@ -135,15 +137,15 @@ def test_a_forged_checkpoint_reads_nothing_outside_its_folder(home, tmp_path):
     folder, outside = run / "checkpoint-6", tmp_path / "outside.safetensors"
     shutil.move(folder / "tensors.safetensors", outside)
     (folder / "tensors.safetensors").symlink_to(outside)
-    with pytest.raises(DamagedError, match="is a link"):
+    with pytest.raises(UntrustedError, match="is a link"):
         load_checkpoint(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["../outside.safetensors"] = manifest.pop("tensors.safetensors")
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DamagedError, match="names other files"):
+    with pytest.raises(UntrustedError, match="names other files"):
         load_checkpoint(folder)
     (folder / "manifest.json").write_text("[" * 100_000)
-    with pytest.raises(DamagedError):
+    with pytest.raises(UntrustedError):
         load_checkpoint(folder)
 
 

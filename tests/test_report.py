@@ -234,7 +234,7 @@ def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
         (run / name).unlink()
     logged = read_log(run / "steps.log")
     (run / "steps.log").unlink()
-    log = StepLog(run / "steps.log", logged.header, 0)
+    log = StepLog(run / "steps.log", logged.header)
     for record in logged.steps:
         log.append(record)
     log.close()
@@ -290,7 +290,7 @@ def test_the_charts_of_a_page_are_inert_and_have_no_id_in_common(home, tmp_path)
 @pytest.mark.parametrize("name", [HOSTILE, "$\\frac{$", "\x00\x1b\udcff]]>-->", "\u4e16\u754c", "_x", "", "W" * 300])
 def test_any_name_of_a_metric_can_be_drawn(name, tmp_path):
     folder = made(tmp_path / "run", [1.0, 2.0])
-    log = StepLog(folder / "steps.log", {}, 0)
+    log = StepLog(folder / "steps.log", {})
     for step in (1, 2):
         log.append_evaluation("dev", step, {name: 0.5})
     log.close()

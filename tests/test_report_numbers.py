@@ -82,7 +82,7 @@ def test_a_few_far_dots_are_left_out_and_counted(tmp_path):
 def test_only_so_many_metrics_have_a_chart(tmp_path):
     folder = made(tmp_path / "r", [1.0, 2.0])
     named = {f"metric {n}": 0.5 for n in range(5000)}
-    log = StepLog(folder / "steps.log", {}, 0)
+    log = StepLog(folder / "steps.log", {})
     for step in (1, 2):
         log.append_evaluation("dev", step, named)
     log.close()

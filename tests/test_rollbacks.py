@@ -481,7 +481,7 @@ def test_a_report_tells_of_returns(home, tmp_path):
 
 def test_rollbacks_are_entries_in_their_place(tmp_path):
     path, header = tmp_path / "steps.log", {"directions": 0, "kinds": ["gradient"]}
-    log = StepLog(path, header, 0)
+    log = StepLog(path, header)
     for step in range(3):
         log.append(StepRecord(step, 1.0, 1e-3, kind="gradient"))
     made = Rollback(3, 1, 0.25, STEPS_ROSE)
@@ -503,7 +503,7 @@ def test_rollbacks_are_entries_in_their_place(tmp_path):
 )  # fmt: skip
 def test_a_forged_rollback_is_no_entry(tmp_path, forged):
     path = tmp_path / "steps.log"
-    log = StepLog(path, {"directions": 0, "kinds": ["gradient"]}, 0)
+    log = StepLog(path, {"directions": 0, "kinds": ["gradient"]})
     for step in range(3):
         log.append(StepRecord(step, 1.0, 1e-3, kind="gradient"))
     log.append_rollback(forged)

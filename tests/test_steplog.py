@@ -28,7 +28,7 @@ def steps(count: int, directions: int = 2) -> list[StepRecord]:
 
 
 def written(path: Path, logged: list[StepRecord], header: dict = HEADER) -> Path:
-    log = StepLog(path, header, 3)
+    log = StepLog(path, header)
     for step in logged:
         log.append(step)
     log.close()
@@ -79,7 +79,7 @@ def test_a_tail_torn_at_any_byte_is_cut_and_the_log_goes_on(tmp_path):
     for end in range(len(whole)):
         path.write_bytes(whole[:end])
         kept = max(0, end - head) // size
-        log = StepLog(path, HEADER, 0)  # which begins again where its own header was not finished
+        log = StepLog(path, HEADER)  # which begins again where its own header was not finished
         assert len(log.contents.steps) == log.count == kept
         assert path.stat().st_size == head + kept * size
         for step in logged[kept:]:
@@ -157,15 +157,15 @@ def test_a_second_writer_is_refused_and_takes_over_when_the_first_is_gone(tmp_pa
     path.parent.mkdir()
     code = (
         "import sys, time; from pathlib import Path; from tezo.runs.step_log import StepLog\n"
-        "log = StepLog(Path(sys.argv[1]), {'directions': 2, 'kinds': ['two-point']}, 1)\n"
+        "log = StepLog(Path(sys.argv[1]), {'directions': 2, 'kinds': ['two-point']})\n"
         "print('open', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "open\n"
         with pytest.raises(RequestError, match=r"another process is writing .*run"):
-            StepLog(path, HEADER, 1)
+            StepLog(path, HEADER)
         other.kill()
-    StepLog(path, HEADER, 1).close()
+    StepLog(path, HEADER).close()
 
 
 def test_steps_of_several_kinds_are_told_apart(tmp_path):
@@ -193,7 +193,7 @@ def test_a_record_of_a_kind_that_the_header_does_not_name_is_no_record(tmp_path)
 
 def test_evaluations_and_digests_of_files_keep_their_place_and_every_flipped_byte_is_found(tmp_path):
     path = tmp_path / "steps.log"
-    log = StepLog(path, HEADER, 0)
+    log = StepLog(path, HEADER)
     log.append_evaluation("test", 0, {"loss": 0.1 + 0.2, "f1": math.nan}, ["good", "\udcff\n"])
     log.append_file("basis-0.safetensors", "00ff")
     log.append(steps(1)[0])

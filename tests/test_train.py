@@ -13,9 +13,9 @@ from long_steps import DENSE, FACTORED, config
 from short_runs import result, same
 
 from tezo.runs.environment import memory_for
-from tezo.runs.folder import WritableRunFolder
+from tezo.runs.folder import RunFolder
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RunError
-from tezo.system.ranks import Ranks
+from tezo.system.processes import ProcessGroup
 from tezo.tasks.evaluation import evaluate
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
@@ -179,7 +179,7 @@ def test_out_of_memory_at_the_first_step_says_what_to_lower(home, tmp_path):
     counter.remove()
     job.model.register_forward_pre_hook(allocate)
     with pytest.raises(RunError) as caught:
-        Loop(job, WritableRunFolder(tmp_path / "run"), [], Interruption(), Ranks()).run()
+        Loop(job, RunFolder(tmp_path / "run"), [], Interruption(), ProcessGroup()).run()
     assert str(caught.value).startswith("out of memory at step 0, with 4 rows of up to ")
     assert "Lower train.batch_size or data.max_length, or set model.dtype=bfloat16." in str(caught.value)
     assert caught.value.exit_code == 1

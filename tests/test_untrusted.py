@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tezo.models.lora import load_adapter
-from tezo.runs.checkpoints import DamagedError, load_checkpoint
+from tezo.runs.checkpoints import load_checkpoint
 from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
 from tezo.system.errors import RequestError
+from tezo.system.files import UntrustedError
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_any_bytes_in_a_checkpoint_are_refused(tmp_path_factory, name, data):
     save_file({"run/x": torch.zeros(2)}, folder / "tensors.safetensors")
     (folder / "state.json").write_text('{"step": 3, "best": null}')
     (folder / name).write_bytes(data)
-    with pytest.raises(DamagedError):
+    with pytest.raises(UntrustedError):
         load_checkpoint(folder)
 
 

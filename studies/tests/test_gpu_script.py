@@ -18,7 +18,6 @@ from tezo_studies.bench.single_case import measure_case
 from tezo_studies.bench.workload import Work
 
 from tezo.models.quantization import quantization_config
-from tezo.runs.environment import driver_cuda
 from tezo.system.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
@@ -244,21 +243,21 @@ def test_a_cut_case_is_no_reason_for_another_machine(scripts, rehearse, monkeypa
 
 
 @pytest.mark.parametrize(("number", "text"), [(12080, "12.8"), (13000, "13.0")])
-def test_the_cuda_of_the_driver_is_asked_for(monkeypatch, number, text):
+def test_the_cuda_of_the_driver_is_asked_for(scripts, monkeypatch, number, text):
     def ask(pointer):
         pointer._obj.value = number
         return 0
 
     monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(cuDriverGetVersion=ask))
-    assert driver_cuda() == text
+    assert scripts.gpu.driver_cuda() == text
 
 
-def test_without_a_driver_there_is_no_cuda(monkeypatch):
+def test_without_a_driver_there_is_no_cuda(scripts, monkeypatch):
     def load(name):
         raise OSError(name)
 
     monkeypatch.setattr("ctypes.CDLL", load)
-    assert driver_cuda() is None
+    assert scripts.gpu.driver_cuda() is None
 
 
 def test_the_plan_names_shapes_and_its_first_parts_are_the_most_telling(scripts):

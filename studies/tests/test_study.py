@@ -56,7 +56,7 @@ def log_of(directions: int, steps: int, first: int, last: int) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.log"
         log, drawn = (
-            StepLog(path, {"directions": directions, "kinds": ["two-point", "feedback"]}, 0),
+            StepLog(path, {"directions": directions, "kinds": ["two-point", "feedback"]}),
             (Probe(1.0, 1.0, 0.0),) * directions,
         )
         for i in range(steps):
@@ -77,7 +77,7 @@ def end(folder: Path, cell: Cell, losses: list[float], after: float, **more) -> 
     directions = cell.tree["method"].get("num_directions", 1) if cell.line.is_zeroth_order else 0
     fed = [cell.tree["train"][f"feedback_{place}"] for place in ("first", "last")]
     (own / "steps.log").write_bytes(log_of(directions, cell.steps, *fed))
-    log = StepLog(own / "steps.log", {}, 0)
+    log = StepLog(own / "steps.log", {})
     for step, loss in zip(steps, losses, strict=True):
         log.append_evaluation("dev", step, {"loss": loss, "accuracy": 1 - loss})
     log.close()

@@ -1,11 +1,12 @@
 """`tezo eval` and `tezo predict`: what a model answers, and how well."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json, showing_work
+from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json, print_table, showing_work
 from tezo.runs.words import metric_text
 from tezo.system.errors import RequestError
 
@@ -31,8 +32,10 @@ def evaluate(
     json: bool = JsonOption,
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
+    from tezo.tasks import evaluation
+    from tezo.tasks.splits import rows_to_report
     from tezo.training.config import parse_setting
-    from tezo.training.opening import run_config
+    from tezo.training.opening import measure_rows, open_model, run_config
 
     named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]
     given = [(key, value) for key, value in named if value is not None]
@@ -47,25 +50,27 @@ def evaluate(
                 "--probe is fitted to the rows of the run and measured on its test rows; leave out --data, --shots, "
                 "--calibrate and --reward, or name rows with --set data.train and --set data.test."
             )
-        _print_probe(run, config, json)
+        sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
+        metrics, counts = evaluation.probe(config.data, open_model(run, config), **sizes)
+        if json:
+            print_json({"rows": counts, **metrics})
+        else:
+            print(f"a linear probe on {counts['train']} training rows, {counts['test']} test rows")
+            print_table([(name, metric_text(name, value)) for name, value in metrics.items()], "  ")
     else:
-        _print_metrics(run, config, data, shots, calibrate, json)
+        rows, source = rows_to_report(config.data, config.train.seed, data)
+        metrics, notices = measure_rows(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
+        if json:
+            print_json({"rows": len(rows), **metrics, "notices": notices})
+        else:
+            _say(notices)
+            print(f"{len(rows)} rows of {source}")
+            print_table([(name, metric_text(name, value)) for name, value in metrics.items()], "  ")
 
 
-def _print_metrics(run: str, config: "Config", data: str | None, shots: int, calibrate: bool, json: bool) -> None:
-    from tezo.tasks.splits import rows_to_report
-    from tezo.training.opening import measure_rows, open_model
-
-    rows, source = rows_to_report(config.data, config.train.seed, data)
-    metrics, notices = measure_rows(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
-    if json:
-        print_json({"rows": len(rows), **metrics, "notices": notices})
-        return
+def _say(notices: Sequence[str]) -> None:
     for notice in notices:
         typer.echo(f"note: {notice}", err=True)
-    print(f"{len(rows)} rows of {source}")
-    for name, value in metrics.items():
-        print(f"  {name:<15} {metric_text(name, value)}")
 
 
 def _print_harness(
@@ -79,33 +84,21 @@ def _print_harness(
         raise RequestError("--lm-eval names no task; give the names of tasks, separated by commas.")
     check_harness()
     options: dict[str, Any] = {"num_fewshot": shots} if shots else {}
-    results = harness_results(config, open_model(run, config), names, task_folder, **options)
+    results = harness_results(config, open_model(run, config), names, task_folder, **options)["results"]
     if json:
-        print_json(results["results"])
+        print_json(results)
         return
-    for task, metrics in results["results"].items():
+    for task, metrics in results.items():
         print(task)
+        rows = []
         for key, value in metrics.items():
             metric, comma, chosen = key.partition(",")  # "acc,none": the metric, and the filter of the answers
             if comma and not metric.endswith("_stderr"):
                 error = metrics.get(f"{metric}_stderr,{chosen}")
                 spread = f" +- {error:.4g}" if isinstance(error, float) else ""
                 name = metric if chosen == "none" else f"{metric} ({chosen})"
-                print(f"  {name:<15} {value:.4g}{spread}" if isinstance(value, float) else f"  {name:<15} {value}")
-
-
-def _print_probe(run: str, config: "Config", json: bool) -> None:
-    from tezo.tasks.evaluation import probe
-    from tezo.training.opening import open_model
-
-    sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
-    metrics, rows = probe(config.data, open_model(run, config), **sizes)
-    if json:
-        print_json({"rows": rows, **metrics})
-        return
-    print(f"a linear probe on {rows['train']} training rows, {rows['test']} test rows")
-    for name, value in metrics.items():
-        print(f"  {name:<15} {metric_text(name, value)}")
+                rows.append((name, f"{value:.4g}{spread}" if isinstance(value, float) else value))
+        print_table(rows, "  ")
 
 
 @showing_work()
@@ -125,24 +118,22 @@ def predict(
     """Answer new rows with a tuned model, or with a model as it is."""
     from tezo.tasks.row_files import standard_input_rows
     from tezo.tasks.row_sources import read_rows
-    from tezo.training import opening as answering
+    from tezo.training import opening
     from tezo.training.config import parse_setting
-    from tezo.training.opening import open_model, run_config
 
-    answering.check_new_tokens(max_new_tokens)
-    answering.check_answer_file(output)
-    to_file = str(output) != answering.STANDARD
+    opening.check_new_tokens(max_new_tokens)
+    opening.check_answer_file(output)
+    to_file = str(output) != opening.STANDARD
     if json and not to_file:
         raise RequestError("output is -, where the answers are JSON lines already; leave out --json.")
-    config = run_config(run, [parse_setting(text) for text in settings])
-    rows = standard_input_rows("input") if source == answering.STANDARD else read_rows(source, key="input")
-    answering.check_no_answers(rows)
-    answers, notices = answering.answer_rows(config, open_model(run, config), rows, max_new_tokens)
-    answering.write_answers(output, rows, answers)
+    config = opening.run_config(run, [parse_setting(text) for text in settings])
+    rows = standard_input_rows("input") if source == opening.STANDARD else read_rows(source, key="input")
+    opening.check_no_answers(rows)
+    answers, notices = opening.answer_rows(config, opening.open_model(run, config), rows, max_new_tokens)
+    opening.write_answers(output, rows, answers)
     if json:
         print_json({"rows": len(rows), "file": str(output), "notices": notices})
-        return
-    for notice in notices:
-        typer.echo(f"note: {notice}", err=True)
-    if to_file:
-        print(f"{len(rows)} answers: {output}")
+    else:
+        _say(notices)
+        if to_file:
+            print(f"{len(rows)} answers: {output}")

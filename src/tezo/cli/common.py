@@ -1,9 +1,10 @@
 """Options and output functions that the commands share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
@@ -48,3 +49,17 @@ def showing_work() -> Iterator[StatusLine | None]:
 def print_json(value: Any) -> None:
     """Prints one JSON document to standard output; NaN and infinity become null."""
     print(json_text(value, indent=2))
+
+
+def print_table(rows: Iterable[Sequence[object]], indent: str = "") -> None:
+    """Prints rows in columns that are as wide as their longest text."""
+    table = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip_longest(*table, fillvalue="")]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print(indent + "  ".join(cells).rstrip())
+
+
+def mebibytes(count: int) -> str:
+    """Returns a number of bytes as "1,234.5 MiB"."""
+    return f"{count / 2**20:,.1f} MiB"

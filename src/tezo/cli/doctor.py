@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json, showing_work
+from tezo.cli.common import JsonOption, SetOption, mebibytes, print_json, print_table, showing_work
 
 
 @showing_work()
@@ -25,60 +25,54 @@ def doctor(
         report["model"] = model_report(model, given + [("model.quantization", quantization)] * bool(quantization))
     if json:
         print_json(report)
-    else:
-        _print(report)
-
-
-def _print(report: dict[str, Any]) -> None:
+        return
     of_model = report.pop("model", None)
     for key, value in report.items():
         if isinstance(value, dict):
             print(key)
-            for name, inner in value.items():
-                print(f"  {name:<26} {inner}")
+            print_table(value.items(), "  ")
         elif value is not None:
-            print(f"{key:<28} {value / 2**30:.1f} GiB" if "memory" in key else f"{key:<28} {value}")
+            print(f"{key}: {value / 2**30:.1f} GiB" if "memory" in key else f"{key}: {value}")
     if of_model is not None:
         _print_model(of_model)
 
 
 def _print_model(report: dict[str, Any]) -> None:
     print("model")
-    for key in ("name", "kind", "dtype", "quantization", "parameters", "linear_parameters"):
-        print(f"  {key:<26} {report[key]}")
-    print(f"  {'bytes':<26} {_mebibytes(report['bytes'])}, of linear layers {_mebibytes(report['linear_bytes'])}")
+    keys = ("name", "kind", "dtype", "quantization", "parameters", "linear_parameters")
+    rows: list[tuple[object, ...]] = [(key, report[key]) for key in keys]
+    sizes = f"{mebibytes(report['bytes'])}, of linear layers {mebibytes(report['linear_bytes'])}"
+    print_table([*rows, ("bytes", sizes)], "  ")
     print("\nmethods, on the linear layers; counted, beside the model, without a pass's activations:")
     refused: dict[str, list[str]] = {}
+    rows = []
     for row in report["methods"]:
         if row["refusal"]:
             refused.setdefault(row["refusal"], []).append(row["method"])
             continue
         notes = [f"rank {row['rank']}"] * (row["rank"] is not None) + ["exact LoRA adapter"] * row["adapter"]
-        print(f"  {row['method']:<11} trains {row['trained']:,}, keeps {_mebibytes(row['kept'])}  {'; '.join(notes)}")
+        cost = f"trains {row['trained']:,}, keeps {mebibytes(row['kept'])}"
+        rows.append((row["method"], cost, "; ".join(notes)))
+    print_table(rows, "  ")
     for reason, names in refused.items():
         print(f"  not {', '.join(names)}: {reason}")
-    _print_memory(report["memory"])
+    memory = report["memory"]
+    if isinstance(memory, str):
+        print(f"\nmemory of training: no forecast: {memory}")
+    else:
+        print(f"\nmemory of training, forecast for {memory['rows']} rows of {memory['length']} tokens:")
+        rows = [("", "in all", "weights", "kept", "a pass")]
+        for way in memory["ways"]:
+            rows.append((way["way"], *(mebibytes(way[part]) for part in ("total", "weights", "kept", "passing"))))
+        print_table(rows, "  ")
+        print(f"  {memory['advice']}")
     print("\nperturbation scales, measured on eight short reviews along the directions of the method:")
     if isinstance(report["scales"], str):
         print(f"  not measured: {report['scales']}")
         return
-    print("  rho       curvature  rounding, as parts of the change of the losses")
+    rows = [("rho", "curvature", "rounding, as parts of the change of the losses")]
     for row in report["scales"]:
         mark = "  <- method.rho" if row["rho"] == report["recommended_rho"] else ""
         curvature = "not finite" if row["curvature"] == math.inf else f"{row['curvature']:.1%}"
-        print(f"  {row['rho']:<8g}  {curvature:<9}  {row['rounding']:.2%}{mark}")
-
-
-def _print_memory(report: dict[str, Any] | str) -> None:
-    if isinstance(report, str):
-        print(f"\nmemory of training: no forecast: {report}")
-        return
-    print(f"\nmemory of training, forecast for {report['rows']} rows of {report['length']} tokens:")
-    for way in report["ways"]:
-        parts = f"weights {_mebibytes(way['weights'])}, kept {_mebibytes(way['kept'])}"
-        print(f"  {way['way']:<33} {_mebibytes(way['total']):>14}  ({parts}, a pass {_mebibytes(way['passing'])})")
-    print(f"  {report['advice']}")
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
+        rows.append((f"{row['rho']:g}", curvature, f"{row['rounding']:.2%}{mark}"))
+    print_table(rows, "  ")

@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, print_json
+from tezo.cli.common import JsonOption, print_json, print_table
 
 if TYPE_CHECKING:
-    from tezo.tasks.examples import Example
     from tezo.tasks.wordings import Task
 
 
@@ -18,31 +17,23 @@ def methods(
     """List the methods, or describe one."""
     import inspect
 
-    from tezo.optim.methods import BASELINES, METHODS, Method, method
+    from tezo.optim.methods import BASELINES, FORWARD_PASSES, METHODS, Method, method
 
-    every: list[Method[Any]] = [*METHODS.values(), *BASELINES.values()]
-    chosen = [method(name)] if name else every
+    chosen: list[Method[Any]] = [method(name)] if name else [*METHODS.values(), *BASELINES.values()]
     if json:
-        print_json(
-            [
-                {
-                    "name": m.name,
-                    "summary": m.summary,
-                    "in_paper": m.in_paper,
-                    "exports_adapter": m.exports_adapter,
-                    "options": m.defaults(),
-                }
-                for m in chosen
-            ]
-        )
-        return
-    if name:
+        keys = ("name", "summary", "in_paper", "exports_adapter", "needs")
+        print_json([{key: getattr(m, key) for key in keys} | {"options": m.defaults()} for m in chosen])
+    elif name:
         print(inspect.getdoc(chosen[0].build))
         print("\nOptions: " + ", ".join(f"{key}={value}" for key, value in chosen[0].defaults().items()))
-        return
-    for m in chosen:
-        marks = ("" if m.in_paper else "  [ours]") + ("  [exact LoRA adapter]" if m.exports_adapter else "")
-        print(f"{m.name:<11} {m.summary.partition(': ')[2]}{marks}")
+    else:
+        marks = [
+            ("" if m.in_paper else "  [not in the paper]") + "  [exact LoRA adapter]" * m.exports_adapter
+            + (f"  [{m.needs}]" if m.needs != FORWARD_PASSES else "")
+            for m in chosen
+        ]  # fmt: skip
+        texts = [m.summary.partition(": ")[2] + mark for m, mark in zip(chosen, marks, strict=True)]
+        print_table(zip([m.name for m in chosen], texts, strict=True))
 
 
 def tasks(
@@ -55,38 +46,36 @@ def tasks(
     chosen = [task(name)] if name else list(TASKS.values())
     if json:
         print_json([_description(entry) for entry in chosen])
-    elif name:
-        _print_one(_description(chosen[0]))
+    elif not name:
+        print_table((entry.name, ", ".join(entry.wordings), entry.metric, _answers(entry)) for entry in chosen)
     else:
-        for entry in chosen:
-            print(f"{entry.name:<8} {', '.join(entry.wordings):<24} {entry.metric:<9} {_answers(entry)}")
+        shown = _description(chosen[0])
+        print(f"{shown['name']}: {shown['hub']} ({', '.join(shown['splits'])}); {shown['metric']}")
+        for kind, model in shown["models"].items():
+            words = ", ".join(model["label_words"])
+            print(f"\n{kind}" + (f": {words}" if words else ""))
+            for line in f"{model['prompt']}[{model['answer']}]".splitlines():
+                print(f"  | {line}")
 
 
 def _description(entry: "Task") -> dict[str, Any]:
     from tezo.tasks.catalogue import example_row
 
-    row = example_row(entry.name)
-    examples = {kind: wording.example(row, answered=True) for kind, wording in entry.wordings.items()}
+    row, models = example_row(entry.name), {}
+    for kind, wording in entry.wordings.items():
+        example = wording.example(row, answered=True)
+        prompt = example.prompt
+        if example.slot is not None:
+            prompt = f"{prompt[: example.slot]}<mask>{prompt[example.slot :]}"
+        words = [word.strip() for word in wording.words]
+        models[kind] = {"label_words": words, "prompt": prompt, "answer": example.answer}
     return {
         "name": entry.name,
         "metric": entry.metric,
         "hub": entry.hub.name if entry.hub.subset is None else f"{entry.hub.name}, {entry.hub.subset}",
         "splits": [entry.hub.train, entry.hub.test],
-        "models": {
-            kind: {
-                "label_words": [word.strip() for word in entry.wordings[kind].words],
-                "prompt": _prompt_text(example),
-                "answer": example.answer,
-            }
-            for kind, example in examples.items()
-        },
+        "models": models,
     }
-
-
-def _prompt_text(example: "Example") -> str:
-    if example.slot is None:
-        return example.prompt
-    return f"{example.prompt[: example.slot]}<mask>{example.prompt[example.slot :]}"
 
 
 def _answers(entry: "Task") -> str:
@@ -94,12 +83,3 @@ def _answers(entry: "Task") -> str:
     if wording.words:
         return ", ".join(word.strip() for word in wording.words)
     return "(free text)" if wording.writes else "(options of each row)"
-
-
-def _print_one(description: dict[str, Any]) -> None:
-    print(f"{description['name']}: {description['hub']} ({', '.join(description['splits'])}); {description['metric']}")
-    for kind, model in description["models"].items():
-        words = ", ".join(model["label_words"])
-        print(f"\n{kind}" + (f": {words}" if words else ""))
-        for line in f"{model['prompt']}[{model['answer']}]".splitlines():
-            print(f"  | {line}")

@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -65,31 +65,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.started = time.perf_counter() - (time.process_time() if arguments is None else 0.0)
     try:
         app(args=arguments, prog_name="tezo")
-    except TezoError as error:
-        if options.debug or "--debug" in (sys.argv if arguments is None else arguments):
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    except OSError as error:  # a file or folder from the command line
-        if options.debug:
-            traceback.print_exc()
-        print(f"error: {error.filename or 'the disk'}: {error.strerror or error}; give another path.", file=sys.stderr)
-        raise SystemExit(1) from None
-    except Exception as error:
-        if options.debug:
-            traceback.print_exc()
-        print(
-            f"error: {type(error).__name__} was not foreseen ({one_line(error)}); report it, with the traceback that "
-            "tezo --debug shows.",
-            file=sys.stderr,
-        )
-        raise SystemExit(1) from None
     except SystemExit as stop:
         if stop.code != INTERRUPTED:
             raise
         cause = getattr(stop.__context__, "__cause__", None)  # typer's own exception is between
         if isinstance(cause, RunInterrupted):
-            print(f"error: stopped by {cause.by} after step {cause.steps}; go on with --resume.", file=sys.stderr)
-            raise SystemExit(cause.exit_code) from None
-        print("error: interrupted; if the run has a checkpoint, go on with --resume.", file=sys.stderr)
-        raise
+            _end(f"stopped by {cause.by} after step {cause.steps}; go on with --resume.", cause.exit_code)
+        _end("interrupted; if the run has a checkpoint, go on with --resume.", INTERRUPTED)
+    except Exception as error:
+        if options.debug or "--debug" in (sys.argv if arguments is None else arguments):
+            traceback.print_exc()
+        if isinstance(error, TezoError):
+            _end(str(error), error.exit_code)
+        if isinstance(error, OSError):  # a file or folder from the command line
+            _end(f"{error.filename or 'the disk'}: {error.strerror or error}; give another path.", 1)
+        _end(
+            f"{type(error).__name__} was not foreseen ({one_line(error)}); report it, with the traceback that "
+            "tezo --debug shows.",
+            1,
+        )
+
+
+def _end(message: str, code: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(code) from None

@@ -51,7 +51,7 @@ from tezo.models.placement import PLACEMENTS, Placement
 from tezo.models.quantization import quantization_config, quantizer
 from tezo.system.errors import RequestError
 from tezo.system.files import read_object, reading
-from tezo.system.progress import LOADING, current, watch
+from tezo.system.progress import LOADING, current
 
 
 def give_head_weights(model: Any) -> list[str]:
@@ -266,7 +266,7 @@ def load_model(
         model = (model if "device_map" in options else model.to(where)).eval()
         if untie_head:
             notices += give_head_weights(model)
-        watch(model)
+        current().watch(model)
         # what is packed is digested each time: it depends on more than the files
         known = before is not None and before == stamp(source) and quantization == "none"
         how = f"{before} {model.dtype} {untie_head}" if known else None
@@ -534,7 +534,7 @@ def from_objects(model: Any, tokenizer: Any, kind: str = "auto", *, keep: bool =
     found = choose_kind(kind, [type(model).__name__], model.config)
     set_padding(type(model).__name__, model, tokenizer, found)
     notices = [SETTLED] * any(kept) + frozen_notice(model) + emulation_notice(model)
-    watch(model)
+    current().watch(model)
     with current().phase(LOADING):
         made = fingerprint(model, found, tokenizer)
     return LoadedModel(model.eval(), tokenizer, found, made, tuple(notices))

@@ -39,7 +39,7 @@ from tezo.optim.tuned_parameters import TunedParameters
 from tezo.optim.tuner import LowRankChange, Moments, OptimizerState, Tuner
 from tezo.optim.updates import Update
 from tezo.system.errors import PerturbationWarning, RequestError
-from tezo.system.ranks import Ranks
+from tezo.system.processes import ProcessGroup
 
 MOST_RATE, MOST_RANK = 1e30, 1 << 16
 """Upper limits. Rates: products with a rate remain finite in float32. Frozen rank: a larger one compresses nothing."""
@@ -356,14 +356,14 @@ class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
         for rule in self.rules.values():
             rule.estimator.set_factor_store(store)
 
-    def share_directions(self, ranks: Ranks) -> None:
-        if self.num_directions % ranks.size:
+    def share_directions(self, processes: ProcessGroup) -> None:
+        if self.num_directions % processes.size:
             raise RequestError(
-                f"method.num_directions is {self.num_directions}, which {ranks.size} ranks cannot share evenly; "
+                f"method.num_directions is {self.num_directions}, which {processes.size} ranks cannot share evenly; "
                 "give a multiple, or set train.parallel=rows."
             )
         for rule in self.rules.values():
-            rule.estimator.share_directions(ranks)
+            rule.estimator.share_directions(processes)
 
     def draw(self, kind: str | None = None) -> StepDraw:
         """The directions of the next step. At a refresh, the change trained with the old factors is folded first.

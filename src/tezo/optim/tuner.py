@@ -18,7 +18,7 @@ from tezo.directions.targets import Target
 from tezo.optim.estimators.estimate import Closure, Probe, StepRecord
 from tezo.optim.updates import State
 from tezo.system.errors import NonFiniteLossError, RequestError
-from tezo.system.ranks import Ranks
+from tezo.system.processes import ProcessGroup
 
 Moments = dict[str, State]
 """Parameter name -> the update rule's state of the parameter."""
@@ -276,9 +276,9 @@ class Tuner(ABC):
         """Sets the store for tensors computed from data, so that steps can be replayed without the data."""
         del store
 
-    def share_directions(self, ranks: Ranks) -> None:
+    def share_directions(self, processes: ProcessGroup) -> None:
         """Distributes the directions of the following steps among the ranks; every rank steps along all of them."""
-        del ranks
+        del processes
         raise RequestError(f"{type(self).__name__} runs in one process; start it without torchrun.")
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Checkpoints: folders `checkpoint-<step>/` with tensors, a state, and a manifest of their sizes and SHA-256 digests.
 
-A folder gets its name only after it is completely written. When a checkpoint is read, names, sizes and digests are
-verified first; a damaged checkpoint is skipped and an older one is used.
+A folder gets its name when it is completely written. A reader verifies names, sizes and digests first. In place of a
+damaged checkpoint, an older one is used.
 """
 
 import json
@@ -16,29 +16,21 @@ from tezo.runs.files import MANIFEST, entry_of
 from tezo.system.files import UntrustedError, new_folder, read_object, remove
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
+KEEP = 2
+"""Number of newest checkpoints that a run keeps until it ends."""
 _PREFIX = "checkpoint-"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after `step` steps.
-
-    Attributes:
-        step: number of finished steps.
-        tensors: tensors by name.
-        state: values that JSON can represent, by name.
-    """
+    """The state of a run after `step` steps: tensors, and values that JSON can represent, by name."""
 
     step: int
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
 
-class DamagedError(Exception):
-    """A checkpoint cannot be used; the message has the reason."""
-
-
-def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
+def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int = KEEP) -> Path:
     """Writes a checkpoint into the folder of a run, and removes all except the newest `keep` checkpoints.
 
     Raises:
@@ -51,25 +43,19 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
         (folder / STATE).write_text(json.dumps({"step": checkpoint.step, **checkpoint.state}), encoding="utf-8")
         manifest = {name: entry_of(folder / name) for name in (TENSORS, STATE)}
         (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    for old in [*checkpoints(run)[keep:], *_unfinished(run)]:
-        remove(old)
+    remove_checkpoints(run, keep)
     return path
 
 
-def _unfinished(run: Path) -> list[Path]:
-    """Temporary folders of processes that were killed while they saved a checkpoint."""
-    return list(run.glob(f".{_PREFIX}*"))
-
-
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoint folders of a run, newest first."""
+    """Returns the checkpoint folders of a run, newest first."""
     folders = [path for path in run.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
     return sorted(folders, key=_step_of, reverse=True)
 
 
-def remove_checkpoints(run: Path) -> None:
-    """Removes all checkpoints of a run."""
-    for path in [*checkpoints(run), *_unfinished(run)]:
+def remove_checkpoints(run: Path, keep: int = 0) -> None:
+    """Removes all except the newest `keep` checkpoints of a run, and what killed processes left of unfinished ones."""
+    for path in [*checkpoints(run)[keep:], *run.glob(f".{_PREFIX}*")]:
         remove(path)
 
 
@@ -78,7 +64,7 @@ def _step_of(path: Path) -> int:
 
 
 def newest(run: Path, most_steps: int) -> tuple[Checkpoint | None, list[str]]:
-    """(the newest valid checkpoint with at most `most_steps` steps or None, a message for each newer one skipped)."""
+    """Returns (the newest valid checkpoint with at most `most_steps` steps or None, a message for each one skipped)."""
     skipped = []
     for path in checkpoints(run):
         if _step_of(path) > most_steps:
@@ -86,7 +72,7 @@ def newest(run: Path, most_steps: int) -> tuple[Checkpoint | None, list[str]]:
             continue
         try:
             return load_checkpoint(path), skipped
-        except DamagedError as error:
+        except UntrustedError as error:
             skipped.append(f"{path.name} was skipped: {error}.")
     return None, skipped
 
@@ -95,28 +81,22 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
     Raises:
-        DamagedError: the checkpoint is incomplete or altered.
+        UntrustedError: the checkpoint is incomplete or altered; the message has the reason.
     """
     try:
-        return _verified(path)
-    except UntrustedError as error:
-        raise DamagedError(str(error)) from None
-    except DamagedError:
+        if path.is_symlink():
+            raise UntrustedError("it is a link to another folder")
+        manifest = read_object(path / MANIFEST)
+        if set(manifest) != {TENSORS, STATE}:
+            raise UntrustedError(f"its manifest names other files than {TENSORS} and {STATE}")
+        for name, entry in manifest.items():
+            if entry_of(path / name) != entry:
+                raise UntrustedError(f"{name} is not the file that was saved")
+        state = read_object(path / STATE)
+        if state.pop("step", None) != _step_of(path):
+            raise UntrustedError(f"{STATE} belongs to another step")
+        return Checkpoint(_step_of(path), load_file(path / TENSORS), state)
+    except UntrustedError:
         raise
     except Exception:  # whatever safetensors makes of a file that was crafted
-        raise DamagedError(f"{TENSORS} cannot be read") from None
-
-
-def _verified(path: Path) -> Checkpoint:
-    if path.is_symlink():
-        raise DamagedError("it is a link to another folder")
-    manifest = read_object(path / MANIFEST)
-    if set(manifest) != {TENSORS, STATE}:
-        raise DamagedError(f"its manifest names other files than {TENSORS} and {STATE}")
-    for name, entry in manifest.items():
-        if entry_of(path / name) != entry:
-            raise DamagedError(f"{name} is not the file that was saved")
-    state = read_object(path / STATE)
-    if state.pop("step", None) != _step_of(path):
-        raise DamagedError(f"{STATE} belongs to another step")
-    return Checkpoint(_step_of(path), load_file(path / TENSORS), state)
+        raise UntrustedError(f"{TENSORS} cannot be read") from None

@@ -1,11 +1,10 @@
 """The environment of a run: hardware, memory and package versions."""
 
-import ctypes
 import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,12 +15,12 @@ from tezo.tasks.objectives.objective import Encoded
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes where a model computes: the maximum reserved on a GPU, the peak resident set on a CPU."""
+    """Returns the peak memory in bytes: the maximum reserved on a GPU, the peak resident set for a CPU."""
     return int(torch.cuda.max_memory_reserved()) if device.type == "cuda" else peak_resident()
 
 
 def peak_resident() -> int:
-    """Peak resident set of this process in bytes."""
+    """Returns the peak resident set of this process in bytes."""
     try:
         import resource
     except ImportError:  # Windows
@@ -33,29 +32,25 @@ def peak_resident() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def main_memory() -> int:
-    """Main memory of this machine in bytes."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except AttributeError:  # Windows
-        import psutil
-
-        return int(psutil.virtual_memory().total)
-
-
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """Where Linux has the memory that a container may take: a number of bytes, or "max"."""
 
 
 def usable_memory() -> int:
-    """Bytes of memory that this process may take: those of the machine, or of its container where that has fewer."""
+    """Returns the bytes of memory of this machine, or of its container where that may take fewer."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except AttributeError:  # Windows
+        import psutil
+
+        memory = int(psutil.virtual_memory().total)
     limit = CONTAINER_LIMIT.read_text(encoding="ascii").strip() if CONTAINER_LIMIT.is_file() else ""
-    return min(main_memory(), int(limit)) if limit.isdecimal() else main_memory()
+    return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
 @contextmanager
 def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
-    """Context that turns a failed allocation into a `RunError` with the settings to lower.
+    """Turns a failed allocation into a `RunError` with the settings to lower.
 
     Args:
         what: the operation, in words.
@@ -65,8 +60,8 @@ def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not out_of_memory and "can't allocate memory" not in str(error):
+        kinds = (MemoryError, torch.OutOfMemoryError)
+        if not isinstance(error, kinds) and "can't allocate memory" not in str(error):
             raise
         longest = max((encoded.length for encoded in rows), default=0)
         raise RunError(
@@ -76,34 +71,20 @@ def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
 
 
 def versions(packages: Sequence[str] = ("tezo", "torch", "transformers", "peft", "numpy")) -> dict[str, str]:
-    """Package name -> version, for Python and the packages that a result depends on."""
-    installed = {"python": platform.python_version()}
+    """Returns package name -> version, for Python and the packages that a result depends on."""
+    installed = {"python": platform.python_version()} | dict.fromkeys(packages, "not installed")
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             installed[package] = version(package)
-        except PackageNotFoundError:
-            installed[package] = "not installed"
     return installed
 
 
 def hardware() -> str:
-    """Description of the GPU, or of the CPU and its number of threads."""
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    return f"{platform.machine()} CPU, {threads()}"
+    """Names the GPU, or the CPU and its number of threads."""
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else f"{platform.machine()} CPU, {threads()}"
 
 
 def threads() -> str:
-    """The number of threads that torch computes with, in words: "1 thread", "2 threads"."""
+    """Returns the number of threads that torch computes with: "1 thread", "2 threads"."""
     count = torch.get_num_threads()
     return f"{count} thread{'' if count == 1 else 's'}"
-
-
-def driver_cuda() -> str | None:
-    """The newest CUDA that the driver runs, such as "12.8"; None without a driver."""
-    number = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"

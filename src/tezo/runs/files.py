@@ -1,21 +1,14 @@
-"""manifest.json: size and SHA-256 of each file of a folder. It is written last, and checked by whoever reads a file.
+"""Checks of the files of a run folder: its manifest, the header of its step log, and tensors computed from data.
 
-A changed, missing or added file is found, whether by a fault of the disk or by somebody's hand. The manifest has a
-digest of its own entries, so that its damage is not taken for that of a file.
-
-Checks that a resumed or replayed run has the settings, model, rows and device of its step log's header.
-
-The header is a JSON object with the keys and types of `KEYS`.
-
-Files of tensors computed from data, `<kind>-<step>.safetensors` in the folder of a run; a replay needs no data.
-
-Kinds are "basis", the factors of a data-dependent basis, and "feedback", the gradients of a feedback step.
+manifest.json has the size and SHA-256 of each file, and a digest of these entries. It is written last. Whoever reads a
+file checks it first, so that a changed, missing or added file is found.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +24,15 @@ from tezo.system.files import UntrustedError, open_to_read, plain_file, read_obj
 MANIFEST = "manifest.json"
 _FILES, _DIGEST = "files", "sha256_of_files"
 
-Entry = dict[str, Any]
-"""{"bytes": size, "sha256": digest in hexadecimal}."""
 
-
-def entry_of(path: Path) -> Entry:
-    """The entry of a file; `UntrustedError` if it is a link or no plain file."""
+def entry_of(path: Path) -> dict[str, Any]:
+    """Returns {"bytes": size, "sha256": hexadecimal} of a file; `UntrustedError` if it is a link or no plain file."""
     with open_to_read(path) as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def write_manifest(folder: Path, names: Iterable[str]) -> None:
-    """Writes the manifest of a folder.
-
-    Args:
-        folder: the folder.
-        names: its files, and folders of which all files are included.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Writes the manifest of a folder with these of its files, and all files of these of its folders."""
     with storing(folder / MANIFEST):  # of what cannot be read there is no digest to write
         entries = {name: entry_of(folder / name) for given in names for name in _files(folder, given)}
     tree = {_FILES: entries, _DIGEST: _digest(entries)}
@@ -63,10 +45,10 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
     Args:
         folder: the folder.
         names: its files, and folders of which all files are checked; those that never existed are passed over.
-        required: whether a folder without a manifest is refused, since its files are of a run that has ended.
+        required: whether a folder without a manifest is refused.
 
     Raises:
-        RequestError: a file was changed, removed or added since the manifest was written; the file is named.
+        RequestError: a file was changed, removed or added since then; the file is named.
     """
     if not os.path.lexists(folder / MANIFEST):
         if required:
@@ -76,7 +58,10 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
             )
         return
     try:
-        entries = _read(folder / MANIFEST)
+        tree = read_object(folder / MANIFEST)
+        entries = tree.get(_FILES)
+        if not isinstance(entries, dict) or tree.get(_DIGEST) != _digest(entries):
+            raise UntrustedError(f"{MANIFEST} is damaged")
     except UntrustedError as error:
         raise RequestError(
             f"{folder}: {error}, and the other files may be sound; put an intact copy in its place, or "
@@ -86,18 +71,14 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
         for given in names:
             listed = {name for name in entries if name == given or name.startswith(f"{given}/")}
             for name in sorted(listed | set(_files(folder, given))):
-                _check(folder / name, name, entries)
+                if name not in entries:
+                    raise UntrustedError(f"{name} is not a file of the run")
+                if not os.path.lexists(folder / name):
+                    raise UntrustedError(f"{name} is missing")
+                if entry_of(folder / name) != entries[name]:
+                    raise UntrustedError(f"{name} is not the file that was saved")
     except (UntrustedError, OSError) as error:
         raise RequestError(f"{folder}: {error}; put an intact copy in its place.") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The entries of a manifest; `UntrustedError` if it is damaged, or a link."""
-    tree = read_object(path)
-    entries = tree.get(_FILES)
-    if not isinstance(entries, dict) or tree.get(_DIGEST) != _digest(entries):
-        raise UntrustedError(f"{path.name} is damaged")
-    return entries
 
 
 def _digest(entries: dict[str, Any]) -> str:
@@ -105,44 +86,28 @@ def _digest(entries: dict[str, Any]) -> str:
 
 
 def _files(folder: Path, name: str) -> list[str]:
-    """The files under a name, relative to the folder; links as they are, whatever they lead to."""
+    """Returns the files under a name, relative to the folder; links as they are, whatever they lead to."""
     path = folder / name
     if path.is_dir() and not path.is_symlink():
         return [inside for entry in sorted(path.iterdir()) for inside in _files(folder, f"{name}/{entry.name}")]
     return [name] if os.path.lexists(path) else []
 
 
-def _check(path: Path, name: str, entries: dict[str, Any]) -> None:
-    if name not in entries:
-        raise UntrustedError(f"{name} is not a file of the run")
-    if not os.path.lexists(path):
-        raise UntrustedError(f"{name} is missing")
-    if entry_of(path) != entries[name]:
-        raise UntrustedError(f"{name} is not the file that was saved")
-
-
-KEYS = {
-    "directions": int,
-    "config": dict,
-    "untrained": list,
-    "model": dict,
-    "rows": str,
-    "device": str,
+HEADER_TYPES = {
+    "directions": int, "config": dict, "untrained": list, "model": dict, "rows": str, "device": str, "noise": int,
     "versions": dict,
-}
-"""Key -> type."""
-
-_ROWS = {"rows": "training rows", "answers": "answers of its training rows", "held_rows": "dev and test rows"}
+}  # fmt: skip
+"""Key of a step log's header -> type."""
 
 
 def hash_of(value: Any) -> str:
-    """SHA-256, in hexadecimal, of the `repr` of a value made of numbers, strings and tuples."""
+    """Returns the SHA-256, in hexadecimal, of the `repr` of a value made of numbers, strings and tuples."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def check_complete(header: Mapping[str, Any]) -> None:
-    """Raises a `RequestError` if a log's header lacks a key of `KEYS`, or has it with another type."""
-    if not all(isinstance(header.get(key), kind) for key, kind in KEYS.items()):
+    """Raises a `RequestError` if a log's header lacks a key of `HEADER_TYPES`, or has it with another type."""
+    if not all(isinstance(header.get(key), kind) for key, kind in HEADER_TYPES.items()):
         raise RequestError("steps.log: its header is not that of a run; give the folder of a run.")
 
 
@@ -158,7 +123,8 @@ def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def check_rows(header: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raises a `RequestError` if the digests of rows differ from those in the header."""
-    for key, what in _ROWS.items():
+    kinds = {"rows": "training rows", "answers": "answers of its training rows", "held_rows": "dev and test rows"}
+    for key, what in kinds.items():
         if header.get(key) != own[key]:
             raise RequestError(f"data: the {what} are not those that the run began with; restore them.")
 
@@ -166,80 +132,66 @@ def check_rows(header: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 def check_place(
     header: Mapping[str, Any], own: Mapping[str, Any], drawn_on_the_device: Callable[[], str | None]
 ) -> list[str]:
-    """Messages for the user about a changed device or changed package versions.
+    """Returns messages for the user about a changed device or changed package versions.
 
     Args:
-        header: "device", "versions" and "noise" at the beginning of the run; "noise" is the version of the generator
-            of dense noise and rounding on a CPU, 1 if it is missing.
-        own: the same of this process.
+        header: of the step log; "noise" is the version of the generator of dense noise and rounding on a CPU.
+        own: "device", "versions" and "noise" of this process.
         drawn_on_the_device: returns the name of a parameter whose steps depend on the device type, or None.
 
     Raises:
         RequestError: the run's steps cannot be reproduced on this device.
     """
-    notices = []
-    if header["device"] != own["device"]:
-        name = drawn_on_the_device()
-        if name is not None:
+    before, now, notices = header["device"], own["device"], []
+    if before != now:
+        if (name := drawn_on_the_device()) is not None:
             raise RequestError(
-                f"model.device is {own['device']}, and the run drew noise for {name} on {header['device']}, which "
-                f"cannot be reproduced on another device; set model.device={header['device']}."
+                f"model.device is {now}, and the run drew noise for {name} on {before}, which "
+                f"cannot be reproduced on another device; set model.device={before}."
             )
-        notices.append(f"the run began on {header['device']}: on {own['device']} steps may differ in rounding.")
-    elif header["device"] == "cpu" and header.get("noise", 1) != own["noise"]:
-        name = drawn_on_the_device()
-        if name is not None:
-            raise RequestError(
-                f"steps.log: the run drew noise for {name} with version {header.get('noise', 1)} of the generator, and "
-                f"this version of tezo has version {own['noise']}, which gives other weights; use the earlier tezo."
-            )
+        notices.append(f"the run began on {before}: on {now} steps may differ in rounding.")
+    elif now == "cpu" and header["noise"] != own["noise"] and (name := drawn_on_the_device()) is not None:
+        raise RequestError(
+            f"steps.log: the run drew noise for {name} with version {header['noise']} of the generator, and "
+            f"this version of tezo has version {own['noise']}, which gives other weights; use the earlier tezo."
+        )
     for package, version in own["versions"].items():
-        if header["versions"].get(package) != version:
-            before = header["versions"].get(package)
-            notices.append(f"the run began with {package} {before}: with {version} steps may differ in rounding.")
+        if (old := header["versions"].get(package)) != version:
+            notices.append(f"the run began with {package} {old}: with {version} steps may differ in rounding.")
     return notices
 
 
+@dataclass(frozen=True)
 class FactorFiles:
-    """A `FactorStore` in the folder of a run.
+    """A `FactorStore` in the folder of a run, in files `<kind>-<step>.safetensors`; a replay needs no data.
 
-    Args:
+    Kinds are "basis", the factors of a data-dependent basis, and "feedback", the gradients of a feedback step.
+
+    Attributes:
         folder: folder of the run.
         writes: whether this process writes the files; `save` does nothing if False.
         digests: file name -> SHA-256 in the run's step log; other files are not the run's. None: any intact file is.
         saved: called with the name and SHA-256 of each file that is written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        writes: bool,
-        digests: Mapping[str, str] | None = None,
-        saved: Callable[[str, str], None] | None = None,
-    ) -> None:
-        self.folder = folder
-        self._writes = writes
-        self._digests = digests
-        self._saved = saved
+    folder: Path
+    writes: bool
+    digests: Mapping[str, str] | None = None
+    saved: Callable[[str, str], None] | None = None
 
     def path(self, kind: str, step: int) -> Path:
-        """Path of the file for `kind` at `step`."""
+        """Returns the path of the file for `kind` at `step`."""
         return self.folder / f"{kind}-{step}.safetensors"
 
     def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
-        """Writes the file atomically.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
-        if self._writes:
+        """Writes the file atomically."""
+        if self.writes:
             plain = {name: factor.cpu().contiguous() for name, factor in collected.factors.items()}
             metadata = f"{collected.calls} {_hash(plain, collected.calls)}"  # one entry: several have no fixed order
             data = save(plain, metadata={"calls_sha256": metadata})
             write_file(self.path(kind, step), data)
-            if self._saved is not None:
-                self._saved(self.path(kind, step).name, hashlib.sha256(data).hexdigest())
+            if self.saved is not None:
+                self.saved(self.path(kind, step).name, hashlib.sha256(data).hexdigest())
 
     def load(self, kind: str, step: int) -> CollectedFactors | None:
         """Reads and verifies the file; None if the run has not written it.
@@ -248,25 +200,21 @@ class FactorFiles:
             RequestError: the file is damaged, missing, or of another run or step.
         """
         path = self.path(kind, step)
-        if self._digests is not None:
-            if path.name not in self._digests:
-                return None
+        if self.digests is not None and path.name in self.digests:
             self.check(path.name)
-        if not path.exists():
+        elif self.digests is not None or not path.exists():
             return None
-        collected, sha256 = None, ""
         try:
             with safe_open(plain_file(path), framework="pt") as file:
                 calls, _, sha256 = (file.metadata() or {}).get("calls_sha256", "").partition(" ")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                collected = CollectedFactors(tensors, int(calls))
+                factors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if self.digests is None and sha256 != _hash(factors, int(calls)):
+                raise UntrustedError
+            return CollectedFactors(factors, int(calls))
         except (UntrustedError, OSError, ValueError, SafetensorError):
-            pass
-        # the log's digest of the whole file was checked above
-        intact = self._digests is not None or (collected and sha256 == _hash(collected.factors, collected.calls))
-        if collected is None or not intact:
-            raise RequestError(f"{path} is damaged; replace it with an intact copy, or delete it to compute it again.")
-        return collected
+            raise RequestError(
+                f"{path} is damaged; replace it with an intact copy, or delete it to compute it again."
+            ) from None
 
     def check(self, name: str | None = None) -> None:
         """Checks one file, or all files, against the digests of the step log.
@@ -274,11 +222,10 @@ class FactorFiles:
         Raises:
             RequestError: a file is missing, or is not the one that the run wrote; the file is named.
         """
-        digests = self._digests or {}
+        digests = self.digests or {}
         for each in digests if name is None else [name]:
             path = self.folder / each
-            found = path.is_file() and not path.is_symlink() and entry_of(path)["sha256"] == digests[each]
-            if not found:
+            if not path.is_file() or path.is_symlink() or entry_of(path)["sha256"] != digests[each]:
                 state = "not the file that this run wrote" if path.exists() else "missing"
                 step = path.stem.rpartition("-")[2]
                 raise RequestError(

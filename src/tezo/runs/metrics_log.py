@@ -1,6 +1,6 @@
 """metrics.jsonl: one line per logged step and one per evaluation, for people and other programs to follow a run.
 
-A run decides nothing by it: losses and evaluations are in the step log, and only times and memory are here alone.
+The run itself is decided by the step log. Only times and memory are in this file alone.
 """
 
 import json
@@ -16,34 +16,26 @@ from tezo.system.files import UntrustedError, append, json_text, open_plain, rea
 from tezo.tasks.evaluation import Metrics
 
 MOST_LINE = 1 << 20
-"""Largest size of a line in bytes."""
+"""Maximum size of a line in bytes."""
 MOST_METRICS = 1 << 28
-"""Largest size of the file in bytes."""
+"""Maximum size of the file in bytes."""
 
 
 def read_lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """The JSON object of each complete line, with a "step" of at least 0; empty for a damaged line."""
+    """Yields the JSON object of each complete line, with a "step" of at least 0; an empty one for a damaged line."""
     for text in data[: data.rfind(b"\n") + 1].splitlines():
         try:
             line = json.loads(text[: MOST_LINE + 1])
-            step = line["step"]
+            yield line if type(line["step"]) is int and line["step"] >= 0 else {}
         except (ValueError, KeyError, TypeError, RecursionError):
-            step = None
-        yield line if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else {}
+            yield {}
 
 
 class MetricsLog:
-    """The metrics file of a run, with the lines that an interrupted run has already written.
-
-    Existing lines are not written again, so a resumed run adds only the missing ones.
-
-    Args:
-        path: the file.
-        log: the step log that it must agree with.
+    """The metrics file of a run. A resumed run adds only the lines that the file lacks.
 
     Attributes:
-        evaluations: (split, step) -> metrics.
-        seconds: time spent on steps, from the last step line.
+        seconds: time spent on steps, from the last line of a step.
         elapsed: time since the start of the command, and of earlier ones of the run, from the same line.
         passes: forward passes in that time.
 
@@ -53,22 +45,26 @@ class MetricsLog:
 
     def __init__(self, path: Path, log: LogContents) -> None:
         self.path = path
-        self.evaluations: dict[tuple[str, int], Metrics] = {}
         self.seconds = self.elapsed = self.passes = 0.0
+        self._evaluated: set[tuple[str, int]] = set()
         self._last_step = 0
-        data = _read(path)
+        try:
+            data = read_bytes(path, MOST_METRICS) if os.path.lexists(path) else b""
+        except UntrustedError as error:
+            raise RequestError(f"{path.parent}: {error}; remove it to go on.") from None
         self._size, self._kept = len(data), 0
         for number, (text, line) in enumerate(zip(data.splitlines(keepends=True), read_lines(data), strict=False), 1):
-            if line and _is_ahead(line, log):
+            lacks_split = "split" in line and (str(line["split"]), line["step"]) not in log.evaluations
+            if line and (line["step"] > len(log.steps) or lacks_split):  # a power cut can lose the log's end
                 break
-            if not self._is_read(line, log):
+            if not self._take(line, log):
                 raise RequestError(
                     f"{path} is damaged at line {number}, or differs there from the step log; put an intact copy in "
                     "its place, or delete it to go on."
                 )
             self._kept += len(text)
 
-    def _is_read(self, line: dict[str, Any], log: LogContents) -> bool:
+    def _take(self, line: dict[str, Any], log: LogContents) -> bool:
         """Takes a line in; False if it is damaged or differs from the step log."""
         try:
             step = line["step"]
@@ -76,11 +72,11 @@ class MetricsLog:
                 split = line["split"]
                 figures = {key: value for key, value in line.items() if key not in ("step", "split")}
                 metrics = {key: math.nan if value is None else float(value) for key, value in figures.items()}
-                self.evaluations[split, step] = metrics
-                return json_text(log.evaluations.get((split, step), metrics)) == json_text(metrics)
+                self._evaluated.add((split, step))
+                return json_text(log.evaluations[split, step]) == json_text(metrics)
             record = log.steps[step - 1]
             self.seconds, self._last_step = float(line["seconds"]), step
-            self.elapsed, self.passes = (float(line.get(key, 0.0)) for key in ("elapsed", "passes"))
+            self.elapsed, self.passes = float(line["elapsed"]), float(line["passes"])
             found = (line["loss"], line["projected_grads"], line["lr"])
             return found == (record.loss, list(record.projected_grads), record.lr)
         except (ValueError, KeyError, TypeError, IndexError):
@@ -99,23 +95,8 @@ class MetricsLog:
 
     def evaluation(self, split: str, step: int, metrics: Metrics) -> None:
         """Appends the line of an evaluation, unless the file has it."""
-        if (split, step) not in self.evaluations:
+        if (split, step) not in self._evaluated:
             self._append(step=step, split=split, **metrics)
 
     def _append(self, **line: Any) -> None:
         append(self.path, f"{json_text(line)}\n".encode())
-
-
-def _read(path: Path) -> bytes:
-    """The file's bytes, none where there is no file."""
-    try:
-        return read_bytes(path, MOST_METRICS) if os.path.lexists(path) else b""
-    except UntrustedError as error:
-        raise RequestError(f"{path.parent}: {error}; remove it to go on.") from None
-
-
-def _is_ahead(line: dict[str, Any], log: LogContents) -> bool:
-    """Whether the step log lacks what a line says: a power cut can lose its end."""
-    if line["step"] > len(log.steps):
-        return True
-    return "split" in line and (line["split"], line["step"]) not in log.evaluations

@@ -9,66 +9,63 @@ REWARD = "reward"
 """The metric, and the objective, that a scorer of the user's defines."""
 TEXT_LOSS = "negative log-likelihood per answer token, in nats"
 OPTIONS_LOSS = "cross-entropy over the options, in nats"
-
-
 BETTER, HARDLY, NO_BETTER = "Better", "Hardly better", "No better"
 """The first words of a verdict."""
 
 
 def metric_text(name: str, value: float) -> str:
-    """A loss, or what is no share, with four decimals; a share as a percentage: 0.512 -> "51.2 %"."""
-    return f"{value:.4f}" if is_plain(name, value) else f"{100 * value:.1f} %"
+    """Returns a loss, or what is no share, with four decimals; a share as a percentage: 0.512 -> "51.2 %"."""
+    return f"{value:.4f}" if _is_plain(name, value) else f"{100 * value:.1f} %"
 
 
-def is_plain(name: str, value: float) -> bool:
+def _is_plain(name: str, value: float) -> bool:
     """Whether a metric is shown as it is, not as a percentage."""
     return name == REWARD or name.endswith("loss") or not -1 <= value <= 1
 
 
 def change_text(name: str, before: float, after: float) -> str:
-    """The change of a metric with its sign: of a loss with four decimals, of a share in percentage points."""
+    """Returns the change of a metric with its sign: of a loss with four decimals, of a share in percentage points."""
     by = after - before
-    plain = is_plain(name, before) or is_plain(name, after)
+    plain = _is_plain(name, before) or _is_plain(name, after)
     text = f"{by:+.4f}" if plain else f"{100 * by:+.1f} points"
     return text.replace("-", "\N{MINUS SIGN}")
 
 
 def count_text(count: int) -> str:
-    """A count with its thousands apart: "12,345"."""
+    """Returns a count with its thousands apart: "12,345"."""
     return f"{count:,}"
 
 
 def measured_rows_text(summary: Mapping[str, Any]) -> str:
-    """The rows of the metrics before and after: "60 test rows", or dev rows that also chose the step; "" if unknown."""
-    count, chose = summary.get("rows", {}).get("test"), summary.get("test_rows_chose") is True
-    if not isinstance(count, int):
+    """Names the rows of the metrics: "60 test rows", or dev rows that also chose the step; "" if unknown."""
+    test, dev = (summary.get("rows", {}).get(split) for split in ("test", "dev"))
+    if not isinstance(test, int):
         return ""
-    dev = summary["rows"].get("dev")
-    if count == 0 and isinstance(dev, int):
-        return f"{count_text(dev)} dev rows" + (", which also chose the step" if chose else "")
-    return f"{count_text(count)} " + ("dev rows, which also chose the step" if chose else "test rows")
+    if test > 0 or not isinstance(dev, int):
+        return f"{test:,} test rows"
+    return f"{dev:,} dev rows" + (", which also chose the step" if summary.get("test_rows_chose") is True else "")
 
 
 def work_text(summary: Mapping[str, Any]) -> str:
-    """The work of a run: "200 steps, 640 forward passes, 3 min 20 s (2 min 10 s steps); step 160 kept"; what is known.
+    """Tells the work of a run, as far as it is known, with the longest phases beside the time.
 
-    The time has its longest phases beside it. Of runs of earlier versions passes and time are those of steps alone.
+    For example: "200 steps, 640 forward passes, 3 min 20 s (2 min 10 s steps); step 160 kept".
     """
-    parts = [f"{count_text(summary['steps'])} steps"] if "steps" in summary else []
+    parts = [f"{summary['steps']:,} steps"] if "steps" in summary else []
     passes, seconds = work_of(summary)
     if passes is not None:
-        parts.append(f"{count_text(round(passes))} forward passes")
+        parts.append(f"{round(passes):,} forward passes")
     if seconds is not None:
         phases = {name: spent["seconds"] for name, spent in summary.get("phases", {}).items()}
         longest = [name for name in sorted(phases, key=phases.__getitem__)[:-4:-1] if phases[name] >= seconds / 20]
         of_it = ", ".join(f"{duration_text(phases[name])} {name}" for name in longest)
         parts.append(duration_text(seconds) + (f" ({of_it})" if of_it else ""))
-    kept = f"; step {count_text(summary['kept_step'])} kept" if "kept_step" in summary else ""
+    kept = f"; step {summary['kept_step']:,} kept" if "kept_step" in summary else ""
     return ", ".join(parts) + kept
 
 
 def work_of(summary: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """(forward passes, seconds) of all phases of a run; of earlier versions those of steps alone; None: not known."""
+    """Returns (forward passes, seconds) of all phases; where they are not known those of the steps alone, or None."""
     phases = summary.get("phases")
     if phases:
         passes, seconds = (sum(spent[key] for spent in phases.values()) for key in ("passes", "seconds"))
@@ -77,5 +74,5 @@ def work_of(summary: Mapping[str, Any]) -> tuple[float | None, float | None]:
 
 
 def minus(metric: str) -> str:
-    """The loss of steps that raise a metric, in words."""
+    """Names the loss of steps that raise a metric."""
     return f"minus {'the mean reward' if metric == REWARD else metric}"

@@ -1,1 +1,1 @@
-"""What stands below everything else: errors, files, processes, the machine, and what a command says meanwhile."""
+"""What stands below everything else: errors, files, processes and the meter of a command."""

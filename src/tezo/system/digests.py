@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 SAMPLE = 4096
-"""Number of evenly spaced entries that a digest of a sample has of each tensor."""
-
+"""Number of evenly spaced entries of each tensor in a digest of a sample."""
 _AT_ONCE = 1 << 24
 """Number of entries that are copied to the CPU at once."""
 
 
 def digest(tensors: Mapping[str, Tensor], *, sample: bool = False) -> str:
-    """SHA-256 of the name, shape, dtype and bytes of every tensor; independent of their order.
+    """Returns the SHA-256 of the name, shape, dtype and bytes of every tensor; independent of their order.
 
     Args:
         tensors: tensors by name.
@@ -26,14 +25,14 @@ def digest(tensors: Mapping[str, Tensor], *, sample: bool = False) -> str:
         for part in _plain(tensor.detach()):
             flat = part.reshape(-1)
             read = flat[:: max(1, flat.numel() // SAMPLE)] if sample else flat
-            for start in range(0, read.numel(), _AT_ONCE):  # of a tensor on another device, a piece is on the CPU
+            for start in range(0, read.numel(), _AT_ONCE):
                 piece = read[start : start + _AT_ONCE].contiguous().cpu()
                 made.update(piece.view(torch.uint8).numpy().data)
     return made.hexdigest()
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors inside a packed (quantised) tensor; a plain tensor is returned alone."""
+    """Returns the plain tensors inside a packed (quantised) tensor; a plain tensor alone."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor.data if type(tensor) is Tensor else tensor.as_subclass(Tensor)]
@@ -41,8 +40,8 @@ def _plain(tensor: Tensor) -> list[Tensor]:
 
 
 def content_hash(weight: Tensor) -> str:
-    """SHA-256 of a tensor's dtype, shape and values."""
-    digest = hashlib.sha256(f"{weight.dtype}{tuple(weight.shape)}".encode())
+    """Returns the SHA-256 of a tensor's dtype, shape and values."""
+    made = hashlib.sha256(f"{weight.dtype}{tuple(weight.shape)}".encode())
     flat = weight.contiguous().cpu().view(-1)  # a side of one entry may have any stride
-    digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    made.update(flat.view(torch.uint8).numpy().data)
+    return made.hexdigest()

@@ -1,7 +1,7 @@
 """Exceptions of the library: a wrong request, or a run that failed.
 
-A message is one or two sentences with the key, the value and the way out. The command line prints
-the message alone and exits with `exit_code`.
+A message is one or two sentences with the key, the value and the way out. The command line prints the message alone
+and exits with `exit_code`: 2 where the same request would fail again, else 1.
 """
 
 import difflib
@@ -27,14 +27,9 @@ class RunError(TezoError, RuntimeError):
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """A run was stopped by a signal; what it has done is in its folder, and it can be resumed.
+    """A run was stopped by the signal `by`; `steps` steps are saved in its folder, and it can be resumed.
 
     It is no `Exception`, so that `except Exception` does not take Ctrl-C for a failure and go on.
-
-    Args:
-        by: name of the signal.
-        steps: number of steps that are saved.
-        folder: of the run.
     """
 
     def __init__(self, by: str, steps: int, folder: Path) -> None:
@@ -52,14 +47,12 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 def resume_words(folder: Path) -> str:
-    """How to go on, from Python, with a run that was cut short."""
+    """Tells how to go on, from Python, with a run that was cut short."""
     return f"what it has done is in {folder}: go on with tezo.train(..., output={str(folder)!r}, resume=True)."
 
 
 class NonFiniteLossError(RunError):
     """A loss was NaN or infinite; the parameters are restored to their values before that step.
-
-    The same request would fail again, so the exit code is that of a wrong request.
 
     Attributes:
         step: the step that failed, counted from 0.
@@ -69,22 +62,17 @@ class NonFiniteLossError(RunError):
     exit_code = 2
 
     def __init__(self, step: int, loss: float, last_loss: float | None) -> None:
-        if last_loss is None:
-            told = "no step was taken before, so that the learning rate is not the reason"
-            way_out = "A model in float16 is loaded in float32 or bfloat16 instead; or lower method.rho"
-        else:
+        told = "no step was taken before, so that the learning rate is not the reason"
+        way_out = "A model in float16 is loaded in float32 or bfloat16 instead; or lower method.rho"
+        if last_loss is not None:
             told = f"the last good loss was {last_loss:.6g}, and the weights are restored to before that step"
             way_out = "Lower method.lr or method.rho"
         super().__init__(f"the loss is {loss} at step {step}; {told}. {way_out}, or check the rows of this batch.")
-        self.step = step
-        self.last_loss = last_loss
+        self.step, self.last_loss = step, last_loss
 
 
 class NonFiniteResultError(RunError):
-    """The tuned model's loss is NaN or infinite; no result was saved.
-
-    The same request would fail again, so the exit code is that of a wrong request.
-    """
+    """The tuned model's loss is NaN or infinite; no result was saved."""
 
     exit_code = 2
 
@@ -96,21 +84,15 @@ class NonFiniteResultError(RunError):
 
 
 class NonFiniteModelError(NonFiniteResultError):
-    """What a model gives is NaN or infinite, though no step is under way: no learning rate helps.
-
-    Args:
-        subject: what is, in words.
-        value: its value.
-        dtype: that the model computes in.
-    """
+    """What a model of `dtype` gives is NaN or infinite, though no step is under way: no learning rate helps."""
 
     def __init__(self, subject: str, value: float, dtype: object) -> None:
         name = str(dtype).removeprefix("torch.")
-        way_out = (
-            "it computes beyond the largest number of float16: load it in float32 or bfloat16 (model.dtype=float32)"
-            if name == "float16"
-            else "its weights or these rows are at fault: load the model again, or try other rows"
-        )
+        way_out = "its weights or these rows are at fault: load the model again, or try other rows"
+        if name == "float16":
+            way_out = (
+                "it computes beyond the largest number of float16: load it in float32 or bfloat16 (model.dtype=float32)"
+            )
         RunError.__init__(self, f"{subject} is {value} in {name}; {way_out}.")
 
 
@@ -119,9 +101,7 @@ class PerturbationWarning(UserWarning):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest known name, else the list of known names."""
+    """Returns "Did you mean 'x'?" with the closest known name, else the list of known names."""
     options = list(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    if close:
-        return f"Did you mean {close[0]!r}?"
-    return "Known: " + ", ".join(options) + "."
+    return f"Did you mean {close[0]!r}?" if close else "Known: " + ", ".join(options) + "."

@@ -1,15 +1,8 @@
-"""Atomic writes of files and folders, and reads that treat every file as untrusted.
+"""Atomic writes of files and folders, and reads of files that nobody vouches for.
 
-A file is written under a temporary name in the same folder, forced to disk and renamed. A folder of files is written
-the same way: each file and the folder are forced to disk before the rename. A process that is killed leaves the old
-version, the new version, or a name that starts with a dot; a lock on a folder that is being written tells it from such
-a leftover. Only plain files of bounded size are read. JSON is written by the standard, without NaN and infinity.
-
-No link is followed, in reading or writing: a folder that a stranger has filled cannot lead to a file outside of it. The
-folder that the user names may itself be reached through links.
-
-Windows has no such locks, and opens no folder to force it to disk: there, two processes that write one folder are not
-told from one that has died.
+A file or folder is written under a temporary name, which starts with a dot, forced to disk and renamed. A killed
+process leaves the old version or the new one. No link is followed below the folder that the user names. Only plain
+files of bounded size are read. Windows has no locks on folders: two processes that write one are not noticed there.
 """
 
 import errno
@@ -20,8 +13,9 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +34,10 @@ _PLAIN = _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 """Flags of `os.open`: no link is followed, a pipe does not wait for its other end, and Windows keeps line ends."""
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 """Flags of `open_plain` for a file that must not exist yet."""
+MOST_JSON = 1 << 24
+"""Maximum size of a JSON file in bytes."""
+MOST_YAML, MOST_VALUES, MOST_DEPTH = 1 << 22, 100_000, 16
+"""Maximum size of a YAML text in characters, and number and depth of its values."""
 
 
 class UntrustedError(ValueError):
@@ -47,7 +45,7 @@ class UntrustedError(ValueError):
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
-    """`os.open` of a regular file that is no link.
+    """Opens a regular file that is no link; returns a handle as `os.open` does.
 
     Args:
         path: the file; its folder must have been checked.
@@ -67,17 +65,17 @@ def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
             raise UntrustedError(f"{path.name} is a link, which is not followed") from None
         raise
     status = os.fstat(handle)
-    in_place = flags & (os.O_WRONLY | os.O_RDWR)
-    if stat.S_ISREG(status.st_mode) and not (in_place and status.st_nlink > 1):
+    is_regular, in_place = stat.S_ISREG(status.st_mode), flags & (os.O_WRONLY | os.O_RDWR)
+    if is_regular and not (in_place and status.st_nlink > 1):
         return handle
     os.close(handle)
-    if stat.S_ISREG(status.st_mode):
+    if is_regular:
         raise UntrustedError(f"{path.name} has a second name (a hard link), whose file would change with it")
     raise UntrustedError(f"{path.name} is not a plain file")
 
 
 def open_to_read(path: Path) -> BufferedReader:
-    """A regular file that is no link, open for reading; errors are those of `open_plain`."""
+    """Opens a regular file that is no link for reading; errors are those of `open_plain`."""
     return open(open_plain(path), "rb")
 
 
@@ -101,7 +99,14 @@ def storing(path: Path) -> Iterator[None]:
     except UntrustedError as error:
         raise RequestError(f"{path.parent}: {error}; put a copy of the file itself there, or remove it.") from None
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} cannot be written: {_reason(error)}. What was saved before is intact.") from error
+        number = getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = "the disk is full; free some space, then start again (a run with --resume)"
+        elif number in (errno.ENOENT, errno.ENOTDIR):
+            reason = "its folder is gone; restore it, then start again (a run with --resume)"
+        else:
+            reason = getattr(error, "strerror", None) or one_line(error)
+        raise RunError(f"{path} cannot be written: {reason}. What was saved before is intact.") from error
 
 
 @contextmanager
@@ -119,18 +124,8 @@ def reading(what: str, way_out: str, *, but: type[Exception] = TezoError) -> Ite
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error of another library, cut to 300 characters in one line."""
+    """Returns the message of an error of another library, cut to 300 characters in one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return "the disk is full; free some space, then start again (a run with --resume)"
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return "its folder is gone; restore it, then start again (a run with --resume)"
-        return f"{error.strerror or error}"
-    return one_line(error)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -143,18 +138,25 @@ def write_file(path: Path, data: bytes) -> None:
     with storing(path):
         try:
             remove(beside)
-            _write(beside, data)
+            _write(beside, NEW, data, forced=True)
             os.replace(beside, path)  # noqa: PTH105
             sync(path.parent)
         finally:
             beside.unlink(missing_ok=True)
 
 
-def _write(path: Path, data: bytes) -> None:
-    handle = open_plain(path, NEW)
+def append(path: Path, data: bytes) -> None:
+    """Appends `data` to a file with one write; the operating system decides when it goes to disk."""
+    with storing(path):
+        _write(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, data, forced=False)
+
+
+def _write(path: Path, flags: int, data: bytes, *, forced: bool) -> None:
+    handle = open_plain(path, flags)
     try:
         write_all(handle, data)
-        os.fsync(handle)
+        if forced:
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -166,29 +168,15 @@ def write_all(handle: int, data: bytes) -> None:
         written += os.write(handle, data[written:])
 
 
-def append(path: Path, data: bytes) -> None:
-    """Appends `data` to a file with one write; the operating system decides when it goes to disk.
-
-    Raises:
-        RunError: it cannot be written.
-    """
-    with storing(path):
-        handle = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            write_all(handle, data)
-        finally:
-            os.close(handle)
-
-
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to write into. It replaces `path` if the block succeeds; otherwise `path` is unchanged.
+    """Yields a temporary folder to write into. It replaces `path` if the block succeeds; otherwise `path` is unchanged.
 
     Raises:
         RequestError: another process is writing it.
         RunError: something cannot be written.
     """
-    beside = _beside(path)
+    beside, old = _beside(path), path.with_name(f".{path.name}.old")
     if not (beside.is_symlink() or _is_leftover(beside)):
         raise RequestError(f"output: another process is writing {path}; wait for it, or give another --output.")
     with storing(path):
@@ -200,14 +188,18 @@ def new_folder(path: Path) -> Iterator[Path]:
                 for inside in sorted(beside.rglob("*")):
                     sync(inside)
                 sync(beside)
-                _exchange(beside, path)
+                remove(old)
+                if os.path.lexists(path):
+                    os.replace(path, old)  # noqa: PTH105
+                os.replace(beside, path)  # noqa: PTH105
+                remove(old)
                 sync(path.parent)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
 
 def check_free(output: Path, ways: str = "give another --output, or delete it first") -> None:
-    """An error with `ways` where `output` exists and is not an empty folder.
+    """Raises a `RequestError` with `ways` where `output` exists and is not an empty folder.
 
     A folder that has only what killed processes left of files and folders they were writing is emptied.
     """
@@ -244,24 +236,16 @@ def _locked(folder: Path) -> Iterator[bool]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield _lock(handle)
+        was_free = True
+        with suppress(OSError):  # on a file system without locks, no folder is locked
+            was_free = lock(handle)
+        yield was_free
     finally:
         os.close(handle)
 
 
-def _lock(handle: int) -> bool:
-    try:
-        return lock(handle)
-    except OSError:  # on a file system without locks, no folder is locked
-        return True
-
-
 def lock(handle: int) -> bool:
-    """Locks an open file or folder for this process; returns False if another one has the lock.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
+    """Locks an open file or folder for this process; False if another one has it, OSError without locks at all."""
     if fcntl is None:
         return True
     try:
@@ -269,15 +253,6 @@ def lock(handle: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _exchange(beside: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.old")
-    remove(old)
-    if os.path.lexists(path):
-        os.replace(path, old)  # noqa: PTH105
-    os.replace(beside, path)  # noqa: PTH105
-    remove(old)
 
 
 def sync(path: Path) -> None:
@@ -291,12 +266,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-MOST_JSON = 1 << 24
-"""Maximum size of a JSON file in bytes."""
-
-
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file's bytes; `UntrustedError` if it is not a plain file, is a link, or has more than `most` bytes."""
+    """Reads a file; `UntrustedError` if it is not a plain file, is a link, or has more than `most` bytes."""
     try:
         with open_to_read(path) as file:
             if os.fstat(file.fileno()).st_size > most:
@@ -309,7 +280,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else, and for a link."""
+    """Reads the JSON value in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else, and a link."""
     data = read_bytes(path, MOST_JSON)
     try:
         return json.loads(data.decode())
@@ -318,40 +289,11 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of at most `MOST_JSON` bytes; `UntrustedError` for anything else, and for a link."""
+    """`read_json` of a JSON object; `UntrustedError` for another value."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise UntrustedError(f"{path.name} is not a JSON object")
     return value
-
-
-MOST_YAML, MOST_VALUES, MOST_DEPTH = 1 << 22, 100_000, 16
-"""Maximum size of a YAML text in characters, and number and depth of its values."""
-
-
-def parse_yaml(data: str | bytes) -> Any:
-    """The YAML value of a text; `UntrustedError`, without a name of the file, if it has none or is out of bounds."""
-    try:
-        text = data if isinstance(data, str) else data.decode()
-        value = yaml.safe_load(text[: MOST_YAML + 1])
-    except Exception as error:  # a false tag, such as !!timestamp x, ends in other errors than YAML's own
-        raise UntrustedError(f"cannot be read as YAML ({one_line(error)})") from None
-    if len(text) > MOST_YAML or _count_values(value) > MOST_VALUES:
-        raise UntrustedError("is no configuration")
-    return value
-
-
-def _count_values(tree: Any) -> int:
-    """Values in nested mappings and lists, an alias as often as it is used; the count ends above the bounds."""
-    count, level = 0, [tree]
-    for _ in range(MOST_DEPTH):
-        inner: list[Any] = []
-        for value in level:
-            inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            if count + len(inner) > MOST_VALUES:
-                return count + len(inner)
-        count, level = count + len(inner), inner
-    return count if not level else MOST_VALUES + 1
 
 
 def own_object(path: Path, way_out: str) -> dict[str, Any]:
@@ -362,15 +304,37 @@ def own_object(path: Path, way_out: str) -> dict[str, Any]:
         raise RequestError(f"{path.parent}: {error}; {way_out}.") from None
 
 
+def parse_yaml(data: str | bytes) -> Any:
+    """Parses a YAML text; `UntrustedError`, without a name of the file, if it is none or is out of bounds."""
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        value = yaml.safe_load(text[: MOST_YAML + 1])
+    except Exception as error:  # a false tag, such as !!timestamp x, ends in other errors than YAML's own
+        raise UntrustedError(f"cannot be read as YAML ({one_line(error)})") from None
+    count, level = 0, [value]
+    for _ in range(MOST_DEPTH):  # an alias counts as often as it is used
+        level = list(islice(chain.from_iterable(map(_inside, level)), MOST_VALUES + 1 - count))
+        count += len(level)
+        if count > MOST_VALUES:
+            break
+    if len(text) > MOST_YAML or level:
+        raise UntrustedError("is no configuration")
+    return value
+
+
+def _inside(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 def plain_file(path: Path) -> Path:
-    """The path, if it is a regular file and not a link; otherwise `UntrustedError`."""
+    """Returns the path, if it is a regular file and not a link; otherwise `UntrustedError`."""
     if path.is_symlink() or not path.is_file():
         raise UntrustedError(f"{path.name} is missing, or is a link")
     return path
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON text of dicts, lists, tuples, strings, numbers and None; NaN and infinity become null."""
+    """Returns the JSON text of dicts, lists, tuples, strings, numbers and None; NaN and infinity become null."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
@@ -383,41 +347,28 @@ def _finite(value: Any) -> Any:
 
 
 def default_cache() -> Path:
-    """`$TEZO_CACHE` if set, else `tezo` in the user's cache folder."""
+    """Returns `$TEZO_CACHE` if set, else `tezo` in the user's cache folder."""
     chosen = os.environ.get("TEZO_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(chosen) if chosen else base / "tezo"
 
 
 class NumberCache:
-    """Integers by name, in a JSON file. A file that cannot be read or written is ignored.
-
-    Args:
-        folder: cache folder.
-        name: name of the file, without its ending.
-
-    Attributes:
-        numbers: the integers.
-    """
+    """Integers by name, in a JSON file of a cache folder. A file that cannot be read or written is ignored."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = folder / f"{name}.json"
         self.numbers: dict[str, int] = {}
-        try:
+        with suppress(OSError, ValueError, AttributeError, TypeError):
             read = json.loads(self.path.read_text(encoding="utf-8"))
             self.numbers = {str(key): int(number) for key, number in read.items()}
-        except (OSError, ValueError, AttributeError, TypeError):
-            pass
         self._known = len(self.numbers)
 
     def save(self) -> None:
         """Replaces the file atomically if a number was added."""
-        if len(self.numbers) == self._known:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-                json.dump(self.numbers, file)
-            Path(file.name).replace(self.path)
-        except OSError:
-            pass
+        if len(self.numbers) > self._known:
+            with suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+                    json.dump(self.numbers, file)
+                Path(file.name).replace(self.path)

@@ -1,11 +1,8 @@
-"""The meter of a command: which phase it is in, how far that is, and the seconds and forward passes of each phase.
+"""The meter of a command: its phase, how far that is, and the seconds and forward passes of each phase.
 
-At any moment exactly one phase counts, the innermost that is open, so the seconds of all phases add up to the time
-since the meter's start. Forward passes are counted where tokens enter the model, so that no caller can forget one.
-
-Says on standard error what a command is doing: a line that is overwritten, or lines of a log, never far apart.
-
-Turns off the progress bars and advice of other libraries.
+At any moment exactly one phase counts, the innermost open one, so the seconds of all phases add up to the time since
+the meter's start. Forward passes are counted where rows enter the model. A `StatusLine` shows the meter on standard
+error.
 """
 
 import os
@@ -13,13 +10,13 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from logging import ERROR, getLogger
 from shutil import get_terminal_size
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
@@ -40,27 +37,27 @@ SELDOM = 0.1
 """Seconds between two times that listeners are told how far a phase is, at least."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """What a command is doing at a moment.
+    """What a command is doing at a moment: a phase, with what it has taken since it was opened.
 
     Attributes:
-        name: of the phase.
-        seconds: since this phase was opened.
+        opened: `time.perf_counter()` when the phase was opened.
         begun: units that were finished then.
-        done: units that are finished.
         total: units of the phase; 0: not known.
         unit: of `done` and `total`, in the plural.
-        passes: forward passes of this phase since it was opened.
+        rows: rows that have entered the model.
     """
 
     name: str
-    seconds: float
-    begun: int
-    done: int
-    total: int
-    unit: str
-    passes: float
+    opened: float
+    seconds: float = 0.0
+    begun: int = 0
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    rows: int = 0
+    passes: float = 0.0
 
     @property
     def left(self) -> float | None:
@@ -69,52 +66,35 @@ class Work:
         return self.seconds * (self.total - self.done) / made if made > 0 and self.total else None
 
 
-@dataclass
-class _Phase:
-    name: str
-    opened: float
-    begun: int = 0
-    done: int = 0
-    total: int = 0
-    unit: str = ""
-    rows: int = 0
-
-
-@dataclass
-class _Spent:
-    seconds: float = 0.0
-    rows: int = 0
-
-
 Told = Callable[[Work], None]
 
 
-@dataclass
 class Meter:
     """Phases of one command. As a context manager it is the one that `current` returns.
 
+    Args:
+        started: `time.perf_counter()` when the command began; None: now.
+
     Attributes:
-        started: `time.perf_counter()` when the command began.
         rows_per_pass: rows that enter the model in one forward pass of a batch of training rows; the sum over rows is
             divided by it, so that a call for both signs counts twice, and a part of a batch as a part of a pass.
         told: called, in the thread that works, when a phase begins or ends and now and then when it has got further.
     """
 
-    started: float = field(default_factory=time.perf_counter)
-    rows_per_pass: float = 1.0
-    told: list[Told] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, started: float | None = None) -> None:
+        self.started = time.perf_counter() if started is None else started
+        self.rows_per_pass = 1.0
+        self.told: list[Told] = []
         self._since = self._told_at = self.started
-        self._open = [_Phase(OTHER, self.started)]
-        self._spent: dict[str, _Spent] = {}
+        self._open = [Work(OTHER, self.started)]
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._rows: Counter[str] = Counter()
         self._earlier = (0.0, 0.0)
         self._watched: list[Any] = []
         self._exit = ExitStack()
 
     def __enter__(self) -> "Meter":
-        token = _CURRENT.set(self)
-        self._exit.callback(_CURRENT.reset, token)
+        self._exit.callback(_CURRENT.reset, _CURRENT.set(self))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -123,15 +103,14 @@ class Meter:
     @property
     def work(self) -> Work:
         """What the command is doing now; may be read from any thread."""
-        phase, now = self._open[-1], time.perf_counter()
-        passes = phase.rows / self.rows_per_pass
-        return Work(phase.name, now - phase.opened, phase.begun, phase.done, phase.total, phase.unit, passes)
+        phase = self._open[-1]
+        return replace(phase, seconds=time.perf_counter() - phase.opened, passes=phase.rows / self.rows_per_pass)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """While open, time and passes count for this phase; one that is opened inside interrupts it."""
         self._settle()
-        self._open.append(_Phase(name, self._since))
+        self._open.append(Work(name, self._since))
         self._tell()
         try:
             yield
@@ -151,9 +130,9 @@ class Meter:
                 self._tell()
 
     def watch(self, model: Any) -> None:
-        """Counts the rows that enter a model of transformers from now on, until the meter is closed."""
+        """Counts the rows that enter a model of transformers until the meter, if it is the current one, is closed."""
         entrance = model.get_input_embeddings()
-        if not any(entrance is known for known in self._watched):
+        if _CURRENT.get() is self and not any(entrance is known for known in self._watched):
             self._watched.append(entrance)
             self._exit.callback(entrance.register_forward_pre_hook(self._count, with_kwargs=True).remove)
 
@@ -161,7 +140,7 @@ class Meter:
         del module
         rows = len((*args, *named.values())[0])
         self._open[-1].rows += rows
-        self._of(self._open[-1].name).rows += rows
+        self._rows[self._open[-1].name] += rows
 
     @contextmanager
     def telling(self, listeners: Iterable[Told]) -> Iterator[None]:
@@ -182,30 +161,24 @@ class Meter:
     def phases(self) -> dict[str, dict[str, float]]:
         """JSON: name of each phase -> its "seconds" and "passes" so far, in the order in which they first ended."""
         self._settle()
-        seconds, passes = self._earlier
-        earlier = {EARLIER: {"seconds": round(seconds, 3), "passes": round(passes, 2)}} if seconds or passes else {}
-        return earlier | {
-            name: {"seconds": round(spent.seconds, 3), "passes": round(spent.rows / self.rows_per_pass, 2)}
-            for name, spent in self._spent.items()
-        }
+        spent = {EARLIER: self._earlier} if any(self._earlier) else {}
+        spent |= {name: (seconds, self._rows[name] / self.rows_per_pass) for name, seconds in self._seconds.items()}
+        return {name: {"seconds": round(s, 3), "passes": round(passes, 2)} for name, (s, passes) in spent.items()}
 
     @property
     def seconds(self) -> float:
-        """Since the start of the command, and of earlier starts."""
+        """Seconds since the start of the command, and of earlier starts."""
         return self._earlier[0] + time.perf_counter() - self.started
 
     @property
     def passes(self) -> float:
         """Forward passes so far, those of earlier starts too."""
-        return self._earlier[1] + sum(spent.rows for spent in self._spent.values()) / self.rows_per_pass
+        return self._earlier[1] + self._rows.total() / self.rows_per_pass
 
     def _settle(self) -> None:
         now = time.perf_counter()
-        self._of(self._open[-1].name).seconds += now - self._since
+        self._seconds[self._open[-1].name] += now - self._since
         self._since = now
-
-    def _of(self, name: str) -> _Spent:
-        return self._spent.setdefault(name, _Spent())
 
     def _tell(self) -> None:
         self._told_at = time.perf_counter()
@@ -217,36 +190,18 @@ _CURRENT: ContextVar[Meter | None] = ContextVar("meter", default=None)
 
 
 def current() -> Meter:
-    """The meter of the command that runs; where there is none, one that nobody reads."""
+    """Returns the meter of the command that runs; where there is none, one that nobody reads."""
     return _CURRENT.get() or Meter()
 
 
-@contextmanager
-def metered() -> Iterator[Meter]:
-    """The meter of the command that runs, or a new one while this is open."""
+def metered() -> AbstractContextManager[Meter]:
+    """A context with the meter of the command that runs, or with a new one."""
     running = _CURRENT.get()
-    if running is not None:
-        yield running
-        return
-    with Meter() as meter:
-        yield meter
-
-
-def watch(model: Any) -> None:
-    """Has the command's meter count the forward passes of a model, if a command runs."""
-    running = _CURRENT.get()
-    if running is not None:
-        running.watch(model)
+    return Meter() if running is None else nullcontext(running)
 
 
 def tracked(items: Sequence[T], unit: str = "rows", sizes: Iterable[int] | None = None) -> Iterator[T]:
-    """The items, one after another; how many were taken is said of the phase that is open.
-
-    Args:
-        items: what is worked on.
-        unit: what is counted.
-        sizes: how many units each item has; None: one.
-    """
+    """Yields the items, and reports to the open phase how many units were taken; `sizes`: units of each, if not one."""
     meter, counts = current(), [1] * len(items) if sizes is None else list(sizes)
     done, total = 0, sum(counts)
     meter.report(0, total, unit)
@@ -265,16 +220,14 @@ REDRAWN = 0.5
 class StatusLine:
     """Shows the work of a meter; a context manager.
 
-    On a terminal and in a notebook it is one line, which is overwritten and disappears at the end. Elsewhere, as in a
-    log file, there is a line when a phase begins for the first time, and another one when nothing else was printed for
-    `silence` seconds.
+    A terminal and a notebook have one line, which is overwritten and disappears at the end. A log file gets a line when
+    a phase begins for the first time, and another one when nothing else was printed for `silence` seconds.
 
     Args:
         meter: whose work is shown.
         stream: where to; None: standard error.
         silence: longest time between two lines, in seconds.
-        write: writes a line elsewhere, above the bar of a loop of others for example. Nothing is overwritten then, and
-            nothing is said outside of phases.
+        write: writes a line in place of the stream, above a progress bar for example; no line is overwritten then.
 
     Attributes:
         figures: name of a phase -> what is shown beside how far it is.
@@ -288,14 +241,12 @@ class StatusLine:
         silence: float = LONGEST_SILENCE,
         write: Callable[[str], object] | None = None,
     ) -> None:
-        self.meter = meter
+        self.meter, self._write = meter, write
         self.figures: dict[str, str] = {}
         self._stream = sys.stderr if stream is None else stream
-        self._write = write
         self._overwrites = write is None and (self._stream.isatty() or "ipykernel" in sys.modules)
         self._silence = REDRAWN if self._overwrites else silence
         self._begun: set[str] = set()
-        self._shown = OTHER
         self._width = 0
         self._last = time.monotonic()
         self._lock = threading.Lock()
@@ -307,10 +258,7 @@ class StatusLine:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del kind, error, trace
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
         self.meter.told.remove(self._told)
@@ -328,13 +276,11 @@ class StatusLine:
             self._last = time.monotonic()
 
     def _told(self, work: Work) -> None:
-        if work.name in (OTHER, self._shown):
-            if work.name == OTHER and self._overwrites:  # what a command prints stands on a line of its own
+        if work.name == OTHER:
+            if self._overwrites:  # what a command prints stands on a line of its own
                 with self._lock:
                     self._clear()
-            return
-        self._shown = work.name
-        if self._overwrites:
+        elif self._overwrites:
             self._redraw()
         elif work.name not in self._begun:
             self._begun.add(work.name)
@@ -342,18 +288,25 @@ class StatusLine:
 
     def _watch(self) -> None:
         while not self._over.wait(self._silence / 8):
-            if time.monotonic() - self._last < self._silence:
-                continue
-            if self.meter.work.name == OTHER and (self._overwrites or self._write is not None):
-                continue
-            if self._overwrites:
-                self._redraw()
-            else:
-                self.print(self._text())
+            is_due = time.monotonic() - self._last >= self._silence
+            says_nothing = self.meter.work.name == OTHER and (self._overwrites or self._write is not None)
+            if is_due and not says_nothing:
+                self._redraw() if self._overwrites else self.print(self._text())
 
     def _text(self) -> str:
+        """For example "steps, 40 of 200, loss 2.3, 1 min 10 s, about 5 min 00 s left"."""
         work = self.meter.work
-        return work_text(work, self.figures.get(work.name, ""))
+        parts = [work.name]
+        if work.total:
+            parts.append(f"{work.done:,} of {work.total:,}" + (f" {work.unit}" if work.unit != work.name else ""))
+        elif work.passes >= 2:
+            parts.append(f"{work.passes:,.0f} forward passes")
+        if work.name in self.figures:
+            parts.append(self.figures[work.name])
+        parts.append(duration_text(work.seconds))
+        if work.left is not None and work.done < work.total:
+            parts.append(f"about {duration_text(work.left)} left")
+        return ", ".join(parts)
 
     def _redraw(self) -> None:
         with self._lock:
@@ -367,27 +320,20 @@ class StatusLine:
             self._width = 0
 
     def _put(self, text: str) -> None:
-        try:
+        with suppress(OSError, ValueError):  # it is closed, or nobody reads it: that ends no run
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # it is closed, or nobody reads it: that ends no run
-            return
 
 
 @contextmanager
 def showing(
     wanted: bool = True, started: float | None = None, write: Callable[[str], object] | None = None
 ) -> Iterator[StatusLine | None]:
-    """A meter for a command, while this is open, and the line that shows its work.
+    """Opens a meter, see `Meter` and `StatusLine`, and yields the line that shows its work.
 
-    None where that is not wanted, and in all but the first of the processes that torchrun starts.
-
-    Args:
-        wanted: whether to show it.
-        started: `time.perf_counter()` when the command began; None: now.
-        write: see `StatusLine`.
+    None if that is not wanted, and in all but the first of the processes that torchrun starts.
     """
-    with Meter(time.perf_counter() if started is None else started) as meter:
+    with Meter(started) as meter:
         if not wanted or int(os.environ.get("RANK", "0")) > 0:
             yield None
             return
@@ -395,22 +341,8 @@ def showing(
             yield line
 
 
-def work_text(work: Work, figures: str = "") -> str:
-    """What is done, how far it is and what is left: "steps, 40 of 200, loss 2.3, 1 min 10 s, about 5 min 00 s left"."""
-    parts = [work.name]
-    if work.total:
-        parts.append(f"{work.done:,} of {work.total:,}" + (f" {work.unit}" if work.unit != work.name else ""))
-    elif work.passes >= 2:
-        parts.append(f"{work.passes:,.0f} forward passes")
-    parts += [figures] * bool(figures)
-    parts.append(duration_text(work.seconds))
-    if work.left is not None and work.done < work.total:
-        parts.append(f"about {duration_text(work.left)} left")
-    return ", ".join(parts)
-
-
 def duration_text(seconds: float) -> str:
-    """Seconds as "4.2 s", "3 min 20 s" or "2 h 05 min"."""
+    """Returns seconds as "4.2 s", "3 min 20 s" or "2 h 05 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -42,8 +42,8 @@ from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.folder import LOG, ResumeState, RunFolder
 from tezo.runs.step_log import Rollback
 from tezo.system.errors import RunError
+from tezo.system.processes import ProcessGroup
 from tezo.system.progress import BETWEEN, current
-from tezo.system.ranks import Ranks
 from tezo.tasks.evaluation import Metrics
 from tezo.training.evaluations import Evaluations
 from tezo.training.job import Job
@@ -296,7 +296,7 @@ class BestState:
         folder: gets the rollbacks.
         evaluations: of the run.
         listeners: told of rollbacks.
-        ranks: that share the run; the first one's dev loss counts.
+        processes: that share the run; the first one's dev loss counts.
 
     Attributes:
         best: the state with the lowest dev loss so far; None before the first evaluation.
@@ -305,14 +305,19 @@ class BestState:
     """
 
     def __init__(
-        self, job: Job, folder: RunFolder, evaluations: Evaluations, listeners: Sequence[Listener], ranks: Ranks
+        self,
+        job: Job,
+        folder: RunFolder,
+        evaluations: Evaluations,
+        listeners: Sequence[Listener],
+        processes: ProcessGroup,
     ) -> None:
         self.job = job
         self.settings = job.config.train
         self.folder = folder
         self.evaluations = evaluations
         self.listeners = listeners
-        self.ranks = ranks
+        self.processes = processes
         self.best: GoodState | None = None
         self.dev_loss: float | None = None
         self.stopped: str | None = None
@@ -365,7 +370,7 @@ class BestState:
         if steps in self._evaluation_steps or (self._every and last):
             same = before is not None and self.job.dev is self.job.test
             loss = before["loss"] if same and before is not None else self._evaluated(steps)
-            (self.dev_loss,) = self.ranks.first([loss])
+            (self.dev_loss,) = self.processes.first([loss])
             self._compare(steps, self.dev_loss)
         elif self.settings.guard and not self._every and steps % interval(None, self.settings) == 0:
             self._compare(steps, sum(self._losses) / len(self._losses) if self._losses else math.inf)

@@ -10,7 +10,7 @@ from tezo.forward.blocks import NotInBlocksError
 from tezo.optim.estimators.estimate import RowsClosure
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.system.errors import RequestError
-from tezo.system.ranks import Ranks
+from tezo.system.processes import ProcessGroup
 from tezo.tasks.objectives.objective import BatchClosure
 from tezo.training.job import Job
 from tezo.training.recipe import LOSS
@@ -22,13 +22,13 @@ class SharedRows(RowsClosure):
 
     Attributes:
         own: the loss on this rank's rows.
-        ranks: all of them.
+        processes: all of them.
         most_tokens: the most that any rank has in a pass for one model.
         rows: number of examples of all ranks; rank k has every `size`-th from k on.
     """
 
     own: BatchClosure
-    ranks: Ranks
+    processes: ProcessGroup
     most_tokens: int
     rows: int
 
@@ -66,7 +66,7 @@ class SharedRows(RowsClosure):
 
     def _number(self, example: int) -> int:
         """The number among all examples of this rank's own."""
-        return self.ranks.rank + example * self.ranks.size
+        return self.processes.rank + example * self.processes.size
 
     def _summed(self, own: Callable[[], tuple[Tensor, int]], shape: tuple[int, ...]) -> tuple[Tensor, float]:
         """(sums over the ranks, of this shape; the sum of their counts)."""
@@ -74,41 +74,41 @@ class SharedRows(RowsClosure):
             (sums, count), refusals = own(), 0
         except NotInBlocksError:  # the others must not wait for this rank's sums: all ranks take separate passes
             sums, count, refusals = torch.zeros(shape), 0, 1
-        *totals, whole, refused = self.ranks.sum([*sums.flatten().tolist(), float(count), float(refusals)])
+        *totals, whole, refused = self.processes.sum([*sums.flatten().tolist(), float(count), float(refusals)])
         if refused:
             raise NotInBlocksError
         return torch.tensor(totals, dtype=torch.float64).view(shape), whole
 
 
-def shared_rows(job: Job, indices: Sequence[int], ranks: Ranks) -> SharedRows:
+def shared_rows(job: Job, indices: Sequence[int], processes: ProcessGroup) -> SharedRows:
     """The loss on these rows, of which this rank has every `size`-th."""
-    mine = indices[ranks.rank :: ranks.size]
+    mine = indices[processes.rank :: processes.size]
     if job.config.model.placement == "shards":  # a pass gathers weights from all ranks: each must make as many
         batches = [job.objective.collate([job.train[i] for i in mine])]
     else:
         batches = job.batches(mine)
     own = job.objective.closure(job.model, batches)
     apart = job.config.method.options.get("directions") == PER_EXAMPLE
-    (tokens,) = ranks.max([float(own.example_tokens if apart else own.tokens)])
-    return SharedRows(own, ranks, int(tokens), len(indices))
+    (tokens,) = processes.max([float(own.example_tokens if apart else own.tokens)])
+    return SharedRows(own, processes, int(tokens), len(indices))
 
 
-def check_shareable(job: Job, ranks: Ranks) -> None:
+def check_shareable(job: Job, processes: ProcessGroup) -> None:
     """An error where a run cannot be shared; directions are shared out where they are what is shared."""
-    if ranks.size == 1:
+    if processes.size == 1:
         return
     if job.optimizer.needs_gradient:
         raise RequestError(
             f"method.name is {job.config.method.name}, which runs in one process; start it without torchrun."
         )
     train = job.config.train
-    if job.config.model.placement == "shards" and train.batch_size < ranks.size and train.parallel == "rows":
+    if job.config.model.placement == "shards" and train.batch_size < processes.size and train.parallel == "rows":
         raise RequestError(
-            f"train.batch_size is {train.batch_size}, and with model.placement=shards each of {ranks.size} ranks needs "
-            "a row; raise it."
+            f"train.batch_size is {train.batch_size}, and with model.placement=shards each of {processes.size} ranks "
+            "needs a row; raise it."
         )
     if train.parallel == "directions":
-        job.optimizer.share_directions(ranks)
+        job.optimizer.share_directions(processes)
     elif train.objective != LOSS:
         raise RequestError(
             f"train.objective is {train.objective}, whose rows cannot be shared out; set train.parallel=directions."

@@ -15,13 +15,13 @@ from tezo.optim.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
-from tezo.runs.folder import CONFIG, ReadOnlyRunFolder, ResumeState, RunFolder, WritableRunFolder
+from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
 from tezo.runs.step_log import End
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted, nearest
 from tezo.system.files import reading
+from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, SAVING, STEPS, current, metered
-from tezo.system.ranks import Ranks, join
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import Score
 from tezo.tasks.splits import Splits
@@ -65,39 +65,39 @@ def train(
         RunInterrupted: SIGINT or SIGTERM came; the step under way was finished and saved. A KeyboardInterrupt.
         RunError: something could not be written; the run can be resumed.
     """
-    ranks = join()
-    folder = WritableRunFolder(output) if ranks.is_first else ReadOnlyRunFolder(output)
+    processes = join()
+    folder = RunFolder(output, writes=processes.is_first)
     with metered() as meter, meter.telling(listener.working for listener in listeners):
         try:
-            ranks.check_same({"resume": resume, **request_of(config)})
-            with ranks.together("use the run folder"):
+            processes.check_same({"resume": resume, **request_of(config)})
+            with processes.together("use the run folder"):
                 if not (resume and folder.has_begun):
                     folder.check_free()
-            if resume and (summary := folder.summary()) is not None:
+            if resume and (summary := read_summary(output)) is not None:
                 folder.check_ended()
                 check_unchanged(read_config(output / CONFIG, []), config)
                 return summary
-            with ranks.together("prepare the run"):
+            with processes.together("prepare the run"):
                 if resume and (begun := folder.header()) is not None:
                     config = with_choices_of(begun, config)
                 job = prepare(config, loaded=loaded, rows=rows, score=score)
-                check_shareable(job, ranks)
+                check_shareable(job, processes)
             try:
                 job = job.with_lr(
-                    *ranks.first([float(job.config.method.options["lr"])])
+                    *processes.first([float(job.config.method.options["lr"])])
                 )  # trials may be rounded otherwise here
                 header = log_header(job)
                 own = {f"model.{part}": digest for part, digest in header["model"].items()}
-                ranks.check_same(header | {"model": None} | own)  # ranks may have the same files in other places
+                processes.check_same(header | {"model": None} | own)  # ranks may have the same files in other places
                 job = replace(job, config=with_absolute_paths(job.config))
                 with Interruption() as interruption:
-                    return Loop(job, folder, listeners, interruption, ranks).run()
+                    return Loop(job, folder, listeners, interruption, processes).run()
             except BaseException:
                 if loaded is not None:
                     job.optimizer.close()  # the model is the caller's, and free again
                 raise
         finally:
-            ranks.close()
+            processes.close()
 
 
 COMPARE_EVERY = 100
@@ -112,11 +112,16 @@ class Loop:
         folder: where the result goes.
         listeners: told of everything, in order, after the folder has it.
         interruption: whether the process was asked to end.
-        ranks: that share the run.
+        processes: that share the run.
     """
 
     def __init__(
-        self, job: Job, folder: RunFolder, listeners: Sequence[Listener], interruption: Interruption, ranks: Ranks
+        self,
+        job: Job,
+        folder: RunFolder,
+        listeners: Sequence[Listener],
+        interruption: Interruption,
+        processes: ProcessGroup,
     ) -> None:
         self.job = job
         self.meter = current()
@@ -124,13 +129,13 @@ class Loop:
         self.folder = folder
         self.listeners = listeners
         self.interruption = interruption
-        self.ranks = ranks
+        self.processes = processes
         self.sampler = job.sampler()
         self.lr = float(job.optimizer.param_groups[0]["lr"])
         self.lr_factor = lr_factor(self.settings)
         self.resumed = ResumeState()
         self.evaluations = Evaluations(job, folder, listeners)
-        self.best = BestState(job, folder, self.evaluations, listeners, ranks)
+        self.best = BestState(job, folder, self.evaluations, listeners, processes)
         self.step_seconds = 0.0
 
     def run(self) -> dict[str, Any]:
@@ -154,7 +159,7 @@ class Loop:
             listener.started(self.job)
         with self.meter.phase(BEFORE):
             before = self.evaluations.of("test", 0)
-        (self.job.optimizer.own_loss,) = self.ranks.first([before["loss"]])
+        (self.job.optimizer.own_loss,) = self.processes.first([before["loss"]])
         self.job.optimizer.warn_by(self._warn)
         with self.meter.phase(STEPS):
             steps = self._steps(start, before)
@@ -168,9 +173,9 @@ class Loop:
 
     def _open(self) -> ResumeState:
         """Opens the folder; the first rank puts it in order before the others read it."""
-        with self.ranks.together("open the run folder"):
-            state = self._open_folder() if self.ranks.is_first else None
-        with self.ranks.together("read the run folder"):  # before the first rank writes again
+        with self.processes.together("open the run folder"):
+            state = self._open_folder() if self.processes.is_first else None
+        with self.processes.together("read the run folder"):  # before the first rank writes again
             return state or self._open_folder()
 
     def _open_folder(self) -> ResumeState:
@@ -225,7 +230,7 @@ class Loop:
 
     def _any(self, flag: bool) -> bool:
         """Whether it is so on any rank."""
-        return self.ranks.max([float(flag)])[0] > 0
+        return self.processes.max([float(flag)])[0] > 0
 
     def _keep(self, steps: int) -> None:
         if steps <= len(self.resumed.steps):
@@ -291,8 +296,8 @@ class Loop:
             self._check_ranks(step + 1, sample=True)
 
     def _check_ranks(self, steps: int, *, sample: bool = False) -> None:
-        if self.ranks.size > 1:
-            self.ranks.check_equal(digest(self.job.optimizer.resumable_state(), sample=sample), steps)
+        if self.processes.size > 1:
+            self.processes.check_equal(digest(self.job.optimizer.resumable_state(), sample=sample), steps)
 
     def _take_step(self, step: int, indices: Sequence[int]) -> None:
         job, optimizer = self.job, self.job.optimizer
@@ -306,8 +311,8 @@ class Loop:
     def _closure(self, step: int, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""
         job, name = self.job, self.settings.objective
-        if self.ranks.size > 1 and self.settings.parallel == "rows":
-            return shared_rows(job, indices, self.ranks)
+        if self.processes.size > 1 and self.settings.parallel == "rows":
+            return shared_rows(job, indices, self.processes)
         if name == LOSS:
             return job.objective.closure(job.model, job.batches(indices))
         rows = [job.train[i] for i in indices]
@@ -354,7 +359,7 @@ class Loop:
             result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
         answers = compare(self.job.test, first, last)
-        summary = summarize(self.job, outcome, self.ranks, result, self.meter.phases)
+        summary = summarize(self.job, outcome, self.processes, result, self.meter.phases)
         self.folder.finish(summary, answers)
         for listener in self.listeners:
             if answers is not None:

@@ -15,7 +15,7 @@ from tezo.runs.folder import SUMMARY, read_summary
 from tezo.runs.step_log import Rollback
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, REWARD, TEXT_LOSS, minus
 from tezo.system.files import reading
-from tezo.system.ranks import Ranks
+from tezo.system.processes import ProcessGroup
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.objectives.objective import Encoded
 from tezo.training.best_state import REASONS
@@ -126,14 +126,18 @@ def row_counts(job: Job) -> dict[str, int]:
 
 
 def summarize(
-    job: Job, outcome: Outcome, ranks: Ranks, result: dict[str, Any], phases: Mapping[str, Mapping[str, float]]
+    job: Job,
+    outcome: Outcome,
+    processes: ProcessGroup,
+    result: dict[str, Any],
+    phases: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     """The summary as JSON: metrics, cost, hardware and versions.
 
     Args:
         job: the job that ran.
         outcome: its outcome.
-        ranks: the processes of the run.
+        processes: the processes of the run.
         result: what was saved, as `save_result` returns it.
         phases: seconds and forward passes of each phase; see `tezo.system.progress`.
     """
@@ -166,9 +170,9 @@ def summarize(
         "prompt_shared_by_options": job.objective.packs,
         "notices": list(job.notices),
         "seed": job.config.train.seed,
-        "ranks": ranks.size,
-        "bytes_sent": ranks.bytes_sent,
-        "exchanges": ranks.exchanges,
+        "ranks": processes.size,
+        "bytes_sent": processes.bytes_sent,
+        "exchanges": processes.exchanges,
         "hardware": hardware(),
         "versions": versions(),
     }

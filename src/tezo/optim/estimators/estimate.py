@@ -16,7 +16,7 @@ from tezo.directions.bases.basis import FactorStore
 from tezo.directions.spaces import Direction, Tile
 from tezo.forward.moving_parameter import MovingParameter
 from tezo.system.errors import RequestError
-from tezo.system.ranks import Ranks
+from tezo.system.processes import ProcessGroup
 
 Closure = Callable[[], Tensor | float]
 
@@ -264,6 +264,6 @@ class Estimator(ABC):
         """Called after a state is loaded, with the names of the parameters that have moments of this kind of step."""
         del names
 
-    def share_directions(self, ranks: Ranks) -> None:
+    def share_directions(self, processes: ProcessGroup) -> None:
         """Distributes the directions of the following steps among the ranks; ignored without random directions."""
-        del ranks
+        del processes

@@ -53,10 +53,10 @@ class ForwardGradient(TwoPoint):
             FloatingPointError: a loss or a derivative is NaN or infinite.
         """
         del rho
-        own = range(self._ranks.rank, len(next(iter(drawn.values()))), self._ranks.size)
+        own = range(self._processes.rank, len(next(iter(drawn.values()))), self._processes.size)
         with evaluation_mode(self._model):
             probes = tuple(self._probe(closure, {name: each[i] for name, each in drawn.items()}) for i in own)
-        probes = gather_probes(probes, self._ranks)
+        probes = gather_probes(probes, self._processes)
         self._check_finite(probes)
         return probes
 

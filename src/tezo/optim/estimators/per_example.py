@@ -13,7 +13,7 @@ from tezo.forward.moving_parameter import Shift, evaluation_mode, let_interrupt
 from tezo.optim.estimators.estimate import Closure, Estimate, Probe, RowsClosure, StepDraw, precise
 from tezo.optim.estimators.two_point import TwoPoint, average, fitting_copies
 from tezo.system.errors import RequestError
-from tezo.system.ranks import Ranks
+from tezo.system.processes import ProcessGroup
 
 Drawn = Mapping[str, Sequence[Direction]]
 """Parameter name -> its directions."""
@@ -151,8 +151,8 @@ class PerExample(TwoPoint):
     def accepts(self, probes: int, num_directions: int) -> bool:
         return probes > 0 and probes % num_directions == 0
 
-    def share_directions(self, ranks: Ranks) -> None:
-        del ranks
+    def share_directions(self, processes: ProcessGroup) -> None:
+        del processes
         raise RequestError(
             "train.parallel is directions, but each example has its own; set train.parallel=rows, which shares them."
         )

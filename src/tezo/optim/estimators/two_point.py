@@ -27,7 +27,7 @@ from tezo.optim.estimators.estimate import (
     evaluate,
 )
 from tezo.system.errors import RequestError
-from tezo.system.ranks import Ranks
+from tezo.system.processes import ProcessGroup
 
 TOKENS_OF_A_PASS = 1024
 """Largest number of tokens of a pass that several models share. Below it a pass is limited by reading the weights,
@@ -52,7 +52,7 @@ class TwoPoint(Estimator):
 
     def __init__(self, rho: float) -> None:
         self.rho = rho
-        self._ranks = Ranks()
+        self._processes = ProcessGroup()
         self._moving: Mapping[str, MovingParameter] = {}
         self._in_blocks = True
 
@@ -61,8 +61,8 @@ class TwoPoint(Estimator):
         self._model, self._moving = model, moving
         self._in_blocks = all(parameter.in_blocks for parameter in moving.values())
 
-    def share_directions(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def share_directions(self, processes: ProcessGroup) -> None:
+        self._processes = processes
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         probes = self.probes(closure, draw.directions, self.rho)
@@ -88,14 +88,14 @@ class TwoPoint(Estimator):
             FloatingPointError: a loss is NaN or infinite.
         """
         set_perturbations = partial(self._set_perturbations, drawn)
-        own = range(self._ranks.rank, len(next(iter(drawn.values()))), self._ranks.size)
+        own = range(self._processes.rank, len(next(iter(drawn.values()))), self._processes.size)
         with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
             try:
                 probes = two_point(closure, set_perturbations, rho, own, self._copies(closure, len(own)))
             except NotInBlocksError:  # raised at most once, in the first step
                 self._in_blocks = False
                 probes = two_point(closure, set_perturbations, rho, own, 1)
-        probes = gather_probes(probes, self._ranks)
+        probes = gather_probes(probes, self._processes)
         self._check(probes)
         return probes
 
@@ -161,14 +161,14 @@ def two_point(
     return tuple(Probe(plus, minus, (plus - minus) / (2 * rho)) for plus, minus in pairs)
 
 
-def gather_probes(probes: tuple[Probe, ...], ranks: Ranks) -> tuple[Probe, ...]:
+def gather_probes(probes: tuple[Probe, ...], processes: ProcessGroup) -> tuple[Probe, ...]:
     """The probes of all ranks: the first probe of each rank, then the second of each, and so on.
 
     All ranks must have the same number of probes.
     """
-    if ranks.size == 1:
+    if processes.size == 1:
         return probes
-    gathered = ranks.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
+    gathered = processes.gather([x for p in probes for x in (p.loss_plus, p.loss_minus, p.projected_grad)])
     by_rank = [[Probe(*values[i : i + 3]) for i in range(0, len(values), 3)] for values in gathered]
     return tuple(probe for turn in zip(*by_rank, strict=True) for probe in turn)
 

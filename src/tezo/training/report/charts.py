@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-from tezo.runs.reader import Run
+from tezo.runs.reader import RecordedRun
 from tezo.runs.words import minus
 from tezo.system.errors import RequestError
 from tezo.training.report.curves import (
@@ -151,17 +151,17 @@ class LossCharts:
         return next(iter(self.axes.values())).legend
 
 
-def loss_charts(runs: Sequence[Run]) -> list[LossCharts]:
+def loss_charts(runs: Sequence[RecordedRun]) -> list[LossCharts]:
     """The losses of runs, each kind by itself: over forward passes, over steps, and over time where it is known."""
     kinds = dict.fromkeys(kind for run in runs for kind in (step_loss(run), row_loss(run)))
     found = [LossCharts(kind, _over_each_axis(kind, runs)) for kind in kinds]
     return [one for one in found if one.axes]
 
 
-def _over_each_axis(kind: str, runs: Sequence[Run]) -> dict[str, Chart]:
+def _over_each_axis(kind: str, runs: Sequence[RecordedRun]) -> dict[str, Chart]:
     half = half_life(max(len(run.records) for run in runs))
     unit, size = _time_unit(max(max(seconds_at(run).values(), default=0.0) for run in runs))
-    axes: list[tuple[str, str, Callable[[Run], dict[int, float]]]] = [
+    axes: list[tuple[str, str, Callable[[RecordedRun], dict[int, float]]]] = [
         ("forward passes", "forward passes", lambda run: dict(enumerate(map(float, run.passes)))),
         ("steps", "steps", lambda run: {step: float(step) for step in range(len(run.passes))}),
         (unit, f"{unit} spent on steps",
@@ -197,7 +197,7 @@ def _time_unit(longest: float) -> tuple[str, float]:
     return ("minutes", 60) if longest >= 2 * 60 else ("seconds", 1)
 
 
-def _loss_series(colour: int, run: Run, kind: str, positions: dict[int, float], half: int) -> list[Series]:
+def _loss_series(colour: int, run: RecordedRun, kind: str, positions: dict[int, float], half: int) -> list[Series]:
     """Those of a run's losses that are of a kind; `positions`: finished steps -> x, where it is known."""
     finite = [(record.step + 1, record.loss) for record in run.records if abs(record.loss) < MAX_VALUE]
     averages = smooth([loss for _, loss in finite], half)
@@ -231,7 +231,7 @@ def _without_far_dots(series: Sequence[Series]) -> tuple[list[Series], int]:
     return kept, sum(len(one.points) for one in series) - sum(len(one.points) for one in kept)
 
 
-def metric_charts(runs: Sequence[Run]) -> list[Chart]:
+def metric_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """A chart for each of the first metrics of the evaluations but the loss, where a run has at least two."""
     names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e.metrics if name != "loss")
     caption = "Rings: dev rows. Squares: test rows, at the end with the parameters that were kept."
@@ -243,7 +243,7 @@ def metric_charts(runs: Sequence[Run]) -> list[Chart]:
     return charts
 
 
-def _metric_series(colour: int, run: Run, name: str) -> list[Series]:
+def _metric_series(colour: int, run: RecordedRun, name: str) -> list[Series]:
     splits: dict[str, Points] = {}
     for e in run.evaluations:
         if name in e.metrics:
@@ -254,7 +254,7 @@ def _metric_series(colour: int, run: Run, name: str) -> list[Series]:
     ]
 
 
-def kappa_histogram(runs: Sequence[Run]) -> Chart | None:
+def kappa_histogram(runs: Sequence[RecordedRun]) -> Chart | None:
     """Each run's kappas in units of their rms; None where there are none."""
     series = []
     for i, run in enumerate(runs):
@@ -268,7 +268,7 @@ def kappa_histogram(runs: Sequence[Run]) -> Chart | None:
     return Chart("Projected gradients", "kappa / rms", "share of kappas", series, caption)
 
 
-def kappa_chart(index: int, run: Run) -> Chart | None:
+def kappa_chart(index: int, run: RecordedRun) -> Chart | None:
     """Kappa over steps, with lines at three rms; None where there are none."""
     points = kappas(run)
     found = kappa_statistics([kappa for _, kappa in points])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tezo.runs.reader import PlanRow, Run
+from tezo.runs.reader import PlanRow, RecordedRun
 
 Points = list[tuple[float, float]]
 
@@ -39,7 +39,7 @@ def subsample(points: Points) -> Points:
     return points if stride <= 1 else [*points[:-1:stride], points[-1]]
 
 
-def seconds_at(run: Run) -> dict[int, float]:
+def seconds_at(run: RecordedRun) -> dict[int, float]:
     """Finished steps -> seconds spent on them, by linear interpolation between the lines of metrics.jsonl."""
     known = [(0, 0.0), *run.times]
     end = run.summary.get("seconds_stepping") if run.summary else None
@@ -71,7 +71,7 @@ class KappaStatistics:
     outliers: float
 
 
-def kappas(run: Run) -> Points:
+def kappas(run: RecordedRun) -> Points:
     """(steps, kappa) of each direction of each step."""
     return [
         (record.step + 1, kappa) for record in run.records for kappa in record.projected_grads if math.isfinite(kappa)

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tezo.runs.reader import Run, read_run
+from tezo.runs.reader import RecordedRun, read_run
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, change_text, measured_rows_text, metric_text, work_text
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import write_file
@@ -52,7 +52,7 @@ class Result:
     advice: str
 
 
-def result(run: Run) -> Result:
+def result(run: RecordedRun) -> Result:
     """The result of a run, or what there is of it so far."""
     if run.summary is None:
         return _so_far(run)
@@ -70,7 +70,7 @@ def result(run: Run) -> Result:
     )
 
 
-def _so_far(run: Run) -> Result:
+def _so_far(run: RecordedRun) -> Result:
     split = "dev" if run.metrics("dev", last=True) else "test"
     done, planned = len(run.records), run_config(run).train.steps
     return Result(
@@ -96,7 +96,7 @@ def _headline(name: str, before: float | None, after: float | None) -> Headline:
     return Headline(name.replace("_", " "), start, end, change)
 
 
-def compared(runs: Sequence[Run]) -> Table:
+def compared(runs: Sequence[RecordedRun]) -> Table:
     """The results of runs below each other: a line for each."""
     results = [result(run) for run in runs]
     names = list(dict.fromkeys(headline.name for one in results for headline in one.headlines))
@@ -151,13 +151,13 @@ def _check_output(output: Path) -> None:
         raise RequestError(f"output: {output.parent} is no folder; make it first, or give another place.")
 
 
-def with_unique_names(runs: Sequence[Run]) -> list[Run]:
+def with_unique_names(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """The runs, with their paths for names where folders have the same."""
     names = [run.name for run in runs]
     return [run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs]
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RecordedRun]) -> str:
     """The page about runs.
 
     Raises:
@@ -184,7 +184,7 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def section(index: int, run: Run) -> dict[str, Any]:
+def section(index: int, run: RecordedRun) -> dict[str, Any]:
     """What the template says of run number `index`, by the names that it has there."""
     config = run_config(run)
     every, changed = tables.settings(run)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tezo.models.kinds import ModelConfig
 from tezo.optim.methods import method
-from tezo.runs.reader import OUTCOMES, KeptAnswers, LabelCounts, Run, ShownAnswer
+from tezo.runs.reader import OUTCOMES, KeptAnswers, LabelCounts, RecordedRun, ShownAnswer
 from tezo.runs.words import (
     OPTIONS_LOSS,
     REWARD,
@@ -69,7 +69,7 @@ def shown_path(name: str) -> str:
     return path.name if path.is_absolute() else name
 
 
-def run_config(run: Run) -> Config:
+def run_config(run: RecordedRun) -> Config:
     """The configuration in a run's config.yaml.
 
     Raises:
@@ -89,7 +89,7 @@ UNKNOWN = "loss"
 """Of a run that has ended without saying it, and has no metric that tells."""
 
 
-def row_loss(run: Run) -> str:
+def row_loss(run: RecordedRun) -> str:
     """The loss of dev and test rows."""
     said = _said(run, "rows")
     names = {name for evaluation in run.evaluations for name in evaluation.metrics}
@@ -102,19 +102,19 @@ def row_loss(run: Run) -> str:
     return OPTIONS_LOSS if "accuracy" in names else UNKNOWN
 
 
-def step_loss(run: Run) -> str:
+def step_loss(run: RecordedRun) -> str:
     """The loss of a step on its batch."""
     settings = run_config(run).train
     return _said(run, "steps") or (row_loss(run) if settings.minimises_loss else minus(settings.objective))
 
 
-def _said(run: Run, part: str) -> str | None:
+def _said(run: RecordedRun, part: str) -> str | None:
     """What the summary says; None: there is none, or one of an earlier version."""
     said = (run.summary or {}).get("losses", {}).get(part)
     return said if isinstance(said, str) else None
 
 
-def dev_losses(run: Run) -> list[tuple[int, float]]:
+def dev_losses(run: RecordedRun) -> list[tuple[int, float]]:
     """(steps, loss on the dev rows), in the order of steps.
 
     A run without test rows of its own evaluates its dev rows as "test" before the first step, and not again as "dev".
@@ -223,7 +223,7 @@ def bytes_cell(value: float | None) -> Cell:
     return Cell(f"{value} bytes", value)
 
 
-def settings(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+def settings(run: RecordedRun) -> tuple[dict[str, Any], dict[str, Any]]:
     """(all settings of a run, those of them that differ from the defaults), by dotted key."""
     config = run_config(run)
     tree = to_tree(config)
@@ -253,7 +253,7 @@ def _setting_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def metrics_table(run: Run) -> Table:
+def metrics_table(run: RecordedRun) -> Table:
     """Before and after of a run that has ended; else first and last evaluation of each split."""
     if run.summary is not None:
         pairs = [(run.summary["before"], run.summary["after"], "")]
@@ -278,7 +278,7 @@ def _duration_cell(seconds: float | None) -> Cell:
     return Cell(MISSING) if seconds is None else Cell(duration_text(seconds), seconds)
 
 
-def costs(run: Run) -> list[tuple[str, Cell]]:
+def costs(run: RecordedRun) -> list[tuple[str, Cell]]:
     """Memory, time and work of a run."""
     summary, steps = run.summary or {}, len(run.records)
     seconds = summary.get("seconds_stepping", run.times[-1][1] if run.times else None)
@@ -311,7 +311,7 @@ def costs(run: Run) -> list[tuple[str, Cell]]:
     return found
 
 
-def hardware_and_versions(run: Run) -> list[tuple[str, Cell]]:
+def hardware_and_versions(run: RecordedRun) -> list[tuple[str, Cell]]:
     """Hardware and versions."""
     header = run.header.get("versions")
     versions = (run.summary or {}).get("versions", header if isinstance(header, dict) else {})
@@ -320,7 +320,7 @@ def hardware_and_versions(run: Run) -> list[tuple[str, Cell]]:
     return found + [(str(package), Cell(_setting_text(version))) for package, version in versions.items()]
 
 
-def kappa_table(run: Run) -> Table | None:
+def kappa_table(run: RecordedRun) -> Table | None:
     """Statistics of the projected gradients; None where there are none."""
     found = kappa_statistics([kappa for _, kappa in kappas(run)])
     if found is None:
@@ -335,7 +335,7 @@ def kappa_table(run: Run) -> Table | None:
     return Table("Projected gradients", ("", "kappa"), rows)
 
 
-def plan_table(run: Run) -> Table:
+def plan_table(run: RecordedRun) -> Table:
     """A line for every group of trained parameters, and one for all the others."""
     found = group_parameters(run.plan)
     rows = []
@@ -357,7 +357,7 @@ def model_text(config: Config) -> str:
     return shown_path(config.model.name)
 
 
-def trained_share(run: Run) -> str:
+def trained_share(run: RecordedRun) -> str:
     """How many numbers are trained, in words."""
     found = group_parameters(run.plan)
     trained = sum(group.numbers for group in found if group.moved)
@@ -365,7 +365,7 @@ def trained_share(run: Run) -> str:
     return f"{number_cell(trained).text} of {number_cell(total).text} numbers" if total else MISSING
 
 
-def comparison(runs: Sequence[Run]) -> Table:
+def comparison(runs: Sequence[RecordedRun]) -> Table:
     """Results and work of runs beside each other."""
     configs = [run_config(run) for run in runs]
     rows: list[tuple[str, list[Cell]]] = [
@@ -386,7 +386,7 @@ def comparison(runs: Sequence[Run]) -> Table:
     return Table("All figures side by side", ("", *(run.name for run in runs)), rows)
 
 
-def differences(runs: Sequence[Run]) -> Table:
+def differences(runs: Sequence[RecordedRun]) -> Table:
     """The settings in which runs differ."""
     every = [settings(run)[0] for run in runs]
     rows = []
@@ -396,13 +396,13 @@ def differences(runs: Sequence[Run]) -> Table:
     return Table("Settings that differ", ("key", *(run.name for run in runs)), rows)
 
 
-def _before_and_after(run: Run) -> dict[str, tuple[Cell, Cell]]:
+def _before_and_after(run: RecordedRun) -> dict[str, tuple[Cell, Cell]]:
     summary = run.summary or {"before": run.metrics("test", last=False), "after": {}}
     before, after = summary["before"], summary["after"]
     return {n: (metric_cell(n, before.get(n)), metric_cell(n, after.get(n))) for n in dict.fromkeys([*before, *after])}
 
 
-def command(run: Run) -> str:
+def command(run: RecordedRun) -> str:
     """The line that makes the run again in a new folder, from where it was made."""
     config, name = run.folder / "config.yaml", f"{run.name}-again"
     again = run.folder.parent / name if run.folder.name == run.name else Path("..") / name

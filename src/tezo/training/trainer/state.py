@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.runs.checkpoints import Checkpoint, DamagedError, checkpoints, load_checkpoint, save_checkpoint
+from tezo.runs.checkpoints import Checkpoint, checkpoints, load_checkpoint, save_checkpoint
 from tezo.system.digests import digest
 from tezo.system.errors import RequestError
-from tezo.system.files import storing
+from tezo.system.files import UntrustedError, storing
 from tezo.training.recipe import Config, MethodConfig
 from tezo.training.schedule import KEYS
 
@@ -60,7 +60,7 @@ def read_state(folder: Path) -> Checkpoint:
         )
     try:
         return load_checkpoint(found[0])
-    except DamagedError as error:
+    except UntrustedError as error:
         raise RequestError(f"{folder} cannot be restored: {error}; give an older checkpoint.") from None
 
 

@@ -1,6 +1,6 @@
 """Data-parallel processes: each holds the whole model, and they exchange a few numbers per step.
 
-torchrun or `accelerate launch` starts them and sets the number of processes in the environment. All numbers are
+torchrun or `accelerate launch` starts them, and sets their number and the rank of each in the environment. Numbers are
 exchanged as float64, so that sums are equal on every rank.
 """
 
@@ -15,82 +15,70 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tezo.system.errors import RequestError, RunError
 
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others. A process that died is noticed at once."""
-
 _ROLL_CALL = 3.0
 """Seconds in which the ranks that noticed a failure say so; the others are the missing ones."""
 
 
-class Ranks:
+class ProcessGroup:
     """The processes of a run. A single process exchanges nothing.
 
     Args:
         rank: rank of this process, from 0.
         size: number of processes.
         store: where ranks leave word for each other outside exchanges; None: missing ranks are not named.
-
-    Attributes:
-        bytes_sent: bytes that this process has sent to the others.
-        exchanges: number of exchanges.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
-        self.rank = rank
-        self.size = size
-        self._store = store
-        self.bytes_sent = 0
-        self.exchanges = 0
+        self.rank, self.size, self._store = rank, size, store
+        self.bytes_sent = self.exchanges = 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes."""
+        """Whether this is the process that writes."""
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sum of each value over the ranks."""
-        return [float(x) for x in self._reduced(values, dist.ReduceOp.SUM)]
+        """Returns the sum of each value over the ranks."""
+        return self._reduced(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each value over the ranks."""
-        return [float(x) for x in self._reduced(values, dist.ReduceOp.MAX)]
+        """Returns the maximum of each value over the ranks."""
+        return self._reduced(values, dist.ReduceOp.MAX)
 
     def first(self, values: Sequence[float]) -> list[float]:
-        """The values of the first rank."""
+        """Returns the values of the first rank."""
         return self.sum(values if self.is_first else [0.0] * len(values))
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every rank, in the order of ranks; all ranks pass the same number of values."""
-        table = torch.zeros(self.size, len(values), dtype=torch.float64)
-        table[self.rank] = torch.tensor(values, dtype=torch.float64)
-        return self._reduced(table.view(-1).tolist(), dist.ReduceOp.SUM).view(self.size, -1).tolist()
+        """Returns the values of every rank, in the order of ranks; all ranks pass the same number of values."""
+        count = len(values)
+        table = [0.0] * (self.size * count)
+        table[self.rank * count : (self.rank + 1) * count] = values
+        table = self.sum(table)
+        return [table[rank * count : (rank + 1) * count] for rank in range(self.size)]
 
-    def wait(self) -> None:
-        """Waits until all ranks have called it."""
-        self.sum([0.0])
-
-    def _reduced(self, values: Sequence[float], operation: Any) -> Tensor:
+    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        if self.size == 1:
-            return tensor
-        try:
-            dist.all_reduce(tensor, op=operation)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:120]
-            raise RunError(
-                f"rank {self.rank} of {self.size} lost {self._missing()} ({reason}); see its error, "
-                "then go on with --resume."
-            ) from None
-        self.bytes_sent += tensor.nbytes
-        self.exchanges += 1
-        return tensor
+        if self.size > 1:
+            try:
+                dist.all_reduce(tensor, op=operation)
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())[:120]
+                raise RunError(
+                    f"rank {self.rank} of {self.size} lost {self._missing()} ({reason}); see its error, "
+                    "then go on with --resume."
+                ) from None
+            self.bytes_sent += tensor.nbytes
+            self.exchanges += 1
+        return [float(value) for value in tensor.tolist()]
 
     def _missing(self) -> str:
-        """The ranks that do not answer, in words."""
+        """Names the ranks that do not answer."""
         if self._store is None:
             return "another rank"
         try:
@@ -102,10 +90,7 @@ class Ranks:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Context that all ranks leave at the same time; where it fails on one rank, it fails on all.
-
-        Args:
-            doing: what happens inside, in words after "could not".
+        """Has all ranks leave the block at the same time; `doing` says what happens in it, after "could not".
 
         Raises:
             RunError: it failed on another rank, which is named. This rank's own error is raised as it is.
@@ -121,84 +106,73 @@ class Ranks:
             raise RunError(f"{_named(failed)} of {self.size} could not {doing}; see its error, then start again.")
 
     def check_same(self, request: Mapping[str, Any]) -> None:
-        """Checks that all ranks were started with the same request.
-
-        Args:
-            request: JSON values by name.
+        """Checks that all ranks were started with the same request: JSON values by name.
 
         Raises:
-            RequestError: a rank's value differs from that of rank 0; the message has both. It is raised on all ranks.
+            RequestError: on all ranks, if a rank's value differs from that of rank 0; the message has both.
         """
         text = json.dumps(request, sort_keys=True).encode()
-        digest = hashlib.sha256(text).digest()
-        digests = self.gather([float(int.from_bytes(digest[i : i + 4])) for i in (0, 4)])
-        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if not others:
+        rank = self._differing(hashlib.sha256(text).digest())
+        if rank is None:
             return
-        first, other = (json.loads(found) for found in self._texts(text, (0, others[0])))
+        (longest,) = self.max([float(len(text))])
+        texts = self.gather([float(byte) for byte in text.ljust(int(longest))])
+        first, other = (json.loads(bytes(map(int, texts[each]))) for each in (0, rank))
         differing = [key for key in first | other if first.get(key) != other.get(key)]
         key = min(differing, key=lambda key: (key not in first or key not in other, key))  # options follow their method
         raise RequestError(
-            f"{key} is {str(other.get(key))[:60]} on rank {others[0]} and {str(first.get(key))[:60]} on rank 0; "
+            f"{key} is {str(other.get(key))[:60]} on rank {rank} and {str(first.get(key))[:60]} on rank 0; "
             "start all ranks with the same settings and data."
         )
 
-    def _texts(self, own: bytes, ranks: Sequence[int]) -> list[bytes]:
-        """The texts of some ranks."""
-        longest = int(self.max([float(len(own))])[0])
-        table = self.gather([*map(float, own), *[float(ord(" "))] * (longest - len(own))])
-        return [bytes(map(int, table[rank])) for rank in ranks]
-
     def check_equal(self, digest: str, step: int) -> None:
-        """Checks that all ranks have the state of the first rank.
-
-        Args:
-            digest: SHA-256 of this rank's state, in hexadecimal.
-            step: number of steps taken so far.
+        """Checks that all ranks have the state of rank 0 after `step` steps, by its SHA-256 in hexadecimal.
 
         Raises:
             RunError: a rank's state differs; the message has the step and the rank.
         """
-        if self.size == 1:
-            return
-        digests = self.gather([float(int(digest[i : i + 8], 16)) for i in (0, 8)])
-        for rank, other in enumerate(digests):
-            if other != digests[0]:
-                raise RunError(
-                    f"rank {rank} has other parameters than rank 0 after step {step}; go on with --resume from the "
-                    "last checkpoint, and check that rank's device."
-                )
+        rank = self._differing(bytes.fromhex(digest))
+        if rank is not None:
+            raise RunError(
+                f"rank {rank} has other parameters than rank 0 after step {step}; go on with --resume from the "
+                "last checkpoint, and check that rank's device."
+            )
+
+    def _differing(self, digest: bytes) -> int | None:
+        """Returns the first rank with another digest than rank 0, by its first 8 bytes; None: there is none."""
+        digests = self.gather([float(int.from_bytes(digest[i : i + 4])) for i in (0, 4)])
+        return next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
 
     def close(self) -> None:
-        """Leaves the process group."""
+        """Leaves the process group of torch."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def join() -> Ranks:
-    """The ranks that the environment describes (WORLD_SIZE, RANK, LOCAL_RANK); this process alone if there are none.
+def join() -> ProcessGroup:
+    """Joins the processes that the environment describes (WORLD_SIZE, RANK, LOCAL_RANK); this one alone if none.
 
     Raises:
         RunError: a rank did not come within `PATIENCE`; it is named.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        return Ranks()
+        return ProcessGroup()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
-        return Ranks(dist.get_rank(), dist.get_world_size())
+        return ProcessGroup(dist.get_rank(), dist.get_world_size())
     rank = int(os.environ["RANK"])
     store = _meeting_point(rank, size)
     # the numbers are exchanged between CPUs, the shards of a model (if any) between GPUs
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     own = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=PATIENCE)
-    return Ranks(rank, size, store)
+    return ProcessGroup(rank, size, store)
 
 
 def _meeting_point(rank: int, size: int) -> Any:
-    """A store that all ranks have come to."""
+    """Returns a store that all ranks have come to."""
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -210,22 +184,21 @@ def _meeting_point(rank: int, size: int) -> Any:
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"tezo/{start}", store)  # type: ignore[attr-defined]
     store.set(f"came/{rank}", "")
-    keys = [f"came/{other}" for other in range(size)]
     try:
-        store.wait(keys, PATIENCE)
+        store.wait([f"came/{other}" for other in range(size)], PATIENCE)
     except RuntimeError:
-        missing = [other for other, key in enumerate(keys) if not _is_set(store, key)]
+        missing = [other for other in range(size) if not _came(store, other)]
         raise RunError(
             f"{_named(missing)} of {size} did not start within {PATIENCE.total_seconds():.0f} s; see its error."
         ) from None
     return store
 
 
-def _is_set(store: Any, key: str) -> bool:
+def _came(store: Any, rank: int) -> bool:
     try:
-        return bool(store.check([key]))
+        return bool(store.check([f"came/{rank}"]))
     except RuntimeError:  # rank 0 has gone, and the store with it
-        return key != "came/0"
+        return rank != 0
 
 
 def _named(ranks: Sequence[int]) -> str:
