@@ -13,15 +13,13 @@ from tezo.models.kinds import ModelConfig
 from tezo.models.loading import load_model
 from tezo.models.peft import add_adapter
 from tezo.models.quantization import stored_bytes
-from tezo.optim.memory_forecast import forecasts
 from tezo.optim.methods import METHODS
 from tezo.optim.methods.first_order import adam
 from tezo.optim.methods.tezo import tezo as plain_tezo
 from tezo.runs import environment
 from tezo.system.errors import RequestError
-from tezo.training import forecasts as diagnosis
+from tezo.training import doctor as diagnosis
 from tezo.training import forecasts as memory_ways
-from tezo.training.dry_pass import dry_pass
 from tezo.training.forecasts import (
     FULL,
     INFERENCE,
@@ -32,6 +30,8 @@ from tezo.training.forecasts import (
     ZEROTH_ORDER,
     WayMemory,
     advice,
+    dry_pass,
+    forecasts,
     memory_of_model,
 )
 

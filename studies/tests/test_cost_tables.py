@@ -28,11 +28,19 @@ from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
 from tezo.optim.first_order import stepped_weight
-from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast, forecasts
 from tezo.optim.methods import METHODS
 from tezo.optim.methods.first_order import adam
 from tezo.system.errors import RequestError
-from tezo.training.dry_pass import META, LiveBytes, dry_pass, valueless
+from tezo.training.forecasts import (
+    META,
+    LiveBytes,
+    copies_of,
+    dry_pass,
+    first_order_kept,
+    forecast,
+    forecasts,
+    valueless,
+)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def print_dry_run(config: "Config", *, json: bool) -> None:
     """Prepares a run, times a pass, and prints what the run would do; nothing is written."""
-    from tezo.training.forecasts import dry_run
+    from tezo.training.dry_run import dry_run
 
     found = dry_run(config)
     if json:

@@ -3,7 +3,7 @@
 Memory is the sum of
 
 - the parameters, in float16;
-- what the method keeps in addition, as its own classes allocate it (`memory_forecast`, `first_order_kept`);
+- what the method keeps in addition, as its own classes allocate it (`forecast`, `first_order_kept`);
 - the peak of a pass over the batch on the meta device (`dry_pass`).
 
 The allocator's rounding and reserve, the CUDA context, buffers of a tile and temporaries of an update are left out;
@@ -13,9 +13,8 @@ attention is counted with its scores, which fused kernels do not store. Time is 
 from dataclasses import dataclass
 from functools import cache
 
-from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
 from tezo.optim.methods import METHODS
-from tezo.training.dry_pass import DryPass, dry_pass, valueless
+from tezo.training.forecasts import DryPass, copies_of, dry_pass, first_order_kept, forecast, valueless
 from tezo_studies.cost_tables.cost_line import CostLine, settings_of
 from tezo_studies.cost_tables.meta_models import meta_model
 
