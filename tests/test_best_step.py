@@ -1,4 +1,4 @@
-"""A run is evaluated at its steps, keeps the best of them, and ends where patience does."""
+"""A run is evaluated at its steps, and keeps the best of them."""
 
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,6 @@ def test_a_run_without_evaluations_keeps_its_last_step(home, tmp_path, data):
     summary = train(config(home, data=data, eval_every=0), tmp_path / "run")
     assert summary["kept_step"] == summary["steps"] == 8
     assert summary["before"] != summary["after"]
-
-
-def test_patience_ends_a_run_that_gets_no_better(home, tmp_path):
-    summary = train(config(home, lr=0.0, patience=3, eval_every=2, steps=50), tmp_path / "run")
-    assert (summary["steps"], summary["kept_step"]) == (6, 0)
-    assert summary["before"] == summary["after"]
 
 
 @pytest.mark.parametrize(("steps", "every", "expected"), [(8, 3, [0, 3, 6, 8]), (20, None, list(range(0, 21, 2)))])

@@ -20,6 +20,7 @@ from tezo.runs.checkpoints import checkpoints
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.system.errors import NonFiniteLossError, RequestError, RunInterrupted
+from tezo.training.best_state import STAGNATED
 from tezo.training.config import parse_config, to_tree
 from tezo.training.header import check_same, check_unchanged, log_header
 from tezo.training.job import prepare
@@ -57,10 +58,10 @@ def test_below_float32_too_and_from_the_log_alone(home, tmp_path, name):
 
 
 def test_early_stopping_stops_where_it_would_have(home, tmp_path):
-    made = config(home, "mezo", patience=1, eval_every=1, steps=40, checkpoint_every=2)
+    made = config(home, "mezo", eval_every=1, steps=80, checkpoint_every=10).with_options(lr=0.0)
     summary = train(made, tmp_path / "whole")
-    assert summary["steps"] < 40
-    for step in range(2, summary["steps"] - 1, 2):
+    assert (summary["steps"], summary["stopped"]) == (48, STAGNATED)
+    for step in (9, 25, 47):
         stopped(made, tmp_path / "run", step)
     assert train(made, tmp_path / "run", resume=True)["steps"] == summary["steps"]
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
