@@ -16,7 +16,7 @@ from tezo.runs.reader import PlanRow, read_run
 from tezo.runs.step_log import StepLog
 from tezo.training.report import charts
 from tezo.training.report import curves as numbers
-from tezo.training.report.charts import COLOURS, chart_svg, draw
+from tezo.training.report.charts import COLOURS, chart_svg, plot
 
 
 def test_the_smoothed_curve_is_the_weighted_mean_of_what_came_before():
@@ -94,7 +94,7 @@ def test_a_chart_draws_its_points_in_the_colour_of_their_run(tmp_path):
     runs = [read_run(made(tmp_path / name, [2.0, 1.0, 1.5])) for name in ("a", "b")]
     chart = charts.loss_charts(runs)[0].axes["steps"]
     figure = Figure()
-    draw(chart, figure)
+    plot(chart, figure)
     (axes,) = figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("steps", "loss")
     for line, one in zip(axes.get_lines(), chart.series, strict=True):
