@@ -1,12 +1,9 @@
-"""Who follows a run: called after each step and evaluation.
-
-Handling of SIGTERM and SIGINT: the current step is finished, the run is saved, and the process ends.
-"""
+"""Who follows a run: listeners, called after each step and evaluation, and signals, which end it."""
 
 import signal
 import threading
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from tezo.optim.estimators.estimate import StepRecord
@@ -67,6 +64,8 @@ class Listener:
 class Interruption:
     """Context manager that records the first SIGTERM or SIGINT; a second signal has its usual effect.
 
+    The run finishes the current step and is saved before the process ends.
+
     Attributes:
         signal: the name of the recorded signal, or None.
     """
@@ -81,18 +80,11 @@ class Interruption:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
-        self._restore()
+        self.__exit__()
 
-    def _restore(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del kind, error, trace
-        self._restore()
