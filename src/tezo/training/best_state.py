@@ -11,12 +11,11 @@ learning rate: it was not the rate that was wrong.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.folder import LOG, ResumeState, RunFolder
 from tezo.runs.step_log import Rollback
 from tezo.system.errors import RunError
@@ -71,89 +70,8 @@ class GoodState:
     state: Mapping[str, Tensor] | None
 
 
-@dataclass
-class Rollbacks:
-    """The rollbacks of one run: those that were made, and the decision about the next.
-
-    Attributes:
-        steps: number of steps of the run.
-        rows_ratio: rows of a step over dev rows.
-        every: steps between evaluations.
-        by_dev_loss: whether the dev loss chooses the state to return to, and is what the steps minimise.
-        judged_feedback: number of feedback steps at the start that are undone if the dev loss is above the lowest one.
-    """
-
-    steps: int
-    rows_ratio: float
-    every: int
-    by_dev_loss: bool
-    judged_feedback: int = 0
-    done: list[Rollback] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self._guard = Guard(self.steps)
-        self._have_risen = False
-
-    @property
-    def lr_scale(self) -> float:
-        """Factor of the learning rate."""
-        return self.done[-1].lr_scale if self.done else 1.0
-
-    def stepped(self, loss: float) -> None:
-        """Takes in the loss of a step."""
-        self._have_risen = self._guard.add(loss)
-
-    def reason(self, steps: int, best: GoodState, dev_loss: float | None) -> str | None:
-        """Returns why the run should return to the best state now; None if it should go on.
-
-        Args:
-            steps: number of steps taken.
-            best: the state to return to.
-            dev_loss: loss on the dev rows after these steps; None if it was not measured, or is not what is minimised.
-        """
-        if best.step == steps:
-            return None
-        if dev_loss is not None and not math.isfinite(dev_loss):
-            return NOT_FINITE
-        if dev_loss is not None and steps == self.judged_feedback:
-            return FEEDBACK_ROSE
-        if self._have_risen:
-            return STEPS_ROSE
-        if dev_loss is None:
-            return None
-        if self._guard.is_above(dev_loss - best.loss, self.rows_ratio):
-            return DEV_ROSE
-        start = max([best.step, *(rollback.step for rollback in self.done)])
-        evaluations = steps // self.every - start // self.every
-        long = steps - start >= max(PATIENT_SHARE * self.steps, PATIENT_STEPS)
-        return STAGNATED if long and evaluations >= PATIENCE else None
-
-    def planned(self, steps: int, best: GoodState, reason: str) -> Rollback | None:
-        """Returns the rollback to the best state for a reason; None if the run should end instead."""
-        again = bool(self.done) and (self.done[-1].reason, self.done[-1].to) == (STAGNATED, best.step)
-        if len(self.done) == MOST_ROLLBACKS or (reason == STAGNATED and again):
-            return None
-        lowered = 1.0 if reason == FEEDBACK_ROSE else LOWERED
-        return Rollback(steps, best.step, self.lr_scale * lowered, reason)
-
-    def add(self, rollback: Rollback) -> None:
-        """Takes in a rollback that was made."""
-        self.done.append(rollback)
-        self._guard.restart(keep_lowest=not self.by_dev_loss)
-        self._have_risen = False
-
-    def load(self, records: Sequence[StepRecord], done: Mapping[int, Rollback], count: int) -> None:
-        """Restores the state after all these steps and the first `count` of the rollbacks of the run."""
-        made = sorted(done)[:count]
-        for steps in range(len(records) + 1):
-            if steps in made:
-                self.add(done[steps])
-            if steps < len(records):
-                self.stepped(records[steps].loss)
-
-
 class BestState:
-    """The best state of one run.
+    """The best state of one run, and the returns to it.
 
     Args:
         job: that runs.
@@ -163,7 +81,7 @@ class BestState:
         ranks: that share the run; the first one's dev loss counts.
 
     Attributes:
-        best: the state with the lowest dev loss so far; None before the first evaluation.
+        best: the state with the lowest loss so far; None before the first evaluation.
         dev_loss: loss on the dev rows after the newest step; None if they were not evaluated then.
         rollbacks: the returns so far.
         stopped: reason why the run should end; None if there is none.
@@ -180,24 +98,19 @@ class BestState:
         self.ranks = ranks
         self.best: GoodState | None = None
         self.dev_loss: float | None = None
+        self.rollbacks: list[Rollback] = []
         self.stopped: str | None = None
         self._every = interval(self.settings.eval_every, self.settings) if job.dev else 0
         self._evaluation_steps = evaluation_steps(self.settings) if job.dev else frozenset[int]()
-        self._rollbacks = Rollbacks(
-            self.settings.num_steps,
-            self.settings.batch_size / max(1, len(job.dev)),
-            self._every or 1,
-            by_dev_loss=self._every > 0 and self.settings.minimises_loss,
-            judged_feedback=judged_feedback(self.settings),
-        )
-        self.rollbacks: Sequence[Rollback] = self._rollbacks.done
+        self._guard = Guard(self.settings.num_steps)
+        self._have_risen = False
         self._losses: list[float] = []
         self._resumed = ResumeState()
 
     @property
     def lr_scale(self) -> float:
         """Factor of the learning rate."""
-        return self._rollbacks.lr_scale
+        return self.rollbacks[-1].lr_scale if self.rollbacks else 1.0
 
     @property
     def kept(self) -> GoodState | None:
@@ -211,7 +124,7 @@ class BestState:
     def stepped(self, loss: float) -> None:
         """Takes in the loss of a step."""
         if self.settings.guard:
-            self._rollbacks.stepped(loss)
+            self._have_risen = self._guard.add(loss)
             self._losses.append(loss)
 
     def note(self, steps: int, before: Metrics | None = None, *, last: bool = False) -> None:
@@ -244,35 +157,69 @@ class BestState:
         """Goes back to the best state where that may help; returns whether the run should end after these steps."""
         if not self.settings.guard or steps < len(self._resumed.steps) or steps in self._resumed.rollbacks:
             return False  # a decision that was made before is in the log
-        assert self.best is not None
-        dev_loss = self.dev_loss if self.settings.minimises_loss else None
-        reason = self._rollbacks.reason(steps, self.best, dev_loss)
-        if reason is not None and not self._returned(steps, reason):
+        reason = self.reason(steps)
+        if reason is None:
+            return False
+        planned = self.planned(steps, reason)
+        if planned is None:
             self.stopped = reason
-        return self.stopped is not None
+            return True
+        self.roll_back(planned)
+        return False
+
+    def reason(self, steps: int) -> str | None:
+        """Returns why the run should return to the best state after these steps; None if it should go on."""
+        assert self.best is not None
+        if self.best.step == steps:
+            return None
+        dev_loss = self.dev_loss if self.settings.minimises_loss else None
+        if dev_loss is not None and not math.isfinite(dev_loss):
+            return NOT_FINITE
+        if dev_loss is not None and steps == judged_feedback(self.settings):
+            return FEEDBACK_ROSE
+        if self._have_risen:
+            return STEPS_ROSE
+        if dev_loss is None:
+            return None
+        if self._guard.is_above(dev_loss - self.best.loss, self.settings.batch_size / len(self.job.dev)):
+            return DEV_ROSE
+        start = max([self.best.step, *(rollback.step for rollback in self.rollbacks)])
+        every = self._every or 1
+        long = steps - start >= max(PATIENT_SHARE * self.settings.num_steps, PATIENT_STEPS)
+        return STAGNATED if long and steps // every - start // every >= PATIENCE else None
+
+    def planned(self, steps: int, reason: str) -> Rollback | None:
+        """Returns the rollback to the best state for a reason; None if the run should end instead."""
+        assert self.best is not None
+        last = self.rollbacks[-1] if self.rollbacks else None
+        again = last is not None and (last.reason, last.to) == (STAGNATED, self.best.step)
+        if len(self.rollbacks) == MOST_ROLLBACKS or (reason == STAGNATED and again):
+            return None
+        lowered = 1.0 if reason == FEEDBACK_ROSE else LOWERED
+        return Rollback(steps, self.best.step, self.lr_scale * lowered, reason)
 
     def repeat_rollback(self, step: int) -> None:
         """Goes back before a step where the log says that the run did."""
         made = self._resumed.rollbacks.get(step)
         if made is not None and made not in self.rollbacks:
-            self._roll_back(made)
+            self.roll_back(made)
 
     def roll_back_after_failure(self, step: int) -> bool:
         """Goes back because a loss of this step was not finite; False: the parameters are the best already."""
         since = max([0, *(rollback.step for rollback in self.rollbacks)])
         if not self.settings.guard or self.best is None or step in (self.best.step, since):
             return False
-        return self._returned(step, NOT_FINITE)
-
-    def _returned(self, steps: int, reason: str) -> bool:
-        """Goes back for a reason; returns False if the run should end instead."""
-        assert self.best is not None
-        planned = self._rollbacks.planned(steps, self.best, reason)
+        planned = self.planned(step, NOT_FINITE)
         if planned is not None:
-            self._roll_back(planned)
+            self.roll_back(planned)
         return planned is not None
 
-    def _roll_back(self, rollback: Rollback) -> None:
+    def roll_back(self, rollback: Rollback) -> None:
+        """Goes back to the best state, logs that, and tells the listeners.
+
+        Raises:
+            RunError: the rollback, which is one of the log, is to another state.
+        """
         assert self.best is not None and self.best.state is not None
         if self.best.step != rollback.to:
             raise RunError(
@@ -280,11 +227,16 @@ class BestState:
                 f"{self.best.step}; put an intact copy in its place, or start the run again."
             )
         self.job.optimizer.roll_back(self.best.state, self.best.step)
-        self._rollbacks.add(rollback)
+        self._add(rollback)
         self._losses = []
         self.folder.append_rollback(rollback)
         for listener in self.listeners:
             listener.rolled_back(rollback)
+
+    def _add(self, rollback: Rollback) -> None:
+        self.rollbacks.append(rollback)
+        self._guard.restart(keep_lowest=not (self._every and self.settings.minimises_loss))
+        self._have_risen = False
 
     def restore(self, steps: int) -> None:
         """Puts the state that is kept into the optimizer, which has taken so many steps."""
@@ -307,7 +259,12 @@ class BestState:
             state: the values. Checkpoints of earlier versions have those of "best" alone.
             steps: number of steps when they were saved.
         """
-        self._rollbacks.load(self._resumed.steps[:steps], self._resumed.rollbacks, int(state.get("rollbacks", 0)))
+        made = sorted(self._resumed.rollbacks)[: int(state.get("rollbacks", 0))]
+        for taken in range(steps + 1):
+            if taken in made:
+                self._add(self._resumed.rollbacks[taken])
+            if taken < steps:
+                self._have_risen = self._guard.add(self._resumed.steps[taken].loss)
         self._losses = [float(loss) for loss in state.get("losses", [])]
         if (best := state["best"]) is not None:
             # the state of the base has no tensors, which must be told from no state
