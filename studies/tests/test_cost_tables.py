@@ -17,7 +17,7 @@ from tezo_studies.commands.reproduce import COST_TABLES as NAMES
 from tezo_studies.cost_tables import COST_TABLES, chosen
 from tezo_studies.cost_tables.cost_line import CostLine, settings_of
 from tezo_studies.cost_tables.drawn_elements import count_elements, elements_after, paper_elements
-from tezo_studies.cost_tables.gpu_forecast import BANDWIDTH, least_seconds, step_cost
+from tezo_studies.cost_tables.gpu_forecast import BANDWIDTH, dry_pass, least_seconds, step_cost
 from tezo_studies.cost_tables.gpu_measurement import _fitting, measured_bytes, measured_seconds
 from tezo_studies.cost_tables.meta_models import meta_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,7 +35,6 @@ from tezo.training.forecasts import (
     META,
     LiveBytes,
     copies_of,
-    dry_pass,
     first_order_kept,
     forecast,
     forecasts,

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 from transformers.initialization import no_init_weights
 
 from tezo.directions.bases.activation import collecting_bytes
@@ -153,19 +152,6 @@ def first_order_kept(model: nn.Module) -> tuple[int, int]:
 # What a pass takes
 
 
-@dataclass(frozen=True)
-class DryPass:
-    """The cost of a pass over a batch.
-
-    Attributes:
-        peak: largest number of bytes of tensors that exist at a time, without the model's parameters.
-        flops: floating-point operations of the matrix products.
-    """
-
-    peak: int
-    flops: int
-
-
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While open, counts the bytes of the tensors that operations make, until they are freed.
 
@@ -228,18 +214,11 @@ def valueless(model: Any) -> Iterator[Any]:
             setattr(module, name, own)
 
 
-def dry_pass(model: Any, rows: int, length: int, *, backward: bool = False) -> DryPass:
-    """Returns the cost of one pass over a batch; the arguments are those of `pass_peak`."""
-    work = FlopCounterMode(display=False)
-    peak = pass_peak(model, rows, length, backward=backward)
-    _run(model, rows, length, work, backward=backward)  # apart: this counter keeps what checkpointing frees
-    return DryPass(peak, work.get_total_flops())
-
-
 def pass_peak(model: Any, rows: int, length: int, *, backward: bool = False) -> int:
-    """Returns `DryPass.peak` of one pass over a batch, with the loss at the last position of each row.
+    """Returns the most bytes of tensors that exist at a time in one pass over a batch, without the parameters.
 
-    A model without an output head over a vocabulary has the mean of its first output as its loss.
+    The loss is that of the last position of each row. A model without an output head over a vocabulary has the mean of
+    its first output as its loss.
 
     Args:
         model: model on any device; gradients are those of its parameters that require one.
@@ -247,19 +226,15 @@ def pass_peak(model: Any, rows: int, length: int, *, backward: bool = False) -> 
         length: tokens of each row.
         backward: whether the loss is differentiated, in training mode; the gradients are then part of the peak.
     """
-    live = LiveBytes(model.parameters())
-    _run(model, rows, length, live, backward=backward)
-    return live.peak
-
-
-def _run(model: Any, rows: int, length: int, counter: Any, *, backward: bool) -> None:
     ids_SL = torch.zeros(rows, length, dtype=torch.int64, device=device_of(model))
     model.train(backward)
-    with counter, torch.set_grad_enabled(backward):
+    live = LiveBytes(model.parameters())
+    with live, torch.set_grad_enabled(backward):
         loss = _loss(model, ids_SL)
         if backward:
             loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
+    return live.peak
 
 
 def _loss(model: Any, ids_SL: Tensor) -> Tensor:

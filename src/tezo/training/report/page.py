@@ -133,7 +133,7 @@ def _results_table(runs: Sequence[Run]) -> Table:
     facts = ("forward passes", "time", "peak memory")
     rows = []
     for run, result in results:
-        config, work = run_config(run), dict(costs(run))
+        config, work = run_config(run), costs(run)
         ends = {name: Cell(before.text + ARROW + after.text) for name, (before, after, _) in result.headlines}
         told = [Cell(result.state), Cell(result.rows or MISSING), *(ends.get(name, Cell()) for name in names)]
         made = [Cell(config.method.name), Cell(shown_path(config.model.name))]

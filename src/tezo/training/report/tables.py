@@ -1,8 +1,9 @@
 """The tables of a report, and what a run says of its losses and settings."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,37 +62,25 @@ class Table:
     rows: Sequence[Row]
 
 
-def metric_cell(name: str, value: float | None) -> Cell:
-    """Returns a cell of an evaluation: a loss with four digits, anything else as a share."""
-    return Cell() if value is None else Cell(metric_text(name, value), value)
-
-
-def number_cell(value: float | None) -> Cell:
-    """Returns a cell of a count with its thousands apart, or of anything else with four digits."""
+def cell(value: Any, text: Callable[[Any], str] | None = None) -> Cell:
+    """Returns a cell of a value: by default a count with its thousands apart, or anything else with four digits."""
     if value is None:
         return Cell()
+    if text is not None:
+        return Cell(text(value), value)
     if isinstance(value, int):
         return Cell(count_text(value), value)
     return Cell(f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}", value)
 
 
-def duration_cell(seconds: float | None) -> Cell:
-    """Returns a cell of a time."""
-    return Cell() if seconds is None else Cell(duration_text(seconds), seconds)
-
-
-def bytes_cell(value: float | None) -> Cell:
-    """Returns a cell of bytes."""
-    if value is None:
-        return Cell()
+def _bytes_text(value: float) -> str:
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if value >= factor:
-            return Cell(f"{value / factor:.2f} {unit}", value)
-    return Cell(f"{value} bytes", value)
+            return f"{value / factor:.2f} {unit}"
+    return f"{value} bytes"
 
 
-def setting_cell(value: Any) -> Cell:
-    """Returns a cell of a setting."""
+def _setting_cell(value: Any) -> Cell:
     return Cell("none" if value is None else str(value))
 
 
@@ -198,7 +187,7 @@ def settings(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def settings_table(values: Mapping[str, Any], caption: str) -> Table:
     """Returns a table with a line for each setting."""
-    return Table(caption, ("key", "value"), [(key, [setting_cell(value)]) for key, value in sorted(values.items())])
+    return Table(caption, ("key", "value"), [(key, [_setting_cell(value)]) for key, value in sorted(values.items())])
 
 
 def metric_rows(before: Mapping[str, float], after: Mapping[str, float]) -> list[Row]:
@@ -208,7 +197,7 @@ def metric_rows(before: Mapping[str, float], after: Mapping[str, float]) -> list
         start, end, change = before.get(name), after.get(name), Cell()
         if start is not None and end is not None:
             change = Cell(change_text(name, start, end), end - start)
-        rows.append((name, [metric_cell(name, start), metric_cell(name, end), change]))
+        rows.append((name, [cell(value, partial(metric_text, name)) for value in (start, end)] + [change]))
     return rows
 
 
@@ -226,44 +215,40 @@ def metrics_table(run: Run) -> Table:
     return Table("First and last evaluation so far", ("metric", "first", "last", "change"), rows)
 
 
-def costs(run: Run) -> list[tuple[str, Cell]]:
+def costs(run: Run) -> dict[str, Cell]:
     """Returns memory, time and work of a run."""
     summary, steps = run.summary or {}, len(run.records)
     seconds = summary.get("seconds_stepping", run.times[-1][1] if run.times else None)
     timed = steps if "seconds_stepping" in summary else (run.times[-1][0] if run.times else 0)
+    passes = max(1, run.passes[min(timed, steps)])
     known = seconds if timed else None
     all_passes, all_seconds = work_of(summary)
-    found = [
-        ("steps", Cell(f"{steps} of {run_config(run).train.steps}", steps)),
-        ("forward passes", number_cell(run.passes[-1] if all_passes is None else round(all_passes))),
-        ("time", duration_cell(seconds if all_seconds is None else all_seconds)),
-        *(
-            (f"of it {name}", Cell(f"{duration_text(spent['seconds'])}, {spent['passes']:,.0f} passes"))
-            for name, spent in summary.get("phases", {}).items()
-        ),
-        ("time spent on steps", duration_cell(seconds)),
-        ("seconds a step", number_cell(None if known is None else known / timed)),
-        ("seconds a forward pass",
-         number_cell(None if known is None else known / max(1, run.passes[min(timed, steps)]))),
-        ("peak memory", bytes_cell(summary.get("peak_memory", run.memory))),
-    ]  # fmt: skip
-    if "model_bytes" in summary:
-        found.append(("of it the model", bytes_cell(summary["model_bytes"])))
+    found = {"steps": Cell(f"{steps} of {run_config(run).train.steps}", steps)}
     if "kept_step" in summary:
-        found.insert(1, ("step kept", number_cell(summary["kept_step"])))
+        found["step kept"] = cell(summary["kept_step"])
+    found["forward passes"] = cell(run.passes[-1] if all_passes is None else round(all_passes))
+    found["time"] = cell(seconds if all_seconds is None else all_seconds, duration_text)
+    for name, spent in summary.get("phases", {}).items():
+        found[f"of it {name}"] = Cell(f"{duration_text(spent['seconds'])}, {spent['passes']:,.0f} passes")
+    found["time spent on steps"] = cell(seconds, duration_text)
+    found["seconds a step"] = cell(None if known is None else known / timed)
+    found["seconds a forward pass"] = cell(None if known is None else known / passes)
+    found["peak memory"] = cell(summary.get("peak_memory", run.memory), _bytes_text)
+    if "model_bytes" in summary:
+        found["of it the model"] = cell(summary["model_bytes"], _bytes_text)
     if summary.get("ranks", 1) > 1:
-        found.append(("processes", number_cell(summary["ranks"])))
-        found.append(("bytes exchanged by each", bytes_cell(summary.get("bytes_sent"))))
-        found.append(("exchanges", number_cell(summary.get("exchanges"))))
+        found["processes"] = cell(summary["ranks"])
+        found["bytes exchanged by each"] = cell(summary.get("bytes_sent"), _bytes_text)
+        found["exchanges"] = cell(summary.get("exchanges"))
     return found
 
 
-def hardware_and_versions(run: Run) -> list[tuple[str, Cell]]:
+def hardware_and_versions(run: Run) -> dict[str, Cell]:
     """Returns hardware and versions."""
     header, summary = run.header.get("versions"), run.summary or {}
     versions = summary.get("versions", header if isinstance(header, dict) else {})
     place = summary.get("hardware", run.header.get("device"))
-    return [(str(name), setting_cell(value)) for name, value in {"hardware": place, **versions}.items()]
+    return {name: _setting_cell(value) for name, value in {"hardware": place, **versions}.items()}
 
 
 def kappa_table(run: Run) -> Table | None:
@@ -272,8 +257,8 @@ def kappa_table(run: Run) -> Table | None:
     if found is None:
         return None
     figures = {"kappas": found.count, "mean": found.mean, "rms": found.rms, "largest, absolute": found.largest}
-    rows = [(name, [number_cell(value)]) for name, value in figures.items()]
-    rows.append((f"share beyond {OUTLIER_RMS} rms", [metric_cell("", found.outliers)]))
+    rows = [(name, [cell(value)]) for name, value in figures.items()]
+    rows.append((f"share beyond {OUTLIER_RMS} rms", [cell(found.outliers, partial(metric_text, ""))]))
     return Table("Projected gradients", ("", "kappa"), rows)
 
 
@@ -284,11 +269,11 @@ def plan_table(run: Run) -> Table:
     for group in (group for group in found if group.moved):
         shape = " \N{MULTIPLICATION SIGN} ".join(map(str, group.shape)) or "one number"
         rank = Cell("dense") if group.rank is None else Cell(str(group.rank), group.rank)
-        cells = [Cell(group.layers or MISSING), number_cell(group.tensors), Cell(shape), rank]
-        rows.append((group.name, [*cells, number_cell(group.numbers), Cell(group.moved)]))
+        cells = [Cell(group.layers or MISSING), cell(group.tensors), Cell(shape), rank]
+        rows.append((group.name, [*cells, cell(group.numbers), Cell(group.moved)]))
     idle = [group for group in found if not group.moved]
     if idle:
-        tensors, numbers = (number_cell(sum(getattr(g, key) for g in idle)) for key in ("tensors", "numbers"))
+        tensors, numbers = (cell(sum(getattr(g, key) for g in idle)) for key in ("tensors", "numbers"))
         rows.append(("all others: not trained", [Cell(), tensors, Cell(), Cell(), numbers, Cell()]))
     return Table("Parameters", ("name", "layers", "tensors", "shape", "rank", "numbers", "moved"), rows)
 
@@ -312,7 +297,7 @@ def labels_table(labels: Sequence[LabelCounts]) -> Table:
 def _right(rows: int, before: int, after: int) -> list[Cell]:
     """Returns how many rows there are, and how many were right before and after, as counts and as shares."""
     counts = f"{count_text(before)}{ARROW}{count_text(after)}".replace(" ", "\N{NO-BREAK SPACE}")
-    return [number_cell(rows), Cell(counts), _shares(before, after, rows, rows)]
+    return [cell(rows), Cell(counts), _shares(before, after, rows, rows)]
 
 
 def _shares(before: int, after: int, of_before: int, of_after: int) -> Cell:
@@ -343,7 +328,7 @@ def comparison(runs: Sequence[Run]) -> Table:
     for name in dict.fromkeys(name for end in ends for name in end):
         for place, when in enumerate(("before", "after")):
             rows.append((f"{name} {when}", [end[name][place] if name in end else Cell() for end in ends]))
-    works = [dict(costs(run)) for run in runs]
+    works = [costs(run) for run in runs]
     for name in dict.fromkeys(name for work in works for name in work):
         rows.append((name, [work.get(name, Cell()) for work in works]))
     rows.append(("trained", [Cell(trained_share(run)) for run in runs]))
@@ -354,7 +339,7 @@ def differences(runs: Sequence[Run]) -> Table:
     """Returns the settings in which runs differ."""
     every = [settings(run)[0] for run in runs]
     rows = [
-        (key, [setting_cell(one[key]) if key in one else Cell() for one in every])
+        (key, [_setting_cell(one[key]) if key in one else Cell() for one in every])
         for key in sorted({key for one in every for key in one})
         if any(one.get(key) != every[0].get(key) for one in every)
     ]
