@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import mul
 from typing import Any
 
 import torch
@@ -76,19 +77,18 @@ def _forecast(config: Config) -> dict[str, Any]:
     preparing = time.perf_counter() - started
     measured = _measured(config, job)
     parameters, steps = plan(job.model, job.optimizer), _steps(job)
-    passes = {kind: (job.optimizer.passes_of(kind, first=True), job.optimizer.passes_of(kind, first=False))
-              for kind in steps}  # fmt: skip
-    seconds = {kind: tuple(count * _loss_seconds(job, kind, pace) for count in passes[kind]) for kind in steps}
+    passes = {kind: [job.optimizer.passes_of(kind, first=first) for first in (True, False)] for kind in steps}
+    seconds = {kind: [count * _loss_seconds(job, kind, pace) for count in passes[kind]] for kind in steps}
     evaluations, measuring = _evaluation_seconds(job, pace), sum(measured.values()) * pace.batch
-    stepping = sum(_total(steps[kind], seconds[kind]) for kind in steps)
+    stepping = sum(sum(map(mul, steps[kind], seconds[kind])) for kind in steps)
     return {
         "method": job.config.method.name,
         "model": job.config.model.name,
         "hardware": hardware(),
         "rows": row_counts(job),
         "parameters": parameter_counts(parameters),
-        "steps": {kind: count for kind, (count, _) in steps.items()},
-        "num_forward_passes": int(sum(_total(steps[kind], passes[kind]) for kind in steps)),
+        "steps": {kind: sum(counts) for kind, counts in steps.items()},
+        "num_forward_passes": sum(sum(map(mul, steps[kind], passes[kind])) for kind in steps),
         "measured": measured,
         "seconds": {
             "preparation": round(preparing, 3),
@@ -107,17 +107,11 @@ def _forecast(config: Config) -> dict[str, Any]:
 
 
 def _steps(job: Job) -> dict[str, tuple[int, int]]:
-    """Returns kind of step -> (number of its steps, number of phases of such steps in a row)."""
+    """Returns kind of step -> (steps that are the first of a row of such, and compute what it shares; all others)."""
     settings = job.config.train
     kinds = [FEEDBACK if is_feedback(step, settings) else job.optimizer.kinds[0] for step in range(settings.num_steps)]
-    phases = [kind for kind, _ in groupby(kinds)]
-    return {kind: (kinds.count(kind), phases.count(kind)) for kind in dict.fromkeys(kinds)}
-
-
-def _total(steps: tuple[int, int], first_and_other: Sequence[float]) -> float:
-    """Sums over the steps of a kind: the first of a phase, which computes what the others share, and each other."""
-    (count, phases), (first, other) = steps, first_and_other
-    return phases * first + (count - phases) * other
+    first = [kind for kind, _ in groupby(kinds)]
+    return {kind: (first.count(kind), kinds.count(kind) - first.count(kind)) for kind in dict.fromkeys(kinds)}
 
 
 @torch.no_grad()

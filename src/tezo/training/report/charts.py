@@ -133,21 +133,11 @@ class Chart:
         return f"{self.title}: {self.y} over {self.x}. " + " ".join(one.describe() for one in told)
 
 
-@dataclass(frozen=True)
-class LossCharts:
-    """One kind of loss, of the runs that have it: name of an axis, in a word or two -> the chart over it."""
+def loss_charts(runs: Sequence[Run]) -> dict[str, dict[str, Chart]]:
+    """Returns kind of loss, in words -> name of an axis -> chart of the runs that have such losses.
 
-    kind: str
-    axes: Mapping[str, Chart]
-
-    @property
-    def legend(self) -> dict[str, int]:
-        """Name of a run -> its colour."""
-        return next(iter(self.axes.values())).legend
-
-
-def loss_charts(runs: Sequence[Run]) -> list[LossCharts]:
-    """Returns the losses of runs, each kind by itself: over passes, over steps, and over time where it is known."""
+    The axes are forward passes, steps, and time where it is known.
+    """
     half = half_life(max(len(run.records) for run in runs))
     longest = max(max(seconds_at(run).values(), default=0.0) for run in runs)
     unit, size = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60) if longest >= 2 * 60 else ("seconds", 1)
@@ -157,7 +147,7 @@ def loss_charts(runs: Sequence[Run]) -> list[LossCharts]:
         (unit, f"{unit} spent on steps",
          lambda run: {step: seconds / size for step, seconds in {0: 0.0, **seconds_at(run)}.items()}),
     ]  # fmt: skip
-    found = []
+    found = {}
     for kind in dict.fromkeys(kind for run in runs for kind in (step_loss(run), row_loss(run))):
         charts = {}
         for name, x, positions in axes:
@@ -167,7 +157,7 @@ def loss_charts(runs: Sequence[Run]) -> list[LossCharts]:
                 y = kind if kind.startswith(minus("")) else "loss"
                 charts[name] = Chart(f"Loss over {name}", x, y, shown, _loss_caption(shown, half, outside))
         if charts:
-            found.append(LossCharts(kind, charts))
+            found[kind] = charts
     return found
 
 

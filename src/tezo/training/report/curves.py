@@ -84,13 +84,12 @@ def kappa_statistics(values: Sequence[float]) -> KappaStatistics | None:
     return KappaStatistics(len(values), mean, rms, largest, outliers)
 
 
-def histogram(values: Sequence[float], edge: float = 4.0, bins: int = 16) -> Points:
-    """Returns (left edge, share) of bins from -`edge` to `edge`; the outermost hold what lies beyond. (edge, 0) closes it."""
-    width = 2 * edge / bins
-    counts = [0] * bins
+def histogram(values: Sequence[float]) -> Points:
+    """Returns (left edge, share) of 16 bins from -4 to 4, the outer ones with what lies beyond; then (4, 0)."""
+    counts = [0] * 16
     for value in values:
-        counts[min(bins - 1, max(0, math.floor((max(-edge, min(edge, value)) + edge) / width)))] += 1
-    return [(-edge + i * width, count / len(values)) for i, count in enumerate(counts)] + [(edge, 0.0)]
+        counts[min(15, math.floor(2 * (max(-4.0, min(4.0, value)) + 4)))] += 1
+    return [(i / 2 - 4, count / len(values)) for i, count in enumerate(counts)] + [(4.0, 0.0)]
 
 
 @dataclass(frozen=True)

@@ -76,16 +76,7 @@ def page(runs: Sequence[Run]) -> str:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a run came to.
-
-    Attributes:
-        state: "better", "hardly better", "no better", "finished" or "unfinished".
-        headlines: the metric that counts and the loss, see `metric_rows`; the loss alone where there is no other.
-        rows: that were measured.
-        work: steps, passes and time.
-        caution: on what these rows can't say; empty: there is nothing.
-        advice: what the run says of itself.
-    """
+    """What a run came to: the metric that counts and the loss, as `metric_rows` gives them, and texts beside them."""
 
     state: str
     headlines: list[Row]
