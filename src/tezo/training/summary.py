@@ -78,14 +78,11 @@ class Outcome:
     """The outcome of a finished run.
 
     Attributes:
-        steps: number of steps taken.
         kept_step: number of steps after which the kept parameters were reached.
         dev_loss: loss on the dev rows with the kept parameters; None if there are no dev rows.
         seconds: time spent on steps.
         before: metrics of the test rows before training.
-        after: metrics of the test rows after training.
-        dev_loss_before: loss on the dev rows before training; None if there are no dev rows.
-        rollbacks: returns to earlier states.
+        after: the same after training.
         chosen: whether the step was kept for its loss on the dev rows.
         stopped: key of `tezo.training.best_state.REASONS` for which the run ended before its last step, or None.
     """

@@ -19,15 +19,17 @@ from tezo.runs.words import minus
 from tezo.system.errors import RequestError
 from tezo.training.report.curves import (
     Points,
+    dev_losses,
     half_life,
     histogram,
     kappa_statistics,
     kappas,
+    metric_points,
     seconds_at,
     smooth,
     subsample,
 )
-from tezo.training.report.tables import dev_losses, row_loss, step_loss
+from tezo.training.report.tables import row_loss, step_loss
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Okabe and Ito's, which colour-blind people tell apart; the order keeps neighbours apart in grey too."""
@@ -141,7 +143,7 @@ def loss_charts(runs: Sequence[Run]) -> dict[str, dict[str, Chart]]:
     half = half_life(max(len(run.records) for run in runs))
     longest = max(max(seconds_at(run).values(), default=0.0) for run in runs)
     unit, size = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60) if longest >= 2 * 60 else ("seconds", 1)
-    axes: list[tuple[str, str, Callable[[Run], dict[int, float]]]] = [
+    axes: list[tuple[str, str, Callable[[Run], Mapping[float, float]]]] = [
         ("forward passes", "forward passes", lambda run: dict(enumerate(map(float, run.passes)))),
         ("steps", "steps", lambda run: {step: float(step) for step in range(len(run.passes))}),
         (unit, f"{unit} spent on steps",
@@ -161,10 +163,10 @@ def loss_charts(runs: Sequence[Run]) -> dict[str, dict[str, Chart]]:
     return found
 
 
-def _loss_series(colour: int, run: Run, kind: str, positions: dict[int, float], half: int) -> list[Series]:
+def _loss_series(colour: int, run: Run, kind: str, positions: Mapping[float, float], half: int) -> list[Series]:
     """Returns those of a run's losses that are of a kind; `positions`: finished steps -> x, where it is known."""
 
-    def series(label: str, style: Style, values: Sequence[tuple[int, float]]) -> Series:
+    def series(label: str, style: Style, values: Sequence[tuple[float, float]]) -> Series:
         points = subsample([(positions[step], y) for step, y in values if step in positions])
         return Series(run.name, label, colour, style, points)
 
@@ -216,11 +218,7 @@ def metric_charts(runs: Sequence[Run]) -> list[Chart]:
     for name in [*names][:MAX_METRICS]:
         series = []
         for i, run in enumerate(runs):
-            splits: dict[str, Points] = {}
-            for e in run.evaluations:
-                if name in e.metrics:
-                    splits.setdefault(e.split, []).append((float(e.step), e.metrics[name]))
-            for split, points in splits.items():
+            for split, points in metric_points(run, name).items():
                 series.append(Series(run.name, split, i, "test" if split == "test" else "dev", subsample(points)))
         if any(len(one.points) > 1 for one in series):
             charts.append(Chart(f"{name} at evaluations", "steps", name, series, caption))

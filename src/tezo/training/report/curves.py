@@ -50,6 +50,25 @@ def seconds_at(run: Run) -> dict[int, float]:
     return found
 
 
+def metric_points(run: Run, name: str) -> dict[str, Points]:
+    """Returns split -> (steps, metric) of its evaluations, in the order of steps."""
+    found: dict[str, Points] = {}
+    for e in run.evaluations:
+        if name in e.metrics:
+            found.setdefault(e.split, []).append((e.step, e.metrics[name]))
+    return found
+
+
+def dev_losses(run: Run) -> Points:
+    """Returns (steps, loss on the dev rows), in the order of steps.
+
+    A run without test rows of its own evaluates its dev rows as "test" before the first step, and not again as "dev".
+    """
+    of = metric_points(run, "loss")
+    dev, before = of.get("dev", []), [point for point in of.get("test", [])[:1] if point[0] == 0]
+    return before + dev if dev and dev[0][0] > 0 else dev
+
+
 @dataclass(frozen=True)
 class KappaStatistics:
     """Statistics of the projected gradients of all steps and directions of a run.

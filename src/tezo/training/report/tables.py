@@ -127,20 +127,6 @@ def _said(run: Run, part: str) -> str | None:
     return said if isinstance(said, str) else None
 
 
-def dev_losses(run: Run) -> list[tuple[int, float]]:
-    """Returns (steps, loss on the dev rows), in the order of steps.
-
-    A run without test rows of its own evaluates its dev rows as "test" before the first step, and not again as "dev".
-    """
-    of = {
-        split: [(e.step, e.metrics["loss"]) for e in run.evaluations if e.split == split and "loss" in e.metrics]
-        for split in ("dev", "test")
-    }
-    if not of["dev"] or of["dev"][0][0] == 0:
-        return of["dev"]
-    return [*(point for point in of["test"][:1] if point[0] == 0), *of["dev"]]
-
-
 def shown_path(name: str) -> str:
     """Returns a name; of a whole path the last part, for what is shown to others."""
     path = Path(name)
