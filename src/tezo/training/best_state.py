@@ -71,14 +71,7 @@ class GoodState:
 
 
 class BestState:
-    """The best state of one run, and the returns to it.
-
-    Args:
-        job: that runs.
-        folder: gets the rollbacks.
-        evaluations: of the run.
-        listeners: told of rollbacks.
-        ranks: that share the run; the first one's dev loss counts.
+    """The best state of one run, and the returns to it; of ranks that share the run the first one's dev loss counts.
 
     Attributes:
         best: the state with the lowest loss so far; None before the first evaluation.
@@ -132,7 +125,7 @@ class BestState:
 
         Args:
             steps: number of steps taken.
-            before: metrics of the test rows before the first step.
+            before: metrics of the test rows, where that is before the first step.
             last: whether no step follows.
         """
         self.dev_loss = None
@@ -252,12 +245,9 @@ class BestState:
         return self.best.state or {}, state
 
     def load(self, tensors: dict[str, Tensor], state: Mapping[str, Any], steps: int) -> int:
-        """Restores the result of `saved`; returns the number of steps after which the moments were last dropped.
+        """Restores the result of `saved` after `steps` steps; returns the step after which moments were last dropped.
 
-        Args:
-            tensors: the tensors.
-            state: the values. Checkpoints of earlier versions have those of "best" alone.
-            steps: number of steps when they were saved.
+        Checkpoints of earlier versions have the values of "best" alone.
         """
         made = sorted(self._resumed.rollbacks)[: int(state.get("rollbacks", 0))]
         for taken in range(steps + 1):

@@ -223,7 +223,7 @@ def pass_peak(model: Any, rows: int, length: int, *, backward: bool = False) -> 
     Args:
         model: model on any device; gradients are those of its parameters that require one.
         rows: rows of the batch.
-        length: tokens of each row.
+        length: tokens of a row.
         backward: whether the loss is differentiated, in training mode; the gradients are then part of the peak.
     """
     ids_SL = torch.zeros(rows, length, dtype=torch.int64, device=device_of(model))
@@ -321,7 +321,7 @@ def memory_of_ways(
 
     Args:
         build: makes the model on the meta device, with plain layers, in its dtype.
-        kind: its kind.
+        kind: kind of the model.
         rows: rows of a batch.
         length: tokens of a row.
         weights: bytes of its parameters as they are stored.

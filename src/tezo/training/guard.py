@@ -40,9 +40,6 @@ class Guard:
     hypothesis is true and the noise normal, where C is the number of pairs of windows of a whole run. Hence a whole run
     raises a false alarm with probability at most `FALSE_ALARM_RATE`. The quantile is Student's, for s is estimated;
     successive differences are worth 2/3 of their number in degrees of freedom.
-
-    Args:
-        steps: number of steps of the run.
     """
 
     def __init__(self, steps: int) -> None:

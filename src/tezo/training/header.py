@@ -56,7 +56,7 @@ def _answer(row: Encoded) -> tuple[Any, ...]:
 
 
 def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tuner) -> list[str]:
-    """Checks that a run that goes on is the one that is asked for; returns what the user should know before.
+    """Returns what the user should know before a run goes on.
 
     Args:
         found: header of the run's log.
@@ -64,7 +64,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
         optimizer: of the run that is asked for.
 
     Raises:
-        RequestError: it would be another run.
+        RequestError: it is another run that is asked for.
     """
     check_complete(found)
     before, now = _fixed(found["config"]), _fixed(own["config"])
@@ -80,12 +80,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
 
 
 def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
-    """Returns the configuration with what a run that has begun measured, so that it need not be measured again.
-
-    Args:
-        begun: header of the run's log.
-        asked: configuration of the run that is to go on.
-    """
+    """Returns the configuration with what the run of the header `begun` measured, which need not be measured again."""
     before = begun.get("config", {}).get("method", {})
     if before.get("name") != asked.method.name:
         return asked  # another run, which `check_same` will refuse

@@ -24,13 +24,7 @@ FEW_ROWS = 100
 
 
 def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
-    """Returns two sentences on a finished run.
-
-    Args:
-        summary: of the run, as in summary.json.
-        lr: first learning rate.
-        planned_steps: number of steps that the run was to have.
-    """
+    """Returns two sentences on a finished run, whose first learning rate was `lr`, from its summary."""
     if summary["dev_loss"] is None:
         before, after = summary["before"]["loss"], summary["after"]["loss"]
     else:
@@ -112,7 +106,7 @@ def summarize(
     Args:
         job: the job that ran.
         outcome: its outcome.
-        ranks: the processes of the run.
+        ranks: that shared the run.
         result: what was saved, as `save_result` returns it.
         phases: seconds and forward passes of each phase; see `tezo.system.progress`.
     """
