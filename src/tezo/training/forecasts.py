@@ -153,7 +153,7 @@ def first_order_kept(model: nn.Module) -> tuple[int, int]:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While open, counts the bytes of the tensors that operations make, until they are freed.
+    """A mode that counts, while open, the bytes of the tensors that operations make, until they are freed.
 
     Args:
         known: tensors that are not counted, such as parameters.
@@ -195,7 +195,7 @@ def meta_twin(model: Any) -> Any:
 
 @contextmanager
 def valueless(model: Any) -> Iterator[Any]:
-    """While open, the parameters of a model on the meta device are on the CPU: one zero, repeated, in their shapes.
+    """Puts one zero on the CPU, repeated, in place of each parameter of a model on the meta device, while open.
 
     Optimizers refuse parameters that have no values at all; these take no memory either.
     """

@@ -137,11 +137,8 @@ def _section(index: int, run: Run) -> dict[str, Any]:
     config = run_config(run)
     every, changed = tables.settings(run)
     return {
-        "name": run.name,
-        "finished": run.summary is not None,
-        "steps": len(run.records),
-        "planned_steps": config.train.steps,
-        "method": config.method.name,
+        "run": run,
+        "config": config,
         "model": shown_path(config.model.name),
         "trained": tables.trained_share(run),
         "costs": costs(run),
