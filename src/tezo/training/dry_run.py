@@ -65,45 +65,42 @@ def dry_run(config: Config) -> dict[str, Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RequestError("a dry run is of one process; leave out torchrun.")
     with metered() as meter:
-        return _forecast(config) | {"passes": round(meter.passes, 2)}
-
-
-def _forecast(config: Config) -> dict[str, Any]:
-    started = time.perf_counter()
-    job = prepare(config, measuring=False)
-    before = peak_memory(job.loaded.device)
-    with current().phase(TIMING):
-        pace = _timed(job)
-    preparing = time.perf_counter() - started
-    measured = _measured(config, job)
-    parameters, steps = plan(job.model, job.optimizer), _steps(job)
-    passes = {kind: [job.optimizer.passes_of(kind, first=first) for first in (True, False)] for kind in steps}
-    seconds = {kind: [count * _loss_seconds(job, kind, pace) for count in passes[kind]] for kind in steps}
-    evaluations, measuring = _evaluation_seconds(job, pace), sum(measured.values()) * pace.batch
-    stepping = sum(sum(map(mul, steps[kind], seconds[kind])) for kind in steps)
-    return {
-        "method": job.config.method.name,
-        "model": job.config.model.name,
-        "hardware": hardware(),
-        "rows": row_counts(job),
-        "parameters": parameter_counts(parameters),
-        "steps": {kind: sum(counts) for kind, counts in steps.items()},
-        "num_forward_passes": sum(sum(map(mul, steps[kind], passes[kind])) for kind in steps),
-        "measured": measured,
-        "seconds": {
-            "preparation": round(preparing, 3),
-            "timed pass": round(pace.batch, 4),
-            **{f"first {kind} step": round(first, 4) for kind, (first, _) in seconds.items()},
-            **{f"{kind} step": round(other, 4) for kind, (_, other) in seconds.items()},
-            "measurements": round(measuring, 3),
-            "evaluations": round(evaluations, 3),
-            "run": round(preparing + measuring + stepping + evaluations, 3),
-        },
-        "notices": list(job.notices),
-        "settings": to_tree(job.config),
-        "plan": parameters,
-        "memory": _memory(job, before),
-    }
+        started = time.perf_counter()
+        job = prepare(config, measuring=False)
+        before = peak_memory(job.loaded.device)
+        with current().phase(TIMING):
+            pace = _timed(job)
+        preparing = time.perf_counter() - started
+        measured = _measured(config, job)
+        parameters, steps = plan(job.model, job.optimizer), _steps(job)
+        passes = {kind: [job.optimizer.passes_of(kind, first=first) for first in (True, False)] for kind in steps}
+        seconds = {kind: [count * _loss_seconds(job, kind, pace) for count in passes[kind]] for kind in steps}
+        evaluations, measuring = _evaluation_seconds(job, pace), sum(measured.values()) * pace.batch
+        stepping = sum(sum(map(mul, steps[kind], seconds[kind])) for kind in steps)
+        return {
+            "method": job.config.method.name,
+            "model": job.config.model.name,
+            "hardware": hardware(),
+            "rows": row_counts(job),
+            "parameters": parameter_counts(parameters),
+            "steps": {kind: sum(counts) for kind, counts in steps.items()},
+            "num_forward_passes": sum(sum(map(mul, steps[kind], passes[kind])) for kind in steps),
+            "measured": measured,
+            "seconds": {
+                "preparation": round(preparing, 3),
+                "timed pass": round(pace.batch, 4),
+                **{f"first {kind} step": round(first, 4) for kind, (first, _) in seconds.items()},
+                **{f"{kind} step": round(other, 4) for kind, (_, other) in seconds.items()},
+                "measurements": round(measuring, 3),
+                "evaluations": round(evaluations, 3),
+                "run": round(preparing + measuring + stepping + evaluations, 3),
+            },
+            "notices": list(job.notices),
+            "settings": to_tree(job.config),
+            "plan": parameters,
+            "memory": _memory(job, before),
+            "passes": round(meter.passes, 2),
+        }
 
 
 def _steps(job: Job) -> dict[str, tuple[int, int]]:
