@@ -13,15 +13,13 @@ from tezo.models.kinds import ModelConfig
 from tezo.models.loading import load_model
 from tezo.models.peft import add_adapter
 from tezo.models.quantization import stored_bytes
-from tezo.optim.memory_forecast import forecasts
 from tezo.optim.methods import METHODS
 from tezo.optim.methods.first_order import adam
 from tezo.optim.methods.tezo import tezo as plain_tezo
 from tezo.runs import environment
 from tezo.system.errors import RequestError
-from tezo.training import forecasts as diagnosis
+from tezo.training import doctor as diagnosis
 from tezo.training import forecasts as memory_ways
-from tezo.training.dry_pass import dry_pass
 from tezo.training.forecasts import (
     FULL,
     INFERENCE,
@@ -32,7 +30,9 @@ from tezo.training.forecasts import (
     ZEROTH_ORDER,
     WayMemory,
     advice,
+    forecasts,
     memory_of_model,
+    pass_peak,
 )
 
 
@@ -125,7 +125,7 @@ def test_the_memory_of_training_is_that_of_real_passes_and_of_what_real_steps_ke
         if way == LORA_CHECKPOINTED:
             loaded.model.gradient_checkpointing_enable(WITHOUT_RANDOM_STATE)
         with sdpa_kernel(SDPBackend.MATH):  # the meta device has no fused kernel
-            peak = dry_pass(model, 4, 12, backward=way != INFERENCE).peak
+            peak = pass_peak(model, 4, 12, backward=way != INFERENCE)
         assert found[way].passing == peak, way
         assert found[way].weights == sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
         if way != INFERENCE:

@@ -73,9 +73,9 @@ def test_every_figure_of_the_page_is_that_of_the_files(home, tmp_path):
 
 def test_the_curves_pass_through_the_files_numbers(home):
     run = read_run(home / "two")
-    (loss,) = charts.loss_charts([run])
-    passes, steps, seconds = loss.axes.values()
-    assert [*loss.axes] == ["forward passes", "steps", "seconds"] and loss.kind == OPTIONS_LOSS
+    ((kind, axes),) = charts.loss_charts([run]).items()
+    passes, steps, seconds = axes.values()
+    assert [*axes] == ["forward passes", "steps", "seconds"] and kind == OPTIONS_LOSS
     read = [step.loss for step in read_log(home / "two" / "steps.log").steps]
     lines = [json.loads(line) for line in (home / "two" / "metrics.jsonl").read_text().splitlines()]
     dev = [(line["step"], line["loss"]) for line in lines if line.get("split") == "dev"]
@@ -105,7 +105,7 @@ def test_two_runs_lie_over_each_other_and_are_compared(home, tmp_path):
     assert shown.row("train.seed") == ["0", "5"]
     runs = [read_run(home / name) for name in ("one", "two")]
     for chart in (
-        *charts.loss_charts(runs)[0].axes.values(),
+        *charts.loss_charts(runs)[OPTIONS_LOSS].values(),
         *charts.metric_charts(runs),
         charts.kappa_histogram(runs),
     ):
@@ -158,13 +158,11 @@ def test_losses_of_other_kinds_have_charts_of_their_own(home, tmp_path):
     named = {"train__objective": "accuracy", "method__name": "mezo", "method__rank": None}
     assert train(home / "opt", home / "rows.jsonl", tmp_path / "metric", steps=4, **named).code == 0
     runs = [read_run(folder) for folder in (home / "one", tmp_path / "texts", tmp_path / "metric")]
-    found = {loss.kind: loss for loss in charts.loss_charts(runs)}
-    assert {kind: [*loss.legend] for kind, loss in found.items()} == {
+    found = charts.loss_charts(runs)
+    assert {kind: [*axes["steps"].legend] for kind, axes in found.items()} == {
         OPTIONS_LOSS: ["one", "metric"], TEXT_LOSS: ["texts"], "minus accuracy": ["metric"],
     }  # fmt: skip
-    styles = {
-        (loss.kind, one.run, one.style) for loss in found.values() for one in loss.axes["steps"].series if one.points
-    }
+    styles = {(kind, one.run, one.style) for kind, axes in found.items() for one in axes["steps"].series if one.points}
     assert {style for kind, run, style in styles if (kind, run) == (OPTIONS_LOSS, "metric")} == {"dev", "kept"}
     assert {style for kind, _, style in styles if kind == "minus accuracy"} == {"dots", "line"}
     words = text_of(tmp_path, home / "one", tmp_path / "texts", tmp_path / "metric")
@@ -181,7 +179,7 @@ def test_the_dev_curve_begins_before_the_first_step_and_marks_the_step_that_was_
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if line.get("split") == "dev"}
     losses[0] = next(line["loss"] for line in lines if line.get("split") == "test" and line["step"] == 0)
-    series = {one.style: one.points for one in charts.loss_charts([run])[0].axes["steps"].series}
+    series = {one.style: one.points for one in charts.loss_charts([run])[OPTIONS_LOSS]["steps"].series}
     assert series["dev"] == sorted(losses.items())
     kept = json.loads((tmp_path / "run/summary.json").read_text())["kept_step"]
     assert series["kept"] == [(kept, losses[kept])]
@@ -422,7 +420,8 @@ def test_a_long_run_makes_a_small_page(tmp_path):
     folder = made(tmp_path / "long", [draw.gauss(2, 0.1) for _ in range(5000)])
     text = page.page([read_run(folder)])
     assert len(text) < 200_000
-    assert "at 5000." in charts.loss_charts([read_run(folder)])[0].axes["steps"].description
+    (axes,) = charts.loss_charts([read_run(folder)]).values()
+    assert "at 5000." in axes["steps"].description
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("-x", 1), ("it's here; rm -rf", 2)])

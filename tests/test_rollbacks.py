@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from short_runs import result, same, stopped
 from tiny import lm_loss, tiny_opt, tokens
 
 from tezo.optim.estimators.estimate import StepRecord
+from tezo.runs.folder import ResumeState
 from tezo.runs.step_log import Rollback, StepLog, read_log
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.training.best_state import (
@@ -27,14 +29,14 @@ from tezo.training.best_state import (
     REASONS,
     STAGNATED,
     STEPS_ROSE,
+    BestState,
     GoodState,
-    Rollbacks,
     in_words,
 )
 from tezo.training.config import dump_config, parse_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
-from tezo.training.recipe import Config
+from tezo.training.recipe import Config, TrainConfig
 from tezo.training.summary import verdict
 
 STEPS = 48
@@ -114,16 +116,27 @@ def test_the_state_after_a_return_is_saved_and_restored(case):
 # The decision
 
 
-def control(
-    steps: int = 100, every: int = 10, rows_ratio: float = 0.25, *, by_dev_loss: bool = False, judged_feedback: int = 0
-) -> Rollbacks:
-    return Rollbacks(steps, rows_ratio, every, by_dev_loss=by_dev_loss, judged_feedback=judged_feedback)
+def control(steps: int = 100, every: int = 10, *, dev_rows: int = 4, judged_feedback: int = 0) -> BestState:
+    """The decisions of a run whose states are not tensors."""
+    settings = TrainConfig(steps=steps, batch_size=1, eval_every=every, feedback_first=judged_feedback)
+    optimizer: Any = SimpleNamespace(roll_back=lambda *_: None)
+    job: Any = SimpleNamespace(config=SimpleNamespace(train=settings), dev=[None] * dev_rows, optimizer=optimizer)
+    folder: Any = SimpleNamespace(append_rollback=lambda _: None)
+    nothing: Any = None
+    made = BestState(job, folder, nothing, [], nothing)
+    made.best = BEST
+    return made
 
 
-def fed(made: Rollbacks, losses: list[float]) -> Rollbacks:
+def fed(made: BestState, losses: list[float]) -> BestState:
     for loss in losses:
         made.stepped(loss)
     return made
+
+
+def reason(made: BestState, steps: int, best: GoodState, dev_loss: float | None) -> str | None:
+    made.best, made.dev_loss = best, dev_loss
+    return made.reason(steps)
 
 
 NOISE = [3 + 0.1 * math.sin(k * k) for k in range(400)]
@@ -131,79 +144,79 @@ BEST = GoodState(10, 2.9, {})
 
 
 def test_each_reason_and_none():
-    assert fed(control(), NOISE[:40]).reason(40, BEST, 2.95) == STAGNATED
-    assert fed(control(), NOISE[:30]).reason(30, BEST, 2.95) is None, "not for long enough"
-    assert fed(control(), NOISE[:35]).reason(35, BEST, None) is None, "between evaluations"
-    assert fed(control(), NOISE[:40] + [9.0] * 8).reason(48, BEST, None) == STEPS_ROSE
-    assert fed(control(), NOISE[:20]).reason(20, BEST, 4.0) == DEV_ROSE
-    assert fed(control(), NOISE[:20]).reason(20, BEST, math.nan) == NOT_FINITE
-    assert fed(control(), NOISE[:40] + [9.0] * 8).reason(48, GoodState(48, 2.8, {}), 2.8) is None, "the best state"
+    assert reason(fed(control(), NOISE[:40]), 40, BEST, 2.95) == STAGNATED
+    assert reason(fed(control(), NOISE[:30]), 30, BEST, 2.95) is None, "not for long enough"
+    assert reason(fed(control(), NOISE[:35]), 35, BEST, None) is None, "between evaluations"
+    assert reason(fed(control(), NOISE[:40] + [9.0] * 8), 48, BEST, None) == STEPS_ROSE
+    assert reason(fed(control(), NOISE[:20]), 20, BEST, 4.0) == DEV_ROSE
+    assert reason(fed(control(), NOISE[:20]), 20, BEST, math.nan) == NOT_FINITE
+    assert reason(fed(control(), NOISE[:40] + [9.0] * 8), 48, GoodState(48, 2.8, {}), 2.8) is None, "the best state"
     assert REASONS.keys() == {STAGNATED, STEPS_ROSE, DEV_ROSE, NOT_FINITE, FEEDBACK_ROSE}
 
 
 def test_feedback_steps_that_raised_the_dev_loss_are_undone_at_the_same_rate():
-    made = fed(control(by_dev_loss=True, judged_feedback=20), NOISE[:20])
-    assert made.reason(20, BEST, 2.91) == made.reason(20, BEST, 4.0) == FEEDBACK_ROSE, "however little, however much"
-    assert made.reason(20, GoodState(20, 2.8, {}), 2.8) is None, "they lowered it"
-    assert made.reason(20, BEST, math.nan) == NOT_FINITE, "the rate is too high for any step"
-    assert made.reason(19, BEST, 2.91) is None and made.reason(21, BEST, 4.0) == DEV_ROSE
-    planned = made.planned(20, BEST, FEEDBACK_ROSE)
+    made = fed(control(judged_feedback=20), NOISE[:20])
+    assert reason(made, 20, BEST, 2.91) == reason(made, 20, BEST, 4.0) == FEEDBACK_ROSE, "however little or much"
+    assert reason(made, 20, GoodState(20, 2.8, {}), 2.8) is None, "they lowered it"
+    assert reason(made, 20, BEST, math.nan) == NOT_FINITE, "the rate is too high for any step"
+    assert reason(made, 19, BEST, 2.91) is None and reason(made, 21, BEST, 4.0) == DEV_ROSE
+    planned = made.planned(20, FEEDBACK_ROSE)
     assert planned == Rollback(20, BEST.step, 1.0, FEEDBACK_ROSE)
     assert in_words(planned).endswith("back to step 10, with the first learning rate")
 
 
 def test_patience_is_of_steps_as_well_as_of_evaluations():
     often = fed(control(every=1), NOISE[:60])
-    assert often.reason(BEST.step + PATIENT_STEPS, BEST, 2.95) is None
-    assert often.reason(BEST.step + 30, BEST, 2.95) == STAGNATED, "0.3 of 100 steps"
+    assert reason(often, BEST.step + PATIENT_STEPS, BEST, 2.95) is None
+    assert reason(often, BEST.step + 30, BEST, 2.95) == STAGNATED, "0.3 of 100 steps"
     seldom = fed(control(every=25), NOISE[:60])
-    assert seldom.reason(75, BEST, 2.95) == STAGNATED and seldom.reason(50, BEST, 2.95) is None
+    assert reason(seldom, 75, BEST, 2.95) == STAGNATED and reason(seldom, 50, BEST, 2.95) is None
 
 
 def test_the_rate_falls_by_a_third_each_time_and_a_run_ends_where_that_did_not_help():
     made = control()
     for count in range(1, MOST_ROLLBACKS + 1):
-        planned = made.planned(10 * count, BEST, STEPS_ROSE)
+        planned = made.planned(10 * count, STEPS_ROSE)
         assert planned == Rollback(10 * count, BEST.step, pytest.approx(LOWERED**count), STEPS_ROSE)
-        made.add(planned)
+        made.roll_back(planned)
     assert made.lr_scale == pytest.approx(LOWERED**MOST_ROLLBACKS)
-    assert made.planned(99, BEST, STEPS_ROSE) is None, "as many as there may be"
+    assert made.planned(99, STEPS_ROSE) is None, "as many as there may be"
     once = control()
-    once.add(once.planned(40, BEST, STAGNATED))
-    assert once.planned(70, BEST, STAGNATED) is None, "a lower rate did not help"
-    assert once.planned(70, GoodState(50, 2.8, {}), STAGNATED) is not None, "it helped"
-    assert once.planned(70, BEST, DEV_ROSE) is not None
+    once.roll_back(once.planned(40, STAGNATED))
+    assert once.planned(70, STAGNATED) is None, "a lower rate did not help"
+    assert once.planned(70, DEV_ROSE) is not None
+    once.best = GoodState(50, 2.8, {})
+    assert once.planned(70, STAGNATED) is not None, "it helped"
 
 
 def test_a_state_that_dev_rows_chose_is_not_compared_with_losses_of_rows_learnt_by_heart():
     by_heart = [loss - 2 for loss in NOISE[:32]]
-    for by_dev_loss in (False, True):
-        made = fed(control(200, by_dev_loss=by_dev_loss), by_heart)
-        made.add(Rollback(32, 0, LOWERED, STAGNATED))
-        reasons = [fed(made, [loss]).reason(33 + step, BEST, None) for step, loss in enumerate(NOISE[32:96])]
-        assert set(reasons) == {None} if by_dev_loss else STEPS_ROSE in reasons
-    assert fed(made, [9.0] * 16).reason(112, BEST, None) == STEPS_ROSE, "a rise since the return is seen"
+    for dev_rows in (0, 4):
+        made = fed(control(200, dev_rows=dev_rows), by_heart)
+        made.best = GoodState(0, 2.9, {})
+        made.roll_back(Rollback(32, 0, LOWERED, STAGNATED))
+        reasons = [reason(fed(made, [loss]), 33 + step, BEST, None) for step, loss in enumerate(NOISE[32:96])]
+        assert set(reasons) == {None} if dev_rows else STEPS_ROSE in reasons
+    assert reason(fed(made, [9.0] * 16), 112, BEST, None) == STEPS_ROSE, "a rise since the return is seen"
 
 
-@pytest.mark.parametrize("by_dev_loss", [False, True])
-def test_the_decisions_after_a_restart_are_those_without_one(by_dev_loss):
+@pytest.mark.parametrize("dev_rows", [0, 4])
+def test_the_decisions_after_a_restart_are_those_without_one(dev_rows):
     losses = NOISE[:40] + [9.0] * 8 + NOISE[40:90] + [9.0] * 16
     records = [StepRecord(step, loss, 1e-3) for step, loss in enumerate(losses)]
     for cut in range(len(losses)):
-        whole, restored = (control(200, by_dev_loss=by_dev_loss) for _ in range(2))
-        done = dict[int, Rollback]()
+        whole, restored = (control(200, dev_rows=dev_rows) for _ in range(2))
         for step, loss in enumerate(losses):
             if step == cut:
-                restored.load(records[:cut], done, len(done))
-            for made in (whole, restored) if step >= cut else (whole,):
-                made.stepped(loss)
-            reason = whole.reason(step + 1, BEST, None)
-            assert step < cut or restored.reason(step + 1, BEST, None) == reason
-            if reason is not None:
-                done[step + 1] = Rollback(step + 1, BEST.step, 0.5, reason)
-                for made in (whole, restored) if step >= cut else (whole,):
-                    made.add(done[step + 1])
-        assert len(done) >= 2
+                restored.begin(ResumeState(steps=records, rollbacks={done.step: done for done in whole.rollbacks}))
+                restored.load({}, whole.saved()[1], cut)
+            running = (whole, restored) if step >= cut else (whole,)
+            found = {reason(fed(made, [loss]), step + 1, BEST, None) for made in running}
+            assert len(found) == 1
+            if (why := found.pop()) is not None:
+                for made in running:
+                    made.roll_back(Rollback(step + 1, BEST.step, 0.5, why))
+        assert restored.rollbacks == whole.rollbacks and len(whole.rollbacks) >= 2
 
 
 # Runs

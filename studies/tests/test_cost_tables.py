@@ -17,7 +17,7 @@ from tezo_studies.commands.reproduce import COST_TABLES as NAMES
 from tezo_studies.cost_tables import COST_TABLES, chosen
 from tezo_studies.cost_tables.cost_line import CostLine, settings_of
 from tezo_studies.cost_tables.drawn_elements import count_elements, elements_after, paper_elements
-from tezo_studies.cost_tables.gpu_forecast import BANDWIDTH, least_seconds, step_cost
+from tezo_studies.cost_tables.gpu_forecast import BANDWIDTH, dry_pass, least_seconds, step_cost
 from tezo_studies.cost_tables.gpu_measurement import _fitting, measured_bytes, measured_seconds
 from tezo_studies.cost_tables.meta_models import meta_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,11 +28,18 @@ from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
 from tezo.optim.first_order import stepped_weight
-from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast, forecasts
 from tezo.optim.methods import METHODS
 from tezo.optim.methods.first_order import adam
 from tezo.system.errors import RequestError
-from tezo.training.dry_pass import META, LiveBytes, dry_pass, valueless
+from tezo.training.forecasts import (
+    META,
+    LiveBytes,
+    copies_of,
+    first_order_kept,
+    forecast,
+    forecasts,
+    valueless,
+)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ def doctor(
 ) -> None:
     """Say what is installed, what this machine has, and what a model can take."""
     from tezo.training.config import parse_setting
-    from tezo.training.forecasts import machine_report, model_report
+    from tezo.training.doctor import machine_report, model_report
 
     report = machine_report()
     if model:

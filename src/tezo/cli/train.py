@@ -58,7 +58,7 @@ def train(
     }  # fmt: skip
     flags = [(key, value) for key, value in named.items() if value is not None]
     with showing_work() as line:
-        from tezo.training.forecasts import dry_run
+        from tezo.training.dry_run import dry_run
         from tezo.training.loop import train as run
         from tezo.training.screen import Screen
 

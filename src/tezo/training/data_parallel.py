@@ -22,7 +22,7 @@ class SharedRows(RowsClosure):
 
     Attributes:
         own: the loss on this rank's rows.
-        processes: all of them.
+        ranks: all of them.
         most_tokens: the most that any rank has in a pass for one model.
         rows: number of examples of all ranks; rank k has every `size`-th from k on.
     """
@@ -50,38 +50,37 @@ class SharedRows(RowsClosure):
         return sums_C / count
 
     def example_passes(self) -> list[list[int]]:
-        """For each of this rank's passes, the example of each row of one copy, by its number among all ranks'."""
+        """Returns for each of this rank's passes the example of each row of one copy, by its number on all ranks."""
         return [[self._number(i) for i in rows] for rows in self.own.example_passes()]
 
     def example_losses(self, copies: int) -> Tensor:
 
         def own() -> tuple[Tensor, int]:
             sums, count = self.own.example_totals(copies)
-            table = torch.zeros(copies, self.examples, dtype=torch.float64)
-            table[:, [self._number(i) for i in range(self.own.examples)]] = sums.double().cpu()
-            return table, count
+            sums_CB = torch.zeros(copies, self.examples, dtype=torch.float64)
+            sums_CB[:, [self._number(i) for i in range(self.own.examples)]] = sums.double().cpu()
+            return sums_CB, count
 
         sums_CB, count = self._summed(own, (copies, self.examples))
         return sums_CB * (self.examples / count)
 
     def _number(self, example: int) -> int:
-        """The number among all examples of this rank's own."""
         return self.processes.rank + example * self.processes.size
 
     def _summed(self, own: Callable[[], tuple[Tensor, int]], shape: tuple[int, ...]) -> tuple[Tensor, float]:
-        """(sums over the ranks, of this shape; the sum of their counts)."""
+        """Returns (sums over the ranks, of this shape; the sum of their counts)."""
         try:
-            (sums, count), refusals = own(), 0
+            (sums, count), refused = own(), 0.0
         except NotInBlocksError:  # the others must not wait for this rank's sums: all ranks take separate passes
-            sums, count, refusals = torch.zeros(shape), 0, 1
-        *totals, whole, refused = self.processes.sum([*sums.flatten().tolist(), float(count), float(refusals)])
-        if refused:
+            sums, count, refused = torch.zeros(shape), 0, 1.0
+        *totals, whole, refusals = self.processes.sum([*sums.flatten().tolist(), float(count), refused])
+        if refusals:
             raise NotInBlocksError
         return torch.tensor(totals, dtype=torch.float64).view(shape), whole
 
 
 def shared_rows(job: Job, indices: Sequence[int], processes: ProcessGroup) -> SharedRows:
-    """The loss on these rows, of which this rank has every `size`-th."""
+    """Returns the loss on these rows, of which this rank has every `size`-th."""
     mine = indices[processes.rank :: processes.size]
     if job.config.model.placement == "shards":  # a pass gathers weights from all ranks: each must make as many
         batches = [job.objective.collate([job.train[i] for i in mine])]
@@ -94,14 +93,14 @@ def shared_rows(job: Job, indices: Sequence[int], processes: ProcessGroup) -> Sh
 
 
 def check_shareable(job: Job, processes: ProcessGroup) -> None:
-    """An error where a run cannot be shared; directions are shared out where they are what is shared."""
+    """Raises a `RequestError` if ranks cannot share the run; shares its directions out where it asks for that."""
     if processes.size == 1:
         return
+    train = job.config.train
     if job.optimizer.needs_gradient:
         raise RequestError(
             f"method.name is {job.config.method.name}, which runs in one process; start it without torchrun."
         )
-    train = job.config.train
     if job.config.model.placement == "shards" and train.batch_size < processes.size and train.parallel == "rows":
         raise RequestError(
             f"train.batch_size is {train.batch_size}, and with model.placement=shards each of {processes.size} ranks "

@@ -18,20 +18,18 @@ from tezo.training.job import Job
 from tezo.training.recipe import Config
 from tezo.training.resolution import RESOLVED_AT_START
 
-MAY_CHANGE_ON_RESUME = frozenset(
-    {
-        "train.checkpoint_every",
-        "model.device",
-        "model.placement",
-        "model.trust_remote_code",
-        "train.reward",
-    }
+MAY_CHANGE_ON_RESUME = (
+    "train.checkpoint_every",
+    "model.device",
+    "model.placement",
+    "model.trust_remote_code",
+    "train.reward",
 )
 """Settings that may change between the parts of a run: they don't change what it computes on one device."""
 
 
 def log_header(job: Job) -> dict[str, Any]:
-    """JSON for the head of a step log: with the base model, all that its steps are taken again from."""
+    """Returns JSON for the head of a step log: with the base model, all that its steps are taken again from."""
     reward = {} if job.reward is None else {"reward": job.reward.digest}
     return {
         **reward,
@@ -56,15 +54,18 @@ def _answer(row: Encoded) -> tuple[Any, ...]:
 
 
 def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tuner) -> list[str]:
-    """What the user should know before a run goes on; an error where it would be another run.
+    """Returns what the user should know before a run goes on.
 
     Args:
         found: header of the run's log.
         own: header of the run that is asked for.
         optimizer: of the run that is asked for.
+
+    Raises:
+        RequestError: it is another run that is asked for.
     """
     check_complete(found)
-    before, now = _flat(found["config"]), _flat(own["config"])
+    before, now = _fixed(found["config"]), _fixed(own["config"])
     for key in PATHS:  # one that is gone was moved: weights and rows are compared themselves
         if is_gone(str(before.get(key))):
             now[key] = before[key]
@@ -77,41 +78,35 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tune
 
 
 def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
-    """The configuration with what a run that has begun measured for itself, so that it need not be measured again.
-
-    Args:
-        begun: header of the run's log.
-        asked: configuration of the run that is to go on.
-    """
+    """Returns the configuration with what the run of the header `begun` measured, which need not be measured again."""
     before = begun.get("config", {}).get("method", {})
-    chosen = method(asked.method.name)
     if before.get("name") != asked.method.name:
         return asked  # another run, which `check_same` will refuse
-    asked_for = chosen.defaults() | asked.method.options
+    asked_for = method(asked.method.name).defaults() | asked.method.options
     open_ = [name for name in ("lr", "rho") if asked_for.get(name) == AUTO]
     return asked.with_options(**{name: before[name] for name in open_ if isinstance(before.get(name), float)})
 
 
 def check_unchanged(ended: Config, asked: Config) -> None:
-    """An error where a run that has ended, with its settings resolved, is not the one that is asked for."""
-    before, now = _flat(to_tree(ended)), _flat(to_tree(asked))
+    """Raises a `RequestError` if a run that has ended, with its settings resolved, is not the one that is asked for."""
+    before, now = _fixed(to_tree(ended)), _fixed(to_tree(asked))
     resolved = {key: before.get(key) for key, left_open in RESOLVED_AT_START.items() if now.get(key) == left_open}
     check_settings(before, now | resolved)
 
 
 def request_of(config: Config) -> dict[str, Any]:
-    """All settings by dotted key, which ranks that share a run must have in common, but for their device."""
+    """Returns all settings by dotted key, which ranks that share a run must have in common, but for their device."""
     return {key: value for key, value in _settings(to_tree(config)).items() if key != "model.device"}
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key, paths in full, but for those that may change."""
+def _fixed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that may not change, by dotted key, with paths in full."""
     settings = {key: value for key, value in _settings(tree).items() if key not in MAY_CHANGE_ON_RESUME}
     return settings | {key: absolute_setting(key, settings[key]) for key in PATHS if key in settings}
 
 
 def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key, those of the method that are not given at their defaults; lists, as JSON has them."""
+    """Returns settings by dotted key, those of the method with their defaults; tuples are lists, as JSON has them."""
     options = method(tree["method"]["name"]).defaults()
     tree = json.loads(json.dumps({**tree, "method": {**options, **tree["method"]}}))
     return {f"{section}.{key}": value for section, values in tree.items() for key, value in dict(values).items()}

@@ -1,12 +1,9 @@
-"""Who follows a run: called after each step and evaluation.
-
-Handling of SIGTERM and SIGINT: the current step is finished, the run is saved, and the process ends.
-"""
+"""Who follows a run: listeners, called after each step and evaluation, and signals, which end it."""
 
 import signal
 import threading
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from tezo.optim.estimators.estimate import StepRecord
@@ -29,34 +26,34 @@ class Listener:
     """Follows a run; a subclass overrides what it wants to hear of. Calls come in the order of what they report."""
 
     def working(self, work: Work) -> None:
-        """A phase has begun or has got further; the first call comes before there is a job."""
+        """Called when a phase begins or gets further; first before there is a job."""
 
     def started(self, job: Job) -> None:
-        """All is ready; nothing has been evaluated yet."""
+        """Called when all is ready, and nothing has been evaluated yet."""
 
     def stepping(self, step: int) -> None:
-        """Step number `step`, from 0, is about to be taken."""
+        """Called before step number `step`, from 0, is taken."""
 
     def stepped(self, progress: Progress) -> None:
-        """A step is finished."""
+        """Called when a step is finished."""
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
-        """`split` ("dev" or "test") was evaluated after `step` steps."""
+        """Called when `split` ("dev" or "test") was evaluated after `step` steps."""
 
     def warned(self, text: str) -> None:
-        """Something of the run should be known that was not at its start; the summary has it among the notices."""
+        """Called with what was not known of the run at its start; the summary has it among the notices."""
 
     def rolled_back(self, rollback: Rollback) -> None:
-        """The run has returned to an earlier state, and goes on at a lower rate."""
+        """Called when the run has returned to an earlier state, as a rule to go on at a lower rate."""
 
     def compared(self, answers: dict[str, Any]) -> None:
-        """Answers to test rows before and after, as in answers.json; not called where there are none."""
+        """Called with answers to test rows before and after, as in answers.json, where there are some."""
 
     def finished(self, summary: dict[str, Any]) -> None:
-        """The result is saved."""
+        """Called when the result is saved."""
 
     def closed(self) -> None:
-        """The run is over, finished or not; the last call, and the only one that always comes."""
+        """Called last, when the run is over, finished or not; the only call that always comes."""
 
     @property
     def wants_stop(self) -> bool:
@@ -65,7 +62,9 @@ class Listener:
 
 
 class Interruption:
-    """Context manager that records the first SIGTERM or SIGINT; a second signal has its usual effect.
+    """A context manager that records the first SIGTERM or SIGINT; a second signal has its usual effect.
+
+    The run finishes the current step and is saved before the process ends.
 
     Attributes:
         signal: the name of the recorded signal, or None.
@@ -81,18 +80,11 @@ class Interruption:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
-        self._restore()
+        self.__exit__()
 
-    def _restore(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del kind, error, trace
-        self._restore()

@@ -16,11 +16,7 @@ MOST_SAMPLE = 300
 
 
 class Screen(Listener):
-    """Prints what a run reports beside the phases that the status line shows.
-
-    Args:
-        line: where to.
-    """
+    """Prints to `line` what a run reports beside the phases that this status line shows."""
 
     def __init__(self, line: StatusLine) -> None:
         self.line = line
@@ -28,7 +24,17 @@ class Screen(Listener):
 
     def started(self, job: Job) -> None:
         self.job = job
-        for line in _start_lines(job):
+        rows, parameters = row_counts(job), plan(job.model, job.optimizer)
+        trained = [row for row in parameters if row["trained"]]
+        ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})
+        span = "" if not ranks else f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
+        factors = f"; fixed factors take {job.optimizer.factor_bytes / 2**20:.1f} MiB" if ranks else ""
+        moved = " and ".join(sorted({row["moved"] for row in trained}))
+        model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
+        self.line.print(f"{job.config.method.name} on {model}")
+        self.line.print(f"{len(trained)} of {len(parameters)} parameters are trained{span}, moved {moved}{factors}")
+        self.line.print(f"{rows['train']} training rows, {rows['dev']} dev, {rows['test']} test")
+        for line in (*job.rows_as_read, *(f"note: {notice}" for notice in job.notices)):
             self.line.print(line)
 
     def stepped(self, progress: Progress) -> None:
@@ -59,26 +65,6 @@ class Screen(Listener):
         for row in [] if self.job.test[0].example.options else answers["shown"]:
             self.line.print(f"sample of {row['row']}")
             for name, key in (("prompt", "text"), ("before", "before"), ("after", "after")):
-                self.line.print(f"  {name:<6} {_one_line(row[key])}")
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= MOST_SAMPLE else "..." + line[-MOST_SAMPLE:]
-
-
-def _start_lines(job: Job) -> list[str]:
-    rows, parameters = row_counts(job), plan(job.model, job.optimizer)
-    trained = [row for row in parameters if row["trained"]]
-    ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})
-    span = "" if not ranks else f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
-    moved = sorted({row["moved"] for row in trained})
-    model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
-    lines = [
-        f"{job.config.method.name} on {model}",
-        f"{len(trained)} of {len(parameters)} parameters are trained{span}, moved {' and '.join(moved)}"
-        + (f"; fixed factors take {job.optimizer.factor_bytes / 2**20:.1f} MiB" if ranks else ""),
-        f"{rows['train']} training rows, {rows['dev']} dev, {rows['test']} test",
-        *job.rows_as_read,
-    ]
-    return lines + [f"note: {notice}" for notice in job.notices]
+                text = " ".join(row[key].split())
+                text = text if len(text) <= MOST_SAMPLE else "..." + text[-MOST_SAMPLE:]
+                self.line.print(f"  {name:<6} {text}")

@@ -1,7 +1,4 @@
-"""Whether a run made the model better, in one sentence, and what to try next in another.
-
-The summary of a finished run, summary.json.
-"""
+"""The summary of a finished run, summary.json, and its verdict: whether the model got better, and what to try next."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,68 +23,48 @@ LEAST_GAIN = 1e-3
 FEW_ROWS = 100
 
 
-@dataclass(frozen=True)
-class _Words:
-    """How the figure that a run lowers, or whose negative it lowers, is spoken of."""
-
-    figure: str
-    sign: int
-    better: str
-    worse: str
-    improving: str
-    best: str
-    another_rate: str
-
-
-_OF_LOSS = _Words("loss", 1, "fell from", "rose", "falling", "lowest", "another rate, such as --lr auto")
-_OF_REWARD = _Words("reward", -1, "rose from", "fell", "rising", "highest", "another rate, or a larger method.rho")
-
-
 def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
-    """Two sentences on a finished run.
-
-    Args:
-        summary: of the run, as in summary.json.
-        lr: first learning rate.
-        planned_steps: number of steps that the run was to have.
-    """
+    """Returns two sentences on a finished run, whose first learning rate was `lr`, from its summary."""
     if summary["dev_loss"] is None:
         before, after = summary["before"]["loss"], summary["after"]["loss"]
     else:
         before, after = summary["dev_loss_before"], summary["dev_loss"]
     rows = "dev" if summary["dev_loss"] is not None or summary["rows"].get("test") == 0 else "test"
-    words = _OF_REWARD if REWARD in summary["after"] else _OF_LOSS
-    start, end = (f"{words.sign * loss:.4f}" for loss in (before, after))
+    rewarded = REWARD in summary["after"]  # then the loss is minus the reward
+    figure, better = ("reward", "rose from") if rewarded else ("loss", "fell from")
+    start, end = (f"{-loss if rewarded else loss:.4f}" for loss in (before, after))
     if after < before - LEAST_GAIN * abs(before):
-        advice = _of_better(summary, planned_steps, words)
-        return f"{BETTER}: the {rows} {words.figure} {words.better} {start} to {end}. {advice}"
-    advice = _of_no_better(summary, lr, words)
+        advice = _after_gain(summary, planned_steps, rewarded=rewarded)
+        return f"{BETTER}: the {rows} {figure} {better} {start} to {end}. {advice}"
+    advice = _after_no_gain(summary, lr, rewarded=rewarded)
     if after < before and start != end:
         little = f"by less than {100 * LEAST_GAIN:g} %"
-        return f"{HARDLY}: the {rows} {words.figure} {words.better} {start} to {end}, {little}. {advice}"
-    return f"{NO_BETTER}: the {rows} {words.figure} was {start} and is {end}. {advice}"
+        return f"{HARDLY}: the {rows} {figure} {better} {start} to {end}, {little}. {advice}"
+    return f"{NO_BETTER}: the {rows} {figure} was {start} and is {end}. {advice}"
 
 
-def _of_better(summary: Mapping[str, Any], planned_steps: int, words: _Words) -> str:
-    steps, worse = summary["steps"], summary["after"]["loss"] > summary["before"]["loss"]
-    if worse:
-        return f"On the test rows it {words.worse}: these dev rows are too few, or unlike them; give more in data.dev."
+def _after_gain(summary: Mapping[str, Any], planned_steps: int, *, rewarded: bool) -> str:
+    steps, kept = summary["steps"], summary["kept_step"]
+    if summary["after"]["loss"] > summary["before"]["loss"]:
+        worse = "fell" if rewarded else "rose"
+        return f"On the test rows it {worse}: these dev rows are too few, or unlike them; give more in data.dev."
     if summary["stopped"] is not None:
         return f"It ended after {steps} of {planned_steps} steps: {REASONS[summary['stopped']]}, at a lower rate too."
-    if summary["kept_step"] == steps:
-        return f"It was {words.improving} to the end: try train.steps={2 * steps}."
-    return f"It was {words.best} after step {summary['kept_step']}: more rows may help more than more steps."
+    if kept == steps:
+        return f"It was {'rising' if rewarded else 'falling'} to the end: try train.steps={2 * steps}."
+    best = "highest" if rewarded else "lowest"
+    return f"It was {best} after step {kept}: more rows may help more than more steps."
 
 
-def _of_no_better(summary: Mapping[str, Any], lr: float, words: _Words) -> str:
+def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> str:
     lowest = lr * summary["rollbacks"][-1]["lr_scale"] if summary["rollbacks"] else lr
     if lowest < lr:
-        return (
-            f"The learning rate was lowered from {lr:.1e} to {lowest:.1e}, still too high: try --lr {lowest / 3:.1e}."
-        )
+        lowered = f"The learning rate was lowered from {lr:.1e} to {lowest:.1e}"
+        return f"{lowered}, still too high: try --lr {lowest / 3:.1e}."
     if summary["rows"]["train"] < FEW_ROWS:
         return f"{summary['rows']['train']} training rows may be too few: give more."
-    return f"Try {words.another_rate} (it was {lr:.1e}), or more steps than {summary['steps']}."
+    another = "another rate, or a larger method.rho" if rewarded else "another rate, such as --lr auto"
+    return f"Try {another} (it was {lr:.1e}), or more steps than {summary['steps']}."
 
 
 @dataclass(frozen=True)
@@ -95,17 +72,13 @@ class Outcome:
     """The outcome of a finished run.
 
     Attributes:
-        steps: number of steps taken.
         kept_step: number of steps after which the kept parameters were reached.
         dev_loss: loss on the dev rows with the kept parameters; None if there are no dev rows.
         seconds: time spent on steps.
         before: metrics of the test rows before training.
-        after: metrics of the test rows after training.
-        dev_loss_before: loss on the dev rows before training; None if there are no dev rows.
-        rollbacks: returns to earlier states.
+        after: the same after training.
         chosen: whether the step was kept for its loss on the dev rows.
-        stopped: reason why the run ended before its last step, see `REASONS` in
-            `tezo.training.best_state`; None: it did not, or was asked to.
+        stopped: key of `tezo.training.best_state.REASONS` for which the run ended before its last step, or None.
     """
 
     steps: int
@@ -121,7 +94,7 @@ class Outcome:
 
 
 def row_counts(job: Job) -> dict[str, int]:
-    """Split -> number of its rows. Where there are no test rows the metrics before and after are of the dev rows."""
+    """Returns split -> number of its rows; without test rows the metrics before and after are of the dev rows."""
     return {"train": len(job.train), "dev": len(job.dev), "test": 0 if job.test is job.dev else len(job.test)}
 
 
@@ -132,21 +105,26 @@ def summarize(
     result: dict[str, Any],
     phases: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """The summary as JSON: metrics, cost, hardware and versions.
+    """Returns the summary as JSON: metrics, cost, hardware and versions.
 
     Args:
         job: the job that ran.
         outcome: its outcome.
-        processes: the processes of the run.
+        processes: that shared the run.
         result: what was saved, as `save_result` returns it.
         phases: seconds and forward passes of each phase; see `tezo.system.progress`.
     """
-    optimizer = job.optimizer
+    optimizer, train = job.optimizer, job.config.train
     calls, seconds = optimizer.cost_of_basis
+    # in words, what the loss of a step is, and what the metric "loss" of dev and test rows is
+    losses = {
+        "steps": _loss_text(job.train) if train.minimises_loss else minus(train.objective),
+        "rows": _loss_text(job.test) if job.reward is None else minus(REWARD),
+    }
     summary = {
         "method": job.config.method.name,
         "model": job.config.model.name,
-        "losses": _losses(job),
+        "losses": losses,
         "before": outcome.before,
         "after": outcome.after,
         "rows": row_counts(job),
@@ -169,22 +147,14 @@ def summarize(
         "result": result,
         "prompt_shared_by_options": job.objective.packs,
         "notices": list(job.notices),
-        "seed": job.config.train.seed,
+        "seed": train.seed,
         "ranks": processes.size,
         "bytes_sent": processes.bytes_sent,
         "exchanges": processes.exchanges,
         "hardware": hardware(),
         "versions": versions(),
     }
-    train = job.config.train
     return summary | {"verdict": verdict(summary, float(job.config.method.options["lr"]), train.num_steps)}
-
-
-def _losses(job: Job) -> dict[str, str]:
-    """In words, what the loss of a step is, and what the metric "loss" of dev and test rows is."""
-    train = job.config.train
-    steps = _loss_text(job.train) if train.minimises_loss else minus(train.objective)
-    return {"steps": steps, "rows": _loss_text(job.test) if job.reward is None else minus(REWARD)}
 
 
 def _loss_text(rows: Sequence[Encoded]) -> str:
@@ -192,7 +162,7 @@ def _loss_text(rows: Sequence[Encoded]) -> str:
 
 
 def tuning_of(run: Path) -> Tuning | None:
-    """What a model card says of a run; None if the run has no summary.
+    """Returns what a model card says of a run; None if the run has no summary.
 
     Raises:
         RequestError: the summary is damaged.
@@ -202,14 +172,9 @@ def tuning_of(run: Path) -> Tuning | None:
         return None
     with reading(f"{run}: {SUMMARY} is not that of a run", "restore it"):
         rows = {str(split): int(count) for split, count in summary["rows"].items()}
-        return Tuning(
-            method=str(summary["method"]),
-            steps=int(summary["kept_step"]),
-            rows=rows | ({"test": 0} if summary.get("test_rows_chose") is True else {}),
-            before=_finite(summary["before"]),
-            after=_finite(summary["after"]),
+        before, after = (
+            {str(name): float(value) for name, value in summary[when].items() if value is not None}
+            for when in ("before", "after")
         )
-
-
-def _finite(metrics: Metrics) -> dict[str, float]:
-    return {str(name): float(value) for name, value in metrics.items() if value is not None}
+        rows |= {"test": 0} if summary.get("test_rows_chose") is True else {}
+        return Tuning(str(summary["method"]), int(summary["kept_step"]), rows, before, after)

@@ -3,7 +3,7 @@
 Memory is the sum of
 
 - the parameters, in float16;
-- what the method keeps in addition, as its own classes allocate it (`memory_forecast`, `first_order_kept`);
+- what the method keeps in addition, as its own classes allocate it (`forecast`, `first_order_kept`);
 - the peak of a pass over the batch on the meta device (`dry_pass`).
 
 The allocator's rounding and reserve, the CUDA context, buffers of a tile and temporaries of an update are left out;
@@ -12,10 +12,12 @@ attention is counted with its scores, which fused kernels do not store. Time is 
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast
+from torch.utils.flop_counter import FlopCounterMode
+
 from tezo.optim.methods import METHODS
-from tezo.training.dry_pass import DryPass, dry_pass, valueless
+from tezo.training.forecasts import copies_of, first_order_kept, forecast, pass_peak, valueless
 from tezo_studies.cost_tables.cost_line import CostLine, settings_of
 from tezo_studies.cost_tables.meta_models import meta_model
 
@@ -23,6 +25,14 @@ BANDWIDTH = 3.35e12
 """Bytes per second of the memory of an H100 SXM, by its data sheet."""
 FLOPS = 989e12
 """Floating-point operations per second of an H100 SXM in dense float16 products, by its data sheet."""
+
+
+@dataclass(frozen=True)
+class DryPass:
+    """The cost of a pass over a batch: bytes at its peak, without the parameters, and operations of the products."""
+
+    peak: int
+    flops: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,14 @@ def step_cost(line: CostLine, model: str) -> StepCost:
 @cache
 def _pass(model: str, peft: str, rows: int, length: int, *, backward: bool = False) -> DryPass:
     return dry_pass(meta_model(settings_of(CostLine(""), model), peft), rows, length, backward=backward)
+
+
+def dry_pass(model: Any, rows: int, length: int, *, backward: bool = False) -> DryPass:
+    """Returns the cost of one pass over a batch; the arguments are those of `pass_peak`."""
+    peak = pass_peak(model, rows, length, backward=backward)
+    with FlopCounterMode(display=False) as work:  # apart: this counter keeps what checkpointing frees
+        pass_peak(model, rows, length, backward=backward)
+    return DryPass(peak, work.get_total_flops())
 
 
 def _first_order_cost(line: CostLine, model: str, rows: int, length: int) -> StepCost:

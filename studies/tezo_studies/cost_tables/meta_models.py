@@ -7,7 +7,7 @@ import torch
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter, import_peft, virtual_task_type
-from tezo.training.dry_pass import META
+from tezo.training.forecasts import META
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.shapes import SHAPES, skeleton
 

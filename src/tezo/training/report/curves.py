@@ -15,16 +15,14 @@ OUTLIER_RMS = 3
 MAX_POINTS = 300
 """Points of a curve in a chart, which is about as many pixels wide."""
 
-_NUMBER_IN_NAME = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
-
 
 def half_life(steps: int) -> int:
-    """Steps after which a loss counts half in the smoothed curve: a fifteenth of the longest run."""
+    """Returns the steps after which a loss counts half in the smoothed curve: a fifteenth of the longest run."""
     return max(1, round(steps / 15))
 
 
 def smooth(values: Sequence[float], half_life: int) -> list[float]:
-    """Exponential average with bias correction, so that it begins at the first value and not near zero."""
+    """Returns the exponential average with bias correction, so that it begins at the first value and not near zero."""
     decay = 0.5 ** (1 / half_life)
     mean, weight, smoothed = 0.0, 0.0, []
     for value in values:
@@ -34,13 +32,13 @@ def smooth(values: Sequence[float], half_life: int) -> list[float]:
 
 
 def subsample(points: Points) -> Points:
-    """At most `MAX_POINTS` + 1 of the points, at even distances, the last among them."""
+    """Returns at most `MAX_POINTS` + 1 of the points, at even distances, the last among them."""
     stride = math.ceil(len(points) / MAX_POINTS)
     return points if stride <= 1 else [*points[:-1:stride], points[-1]]
 
 
 def seconds_at(run: RecordedRun) -> dict[int, float]:
-    """Finished steps -> seconds spent on them, by linear interpolation between the lines of metrics.jsonl."""
+    """Returns finished steps -> seconds spent on them, by linear interpolation between the lines of metrics.jsonl."""
     known = [(0, 0.0), *run.times]
     end = run.summary.get("seconds_stepping") if run.summary else None
     if end is not None and len(run.records) > known[-1][0] and end >= known[-1][1]:
@@ -52,13 +50,30 @@ def seconds_at(run: RecordedRun) -> dict[int, float]:
     return found
 
 
+def metric_points(run: RecordedRun, name: str) -> dict[str, Points]:
+    """Returns split -> (steps, metric) of its evaluations, in the order of steps."""
+    found: dict[str, Points] = {}
+    for e in run.evaluations:
+        if name in e.metrics:
+            found.setdefault(e.split, []).append((e.step, e.metrics[name]))
+    return found
+
+
+def dev_losses(run: RecordedRun) -> Points:
+    """Returns (steps, loss on the dev rows), in the order of steps.
+
+    A run without test rows of its own evaluates its dev rows as "test" before the first step, and not again as "dev".
+    """
+    of = metric_points(run, "loss")
+    dev, before = of.get("dev", []), [point for point in of.get("test", [])[:1] if point[0] == 0]
+    return before + dev if dev and dev[0][0] > 0 else dev
+
+
 @dataclass(frozen=True)
 class KappaStatistics:
-    """Statistics of the projected gradients of a run.
+    """Statistics of the projected gradients of all steps and directions of a run.
 
     Attributes:
-        count: how many, over all steps and directions.
-        mean: of them.
         rms: root of the mean square.
         largest: of the absolute values.
         outliers: share whose absolute value is more than `OUTLIER_RMS` rms.
@@ -72,14 +87,12 @@ class KappaStatistics:
 
 
 def kappas(run: RecordedRun) -> Points:
-    """(steps, kappa) of each direction of each step."""
-    return [
-        (record.step + 1, kappa) for record in run.records for kappa in record.projected_grads if math.isfinite(kappa)
-    ]
+    """Returns (steps, kappa) of each direction of each step, where it is finite."""
+    return [(record.step + 1, k) for record in run.records for k in record.projected_grads if math.isfinite(k)]
 
 
 def kappa_statistics(values: Sequence[float]) -> KappaStatistics | None:
-    """None where there are none, as in a run by gradient."""
+    """Returns None where there are none, as in a run by gradient."""
     if not values:
         return None
     largest = max(abs(value) for value in values)
@@ -90,13 +103,12 @@ def kappa_statistics(values: Sequence[float]) -> KappaStatistics | None:
     return KappaStatistics(len(values), mean, rms, largest, outliers)
 
 
-def histogram(values: Sequence[float], edge: float = 4.0, bins: int = 16) -> Points:
-    """(left edge, share) of bins from -`edge` to `edge`; the outermost hold what lies beyond. (edge, 0) closes it."""
-    width = 2 * edge / bins
-    counts = [0] * bins
+def histogram(values: Sequence[float]) -> Points:
+    """Returns (left edge, share) of 16 bins from -4 to 4, the outer ones with what lies beyond; then (4, 0)."""
+    counts = [0] * 16
     for value in values:
-        counts[min(bins - 1, max(0, math.floor((max(-edge, min(edge, value)) + edge) / width)))] += 1
-    return [(-edge + i * width, count / len(values)) for i, count in enumerate(counts)] + [(edge, 0.0)]
+        counts[min(15, math.floor(2 * (max(-4.0, min(4.0, value)) + 4)))] += 1
+    return [(i / 2 - 4, count / len(values)) for i, count in enumerate(counts)] + [(4.0, 0.0)]
 
 
 @dataclass(frozen=True)
@@ -106,9 +118,7 @@ class ParameterGroup:
     Attributes:
         name: with * for every number in it.
         layers: the first number of each, as in "0-3, 5"; empty where the name has no number.
-        tensors: how many.
-        shape: of each.
-        rank: of each; None: dense.
+        tensors: how many there are, each of the same shape and rank (None: dense).
         moved: how they are updated, in words; empty: not trained.
         numbers: entries of all of them together.
     """
@@ -123,12 +133,14 @@ class ParameterGroup:
 
 
 def group_parameters(rows: Sequence[PlanRow]) -> list[ParameterGroup]:
-    """A plan's parameters by name, shape, rank and update, in the order of their first one."""
+    """Returns a plan's parameters by name, shape, rank and update, in the order of their first one."""
+    number = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
     found: dict[tuple[str, tuple[int, ...], int | None, str], list[int]] = {}
     for row in rows:
-        match = _NUMBER_IN_NAME.search(row.name)
-        name, moved = _NUMBER_IN_NAME.sub("*", row.name), (row.moved or "trained") if row.trained else ""
-        found.setdefault((name, row.shape, row.rank, moved), []).append(-1 if match is None else int(match[0]))
+        match = number.search(row.name)
+        moved = (row.moved or "trained") if row.trained else ""
+        layers = found.setdefault((number.sub("*", row.name), row.shape, row.rank, moved), [])
+        layers.append(-1 if match is None else int(match[0]))
     return [
         ParameterGroup(name, _ranges(layers), len(layers), shape, rank, moved, len(layers) * math.prod(shape))
         for (name, shape, rank, moved), layers in found.items()

@@ -1,0 +1,192 @@
+"""A run's plan, and a forecast of its time and memory, without a step: its model is loaded, and one pass is timed.
+
+With what loading and preparing try on a row each, that is less than two forward passes; all else is a forecast from
+numbers of passes. Settings that a run measures at its start are named with their cost, and stay open. What a run adds
+by returning to an earlier state, or saves by an early end, is in no forecast.
+"""
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import mul
+from typing import Any
+
+import torch
+
+from tezo.directions.bases.activation import groups
+from tezo.directions.products import float32_on_emulating_cpu
+from tezo.models.quantization import stored_bytes
+from tezo.optim.estimators.estimate import FEEDBACK, GRADIENT
+from tezo.optim.measured_scale import most_passes
+from tezo.optim.methods import AUTO, METHODS, method
+from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.runs.environment import hardware, memory_for, peak_memory
+from tezo.system.errors import RequestError
+from tezo.system.progress import TIMING, current, metered
+from tezo.tasks.objectives.objective import Encoded
+from tezo.training.config import to_tree
+from tezo.training.evaluations import SAMPLE_TOKENS
+from tezo.training.forecasts import copies_of, first_order_kept, forecast
+from tezo.training.job import BASIS_ROWS, Job, parameter_counts, plan, prepare
+from tezo.training.recipe import Config
+from tezo.training.resolution import is_rho_open, search_budget
+from tezo.training.schedule import evaluation_steps, is_feedback
+from tezo.training.summary import row_counts
+
+WITH_GRADIENT = 3
+"""Time of a pass whose gradient is taken, in forward passes."""
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """Seconds of a forward pass over a training batch, of a token in it, and of one token that is written alone."""
+
+    batch: float
+    token: float
+    written: float
+
+
+def dry_run(config: Config) -> dict[str, Any]:
+    """Prepares a run without measuring its open settings, and times a forward pass.
+
+    Returns:
+        JSON: the forward "passes" that were made; the resolved "settings"; those that are "measured" at the start, with
+        their forward passes at most; the "plan" of every parameter; "memory" in bytes (of the model, of fixed factors,
+        and a forecast of the peak); and "seconds" (of the preparation and the timed pass, and forecasts of one step of
+        each kind, the measurements, the evaluations and the whole run). Times are those of this machine as it is now.
+
+    Raises:
+        RequestError: the run could not start.
+        RunError: memory ran out.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RequestError("a dry run is of one process; leave out torchrun.")
+    with metered() as meter:
+        started = time.perf_counter()
+        job = prepare(config, measuring=False)
+        before = peak_memory(job.loaded.device)
+        with current().phase(TIMING):
+            pace = _timed(job)
+        preparing = time.perf_counter() - started
+        measured = _measured(config, job)
+        parameters, steps = plan(job.model, job.optimizer), _steps(job)
+        passes = {kind: [job.optimizer.passes_of(kind, first=first) for first in (True, False)] for kind in steps}
+        seconds = {kind: [count * _loss_seconds(job, kind, pace) for count in passes[kind]] for kind in steps}
+        evaluations, measuring = _evaluation_seconds(job, pace), sum(measured.values()) * pace.batch
+        stepping = sum(sum(map(mul, steps[kind], seconds[kind])) for kind in steps)
+        return {
+            "method": job.config.method.name,
+            "model": job.config.model.name,
+            "hardware": hardware(),
+            "rows": row_counts(job),
+            "parameters": parameter_counts(parameters),
+            "steps": {kind: sum(counts) for kind, counts in steps.items()},
+            "num_forward_passes": sum(sum(map(mul, steps[kind], passes[kind])) for kind in steps),
+            "measured": measured,
+            "seconds": {
+                "preparation": round(preparing, 3),
+                "timed pass": round(pace.batch, 4),
+                **{f"first {kind} step": round(first, 4) for kind, (first, _) in seconds.items()},
+                **{f"{kind} step": round(other, 4) for kind, (_, other) in seconds.items()},
+                "measurements": round(measuring, 3),
+                "evaluations": round(evaluations, 3),
+                "run": round(preparing + measuring + stepping + evaluations, 3),
+            },
+            "notices": list(job.notices),
+            "settings": to_tree(job.config),
+            "plan": parameters,
+            "memory": _memory(job, before),
+            "passes": round(meter.passes, 2),
+        }
+
+
+def _steps(job: Job) -> dict[str, tuple[int, int]]:
+    """Returns kind of step -> (steps that are the first of a row of such, and compute what it shares; all others)."""
+    settings = job.config.train
+    kinds = [FEEDBACK if is_feedback(step, settings) else job.optimizer.kinds[0] for step in range(settings.num_steps)]
+    first = [kind for kind, _ in groupby(kinds)]
+    return {kind: (first.count(kind), kinds.count(kind) - first.count(kind)) for kind in dict.fromkeys(kinds)}
+
+
+@torch.no_grad()
+def _timed(job: Job) -> _Pace:
+    rows = [job.train[i] for i in job.sampler().rows(0)]
+    with memory_for("a forward pass", rows, "train.batch_size"), float32_on_emulating_cpu(job.model):
+        batch = job.objective.collate(rows)
+        started = time.perf_counter()
+        float(job.objective.loss(job.model, batch))
+        seconds, written = time.perf_counter() - started, 0.0
+        if _new_tokens(job):
+            started = time.perf_counter()
+            float(job.model(input_ids=batch.input_ids_RL[:1, :1]).logits.sum())
+            written = time.perf_counter() - started
+    return _Pace(seconds, seconds / _tokens(job, rows), written)
+
+
+def _tokens(job: Job, encoded: Sequence[Encoded]) -> int:
+    return sum(len(row.tokens) for own in job.objective.rows(encoded) for row in own)
+
+
+def _new_tokens(job: Job) -> int:
+    """Returns the tokens of the longest answer that an evaluation of the test rows writes; 0 if it writes none."""
+    if job.reward is not None:
+        return job.reward.max_new_tokens
+    if job.format.measures and not job.test[0].example.options:
+        return job.format.max_new_tokens or 0
+    return SAMPLE_TOKENS if job.format.shape in ("completion", "messages") else 0
+
+
+def _loss_seconds(job: Job, kind: str, pace: _Pace) -> float:
+    """Returns the seconds of one evaluation of what a step of a kind minimises."""
+    if kind == GRADIENT:
+        return WITH_GRADIENT * pace.batch
+    if job.config.train.minimises_loss:
+        return pace.batch
+    return pace.batch * (job.reward is None) + pace.written * _new_tokens(job)
+
+
+def _evaluation_seconds(job: Job, pace: _Pace) -> float:
+    """Returns the seconds of all evaluations; a token that is written takes as long for a batch as for a row."""
+    settings = job.config.train
+    of_dev = max(0, len(evaluation_steps(settings)) - (job.dev is job.test)) if job.dev else 0
+    reading = of_dev * _tokens(job, job.dev) + 2 * _tokens(job, job.test)
+    batches = math.ceil(len(job.test) / settings.eval_batch_size) if job.reward or job.format.measures else 1
+    return reading * pace.token + 2 * batches * _new_tokens(job) * pace.written
+
+
+def _measured(config: Config, job: Job) -> dict[str, int]:
+    """Returns setting that a run measures at its start -> forward passes that it takes for that, at most."""
+    options, optimizer = job.config.method.options, job.optimizer
+    found: dict[str, int] = {}
+    if options.get("directions") == PER_EXAMPLE != config.method.options.get("directions"):
+        found["method.directions"] = 1  # four, over two rows
+    if is_rho_open(job.config) and job.config.train.minimises_loss:
+        found["method.rho"] = most_passes(optimizer.num_directions)
+    if options.get("basis", method(config.method.name).defaults().get("basis")) == "activation":
+        ranks = {t.name: optimizer.application(t.name)[0] or 0 for t in optimizer.targets if t.input_role is not None}
+        shown = math.ceil(min(BASIS_ROWS, len(job.train)) / config.train.batch_size)
+        found["method.basis"] = shown * len(list(groups([t for t in optimizer.targets if t.name in ranks], ranks)))
+    if FEEDBACK in _steps(job):
+        found["train.feedback_first"] = optimizer.passes_of(FEEDBACK, first=True)
+    if options.get("lr") == AUTO:
+        found["method.lr"] = search_budget(job.config.train, optimizer)
+    return found
+
+
+def _memory(job: Job, before: int) -> dict[str, int]:
+    """Returns bytes; the peak is that of the timed pass, made for both signs, and what the method keeps beside it."""
+    after, factors, name = peak_memory(job.loaded.device), job.optimizer.factor_bytes, job.config.method.name
+    if name in METHODS:
+        job.optimizer.close()
+        options = {key: value for key, value in job.config.method.options.items() if value != AUTO and key != "targets"}
+        patterns = tuple(target.name for target in job.optimizer.targets)
+        said = forecast(job.model, METHODS[name], targets=patterns, **options)
+        kept, batch = said.kept + said.collecting, job.train[: job.config.train.batch_size]
+        copies = copies_of(said, _tokens(job, batch))
+    else:
+        kept, copies = sum(first_order_kept(job.model)), 1
+    peak = after + (copies - 1) * max(0, after - before) + kept
+    return {"model": stored_bytes(job.model), "factors": factors, "peak": peak}
