@@ -24,26 +24,19 @@ class Placement:
         packed: whether quantised weights support this placement.
     """
 
-    settle: Callable[[Any, torch.device], list[str]]
+    settle: Callable[[Any, torch.device], list[str]] = lambda *_: []
     spread: bool = False
     packed: bool = True
 
 
-def _stay(model: Any, device: torch.device) -> list[str]:
-    del model, device
-    return []
-
-
 def _offload_to_memory(model: Any, device: torch.device) -> list[str]:
-    accelerate = _accelerate()
-    notices = _freeze_tied(model)
+    accelerate, notices = _accelerate(), _freeze_tied(model)
     accelerate.cpu_offload(model, execution_device=device, offload_buffers=False)
     return notices
 
 
 def _offload_to_disk(model: Any, device: torch.device) -> list[str]:
-    accelerate = _accelerate()
-    notices = _freeze_tied(model)
+    accelerate, notices = _accelerate(), _freeze_tied(model)
     folder = tempfile.mkdtemp(prefix="tezo-offload-")
     weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
     accelerate.disk_offload(model, folder, execution_device=device, offload_buffers=False)
@@ -89,8 +82,8 @@ def _accelerate() -> Any:
 
 
 PLACEMENTS = {
-    "device": Placement(_stay),
-    "spread": Placement(_stay, spread=True),
+    "device": Placement(),
+    "spread": Placement(spread=True),
     "cpu": Placement(_offload_to_memory, packed=False),
     "disk": Placement(_offload_to_disk, packed=False),
     "shards": Placement(_shard, packed=False),

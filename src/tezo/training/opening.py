@@ -1,7 +1,4 @@
-"""A run or a base model, opened for evaluation, prediction or export.
-
-An opened model put to rows: its metrics where they have answers, its own answers where they have none.
-"""
+"""A run or a base model, opened for evaluation, prediction or export, and put to rows."""
 
 import json
 import os
@@ -41,22 +38,22 @@ class TunedModel:
 
     Attributes:
         loaded: model and tokenizer; the model computes with the tuned parameters.
-        merge: writes what is kept beside the weights into them, and removes the hooks.
+        merge: writes what is kept beside the weights into them, and removes the hooks, if there are any.
         close: removes the hooks alone.
     """
 
     loaded: LoadedModel
-    merge: Callable[[], object]
-    close: Callable[[], object]
+    merge: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
 
 
 def is_run(name: str | Path) -> bool:
-    """Whether `name` is a run folder; one that has lost its configuration is one still."""
+    """Returns whether `name` is a run folder; one that has lost its configuration is one still."""
     return any(os.path.lexists(Path(name) / file) for file in (CONFIG, LOG))
 
 
 def check_is_run(name: str | Path) -> None:
-    """An error where `name` is not a run folder."""
+    """Raises a `RequestError` where `name` is not a run folder."""
     if not is_run(name):
         raise RequestError(f"{name} is not a run folder (it has no {CONFIG}); give one that tezo train made.")
 
@@ -74,10 +71,10 @@ def check_result(folder: Path) -> None:
 
 
 def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
-    """The configuration of a run folder, or one made for a base model, with settings laid over it."""
-    if is_run(name):
-        return read_run_config(Path(name) / CONFIG, settings)
+    """Returns the configuration of a run folder, or one made for a base model, with settings laid over it."""
     folder = Path(name)
+    if is_run(name):
+        return read_run_config(folder / CONFIG, settings)
     if folder.is_dir() and not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         raise RequestError(f"{name} is neither a run folder (no {CONFIG}) nor a model (no config.json).")
     config = overlay({"model": {"name": name}}, settings)
@@ -87,7 +84,7 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
 
 
 def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> LoadedModel:
-    """The base model that a run's adapter belongs to; an error where it is not the one that the run began with.
+    """Returns the base model of a run's adapter; raises an error where it is not the one that the run began with.
 
     Weights are compared in the data type of the run, and packed ones on its device.
 
@@ -96,30 +93,26 @@ def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> 
         config: of the run, with settings laid over it.
         base: the base model, where it is in memory already; None: as the configuration names it.
     """
-    loaded, header = base or _load_base(folder, config), read_header(folder / LOG)
+    name = config.model.name
+    if base is None and is_gone(name):
+        raise RequestError(
+            f"model.name: the base model of {folder} was in {name}, which is not here; give its place now, by --set "
+            f"model.name=FOLDER (--model of export and replay, model=FOLDER of open_run).{hint(name)}"
+        )
+    loaded, header = base or load(config), read_header(folder / LOG)
     check_complete(header)
     comparable = config.model.quantization == "none" or header["device"] == loaded.device.type
     check_model(header["model"], loaded.fingerprint, weights=comparable)
     return loaded
 
 
-def _load_base(folder: Path, config: Config) -> LoadedModel:
-    name = config.model.name
-    if is_gone(name):
-        raise RequestError(
-            f"model.name: the base model of {folder} was in {name}, which is not here; give its place now, by --set "
-            f"model.name=FOLDER (--model of export and replay, model=FOLDER of open_run).{hint(name)}"
-        )
-    return load(config)
-
-
 def open_model(name: str, config: Config) -> LoadedModel:
-    """The tuned model of a run folder (the base with its adapter, or the saved model), or a base model."""
+    """Returns the tuned model of a run folder (the base with its adapter, or the saved model), or a base model."""
     return open_tuned(Path(name), config).loaded if is_run(name) else load(config)
 
 
 def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) -> TunedModel:
-    """The tuned model of a run folder: the base model with the run's adapter, or the saved model.
+    """Opens the tuned model of a run folder: the base model with the run's adapter, or the saved model.
 
     Args:
         folder: of the run.
@@ -134,7 +127,7 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
     if saved.is_dir():
         loaded = open_base(folder, config, base)
         if config.model.peft != "none":
-            return _plain(open_adapter(loaded, config.model, saved))
+            return TunedModel(open_adapter(loaded, config.model, saved))
         return _attached(loaded, saved)
     if (folder / MODEL).is_dir():
         settings = [
@@ -142,13 +135,8 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
             ("model.dtype", config.model.dtype),
             ("model.trust_remote_code", config.model.trust_remote_code),
         ]
-        return _plain(load(read_run_config(folder / CONFIG, settings)))
+        return TunedModel(load(read_run_config(folder / CONFIG, settings)))
     raise no_result(str(folder))
-
-
-def _plain(loaded: LoadedModel) -> TunedModel:
-    """A model that has no hooks."""
-    return TunedModel(loaded, lambda: None, lambda: None)
 
 
 def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
@@ -166,12 +154,11 @@ def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
 
     left = weakref.finalize(close, leave_attached, weakref.ref(loaded.model), handles, adapter)
     left.atexit = False
-
     return TunedModel(loaded, merge, close)
 
 
 def no_result(name: str) -> RequestError:
-    """Of a run that left neither an adapter nor a model."""
+    """Returns the error for a run that left neither an adapter nor a model."""
     return RequestError(
         f"{name} has neither adapter/ nor model/: the run did not end; `tezo train --output {name} --resume` goes on."
     )
@@ -196,7 +183,7 @@ def measure_rows(
     calibrate: bool = False,
     score: Score | None = None,
 ) -> tuple[Metrics, list[str]]:
-    """(metrics, notices for the user) of a model on rows with answers.
+    """Returns (metrics, notices for the user) of a model on rows with answers.
 
     Args:
         config: how rows are read, and how many make a batch.
@@ -211,15 +198,13 @@ def measure_rows(
     reward = make_reward(config, score) if given else None
     metrics, notices = measure(config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate, reward=reward)
     if not given and config.train.objective == REWARD:
-        notices = [
-            *notices,
-            "the run maximised a reward, which --reward FILE.py:FUNCTION measures (in Python, reward=...).",
-        ]
+        by_reward = "the run maximised a reward, which --reward FILE.py:FUNCTION measures (in Python, reward=...)."
+        notices = [*notices, by_reward]
     return metrics, notices
 
 
 def check_new_tokens(count: int | None) -> None:
-    """An error where `count` is no length of an answer."""
+    """Raises a `RequestError` where `count` is no length of an answer."""
     if count is not None and count < 1:
         raise RequestError(f"max_new_tokens is {count}; it must be at least 1.")
 
@@ -227,7 +212,7 @@ def check_new_tokens(count: int | None) -> None:
 def answer_rows(
     config: Config, loaded: LoadedModel, rows: Sequence[Row], max_new_tokens: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """(an answer to each row, notices for the user); answers that rows may have are not looked at.
+    """Returns (an answer to each row, notices for the user); answers that rows may have are not looked at.
 
     Args:
         config: how rows are read, and how many make a batch.
@@ -246,7 +231,7 @@ def answer_rows(
 
 
 def check_answer_file(output: Path) -> None:
-    """An error where a file of answers cannot be written, is there already, or has the name of another format."""
+    """Raises a `RequestError` where a file of answers cannot be written, exists, or has the name of another format."""
     if str(output) == STANDARD:
         return
     if output.suffix.lower() not in ("", ".jsonl", ".json"):
@@ -259,7 +244,7 @@ def check_answer_file(output: Path) -> None:
 
 
 def check_no_answers(rows: Sequence[Row]) -> None:
-    """An error where a row has a field of the name that its answer gets in a file."""
+    """Raises a `RequestError` where a row has a field of the name that its answer gets in a file."""
     for row in rows:
         if ANSWER in row.fields:
             raise RequestError(f"{row.where}: there is a field {ANSWER!r} already; rename it, or take it out.")
@@ -271,9 +256,10 @@ def write_answers(output: Path, rows: Sequence[Row], answers: Sequence[str]) -> 
     Raises:
         RunError: it cannot be written.
     """
-    pairs = zip(rows, answers, strict=True)
-    lines = (json.dumps({**row.fields, ANSWER: answer}, ensure_ascii=False, default=str) for row, answer in pairs)
-    text = "".join(line + "\n" for line in lines)
+    text = "".join(
+        json.dumps({**row.fields, ANSWER: answer}, ensure_ascii=False, default=str) + "\n"
+        for row, answer in zip(rows, answers, strict=True)
+    )
     if str(output) == STANDARD:
         sys.stdout.write(text)
         return
