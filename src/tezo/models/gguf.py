@@ -200,11 +200,6 @@ def save_gguf(adapter: Adapter, folder: Path, *, model: Any) -> None:
     The file has the tensors blk.N.<layer>.weight.lora_a (R x I) and .lora_b (O x R) for x A^T B^T, and
     adapter.lora.alpha; llama.cpp adds alpha / R times B A.
 
-    Args:
-        adapter: the adapter.
-        folder: folder to write into.
-        model: the base model, of a class in `ARCHITECTURES`.
-
     Raises:
         RequestError: see `check_gguf`, or a layer has no name in GGUF.
     """

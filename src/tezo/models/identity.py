@@ -40,12 +40,9 @@ _JUST_NOW = 2.0
 def fingerprint(model: Any, kind: Kind, tokenizer: Any = None, *, loaded_from: str | None = None) -> dict[str, str]:
     """Returns the fingerprint of a model as it is loaded, the same on every device and placement.
 
-    Args:
-        model: the model; its packed weights count as they are packed.
-        kind: its kind; weights that no loss of this kind depends on do not count.
-        tokenizer: its tokenizer; None: there are no parts of it.
-        loaded_from: names the files and the way of loading, see `stamp`. The digest of the weights is then kept in the
-            cache folder, and not made again.
+    Packed weights count as they are packed; weights that no loss of this kind depends on do not count. Where
+    `loaded_from` names the files and the way of loading (see `stamp`), the digest of the weights is kept in the cache
+    folder, and not made again.
     """
     packed = getattr(model.config, "quantization_config", None) is not None
     parts = {
@@ -72,7 +69,7 @@ def check_model(found: Mapping[str, Any], own: Fingerprint, *, weights: bool = T
     Args:
         found: the fingerprint that the run has kept.
         own: the fingerprint of the model that is loaded; parts of the tokenizer may be missing.
-        weights: False: weights do not count in any form.
+        weights: whether weights count at all.
     """
     alike = found.get("versions") == own["versions"]
     compared = (found.keys() | own.keys()) - {"versions", "form"}
@@ -99,8 +96,7 @@ def check_model(found: Mapping[str, Any], own: Fingerprint, *, weights: bool = T
 def stamp(source: str) -> str | None:
     """Returns a digest of size, times and number of each file of a model; None where that does not tell a change.
 
-    Args:
-        source: a folder, a file, or a name of the hub, of which the local copy counts.
+    `source` is a folder, a file, or a name of the hub, of which the local copy counts.
     """
     path = Path(source)
     if not path.exists():

@@ -32,16 +32,13 @@ def kind_of(architectures: Sequence[str]) -> Kind | None:
 
 
 def choose_kind(asked: AskedKind, architectures: Sequence[str], config: Any) -> Kind:
-    """Returns the kind that `model.kind` asks for, or for "auto" the kind of the architecture.
+    """Returns the kind that `model.kind` asks for, or for "auto" the kind of the model's class names.
 
-    Args:
-        asked: a kind, or "auto".
-        architectures: class names of the model; none are taken for those of an encoder.
-        config: its configuration.
+    A model without class names is taken for an encoder.
 
     Raises:
-        RequestError: no kind is the model's. Encoder-decoders are of none; images and sound only go with a causal
-            model; a head must have classes.
+        RequestError: it is an encoder-decoder, is not causal and takes images or sound, has a head without classes, or
+            is of no kind.
     """
     name, found = ", ".join(architectures) or type(config).__name__, kind_of(architectures or ["Model"])
     kind = (found or "encoder") if asked == "auto" else asked

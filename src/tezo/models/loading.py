@@ -434,7 +434,7 @@ def from_objects(model: Any, tokenizer: Any, kind: AskedKind = "auto", *, keep: 
     Args:
         model: a model of transformers, whose weights are all that it computes with.
         tokenizer: its tokenizer.
-        kind: one of `Kind`; "auto": by the class of the model.
+        kind: "auto": by the class of the model.
         keep: whether what a run or optimizer that is gone has trained is added to the weights; else it is dropped.
 
     Raises:

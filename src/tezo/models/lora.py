@@ -42,7 +42,6 @@ TASK_TYPES: dict[Kind | None, str] = {"causal": "CAUSAL_LM", "encoder": "FEATURE
 _PREFIX = "base_model.model."
 
 Handle = RemovableHandle | InStateDict
-"""Has `remove()`."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class Adapter:
 
 def make_adapter(optimizer: Tuner) -> Adapter:
     """Returns the adapter that equals the change an optimizer has trained; `RequestError` if there is none."""
-    reason = optimizer.why_no_adapter()
-    if reason is not None:
+    if (reason := optimizer.why_no_adapter()) is not None:
         raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
     changes, pairs = optimizer.low_rank_changes(), {}
     rank = max(max(change.rank, sum(left.shape[1] for left, _ in change.parts)) for change in changes)
@@ -95,17 +93,15 @@ def for_file(adapter: Adapter) -> Adapter:
 def save_adapter(adapter: Adapter, folder: Path, *, model: Any, base: str) -> None:
     """Writes adapter_model.safetensors and adapter_config.json in PEFT's format, at the rank of `for_file`.
 
-    Args:
-        adapter: the adapter.
-        folder: folder to write into; it is created if needed.
-        model: the model whose modules the adapter names.
-        base: name of the base model, for adapter_config.json.
+    The folder is created if needed. `base` is the name of the base model, for adapter_config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    adapter, tensors = for_file(adapter), {}
-    for name, (a_RI, b_OR) in adapter.pairs.items():
-        tensors[f"{_PREFIX}{name}.lora_A.weight"] = a_RI
-        tensors[f"{_PREFIX}{name}.lora_B.weight"] = b_OR
+    adapter = for_file(adapter)
+    tensors = {
+        f"{_PREFIX}{name}.lora_{half}.weight": tensor
+        for name, pair in adapter.pairs.items()
+        for half, tensor in zip("AB", pair, strict=True)
+    }
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
@@ -132,10 +128,7 @@ def target_modules(model: nn.Module, names: set[str]) -> list[str]:
 def check_base(folder: Path, model: Any) -> None:
     """Raises a `RequestError` if the base model of an adapter is another one; an adapter that does not say fits any.
 
-    Args:
-        folder: of the adapter.
-        model: a model of torch, in the data type in which it was loaded; in another one its weights are not compared,
-            and nothing is of one whose weights are offloaded.
+    Weights are compared where the model has the data type that the base had; offloaded models are not compared at all.
     """
     kind = kind_of([type(model).__name__])
     offloaded = any(weight.is_meta for weight in model.parameters())

@@ -90,8 +90,7 @@ def _make_lora(loaded: LoadedModel, config: ModelConfig, seed: int) -> tuple[Any
 def _make_prefix(loaded: LoadedModel, config: ModelConfig, seed: int) -> tuple[Any, Tensor]:
     """The prefix starts with the model's own keys and values of random tokens, as MeZO's prefix does.
 
-    So the model starts as the base model with these tokens in front of every text. (In a masked model or an encoder the
-    tokens do not read the text.) Random numbers, PEFT's default, are no keys of this model.
+    Random numbers, PEFT's default, are no keys of this model.
     """
     tokens_1V, cache = random_tokens(loaded, config.prefix_length, seed), DynamicCache()
     loaded.model(input_ids=tokens_1V, attention_mask=torch.ones_like(tokens_1V), past_key_values=cache)
@@ -117,10 +116,7 @@ def _make_prefix(loaded: LoadedModel, config: ModelConfig, seed: int) -> tuple[A
 
 @torch.no_grad()
 def _make_prompt(loaded: LoadedModel, config: ModelConfig, seed: int) -> tuple[Any, Tensor]:
-    """The prompt starts with the embeddings of random tokens, so the model starts as with these tokens in front.
-
-    The paper finds random numbers worse than embeddings of the vocabulary, the more so in small models.
-    """
+    """The prompt starts with the embeddings of random tokens; the paper finds random numbers worse than these."""
     embed = loaded.model.get_input_embeddings()
     start_VD = embed(random_tokens(loaded, config.prefix_length, seed))[0].to("cpu", torch.float32)
     settings = import_peft().PromptTuningConfig(
@@ -177,12 +173,9 @@ _WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "inference_mode", 
 
 
 def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedModel:
-    """Adds a new adapter to a model; only the adapter is trainable. With `config.peft` "none", returns `loaded`.
+    """Adds a new adapter to a model, in place; only the adapter is trainable. With `config.peft` "none", adds none.
 
-    Args:
-        loaded: the base model; it is changed in place.
-        config: kind and size of the adapter.
-        seed: seed of the initial values. LoRA starts as the base model, virtual tokens as random tokens in front.
+    LoRA starts as the base model, virtual tokens as random tokens in front, drawn by `seed`.
 
     Raises:
         RequestError: PEFT is not installed, or does not support this adapter for this model.
@@ -221,12 +214,7 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
 
 
 def open_adapter(loaded: LoadedModel, config: ModelConfig, folder: Path) -> LoadedModel:
-    """Returns the model with the tuned adapter that `save_pretrained` wrote into `folder`.
-
-    Args:
-        loaded: the base model; it is changed in place.
-        config: type and size of the adapter, as it was added.
-        folder: the adapter.
+    """Adds the tuned adapter that `save_pretrained` wrote into `folder` to its base model, in place.
 
     Raises:
         RequestError: PEFT is not installed, the adapter is missing or damaged, or it is not the one that was added.
@@ -281,12 +269,8 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module, folder: Path) -> str | N
     When PEFT loads an adapter it renames layers and targets of some families, refuses layers of others by their names,
     and only warns of layers that it leaves out. So it is asked: it loads the adapter into a model of the same
     configuration whose weights take no memory. None, too, where there is nothing to ask: PEFT is not installed, or the
-    model is not one of transformers, whose layers PEFT takes by the names that it finds.
-
-    Args:
-        adapter: the adapter.
-        model: the model that it was trained for.
-        folder: the adapter as `save_adapter` wrote it.
+    model is not one of transformers, whose layers PEFT takes by the names that it finds. `folder` has the adapter as
+    `save_adapter` wrote it.
     """
     if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
         return None

@@ -209,16 +209,9 @@ def save_with_card(
     tuning: Tuning | None = None,
     not_in_peft: str | None = None,
 ) -> None:
-    """Writes an adapter of this library, what its base model is, and its card.
+    """Writes an adapter of this library, the fingerprint `base_is` of its base model if it is known, and its card.
 
-    Args:
-        adapter: the adapter.
-        folder: folder to write into.
-        model: the model whose modules the adapter names.
-        base: folder or hub name of the base model.
-        base_is: fingerprint of the base model; empty if it is not known.
-        tuning: see `save_result`.
-        not_in_peft: see `Saved`.
+    `base` is the folder or hub name of the base model; of `tuning` see `save_result`, of `not_in_peft` see `Saved`.
     """
     save_adapter(adapter, folder, model=model, base=base)
     if base_is:

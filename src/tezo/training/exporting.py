@@ -65,17 +65,7 @@ def export_run(
 
 
 def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None:
-    """Writes the same from the run's model in memory, which is left as it is.
-
-    Args:
-        run: folder of the run.
-        output: folder to write, new.
-        form: "lora", "merged" or "gguf-lora".
-        tuned: the model.
-
-    Raises:
-        RequestError: the run has no result of this form.
-    """
+    """Writes the same as `export_run` from the run's model in memory, which is left as it is."""
     config = _checked_config(run, output, form, [])
     if form == MERGED:
         check_mergeable(tuned.model)
