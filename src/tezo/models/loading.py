@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 from tezo.directions.products import is_emulated
-from tezo.directions.targets import ALL, device_of, frozen_notice, is_packed, select_targets
+from tezo.directions.targets import device_of, find_targets, frozen_notice, is_packed
 from tezo.forward.moving_parameter import is_changed_beside, settle
 from tezo.models.gguf import check_gguf_file, gguf_tokenizer, is_gguf, load_gguf, reading_once, settle_gguf
 from tezo.models.identity import Fingerprint, fingerprint, stamp
@@ -42,12 +43,13 @@ from tezo.system.progress import LOADING, current, watch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
-_CLASSES: dict[Kind, Any] = {
+CLASSES: dict[Kind, Any] = {
     "causal": AutoModelForCausalLM,
     "masked": AutoModelForMaskedLM,
     "encoder": AutoModel,
     "classifier": AutoModelForSequenceClassification,
 }
+"""Kind of a model -> class of transformers that loads it."""
 
 
 EMBEDDED = {
@@ -155,22 +157,21 @@ def load_model(
         config = AutoConfig.from_pretrained(source, **({"gguf_file": source} if in_gguf else trust))
         asked: AskedKind = "causal" if in_gguf and kind == "auto" else kind  # no architecture stands in such a file
         model_kind = choose_kind(asked, config.architectures or [], config)
-        build = partial(_CLASSES[model_kind].from_config, copy.deepcopy(config), **trust)
+        build = partial(CLASSES[model_kind].from_config, copy.deepcopy(config), **trust)
         notices: list[str] = []
-        options: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else DTYPES[dtype], "use_safetensors": True}
+        options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
+        options["dtype"] = "auto" if dtype == "auto" else DTYPES[dtype]
         if packed:
             unpacked = (config.dtype or torch.float32) if dtype == "auto" else DTYPES[dtype]
             options["quantization_config"], notices = quantization_config(quantization, unpacked, where, build)
         if packed or place.spread:
             options["device_map"] = "auto" if place.spread else {"": where}
         if in_gguf:
-            model, report = load_gguf(source, config, build, output_loading_info=True, **options)
+            model, report = load_gguf(source, config, build, **options)
             tokenizer, told = gguf_tokenizer(source)
             notices += told
         else:
-            model, report = _CLASSES[model_kind].from_pretrained(
-                source, config=config, output_loading_info=True, **options, **trust
-            )
+            model, report = CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
             tokenizer = AutoTokenizer.from_pretrained(source, **trust)
         if hasattr(model, "peft_config"):  # transformers loads an adapter that it finds beside a model
             raise _has_adapter(name)
@@ -405,24 +406,19 @@ def check_head_not_tied(model: Any, patterns: Sequence[str]) -> None:
 
     Such a head is not found by its name, because it is the same parameter as the embeddings.
     """
-    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
-        *parents, attribute = name.split(".")
-        head: nn.Module = nn.ParameterDict({attribute: nn.Parameter(torch.zeros(1, 1))})
-        for parent in reversed(parents):
-            head = nn.ModuleDict({parent: head})
-        for pattern in patterns:
-            if pattern != ALL and _selects(head, pattern) and not _selects(model, pattern):
+    found = [target.name for target in find_targets(model)]
+    for pattern in patterns:
+        for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+            if _matches(name, pattern) and not any(_matches(other, pattern) for other in found):
                 raise RequestError(
                     f"method.targets: {pattern!r} is {name}, which is tied to {source}; name that one to tune both, or "
                     "set model.untie_head=true to tune the head alone."
                 )
 
 
-def _selects(model: nn.Module, pattern: str) -> bool:
-    try:
-        return bool(select_targets(model, (pattern,)))
-    except RequestError:
-        return False
+def _matches(name: str, pattern: str) -> bool:
+    """As `select_targets` understands a pattern."""
+    return fnmatchcase(name, pattern) if "*" in pattern else f".{pattern}." in f".{name}."
 
 
 def from_objects(model: Any, tokenizer: Any, kind: AskedKind = "auto", *, keep: bool = True) -> LoadedModel:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tezo.models.gguf import is_gguf
 from tezo.models.identity import Fingerprint, fingerprint
 from tezo.models.kinds import IN_MEMORY, Kind, ModelConfig, kind_of
-from tezo.models.loading import LoadedModel
+from tezo.models.loading import CLASSES, LoadedModel
 from tezo.models.lora import ALLOWED_RANKS, BASE, Adapter, make_adapter, next_allowed, save_adapter, save_model
 from tezo.models.peft import check_in_peft, why_not_in_peft
 from tezo.optim.methods import METHODS
@@ -31,11 +31,6 @@ _PIPELINES: dict[Kind | None, str] = {
     "masked": "fill-mask",
     "encoder": "feature-extraction",
     "classifier": "text-classification",
-}
-_CLASSES: dict[Kind | None, str] = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "classifier": "AutoModelForSequenceClassification",
 }
 
 
@@ -128,7 +123,7 @@ def shown_name(base: str) -> str:
 
 def _loading(saved: Saved, base: str) -> list[str]:
     """How to load the result, with the libraries that take it."""
-    cls = _CLASSES.get(saved.kind, "AutoModel")
+    cls = CLASSES[saved.kind or "encoder"].__name__
     load = f"from transformers import {cls}\n\nmodel = {cls}.from_pretrained({{}})"
     where = f"`{HERE}` stands for this folder or repository."
     if saved.form == "model":
@@ -180,14 +175,13 @@ def save_result(
             save_peft_adapter(loaded, folder, config, tuning)
         return {"kind": "peft", "folder": "adapter", "adapter": config.peft}
     if reason is None:
-        adapter, base = make_adapter(optimizer), loaded.fingerprint
+        adapter = make_adapter(optimizer)
         with suppress(_NotInPeftError), place("adapter") as folder:
-            save_with_card(adapter, folder, loaded.model, config.name, base, tuning)
+            save_adapter(adapter, folder, model=loaded.model, base=config.name)
             reason = why_not_in_peft(adapter, loaded.model, folder)
-            if reason is not None:
-                if all(target.is_writable for target in optimizer.targets):
-                    raise _NotInPeftError
-                save_with_card(adapter, folder, loaded.model, config.name, base, tuning, reason)
+            if reason is not None and all(target.is_writable for target in optimizer.targets):
+                raise _NotInPeftError
+            save_card(adapter, folder, loaded.model, config.name, loaded.fingerprint, tuning, reason)
             odd = {} if reason is None else {"why_not_in_peft": reason}
             return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank, **odd}
     optimizer.merge()
@@ -200,7 +194,7 @@ class _NotInPeftError(Exception):
     """The folder of an adapter is dropped, because PEFT would not add it as it was trained."""
 
 
-def save_with_card(
+def save_card(
     adapter: Adapter,
     folder: Path,
     model: Any,
@@ -209,11 +203,10 @@ def save_with_card(
     tuning: Tuning | None = None,
     not_in_peft: str | None = None,
 ) -> None:
-    """Writes an adapter of this library, the fingerprint `base_is` of its base model if it is known, and its card.
+    """Writes the card of an adapter of this library, and the fingerprint `base_is` of its base model if it is known.
 
     `base` is the folder or hub name of the base model; of `tuning` see `save_result`, of `not_in_peft` see `Saved`.
     """
-    save_adapter(adapter, folder, model=model, base=base)
     if base_is:
         write_file(folder / BASE, (json.dumps(dict(base_is), indent=2, sort_keys=True) + "\n").encode())
     saved = Saved("lora", base, kind_of([type(model).__name__]), next_allowed(adapter.rank), not_in_peft)
@@ -245,5 +238,7 @@ def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
     check_in_peft(adapter, model, folder.parent)
     kind = kind_of([type(model).__name__])
     base_is = fingerprint(model, kind) if isinstance(model, PreTrainedModel) and kind is not None else {}
-    save_with_card(adapter, folder, model, getattr(model, "name_or_path", ""), base_is)
+    base = getattr(model, "name_or_path", "")
+    save_adapter(adapter, folder, model=model, base=base)
+    save_card(adapter, folder, model, base, base_is)
     return adapter

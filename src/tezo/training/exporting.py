@@ -11,15 +11,15 @@ from typing import Any
 from tezo.models.gguf import check_gguf, save_gguf
 from tezo.models.kinds import MEAN, CarriedLabels, kind_of
 from tezo.models.loading import LoadedModel, load_model
-from tezo.models.lora import load_adapter, merge_adapter, next_allowed, save_model
+from tezo.models.lora import load_adapter, merge_adapter, next_allowed, save_adapter, save_model
 from tezo.models.peft import ADAPTERS, check_in_peft, open_adapter
-from tezo.models.saving import CARD, HERE, Saved, card_text, hub_name, save_peft_adapter, save_with_card, shown_name
+from tezo.models.saving import CARD, HERE, Saved, card_text, hub_name, save_card, save_peft_adapter, shown_name
 from tezo.runs.folder import ADAPTER, CONFIG, MODEL
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import check_free, new_folder, one_line, open_to_read, own_object, read_bytes, reading
 from tezo.system.progress import SAVING, UPLOADING, current
 from tezo.training.config import read_run_config
-from tezo.training.opening import check_result, no_result, open_base
+from tezo.training.opening import check_result, open_base
 from tezo.training.recipe import Config
 from tezo.training.summary import tuning_of
 
@@ -93,8 +93,6 @@ def _checked_config(run: Path, output: Path, form: str, settings: list[tuple[str
             f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "
             "use --format lora."
         )
-    if not any((run / name).is_dir() for name in (ADAPTER, MODEL)):
-        raise no_result(str(run))
     if form != MERGED and not (run / ADAPTER).is_dir():
         raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
     if form == GGUF and peft != "none":
@@ -128,7 +126,8 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
             save_gguf(adapter, folder, model=model)
         else:
             check_in_peft(adapter, model, folder)
-            save_with_card(adapter, folder, model, config.model.name, loaded.fingerprint, tuning)
+            save_adapter(adapter, folder, model=model, base=config.model.name)
+            save_card(adapter, folder, model, config.model.name, loaded.fingerprint, tuning)
             return next_allowed(adapter.rank)
     return None
 

@@ -31,6 +31,13 @@ from tezo.training.config import overlay, parse_config, read_run_config
 from tezo.training.job import load, make_reward
 from tezo.training.recipe import Config
 
+STANDARD = "-"
+"""In the place of a file's name: standard input or output."""
+ANSWER = "prediction"
+"""The field that a row gains in a file of answers."""
+MAX_NEW_TOKENS = 64
+"""Longest answer of free text in tokens, where neither the user nor the task says."""
+
 
 @dataclass(frozen=True)
 class TunedModel:
@@ -59,14 +66,13 @@ def check_is_run(name: str | Path) -> None:
 
 
 def check_result(folder: Path) -> None:
-    """Checks the files of a run that has ended.
-
-    Raises:
-        RequestError: the run has no result, or a file is not the one that the run wrote.
-    """
+    """Raises a `RequestError` where a run has no result, or a file is not the one that the run wrote."""
     check_is_run(folder)
     if not any(os.path.lexists(folder / name) for name in (ADAPTER, MODEL, MANIFEST)):
-        raise no_result(str(folder))
+        raise RequestError(
+            f"{folder} has neither adapter/ nor model/: the run did not end; `tezo train --output {folder} --resume` "
+            "goes on."
+        )
     check_manifest(folder, [CONFIG, LOG, ADAPTER, MODEL, SUMMARY], required=True)
 
 
@@ -129,14 +135,12 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
         if config.model.peft != "none":
             return TunedModel(open_adapter(loaded, config.model, saved))
         return _attached(loaded, saved)
-    if (folder / MODEL).is_dir():
-        settings = [
-            ("model.name", str(folder / MODEL)),
-            ("model.dtype", config.model.dtype),
-            ("model.trust_remote_code", config.model.trust_remote_code),
-        ]
-        return TunedModel(load(read_run_config(folder / CONFIG, settings)))
-    raise no_result(str(folder))
+    settings = [
+        ("model.name", str(folder / MODEL)),
+        ("model.dtype", config.model.dtype),
+        ("model.trust_remote_code", config.model.trust_remote_code),
+    ]
+    return TunedModel(load(read_run_config(folder / CONFIG, settings)))
 
 
 def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
@@ -155,23 +159,6 @@ def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
     left = weakref.finalize(close, leave_attached, weakref.ref(loaded.model), handles, adapter)
     left.atexit = False
     return TunedModel(loaded, merge, close)
-
-
-def no_result(name: str) -> RequestError:
-    """Returns the error for a run that left neither an adapter nor a model."""
-    return RequestError(
-        f"{name} has neither adapter/ nor model/: the run did not end; `tezo train --output {name} --resume` goes on."
-    )
-
-
-STANDARD = "-"
-"""In the place of a file's name: standard input or output."""
-
-ANSWER = "prediction"
-"""The field that a row gains in a file of answers."""
-
-MAX_NEW_TOKENS = 64
-"""Longest answer of free text in tokens, where neither the user nor the task says."""
 
 
 def measure_rows(
@@ -214,11 +201,7 @@ def answer_rows(
 ) -> tuple[list[str], list[str]]:
     """Returns (an answer to each row, notices for the user); answers that rows may have are not looked at.
 
-    Args:
-        config: how rows are read, and how many make a batch.
-        loaded: the model.
-        rows: as they were read.
-        max_new_tokens: longest answer of free text; None: the task's, or `MAX_NEW_TOKENS`.
+    `max_new_tokens` is the length of the longest answer of free text; None: the task's, or `MAX_NEW_TOKENS`.
     """
     check_new_tokens(max_new_tokens)
     form = make_format(config.data, loaded, rows)
@@ -251,11 +234,7 @@ def check_no_answers(rows: Sequence[Row]) -> None:
 
 
 def write_answers(output: Path, rows: Sequence[Row], answers: Sequence[str]) -> None:
-    """Writes JSONL: each row with its answer, in order; a file whole or not at all.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Writes JSONL: each row with its answer, in order; a file whole or not at all, or a `RunError`."""
     text = "".join(
         json.dumps({**row.fields, ANSWER: answer}, ensure_ascii=False, default=str) + "\n"
         for row, answer in zip(rows, answers, strict=True)
