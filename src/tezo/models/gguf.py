@@ -68,8 +68,6 @@ def check_gguf_file(path: Path) -> None:
         raise RequestError(f"{what} is GGUF, which transformers {transformers.__version__} cannot unpack; upgrade it.")
     metadata, header = _read_header(path)
     kind = metadata.get("general.type", "model")
-    if kind == "adapter":
-        raise RequestError(f"{what} is an adapter without its model; give the GGUF file of its base model.")
     if kind != "model":
         raise RequestError(f"{what} is of the type {kind!r}, not a model; give the file that has the model.")
     named = re.search(r"-\d{5}-of-(\d{5})\.gguf$", path.name)

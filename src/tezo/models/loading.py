@@ -189,7 +189,7 @@ def load_model(
         made = fingerprint(model, model_kind, tokenizer, loaded_from=how)
         notices += place.settle(model, where) + _emulation_notice(model)
         loaded = LoadedModel(model, tokenizer, model_kind, made, tuple(notices), labels=read_labels(Path(source)))
-        _try(loaded)
+        _try_on_tokens(loaded)
     return loaded
 
 
@@ -210,7 +210,7 @@ def _loading(name: str, trust_remote_code: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _try(loaded: LoadedModel) -> None:
+def _try_on_tokens(loaded: LoadedModel) -> None:
     """Runs a model on some tokens: files that can be read can still describe a model that cannot be run."""
     tokenizer = loaded.tokenizer
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # transformers makes one without any words
@@ -235,8 +235,7 @@ def _emulation_notice(model: Any) -> list[str]:
 
 def dtype_name(model: Any) -> str:
     """Returns the data type of the weights as `model.dtype` of a recipe has it."""
-    own = getattr(model, "dtype", None) or next(model.parameters()).dtype  # only models of transformers have the first
-    return next((name for name, dtype in DTYPES.items() if dtype == own), "auto")
+    return next((name for name, dtype in DTYPES.items() if dtype == model.dtype), "auto")
 
 
 def num_embeddings(model: Any) -> int | None:
@@ -449,19 +448,6 @@ def from_objects(model: Any, tokenizer: Any, kind: AskedKind = "auto", *, keep: 
             "AutoTokenizer.from_pretrained returns it (of a processor, its .tokenizer)."
         )
     kept = [settle(model.parameters(), keep=keep), settle_adapter(model, keep=keep)]
-    _check_plain(model)
-    settle_gguf(model)
-    found = choose_kind(kind, [type(model).__name__], model.config)
-    _set_padding(type(model).__name__, model, tokenizer, found)
-    notices = [SETTLED] * any(kept) + frozen_notice(model) + _emulation_notice(model)
-    watch(model)
-    with current().phase(LOADING):
-        made = fingerprint(model, found, tokenizer)
-    return LoadedModel(model.eval(), tokenizer, found, made, tuple(notices))
-
-
-def _check_plain(model: nn.Module) -> None:
-    """Raises a `RequestError` where the model computes with more than its weights."""
     if is_changed_beside(model.parameters()):
         raise RequestError(
             "model has been tuned by another run or optimizer, whose change is not in the weights; call that one's "
@@ -476,3 +462,11 @@ def _check_plain(model: nn.Module) -> None:
         raise RequestError(
             "model has layers of PEFT; give the base model, and peft='lora', 'prefix' or 'prompt' for a new adapter."
         )
+    settle_gguf(model)
+    found = choose_kind(kind, [type(model).__name__], model.config)
+    _set_padding(type(model).__name__, model, tokenizer, found)
+    notices = [SETTLED] * any(kept) + frozen_notice(model) + _emulation_notice(model)
+    watch(model)
+    with current().phase(LOADING):
+        made = fingerprint(model, found, tokenizer)
+    return LoadedModel(model.eval(), tokenizer, found, made, tuple(notices))

@@ -12,7 +12,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,22 +31,6 @@ from tezo.models.lora import TASK_TYPES, Adapter, for_file, save_adapter
 from tezo.system.errors import RequestError
 from tezo.system.files import one_line, plain_file, read_object, storing
 from tezo.system.progress import ASKING_PEFT, current
-
-
-@dataclass(frozen=True)
-class AdapterKind:
-    """A kind of PEFT's adapters.
-
-    Attributes:
-        models: the kinds of model that take it.
-        make: (base model, configuration, seed) -> PEFT's settings, and the initial values (V, D) of V virtual tokens,
-            float32, or None for an adapter without any, which starts as PEFT draws it.
-        merges: whether its change can be merged into the weights of the base.
-    """
-
-    models: tuple[Kind, ...]
-    make: Callable[[LoadedModel, ModelConfig, int], tuple[Any, Tensor | None]]
-    merges: bool = False
 
 
 def import_peft() -> Any:
@@ -161,12 +145,13 @@ def _continue(model: Any, input_ids: Tensor, attention_mask: Tensor, **options: 
     return torch.cat([input_ids, added], 1)
 
 
-ADAPTERS: dict[str, AdapterKind] = {
-    "lora": AdapterKind(("causal", "masked", "encoder", "classifier"), _make_lora, merges=True),
-    "prefix": AdapterKind(("causal", "masked", "encoder"), _make_prefix),
-    "prompt": AdapterKind(("causal", "masked", "encoder"), _make_prompt),
+ADAPTERS: dict[str, Callable[[LoadedModel, ModelConfig, int], tuple[Any, Tensor | None]]] = {
+    "lora": _make_lora,
+    "prefix": _make_prefix,
+    "prompt": _make_prompt,
 }
-"""Value of `model.peft` -> the kind of adapter."""
+"""Value of `model.peft` -> (base model, configuration, seed) -> PEFT's settings, and the initial values (V, D) of V
+virtual tokens, float32, or None for LoRA, which starts as PEFT draws it."""
 
 _WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
 """Keys of adapter_config.json that no output depends on."""
@@ -182,16 +167,14 @@ def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedMo
     """
     if config.peft == "none":
         return loaded
-    kind = ADAPTERS[config.peft]
-    if loaded.kind not in kind.models:
-        *others, last = kind.models
+    if loaded.kind == "classifier" and config.peft != "lora":
         raise RequestError(
-            f"model.peft is {config.peft}, which needs a model that is {', '.join(others)} or {last}, but this one "
-            f"is {loaded.kind}; use lora."
+            f"model.peft is {config.peft}, which needs a model that is causal, masked or encoder, but this one is "
+            "classifier; use lora."
         )
     peft = import_peft()
     try:
-        settings, start_VD = kind.make(loaded, config, seed)
+        settings, start_VD = ADAPTERS[config.peft](loaded, config, seed)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = peft.get_peft_model(loaded.model, settings).eval()

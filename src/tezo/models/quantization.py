@@ -37,10 +37,6 @@ def _nf4(dtype: torch.dtype, left: list[str] | None) -> Any:
     )
 
 
-def _int8(_: torch.dtype, left: list[str] | None) -> Any:
-    return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=left)
-
-
 def _int8wo(_: torch.dtype, left: list[str] | None) -> Any:
     from torchao.quantization import Int8WeightOnlyConfig
 
@@ -50,7 +46,9 @@ def _int8wo(_: torch.dtype, left: list[str] | None) -> Any:
 QUANTIZERS = {
     # with another number of inputs, bitsandbytes 0.50 unpacks wrong values on AVX-512
     "nf4": Quantizer("bitsandbytes", _nf4, inputs_on_cpu=64),
-    "int8": Quantizer("bitsandbytes", _int8),
+    "int8": Quantizer(
+        "bitsandbytes", lambda _, left: transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=left)
+    ),
     "int8wo": Quantizer("torchao", _int8wo),
 }
 """nf4: 4-bit NormalFloat (QLoRA). int8: LLM.int8(), which also rounds the inputs of a layer. int8wo: weights only."""

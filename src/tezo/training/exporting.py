@@ -12,7 +12,7 @@ from tezo.models.gguf import check_gguf, save_gguf
 from tezo.models.kinds import MEAN, CarriedLabels, kind_of
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.lora import load_adapter, merge_adapter, next_allowed, save_adapter, save_model
-from tezo.models.peft import ADAPTERS, check_in_peft, open_adapter
+from tezo.models.peft import check_in_peft, open_adapter
 from tezo.models.saving import CARD, HERE, Saved, card_text, hub_name, save_card, save_peft_adapter, shown_name
 from tezo.runs.folder import ADAPTER, CONFIG, MODEL
 from tezo.system.errors import RequestError, RunError
@@ -97,7 +97,7 @@ def _checked_config(run: Path, output: Path, form: str, settings: list[tuple[str
         raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
     if form == GGUF and peft != "none":
         raise RequestError("format is gguf-lora, which is written for adapters of this library, not of PEFT; use lora.")
-    if form == MERGED and peft != "none" and not ADAPTERS[peft].merges:
+    if form == MERGED and peft not in ("none", "lora"):
         raise RequestError(f"format is merged, but a {peft} has no weights to merge into; use --format lora.")
     return config
 

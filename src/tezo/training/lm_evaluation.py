@@ -68,7 +68,8 @@ def harness_results(
 def check_harness() -> None:
     """Raises a `RequestError` where lm-eval cannot be imported."""
     try:
-        import_module("lm_eval.models.huggingface")  # lm-eval itself may be there without what this needs
+        for name in ("lm_eval", "lm_eval.models.huggingface"):  # the second needs more packages
+            import_module(name)
     except ImportError as error:
         raise RequestError(f"lm-eval cannot be imported ({error}); pip install 'tezo[lm-eval]'.") from None
 
