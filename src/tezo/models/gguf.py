@@ -98,12 +98,9 @@ def load_gguf(
 ) -> tuple[Any, Any]:
     """Returns (the model in a file, its weights unpacked; loading info, which `options` must ask for).
 
-    Args:
-        path: absolute path of the file.
-        config: its configuration.
-        build: makes the model without its weights; it is called on the meta device.
-        dtype: data type of the weights; "auto": the file's where they are plain numbers, float32 where they are packed.
-        options: others of `from_pretrained`.
+    `path` is absolute. `build` makes the model without its weights, and is called on the meta device. `dtype` "auto" is
+    that of the file where its weights are plain numbers, float32 where they are packed. `options` go to
+    `from_pretrained`.
     """
     with torch.device("meta"):
         architecture = type(build())

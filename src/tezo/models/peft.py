@@ -230,8 +230,8 @@ def open_adapter(loaded: LoadedModel, config: ModelConfig, folder: Path) -> Load
 
 
 def check_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> None:
-    """Raises a `RequestError` if PEFT would not add exactly this adapter to the model; see `why_not_in_peft_yet`."""
-    reason = why_not_in_peft_yet(adapter, model, disk)
+    """Raises a `RequestError` if PEFT would not add exactly this adapter to the model; see `why_not_in_peft`."""
+    reason = why_not_in_peft(adapter, model, disk)
     if reason is not None:
         raise RequestError(
             f"there is no exact adapter, because {reason}; export the merged model, or leave such layers out of "
@@ -239,31 +239,30 @@ def check_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> None:
         )
 
 
-def why_not_in_peft_yet(adapter: Adapter, model: nn.Module, disk: Path) -> str | None:
-    """Does the same as `why_not_in_peft` for an adapter that is not saved: it is written for a moment to `disk`."""
-    with storing(disk), TemporaryDirectory(dir=disk, prefix=".adapter-", suffix=".partial") as folder:
-        save_adapter(adapter, Path(folder), model=model, base="")
-        return why_not_in_peft(adapter, model, Path(folder))
-
-
-def why_not_in_peft(adapter: Adapter, model: nn.Module, folder: Path) -> str | None:
+def why_not_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> str | None:
     """Returns None if PEFT adds exactly this adapter to the model; else the reason, in words.
 
     When PEFT loads an adapter it renames layers and targets of some families, refuses layers of others by their names,
     and only warns of layers that it leaves out. So it is asked: it loads the adapter into a model of the same
     configuration whose weights take no memory. None, too, where there is nothing to ask: PEFT is not installed, or the
-    model is not one of transformers, whose layers PEFT takes by the names that it finds. `folder` has the adapter as
-    `save_adapter` wrote it.
+    model is not one of transformers, whose layers PEFT takes by the names that it finds.
+
+    For a moment the adapter is written into the folder `disk`; a temporary folder of the system may be without room.
     """
     if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
         return None
     peft = import_peft()
     by = f"PEFT {peft.__version__}"
-    # warnings are silenced, since what PEFT leaves out is found by comparison
-    with current().phase(ASKING_PEFT), warnings.catch_warnings(action="ignore"):
+    with (
+        current().phase(ASKING_PEFT),
+        storing(disk),
+        TemporaryDirectory(dir=disk, prefix=".adapter-", suffix=".partial") as folder,
+        warnings.catch_warnings(action="ignore"),  # what PEFT leaves out is found by comparison
+    ):
+        save_adapter(adapter, Path(folder), model=model, base="")
         try:
             loaded: Any = peft.PeftModel.from_pretrained(
-                _without_memory(model), str(folder), low_cpu_mem_usage=True, torch_device="cpu"
+                _without_memory(model), folder, low_cpu_mem_usage=True, torch_device="cpu"
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
             return f"{by} refuses it ({one_line(error)})"

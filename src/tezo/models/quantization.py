@@ -67,11 +67,8 @@ def quantization_config(
 ) -> tuple[Any, list[str]]:
     """Returns (quantization_config of `from_pretrained`, notices); layers that cannot be unpacked are left as they are.
 
-    Args:
-        name: a key of `QUANTIZERS`; `RequestError` if its package is not installed.
-        dtype: data type of the tensors that are not packed.
-        device: where the model will compute.
-        build: makes the model; it is called on the meta device, so that no weight is stored.
+    `dtype` is that of the tensors that are not packed, `device` where the model will compute. `build` makes the model,
+    and is called on the meta device, so that no weight is stored. Raises `RequestError` as `quantizer` does.
     """
     entry = quantizer(name)
     if device.type != "cpu" or entry.inputs_on_cpu == 1:

@@ -177,10 +177,10 @@ def save_result(
     if reason is None:
         adapter = make_adapter(optimizer)
         with suppress(_NotInPeftError), place("adapter") as folder:
-            save_adapter(adapter, folder, model=loaded.model, base=config.name)
             reason = why_not_in_peft(adapter, loaded.model, folder)
             if reason is not None and all(target.is_writable for target in optimizer.targets):
                 raise _NotInPeftError
+            save_adapter(adapter, folder, model=loaded.model, base=config.name)
             save_card(adapter, folder, loaded.model, config.name, loaded.fingerprint, tuning, reason)
             odd = {} if reason is None else {"why_not_in_peft": reason}
             return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank, **odd}

@@ -172,13 +172,8 @@ def measure_rows(
 ) -> tuple[Metrics, list[str]]:
     """Returns (metrics, notices for the user) of a model on rows with answers.
 
-    Args:
-        config: how rows are read, and how many make a batch.
-        loaded: the model.
-        rows: as they were read.
-        shots: number of training rows shown before each question.
-        calibrate: see `tezo.tasks.evaluation.option_scores`.
-        score: scorer of completions that is an object. With it, or with train.reward, the reward is what is measured.
+    `shots` training rows are shown before each question; of `calibrate` see `tezo.tasks.evaluation.option_scores`. With
+    `score`, a scorer of completions that is an object, or with train.reward, the reward is what is measured.
     """
     sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
     given = score is not None or config.train.reward is not None
