@@ -209,9 +209,8 @@ def open_adapter(loaded: LoadedModel, config: ModelConfig, folder: Path) -> Load
         opened.model.requires_grad_(requires_grad=False)
         (settings,) = opened.model.peft_config.values()
         own = json.loads(json.dumps(settings.to_dict(), default=sorted))
-        for key in sorted(
-            described.keys() & own.keys() - _WITHOUT_EFFECT
-        ):  # another version of PEFT has others besides
+        # another version of PEFT has other settings besides
+        for key in sorted((described.keys() & own.keys()) - _WITHOUT_EFFECT):
             here, there = (sorted(v) if isinstance(v, list) else v for v in (own[key], described[key]))
             if here != there:
                 raise ValueError(f"its adapter_config.json says {key}: {there!r:.40}, and the run has {here!r:.40}")
@@ -247,7 +246,7 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> str | Non
     configuration whose weights take no memory. None, too, where there is nothing to ask: PEFT is not installed, or the
     model is not one of transformers, whose layers PEFT takes by the names that it finds.
 
-    For a moment the adapter is written into the folder `disk`; a temporary folder of the system may be without room.
+    For a moment the adapter is written into the folder `disk`; the system's temporary folder may be without room.
     """
     if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
         return None
