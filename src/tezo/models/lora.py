@@ -159,7 +159,7 @@ def load_adapter(folder: Path) -> Adapter:
         for key in (key for key in tensors if ".lora_A." in key):
             a_RI, b_OR = tensors[key], tensors[key.replace(".lora_A.", ".lora_B.")]
             if a_RI.ndim != 2 or b_OR.ndim != 2 or a_RI.shape[0] != rank or b_OR.shape[1] != rank:
-                raise ValueError(f"{key} does not have the shape of rank {rank}")
+                raise ValueError(f"{key} does not have the shapes of rank {rank}")
             pairs[key.removeprefix(_PREFIX).removesuffix(".lora_A.weight")] = a_RI, b_OR
         return Adapter(rank, pairs)
     except RequestError:

@@ -88,7 +88,11 @@ class Run:
         stands for what is not finite.
         """
         check_manifest(self.folder, [METRICS], required=True)
-        return [json.loads(line) for line in read_bytes(self.folder / METRICS, MOST_METRICS).splitlines()]
+        path = self.folder / METRICS
+        try:
+            return [json.loads(line) for line in read_bytes(path, MOST_METRICS).splitlines()]
+        except ValueError:  # of a folder whose manifest a stranger has written
+            raise RequestError(f"{path} is damaged; put a sound copy in its place.") from None
 
     @property
     def model(self) -> Any:
