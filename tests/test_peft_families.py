@@ -11,7 +11,7 @@ from zoo import CLASSES, zoo_logits, zoo_model
 
 from tezo.directions.targets import find_targets, never_called
 from tezo.models.lora import make_adapter, save_adapter
-from tezo.models.peft import why_not_in_peft_yet
+from tezo.models.peft import why_not_in_peft
 from tezo.models.saving import export_adapter
 from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -61,7 +61,7 @@ def test_an_adapter_is_exact_in_peft_or_refused_with_a_reason_that_holds(name, t
     optimizer = tuned(model)
     expected, adapter = zoo_logits(model), make_adapter(optimizer)
     assert not is_close(expected, before)
-    reason = why_not_in_peft_yet(adapter, model, tmp_path)
+    reason = why_not_in_peft(adapter, model, tmp_path)
     if reason is None:
         export_adapter(optimizer, tmp_path / "adapter")
         assert is_close(in_peft(name, tmp_path / "adapter"), expected)
@@ -82,7 +82,7 @@ def test_layers_that_peft_takes_alone_are_exact(family, tmp_path):
     name = f"causal-{family}"
     model, _ = built(name)
     optimizer = tuned(model, left_out={"glm4_moe": "!*mlp*", "mamba": "!out_proj"}[family])
-    assert why_not_in_peft_yet(make_adapter(optimizer), model, tmp_path) is None
+    assert why_not_in_peft(make_adapter(optimizer), model, tmp_path) is None
 
 
 def odd_folder(family: str, root) -> Path:

@@ -1,30 +1,21 @@
-"""Models in GGUF, the format of llama.cpp: weights, tokenizer and chat template in one file.
+"""Models and adapters in GGUF, the format of llama.cpp: weights, tokenizer and chat template in one file.
 
-transformers reads the file. Its weights are unpacked, so that they can be tuned and saved like any others; nothing is
-read of what lies beside the file. Where transformers builds another tokenizer than llama.cpp does from the same file,
-llama.cpp's is what the model was made with.
-
-An adapter as a GGUF file, which llama.cpp adds to a base model in GGUF.
-
-The file has the tensors blk.N.<layer>.weight.lora_a (R x I) and .lora_b (O x R) for x A^T B^T, and adapter.lora.alpha;
-llama.cpp adds alpha / R times B A. The files of some architectures have the rows of the query and key projections in
-another order than transformers, since llama.cpp rotates neighbouring pairs of a head where transformers rotates halves;
-B has its rows in the same order then.
+transformers reads the file of a model. Its weights are unpacked, so that they can be tuned and saved like any others;
+nothing is read of what lies beside the file. Where transformers builds another tokenizer than llama.cpp does from the
+same file, llama.cpp's is what the model was made with.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from tokenizers import pre_tokenizers
-from torch import Tensor
 
 from tezo.models.lora import Adapter
 from tezo.system.errors import RequestError
@@ -41,15 +32,30 @@ _WHOLE_WORDS = {
 }  # fmt: skip
 """Names of tokenizers that take a word of the vocabulary whole, and begin with BOS unless the file says otherwise."""
 
+GGUF_FILE = "adapter.gguf"
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Class of transformers -> architecture in GGUF, of those whose layers have been compared with llama.cpp's names."""
+
 
 def is_gguf(name: str | Path) -> bool:
-    """Whether this is the path of a GGUF file, by its ending or its first bytes."""
+    """Returns whether this is the path of a GGUF file, by its ending or its first bytes."""
     path = Path(name)
     return path.suffix.lower() == ".gguf" or (path.is_file() and _magic(path) == b"GGUF")
 
 
+def _magic(path: Path) -> bytes:
+    with reading(f"model.name: {path} cannot be read", "give another file"), path.open("rb") as file:
+        return file.read(4)
+
+
 def check_gguf_file(path: Path) -> None:
-    """An error where there is no model in this file that can be read whole; its weights are not read yet."""
+    """Raises a `RequestError` where there is no whole model in this file; its weights are not read yet."""
     what = f"model.name: {path}"
     if not path.is_file():
         raise RequestError(f"{what} is no file; give the path of a GGUF file, of the hub after downloading it.")
@@ -60,33 +66,8 @@ def check_gguf_file(path: Path) -> None:
         raise RequestError(f"{what} is GGUF, which needs the package {lacking[0]}: pip install 'tezo[gguf]'.")
     if not hasattr(transformers, "GgufConfig"):
         raise RequestError(f"{what} is GGUF, which transformers {transformers.__version__} cannot unpack; upgrade it.")
-    metadata, _, end = _read_header(path)
-    _check_is_model(what, path, metadata)
-    size = path.stat().st_size
-    if size < end:
-        raise RequestError(f"{what} ends after {size:,} of {end:,} bytes; download it again.")
-
-
-def _magic(path: Path) -> bytes:
-    with reading(f"model.name: {path} cannot be read", "give another file"), path.open("rb") as file:
-        return file.read(4)
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], Any, int]:
-    """(metadata, transformers' header of the file, bytes that the file must have)."""
-    from transformers.integrations.gguf import GgufHeader, read_gguf_metadata
-
-    with reading(f"model.name: {path} cannot be read", "download it again, or give the model as safetensors"):
-        metadata, _ = read_gguf_metadata(str(path))
-        header = GgufHeader.from_file(str(path))
-    return metadata, header, header.data_start + max((at.offset + at.nbytes for at in header.tensors), default=0)
-
-
-def _check_is_model(what: str, path: Path, metadata: Mapping[str, Any]) -> None:
-    """An error for files of another type, and for parts of a model."""
+    metadata, header = _read_header(path)
     kind = metadata.get("general.type", "model")
-    if kind == "adapter":
-        raise RequestError(f"{what} is an adapter without its model; give the GGUF file of its base model.")
     if kind != "model":
         raise RequestError(f"{what} is of the type {kind!r}, not a model; give the file that has the model.")
     named = re.search(r"-\d{5}-of-(\d{5})\.gguf$", path.name)
@@ -96,29 +77,35 @@ def _check_is_model(what: str, path: Path, metadata: Mapping[str, Any]) -> None:
             f"{what} is one of {parts} parts of a split model; join them by `llama-gguf-split --merge` of llama.cpp, "
             "and give the file that it writes."
         )
+    size, end = (
+        path.stat().st_size,
+        header.data_start + max((at.offset + at.nbytes for at in header.tensors), default=0),
+    )
+    if size < end:
+        raise RequestError(f"{what} ends after {size:,} of {end:,} bytes; download it again.")
 
 
-def gguf_config(path: str) -> Any:
-    """The configuration of transformers for the model in a file."""
-    return transformers.AutoConfig.from_pretrained(path, gguf_file=path)
+def _read_header(path: str | Path) -> tuple[dict[str, Any], Any]:
+    """(metadata, transformers' header) of a file."""
+    from transformers.integrations.gguf import GgufHeader, read_gguf_metadata
+
+    with reading(f"model.name: {path} cannot be read", "download it again, or give the model as safetensors"):
+        return read_gguf_metadata(str(path))[0], GgufHeader.from_file(str(path))
 
 
 def load_gguf(
     path: str, config: Any, build: Callable[[], Any], dtype: torch.dtype | str, **options: Any
 ) -> tuple[Any, Any]:
-    """(the model in a file, its weights unpacked; loading info of `from_pretrained`, which `options` must ask for).
+    """Returns (the model in a file, its weights unpacked; loading info, which `options` must ask for).
 
-    Args:
-        path: absolute path of the file.
-        config: its configuration.
-        build: makes the model without its weights; it is called on the meta device.
-        dtype: data type of the weights; "auto": the file's where they are plain numbers, float32 where they are packed.
-        options: others of `from_pretrained`.
+    `path` is absolute. `build` makes the model without its weights, and is called on the meta device. `dtype` "auto" is
+    that of the file where its weights are plain numbers, float32 where they are packed. `options` go to
+    `from_pretrained`.
     """
     with torch.device("meta"):
         architecture = type(build())
     if dtype == "auto":
-        dtype = _read_header(Path(path))[1].dtype or torch.float32
+        dtype = _read_header(path)[1].dtype or torch.float32
     unpacked = transformers.GgufConfig(dequantize=True)
     nothing_beside = str(Path(__file__).parent)  # transformers would load an adapter that lies beside the file
     model, report = architecture.from_pretrained(
@@ -128,27 +115,20 @@ def load_gguf(
     return model, report
 
 
-def gguf_tokenizer(path: str) -> Any:
-    """The tokenizer in a file, with its chat template if it has one."""
-    metadata = _read_header(Path(path))[0]
+def gguf_tokenizer(path: str) -> tuple[Any, list[str]]:
+    """Returns (the tokenizer in a file, notices on what llama.cpp does with the file and transformers does not)."""
+    metadata, header = _read_header(path)
     split = metadata.get("tokenizer.ggml.pre")
     begins = {"add_bos_token": True} if split in _WHOLE_WORDS else {}  # what the file says comes before it
     tokenizer = transformers.PreTrainedTokenizerFast(name_or_path=str(Path(path).parent), gguf_file=path, **begins)
-    backend = tokenizer.backend_tokenizer
+    tokenizer.name_or_path = path
+    backend, notices = tokenizer.backend_tokenizer, []
     if split in _DIGITS_ALONE:
         gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     if split in _WHOLE_WORDS:
         backend.model.ignore_merges = True
-    tokenizer.name_or_path = path
-    return tokenizer
-
-
-def gguf_notices(path: str, tokenizer: Any) -> list[str]:
-    """On what llama.cpp does with a file and transformers does not."""
-    metadata, header, _ = _read_header(Path(path))
-    notices, split = [], metadata.get("tokenizer.ggml.pre")
-    as_gpt2 = isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel)
+    as_gpt2 = isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
     if metadata.get("tokenizer.ggml.model") == "gpt2" and as_gpt2 and split not in _AS_GPT2:
         notices.append(
             f"model.name: the tokenizer splits text as {split!r}, which transformers does not know, and is read as "
@@ -160,7 +140,7 @@ def gguf_notices(path: str, tokenizer: Any) -> list[str]:
             "model.name: the file scales positions (RoPE), which transformers does not read from GGUF; long texts are "
             "understood less well. The model's own folder has no such difference."
         )
-    return notices
+    return tokenizer, notices
 
 
 def settle_gguf(model: Any) -> None:
@@ -180,48 +160,25 @@ def settle_gguf(model: Any) -> None:
 
 @contextmanager
 def reading_once() -> Iterator[None]:
-    """Within it, transformers reads a GGUF file once, and shows no progress bar of its own.
+    """Lets transformers read a GGUF file once, and show no progress bar of its own.
 
     transformers 5.23 parses the whole file for the configuration and again for the weights, and makes the same table of
     names for each module of the model: two thirds of the time of loading a small model.
     """
-    if find_spec("gguf") is None:
-        yield
-        return
+    from unittest.mock import patch
+
     import gguf
-    from transformers import modeling_gguf_pytorch_utils as reader
 
-    faster: list[tuple[Any, str, Any]] = [
-        (gguf, "GGUFReader", cache(gguf.GGUFReader)),
-        (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-        (reader, "tqdm", lambda tensors, **_: tensors),
-    ]
-    own = [(module, name, getattr(module, name)) for module, name, _ in faster]
-    try:
-        for module, name, value in faster:
-            setattr(module, name, value)
+    with (
+        patch("gguf.GGUFReader", cache(gguf.GGUFReader)),
+        patch("gguf.get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+        patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda tensors, **_: tensors),
+    ):
         yield
-    finally:
-        for module, name, value in own:
-            setattr(module, name, value)
-
-
-GGUF_FILE = "adapter.gguf"
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""Class of transformers -> architecture in GGUF, of those whose layers have been compared with llama.cpp's names."""
-
-PAIRED_ROWS = {"llama"}
-"""Architectures in GGUF with another order of rows in the query and key projections."""
 
 
 def check_gguf(model: Any) -> None:
-    """An error where the adapter of this model cannot be written as GGUF here."""
+    """Raises a `RequestError` where the adapter of this model cannot be written as GGUF here."""
     name = type(model).__name__
     if name not in ARCHITECTURES:
         raise RequestError(
@@ -233,12 +190,10 @@ def check_gguf(model: Any) -> None:
 
 
 def save_gguf(adapter: Adapter, folder: Path, *, model: Any) -> None:
-    """Writes adapter.gguf, in float32.
+    """Writes adapter.gguf, in float32, which llama.cpp adds to a base model in GGUF.
 
-    Args:
-        adapter: the adapter.
-        folder: folder to write into.
-        model: the base model, of a class in `ARCHITECTURES`.
+    The file has the tensors blk.N.<layer>.weight.lora_a (R x I) and .lora_b (O x R) for x A^T B^T, and
+    adapter.lora.alpha; llama.cpp adds alpha / R times B A.
 
     Raises:
         RequestError: see `check_gguf`, or a layer has no name in GGUF.
@@ -246,43 +201,27 @@ def save_gguf(adapter: Adapter, folder: Path, *, model: Any) -> None:
     check_gguf(model)
     import gguf
 
-    architecture = ARCHITECTURES[type(model).__name__]
-    tensors = _tensors(adapter, model.config, architecture)
+    architecture, config, tensors = ARCHITECTURES[type(model).__name__], model.config, {}
+    number = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for module, (a_RI, b_OR) in adapter.pairs.items():
+        name, layer = names.get_name(f"{module}.weight", try_suffixes=(".weight",)), module.rpartition(".")[2]
+        if name is None:
+            raise RequestError(f"format is gguf-lora, and {module} has no name in GGUF; use --format lora.")
+        if architecture == "llama" and layer in heads:
+            # llama.cpp rotates neighbouring pairs of a head here, where transformers rotates halves
+            b_OR = b_OR.reshape(heads[layer], 2, -1, b_OR.shape[1]).transpose(1, 2).reshape(b_OR.shape)
+        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = a_RI, b_OR
     writer = gguf.GGUFWriter(folder / GGUF_FILE, architecture)
     try:
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(adapter.rank))
         for name, value in tensors.items():
-            writer.add_tensor(name, value)
+            writer.add_tensor(name, value.to(torch.float32).contiguous().numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
     finally:
         writer.close()
-
-
-def _tensors(adapter: Adapter, config: Any, architecture: str) -> dict[str, "np.ndarray[Any, Any]"]:
-    """Name in GGUF -> values."""
-    import gguf
-
-    number = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    tensors = {}
-    for module, (a_RI, b_OR) in adapter.pairs.items():
-        name = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
-        if name is None:
-            raise RequestError(f"format is gguf-lora, and {module} has no name in GGUF; use --format lora.")
-        if architecture in PAIRED_ROWS:
-            b_OR = _in_pairs(b_OR, module.rpartition(".")[2], config)
-        for ending, value in (("lora_a", a_RI), ("lora_b", b_OR)):
-            tensors[f"{name}.{ending}"] = value.to(torch.float32).contiguous().numpy()
-    return tensors
-
-
-def _in_pairs(rows: Tensor, layer: str, config: Any) -> Tensor:
-    """The rows of a query or key projection with the two halves of each head interleaved; of others as they are."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    if layer not in heads:
-        return rows
-    return rows.reshape(heads[layer], 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

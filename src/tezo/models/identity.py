@@ -24,46 +24,39 @@ Fingerprint = Mapping[str, str]
 """Part -> its digest, or its JSON text where that is short. Parts are "weights", "config.KEY", "generation.KEY",
 "tokenizer.NAME"; "form", in which the weights count, and "versions"."""
 
-_WEIGHTS, _FORM, _VERSIONS = "weights", "form", "versions"
-_SECTIONS = {"config": "configuration", "generation": "generation configuration"}
-_MOST_SHOWN = 120
-"""Characters of a setting in a message; a log may be a stranger's."""
-
 _SHORT = 120
-"""Longest JSON text of a setting that stands for itself, in characters."""
-_IN_SETTINGS = frozenset({"dtype", "torch_dtype", "quantization_config"})
-"""Keys of a configuration that the settings of a run have too."""
-_NO_EFFECT = frozenset({"architectures", "transformers_version", "use_cache"})
-"""Keys of a configuration that change no number; the class of the model is a part of its own."""
+"""Longest JSON text of a setting that stands for itself, and that a message shows, in characters."""
+_NO_EFFECT = frozenset(
+    {"dtype", "torch_dtype", "quantization_config", "architectures", "transformers_version", "use_cache"}
+)
+"""Keys of a configuration that the settings of a run have too, or that change no number."""
 _ENDS = ("eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
 """Keys of a generation configuration that greedy decoding goes by and no option of this library replaces."""
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_AFTER_STATE = '"added_tokens"'
-"""Where the text of a tokenizer goes on after truncation and padding, which are of its last call."""
 _JUST_NOW = 2.0
 """Seconds within which a file can change again and keep its time of change, on file systems with coarse clocks."""
 
 
 def fingerprint(model: Any, kind: Kind, tokenizer: Any = None, *, loaded_from: str | None = None) -> dict[str, str]:
-    """The fingerprint of a model as it is loaded, the same on every device and placement.
+    """Returns the fingerprint of a model as it is loaded, the same on every device and placement.
 
-    Args:
-        model: the model; its packed weights count as they are packed.
-        kind: its kind; weights that no loss of this kind depends on do not count.
-        tokenizer: its tokenizer; None: there are no parts of it.
-        loaded_from: names the files and the way of loading, see `stamp`. The digest of the weights is then kept in the
-            cache folder, and not made again.
+    Packed weights count as they are packed; weights that no loss of this kind depends on do not count. Where
+    `loaded_from` names the files and the way of loading (see `stamp`), the digest of the weights is kept in the cache
+    folder, and not made again.
     """
     packed = getattr(model.config, "quantization_config", None) is not None
-    form = f"{model.dtype}{', packed' * packed}".removeprefix("torch.")
-    parts = {_WEIGHTS: _weights(model, kind, loaded_from), _FORM: form, "config.class": type(model).__name__}
+    parts = {
+        "weights": _weights(model, kind) if loaded_from is None else _kept_weights(model, kind, loaded_from),
+        "form": f"{model.dtype}{', packed' * packed}".removeprefix("torch."),
+        "config.class": type(model).__name__,
+    }
     parts |= {f"config.{key}": _text(value) for key, value in _settings(model.config.to_dict()).items()}
     generation = getattr(model, "generation_config", None)
     if generation is not None and kind == "causal":
         parts |= {f"generation.{key}": _text(getattr(generation, key, None)) for key in _ENDS}
     if tokenizer is not None:
         parts |= {f"tokenizer.{name}": _text(value) for name, value in _of_tokenizer(tokenizer).items()}
-    return parts | {_VERSIONS: f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}"}
+    return parts | {"versions": f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}"}
 
 
 def check_model(found: Mapping[str, Any], own: Fingerprint, *, weights: bool = True) -> None:
@@ -76,72 +69,67 @@ def check_model(found: Mapping[str, Any], own: Fingerprint, *, weights: bool = T
     Args:
         found: the fingerprint that the run has kept.
         own: the fingerprint of the model that is loaded; parts of the tokenizer may be missing.
-        weights: False: weights do not count in any form.
+        weights: whether weights count at all.
     """
-    alike = found.get(_VERSIONS) == own[_VERSIONS]
-    ignored = {_VERSIONS, _FORM} | (set() if weights and found.get(_FORM) == own[_FORM] else {_WEIGHTS})
-    with_tokenizer = any(part.startswith("tokenizer.") for part in own)
-    for part in sorted(found.keys() | own.keys(), key=lambda part: (part != _WEIGHTS, part == "tokenizer.rules", part)):
-        before, now, of_tokenizer = found.get(part), own.get(part), part.startswith("tokenizer.")
-        counts = alike or (part in found and part in own and part != "tokenizer.rules")
-        if before != now and part not in ignored and counts and (with_tokenizer or not of_tokenizer):
-            raise RequestError(f"model.name: {_difference(part, before, now)}; give the base model as it was.")
-
-
-def _difference(part: str, before: Any, now: Any) -> str:
-    section, _, name = part.partition(".")
-    if section == "tokenizer":
-        return f"the {name.replace('_', ' ')} of its tokenizer differ from what the run began with"
-    if section not in _SECTIONS:
-        return "its weights are not those that the run began with"
-    shown = [repr(value)[1 : _MOST_SHOWN + 1].rstrip("'") if value else "not set" for value in (now, before)]
-    return f"{name} is {shown[0]} in its {_SECTIONS[section]}, and the run began with {shown[1]}"
+    alike = found.get("versions") == own["versions"]
+    compared = (found.keys() | own.keys()) - {"versions", "form"}
+    if not weights or found.get("form") != own["form"]:
+        compared -= {"weights"}
+    if not any(part.startswith("tokenizer.") for part in own):
+        compared = {part for part in compared if not part.startswith("tokenizer.")}
+    for part in sorted(compared, key=lambda part: (part != "weights", part == "tokenizer.rules", part)):
+        before, now = found.get(part), own.get(part)
+        if before == now or not (alike or (part in found and part in own and part != "tokenizer.rules")):
+            continue
+        section, _, name = part.partition(".")
+        if section == "tokenizer":
+            fault = f"the {name.replace('_', ' ')} of its tokenizer differ from what the run began with"
+        elif section in ("config", "generation"):
+            shown = [repr(value)[1 : _SHORT + 1].rstrip("'") if value else "not set" for value in (now, before)]
+            where = "configuration" if section == "config" else "generation configuration"
+            fault = f"{name} is {shown[0]} in its {where}, and the run began with {shown[1]}"
+        else:
+            fault = "its weights are not those that the run began with"
+        raise RequestError(f"model.name: {fault}; give the base model as it was.")
 
 
 def stamp(source: str) -> str | None:
-    """Digest of size, times and number of each file of a model; None where that does not tell a change.
+    """Returns a digest of size, times and number of each file of a model; None where that does not tell a change.
 
-    Args:
-        source: a folder, a file, or a name of the hub, of which the local copy counts.
+    `source` is a folder, a file, or a name of the hub, of which the local copy counts.
     """
-    files = _files(source)
-    if not files:
+    path = Path(source)
+    if not path.exists():
+        found = try_to_load_from_cache(source, "config.json")
+        if not isinstance(found, str):
+            return None
+        path = Path(found).parent
+    files = [path] if path.is_file() else sorted(inside for inside in path.iterdir() if inside.is_file())
+    states = [(str(file), file.stat()) for file in files]
+    if not states or time.time() - max(max(s.st_mtime, s.st_ctime) for _, s in states) < _JUST_NOW:
         return None
-    states = [(str(path), path.stat()) for path in files]
-    if time.time() - max(max(state.st_mtime, state.st_ctime) for _, state in states) < _JUST_NOW:
-        return None
-    known = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_dev, s.st_ino) for path, s in states]
+    known = [(file, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_dev, s.st_ino) for file, s in states]
     return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
-def _files(source: str) -> list[Path]:
-    path = Path(source)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        found = try_to_load_from_cache(source, "config.json")
-        if not isinstance(found, str):
-            return []
-        path = Path(found).parent
-    return sorted(inside for inside in path.iterdir() if inside.is_file())
-
-
-def _weights(model: nn.Module, kind: Kind, loaded_from: str | None) -> str:
+def _weights(model: nn.Module, kind: Kind) -> str:
     """Of parameters and of buffers that are stored with them."""
-    if loaded_from is None:
-        # state_dict() would add changes that an optimizer keeps beside the weights
-        computed = {
-            f"{name}.{buffer}".lstrip(".")
-            for name, module in model.named_modules()
-            for buffer in module._non_persistent_buffers_set
-        }
-        stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
-        tensors = dict(model.named_parameters()) | stored
-        return digest({name: tensor for name, tensor in tensors.items() if not is_unused(name, kind)})
+    # state_dict() would add changes that an optimizer keeps beside the weights
+    computed = {
+        f"{name}.{buffer}".lstrip(".")
+        for name, module in model.named_modules()
+        for buffer in module._non_persistent_buffers_set
+    }
+    stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
+    tensors = dict(model.named_parameters()) | stored
+    return digest({name: tensor for name, tensor in tensors.items() if not is_unused(name, kind)})
+
+
+def _kept_weights(model: nn.Module, kind: Kind, loaded_from: str) -> str:
     key = hashlib.sha256(f"{loaded_from} {kind} {transformers.__version__}".encode()).hexdigest()
     cache = NumberCache(default_cache(), "weights")
     if key not in cache.numbers:
-        cache.numbers[key] = int(_weights(model, kind, None), 16)
+        cache.numbers[key] = int(_weights(model, kind), 16)
         cache.save()
     return f"{cache.numbers[key]:064x}"
 
@@ -151,7 +139,7 @@ def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {
         str(key): _settings(value) if isinstance(value, dict) else value
         for key, value in tree.items()
-        if key not in _IN_SETTINGS | _NO_EFFECT and not str(key).startswith("_")
+        if key not in _NO_EFFECT and not str(key).startswith("_")
     }
 
 
@@ -162,7 +150,7 @@ def _of_tokenizer(tokenizer: Any) -> dict[str, Any]:
     sides = [tokenizer.padding_side, tokenizer.truncation_side, int(tokenizer.model_max_length)]
     return {
         "vocabulary": sorted(tokenizer.get_vocab().items()),
-        "rules": text[text.find(_AFTER_STATE) :],
+        "rules": text[text.find('"added_tokens"') :],  # behind truncation and padding, which are of its last call
         "special_tokens": [tokens, sorted(map(str, tokenizer.all_special_tokens)), sides],
         "chat_template": getattr(tokenizer, "chat_template", None),
     }

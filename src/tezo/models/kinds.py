@@ -1,21 +1,19 @@
-"""The kinds of model: causal, masked, encoder and classifier.
-
-The section `model` of a recipe.
-
-What a labelled run leaves beside the weights of its merged model: its labels, its prompt, its pooling.
-"""
+"""The kinds of model, the section `model` of a recipe, and the labels that lie beside a merged model."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tezo.system.errors import RequestError
 from tezo.system.files import UntrustedError, read_object, write_file
 
 Kind = Literal["causal", "masked", "encoder", "classifier"]
 """How a model answers: it continues a text, fills in a mask, compares embeddings, or has a head of trained classes."""
+
+AskedKind = Kind | Literal["auto"]
+"""A value of `model.kind`; "auto" is the kind of the architecture."""
 
 _ENDINGS: dict[str, Kind] = {
     "ForCausalLM": "causal",
@@ -28,40 +26,22 @@ _ENDINGS: dict[str, Kind] = {
 
 
 def kind_of(architectures: Sequence[str]) -> Kind | None:
-    """The kind of a model with these class names (`config.architectures` of transformers); None if none fits."""
+    """Returns the kind of a model with these class names (`config.architectures`); None if none fits."""
     fitting = (kind for ending, kind in _ENDINGS.items() if any(name.endswith(ending) for name in architectures))
     return next(fitting, None)
 
 
-def choose_kind(asked: str, architectures: Sequence[str], config: Any) -> Kind:
-    """The kind that `model.kind` asks for, or for "auto" the kind of the architecture.
+def choose_kind(asked: AskedKind, architectures: Sequence[str], config: Any) -> Kind:
+    """Returns the kind that `model.kind` asks for, or for "auto" the kind of the model's class names.
 
-    Args:
-        asked: a kind, or "auto".
-        architectures: class names of the model; none are taken for those of an encoder.
-        config: its configuration.
+    A model without class names is taken for an encoder.
 
     Raises:
-        RequestError: there is no such kind, or no kind is the model's.
+        RequestError: it is an encoder-decoder, is not causal and takes images or sound, has a head without classes, or
+            is of no kind.
     """
-    name = ", ".join(architectures) or type(config).__name__
-    kind = asked if asked != "auto" else kind_of(architectures) if architectures else "encoder"
-    known: Kind
-    for known in get_args(Kind):
-        if kind == known:
-            _check_supported(name, known, config)
-            return known
-    if kind is not None:
-        raise RequestError(f"model.kind is {kind!r}; it must be auto, {', '.join(get_args(Kind))}.")
-    _check_supported(name, "encoder", config)
-    raise RequestError(
-        f"model.name: {name} is no causal, masked or classification model, and no encoder without a head; set "
-        "model.kind to what it is to be used as."
-    )
-
-
-def _check_supported(name: str, kind: Kind, config: Any) -> None:
-    """An error for encoder-decoders, for images and sound unless in a causal model, and for heads without classes."""
+    name, found = ", ".join(architectures) or type(config).__name__, kind_of(architectures or ["Model"])
+    kind = (found or "encoder") if asked == "auto" else asked
     if getattr(config, "is_encoder_decoder", False):
         raise RequestError(f"model.name: {name} is an encoder-decoder, which is not supported; give another model.")
     if kind != "causal" and (hasattr(config, "vision_config") or hasattr(config, "audio_config")):
@@ -74,10 +54,16 @@ def _check_supported(name: str, kind: Kind, config: Any) -> None:
             f"model.name: the head of {name} is for {config.problem_type or 'regression'}, which is not supported; "
             "give a model whose classes exclude each other, or set model.kind=encoder."
         )
+    if asked == "auto" and found is None:
+        raise RequestError(
+            f"model.name: {name} is no causal, masked or classification model, and no encoder without a head; set "
+            "model.kind to what it is to be used as."
+        )
+    return kind
 
 
 def is_unused(name: str, kind: Kind) -> bool:
-    """Whether no loss of this kind of model depends on the parameter: only classification heads read poolers."""
+    """Returns whether no loss of this kind of model depends on a parameter: only classification heads read poolers."""
     return kind != "classifier" and "pooler" in name.split(".")
 
 
@@ -115,15 +101,14 @@ class ModelConfig:
     """Virtual tokens of the prefix or the prompt. MeZO uses 5."""
 
 
-LABELS_FILE = "tezo_labels.json"
-
 MEAN = "mean"
 """The one pooling: an embedding is the mean of the last hidden states over the tokens of a text."""
+_LABELS_FILE = "tezo_labels.json"
 
 
 @dataclass(frozen=True)
 class CarriedLabels:
-    """How a model was tuned to be asked.
+    """How a model was tuned to be asked, written beside the weights of a merged model.
 
     Attributes:
         label_words: label -> word, description or class, as data.label_words has them.
@@ -137,31 +122,29 @@ class CarriedLabels:
 
     def write(self, folder: Path) -> None:
         """Writes them into the folder of a model."""
-        write_file(folder / LABELS_FILE, (json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
+        write_file(folder / _LABELS_FILE, (json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def read_labels(folder: Path) -> CarriedLabels | None:
-    """The labels in the folder of a model; None if it has none.
+    """Reads the labels in the folder of a model; returns None if it has none.
 
     Raises:
         RequestError: the file is damaged, or names a pooling that is not known.
     """
-    path = folder / LABELS_FILE
+    path = folder / _LABELS_FILE
     if not path.exists():
         return None
     try:
         found = read_object(path.resolve())
+        words, template, pooling = found.get("label_words"), found.get("template"), found.get("pooling")
+        if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
+            raise UntrustedError("label_words is no object of strings")
+        if not isinstance(template, str | None):
+            raise UntrustedError("template is no string")
+        if pooling not in (None, MEAN):
+            raise UntrustedError(f"pooling is {pooling!r}, and {MEAN} is known")
     except UntrustedError as error:
-        raise _damaged(path, str(error)) from None
-    words, template, pooling = found.get("label_words"), found.get("template"), found.get("pooling")
-    if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
-        raise _damaged(path, "label_words is no object of strings")
-    if not isinstance(template, str | None):
-        raise _damaged(path, "template is no string")
-    if pooling not in (None, MEAN):
-        raise _damaged(path, f"pooling is {pooling!r}, and {MEAN} is known")
+        raise RequestError(
+            f"model.name: {path} is not the file of a merged run ({error}); export the run again."
+        ) from None
     return CarriedLabels(words, template, pooling)
-
-
-def _damaged(path: Path, fault: str) -> RequestError:
-    return RequestError(f"model.name: {path} is not the file of a merged run ({fault}); export the run again.")

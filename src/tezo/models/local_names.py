@@ -7,23 +7,20 @@ from typing import Literal
 from tezo.models.kinds import IN_MEMORY
 from tezo.system.errors import RequestError
 
-HUB = "https://huggingface.co/"
-HUB_SECONDS = 5.0
+_HUB = "https://huggingface.co/"
+_HUB_SECONDS = 5.0
 """How long the hub may take to say whether it has a repository."""
-ALIKE = 0.8
+_ALIKE = 0.8
 """Similarity of a part of a path to the one that is there, from which on a name of two parts is taken for a path."""
-
-_PATTERN = "*?"
-"""Characters of a pattern. Brackets are not: a split of a hub data set may have them, as in train[:10%]."""
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name is a pattern of several files."""
-    return any(sign in name for sign in _PATTERN)
+    """Returns whether a name is a pattern of several files."""
+    return "*" in name or "?" in name  # not brackets: a split of a hub data set may have them, as in train[:10%]
 
 
 def absolute_name(name: str) -> str:
-    """The whole path of a name that is a path here; other names as they are. Links of folders are followed."""
+    """Returns the whole path of a name that is a path here, links of folders followed; other names as they are."""
     path = Path(name).expanduser()
     if name == IN_MEMORY or not name:
         return name
@@ -35,26 +32,26 @@ def absolute_name(name: str) -> str:
 
 
 def is_gone(name: str) -> bool:
-    """Whether a name is a whole path, as `absolute_name` gives it, of nothing that is here."""
+    """Returns whether a name is a whole path, as `absolute_name` gives it, of nothing that is here."""
     path = Path(name)
     return path.is_absolute() and not path.exists() and not is_pattern(name)
 
 
 def hint(name: str) -> str:
-    """` Did you mean 'x'?` for the path that is nearest to `name`; else empty."""
-    near = name.removeprefix(HUB) if name.startswith(HUB) else _nearest_path(name, 0.6)
+    """Returns ` Did you mean 'x'?` for the path that is nearest to `name`; else empty."""
+    near = name.removeprefix(_HUB) if name.startswith(_HUB) else _nearest_path(name, 0.6)
     return "" if near is None else f" Did you mean {near!r}?"
 
 
 def check_no_path(key: str, name: str, kind: Literal["model", "dataset"]) -> None:
-    """An error where a name of two parts, which could be one of the hub, is rather a misspelt path.
+    """Raises a `RequestError` where a name of two parts, which could be one of the hub, is rather a misspelt path.
 
     That is one whose first part is a folder here, or that is like a path here; unless it has been downloaded.
     """
     path = Path(name)
     if len(path.parts) != 2 or _downloaded(name, kind) is not None:
         return
-    here, near = path.parent.is_dir(), _nearest_path(name, ALIKE)
+    here, near = path.parent.is_dir(), _nearest_path(name, _ALIKE)
     if here or near is not None:
         where = f"in the folder {path.parent} here" if here else "here"
         option = " --repo-type dataset" if kind == "dataset" else ""
@@ -65,7 +62,7 @@ def check_no_path(key: str, name: str, kind: Literal["model", "dataset"]) -> Non
 
 
 def ask_hub(key: str, name: str, kind: Literal["model", "dataset"]) -> Path | None:
-    """Asks the hub once whether it has a repository; its downloaded copy, where the hub cannot be reached.
+    """Asks the hub once whether it has a repository; returns its downloaded copy, where the hub cannot be reached.
 
     The libraries that load it ask again and again for half a minute.
 
@@ -77,7 +74,7 @@ def ask_hub(key: str, name: str, kind: Literal["model", "dataset"]) -> Path | No
 
     what = {"model": "a model folder", "dataset": "a file"}[kind]
     try:
-        HfApi(library_name="tezo").repo_info(name, repo_type=kind, timeout=HUB_SECONDS)
+        HfApi(library_name="tezo").repo_info(name, repo_type=kind, timeout=_HUB_SECONDS)
     except GatedRepoError:
         return None  # the reason is told by who loads it
     except (RepositoryNotFoundError, HFValidationError):
@@ -118,16 +115,16 @@ def _nearest_path(name: str, similarity: float) -> str | None:
     path = Path(name).expanduser()
     found = Path(path.anchor)
     for part in path.parts[1:] if path.anchor else path.parts:
-        if not (found / part).exists():
-            try:
-                entries = [entry.name for entry in found.iterdir()]
-            except OSError:
-                return None
-            close = difflib.get_close_matches(part, entries, n=1, cutoff=similarity)
-            close = close or [entry for entry in sorted(entries) if Path(entry).stem == part]
-            if not close:
-                return None
-            found /= close[0]
-        else:
+        if (found / part).exists():
             found /= part
-    return None if found == path or found == Path() else str(found)
+            continue
+        try:
+            entries = sorted(entry.name for entry in found.iterdir())
+        except OSError:
+            return None
+        close = difflib.get_close_matches(part, entries, n=1, cutoff=similarity)
+        close = close or [entry for entry in entries if Path(entry).stem == part]
+        if not close:
+            return None
+        found /= close[0]
+    return None if found in (path, Path()) else str(found)

@@ -1,32 +1,18 @@
-"""What a kind of adapter is: the models that take it, PEFT's settings for it, and its initial values.
+"""PEFT adapters that are tuned in place of a model, and whether PEFT adds an exact adapter as it was trained.
 
-LoRA (Hu et al., 2021, arXiv 2106.09685): W + (alpha / r) B A with B (M x r) and A (r x N) beside each layer.
-
-Prefix tuning (Li and Liang, 2021, arXiv 2101.00190): keys and values in front of the text, in every layer.
-
-Prompt tuning (Lester et al., 2021, arXiv 2104.08691): embeddings in front of those of the text.
-
-Kinds of PEFT's adapters, one file for each; `ADAPTERS` names them by the value of `model.peft`.
-
-PEFT adapters that are tuned instead of the model itself.
+lora (Hu et al., 2021, arXiv 2106.09685): W + (alpha / r) B A with B (M x r) and A (r x N) beside each layer.
+prefix (Li and Liang, 2021, arXiv 2101.00190): keys and values in front of the text, in every layer.
+prompt (Lester et al., 2021, arXiv 2104.08691): embeddings in front of those of the text.
 
 PEFT's settings are made from the run's own, when an adapter is added and when it is opened again; what its
-adapter_config.json says beside is compared with them, and never obeyed.
-
-Whether PEFT adds an adapter to its base model as it was trained: to the same layers, the same matrices, at scale 1.
-
-When PEFT loads an adapter it renames layers and targets of some families, refuses layers of others by their names, and
-only warns of layers that it leaves out. So it is asked: it loads the adapter into a model of the same configuration
-whose weights take no memory.
+adapter_config.json says is compared with them, and never obeyed.
 """
 
 import copy
 import json
-import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,48 +28,13 @@ from transformers import DynamicCache, PreTrainedModel
 from tezo.models.kinds import Kind, ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import TASK_TYPES, Adapter, for_file, save_adapter
-from tezo.system.errors import RequestError, nearest
-from tezo.system.files import plain_file, read_object, storing
+from tezo.system.errors import RequestError
+from tezo.system.files import one_line, plain_file, read_object, storing
 from tezo.system.progress import ASKING_PEFT, current
 
 
-@dataclass(frozen=True)
-class NewAdapter:
-    """An adapter that is to be added to a model.
-
-    Attributes:
-        settings: PEFT's settings.
-        start_VD: initial values of V virtual tokens, float32; None: the adapter has none, and starts as PEFT draws it.
-    """
-
-    settings: Any
-    start_VD: Tensor | None = None
-
-
-def _nothing(model: Any) -> None:
-    """Does nothing."""
-    del model
-
-
-@dataclass(frozen=True)
-class AdapterKind:
-    """A kind of PEFT's adapters.
-
-    Attributes:
-        models: the kinds of model that take it.
-        make: (base model, configuration, seed) -> the adapter that is to be added.
-        merges: whether its change can be merged into the weights of the base.
-        settle: called on PEFT's model with the new adapter.
-    """
-
-    models: tuple[Kind, ...]
-    make: Callable[[LoadedModel, ModelConfig, int], NewAdapter]
-    merges: bool
-    settle: Callable[[Any], None] = _nothing
-
-
 def import_peft() -> Any:
-    """The module `peft`; `RequestError` if it is not installed."""
+    """Returns the module `peft`; `RequestError` if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -92,12 +43,12 @@ def import_peft() -> Any:
 
 
 def virtual_task_type(kind: Kind) -> str:
-    """PEFT's type of task with which its model puts virtual tokens in front of the input."""
+    """Returns PEFT's type of task with which its model puts virtual tokens in front of the input."""
     return "CAUSAL_LM" if kind == "causal" else "FEATURE_EXTRACTION"
 
 
 def random_tokens(loaded: LoadedModel, count: int, seed: int) -> Tensor:
-    """`count` token ids (1, count), uniform over the rows of the input embeddings, on the model's device.
+    """Draws `count` token ids (1, count), uniform over the rows of the input embeddings, on the model's device.
 
     Raises:
         RequestError: they leave no position for a text.
@@ -112,26 +63,22 @@ def random_tokens(loaded: LoadedModel, count: int, seed: int) -> Tensor:
     return torch.randint(rows, (1, count), generator=draw).to(loaded.device)
 
 
-_TASK_TYPES = TASK_TYPES | {"classifier": "SEQ_CLS"}
-
-
-def _make_lora(loaded: LoadedModel, config: ModelConfig, seed: int) -> NewAdapter:
+def _make_lora(loaded: LoadedModel, config: ModelConfig, seed: int) -> tuple[Any, None]:
     """In PEFT's default layers and with its initial values, B = 0, so the model starts as the base model."""
     del seed
-    task_type = _TASK_TYPES.get(loaded.kind)
-    return NewAdapter(import_peft().LoraConfig(task_type=task_type, r=config.lora_rank, lora_alpha=config.lora_alpha))
+    task_type = (TASK_TYPES | {"classifier": "SEQ_CLS"}).get(loaded.kind)
+    return import_peft().LoraConfig(task_type=task_type, r=config.lora_rank, lora_alpha=config.lora_alpha), None
 
 
-LORA_TUNING = AdapterKind(("causal", "masked", "encoder", "classifier"), _make_lora, merges=True)
-
-
-def _make_prefix(loaded: LoadedModel, config: ModelConfig, seed: int) -> NewAdapter:
+@torch.no_grad()
+def _make_prefix(loaded: LoadedModel, config: ModelConfig, seed: int) -> tuple[Any, Tensor]:
     """The prefix starts with the model's own keys and values of random tokens, as MeZO's prefix does.
 
-    So the model starts as the base model with these tokens in front of every text. (In a masked model or an encoder the
-    tokens do not read the text.) Random numbers, PEFT's default, are no keys of this model.
+    Random numbers, PEFT's default, are no keys of this model.
     """
-    states = _states(loaded, random_tokens(loaded, config.prefix_length, seed))
+    tokens_1V, cache = random_tokens(loaded, config.prefix_length, seed), DynamicCache()
+    loaded.model(input_ids=tokens_1V, attention_mask=torch.ones_like(tokens_1V), past_key_values=cache)
+    states = [state for layer in cache.layers for state in (layer.keys, layer.values)]  # each (1, heads, V, width)
     shapes = {tuple(state.shape) for state in states}
     if len(shapes) != 1:
         raise RequestError(
@@ -148,26 +95,12 @@ def _make_prefix(loaded: LoadedModel, config: ModelConfig, seed: int) -> NewAdap
     )
     # PEFT reads a row as (layer, key or value, head, entry)
     rows = [state[0].transpose(0, 1).to("cpu", torch.float32) for state in states]
-    return NewAdapter(settings, torch.stack(rows, 1).flatten(1))
+    return settings, torch.stack(rows, 1).flatten(1)
 
 
 @torch.no_grad()
-def _states(loaded: LoadedModel, tokens_1V: Tensor) -> list[Tensor]:
-    """The keys and the values (1, heads, V, width) of each layer in turn; empty if the model keeps none."""
-    cache = DynamicCache()
-    loaded.model(input_ids=tokens_1V, attention_mask=torch.ones_like(tokens_1V), past_key_values=cache)
-    return [state for layer in cache.layers for state in (layer.keys, layer.values)]
-
-
-PREFIX_TUNING = AdapterKind(("causal", "masked", "encoder"), _make_prefix, merges=False)
-
-
-@torch.no_grad()
-def _make_prompt(loaded: LoadedModel, config: ModelConfig, seed: int) -> NewAdapter:
-    """The prompt starts with the embeddings of random tokens, so the model starts as with these tokens in front.
-
-    The paper finds random numbers worse than embeddings of the vocabulary, the more so in small models.
-    """
+def _make_prompt(loaded: LoadedModel, config: ModelConfig, seed: int) -> tuple[Any, Tensor]:
+    """The prompt starts with the embeddings of random tokens; the paper finds random numbers worse than these."""
     embed = loaded.model.get_input_embeddings()
     start_VD = embed(random_tokens(loaded, config.prefix_length, seed))[0].to("cpu", torch.float32)
     settings = import_peft().PromptTuningConfig(
@@ -176,10 +109,10 @@ def _make_prompt(loaded: LoadedModel, config: ModelConfig, seed: int) -> NewAdap
         token_dim=start_VD.shape[1],
         num_attention_heads=1,  # a prompt has none, but PEFT asks for their number where a model has none either
     )
-    return NewAdapter(settings, start_VD)
+    return settings, start_VD
 
 
-def _settle(model: Any) -> None:
+def _settle_prompt(model: Any) -> None:
     """Gives PEFT the input embeddings, which it guesses by their size, and replaces two methods of its model.
 
     PEFT looks the prompt up once for all rows, which then cannot be perturbed differently. And it continues texts with
@@ -190,9 +123,8 @@ def _settle(model: Any) -> None:
     model.generate = MethodType(_continue, model)
 
 
-def _prompt_of_rows(model: Any, batch_size: int, **others: Any) -> Tensor:
+def _prompt_of_rows(model: Any, batch_size: int, **_: object) -> Tensor:
     """The prompt of each row, (batch_size, V, D)."""
-    del others
     encoder, tokens_V = model.prompt_encoder[model.active_adapter], model.prompt_tokens[model.active_adapter]
     prompt_BVD: Tensor = encoder(tokens_V.expand(batch_size, -1).to(encoder.embedding.weight.device))
     return prompt_BVD
@@ -213,81 +145,59 @@ def _continue(model: Any, input_ids: Tensor, attention_mask: Tensor, **options: 
     return torch.cat([input_ids, added], 1)
 
 
-PROMPT_TUNING = AdapterKind(("causal", "masked", "encoder"), _make_prompt, merges=False, settle=_settle)
+ADAPTERS: dict[str, Callable[[LoadedModel, ModelConfig, int], tuple[Any, Tensor | None]]] = {
+    "lora": _make_lora,
+    "prefix": _make_prefix,
+    "prompt": _make_prompt,
+}
+"""Value of `model.peft` -> (base model, configuration, seed) -> PEFT's settings, and the initial values (V, D) of V
+virtual tokens, float32, or None for LoRA, which starts as PEFT draws it."""
 
-
-ADAPTERS: dict[str, AdapterKind] = {"lora": LORA_TUNING, "prefix": PREFIX_TUNING, "prompt": PROMPT_TUNING}
-"""lora: low-rank changes of layers. prefix: keys and values in front of the text, in every layer. prompt: embeddings
-in front of the text."""
-
-
-_NO_FIGURES = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+_WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
 """Keys of adapter_config.json that no output depends on."""
 
 
 def add_adapter(loaded: LoadedModel, config: ModelConfig, seed: int) -> LoadedModel:
-    """Adds a new adapter to a model; only the adapter is trainable. With `config.peft` "none", returns `loaded`.
+    """Adds a new adapter to a model, in place; only the adapter is trainable. With `config.peft` "none", adds none.
 
-    Args:
-        loaded: the base model; it is changed in place.
-        config: kind and size of the adapter.
-        seed: seed of the initial values. LoRA starts as the base model, virtual tokens as random tokens in front.
+    LoRA starts as the base model, virtual tokens as random tokens in front, drawn by `seed`.
 
     Raises:
         RequestError: PEFT is not installed, or does not support this adapter for this model.
     """
     if config.peft == "none":
         return loaded
-    kind = adapter_kind(config.peft)
-    if loaded.kind not in kind.models:
-        *others, last = kind.models
+    if loaded.kind == "classifier" and config.peft != "lora":
         raise RequestError(
-            f"model.peft is {config.peft}, which needs a model that is {', '.join(others)} or {last}, but this one "
-            f"is {loaded.kind}; use lora."
+            f"model.peft is {config.peft}, which needs a model that is causal, masked or encoder, but this one is "
+            "classifier; use lora."
         )
     peft = import_peft()
     try:
-        new = kind.make(loaded, config, seed)
+        settings, start_VD = ADAPTERS[config.peft](loaded, config, seed)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = peft.get_peft_model(loaded.model, new.settings).eval()
-        kind.settle(model)
-        virtual = 0 if new.start_VD is None else _start(model, new.start_VD, loaded.device)
+            model = peft.get_peft_model(loaded.model, settings).eval()
+        if config.peft == "prompt":
+            _settle_prompt(model)
+        if start_VD is not None:
+            (encoder,) = model.prompt_encoder.values()
+            encoder.embedding.weight.data.copy_(start_VD)
+            token_11 = torch.zeros((1, 1), dtype=torch.long, device=loaded.device)
+            with torch.no_grad():
+                model(input_ids=token_11, attention_mask=torch.ones_like(token_11))  # whether PEFT can run it
     except (RequestError, torch.OutOfMemoryError):
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
         instead = "another kind of adapter, or none" if config.peft == "lora" else "lora"
         raise RequestError(
-            f"model.peft is {config.peft}, which PEFT cannot add to this model ({reason}); use {instead}."
+            f"model.peft is {config.peft}, which PEFT cannot add to this model ({one_line(error)}); use {instead}."
         ) from None
-    return replace(loaded, model=model, virtual_tokens=virtual)
-
-
-def adapter_kind(name: str) -> AdapterKind:
-    """The kind of adapter `name`, a key of `ADAPTERS`; `RequestError` if there is none."""
-    if name not in ADAPTERS:
-        raise RequestError(f"model.peft: there is no {name!r}. " + nearest(name, ("none", *ADAPTERS)))
-    return ADAPTERS[name]
-
-
-@torch.no_grad()
-def _start(model: Any, start_VD: Tensor, device: torch.device) -> int:
-    """Gives the virtual tokens their initial values, and tries the model on a token; returns their number."""
-    (encoder,) = model.prompt_encoder.values()
-    encoder.embedding.weight.copy_(start_VD)
-    token_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
-    model(input_ids=token_11, attention_mask=torch.ones_like(token_11))
-    return len(start_VD)
+    return replace(loaded, model=model, virtual_tokens=0 if start_VD is None else len(start_VD))
 
 
 def open_adapter(loaded: LoadedModel, config: ModelConfig, folder: Path) -> LoadedModel:
-    """The model with the tuned adapter that `save_pretrained` wrote into `folder`.
-
-    Args:
-        loaded: the base model; it is changed in place.
-        config: type and size of the adapter, as it was added.
-        folder: the adapter.
+    """Adds the tuned adapter that `save_pretrained` wrote into `folder` to its base model, in place.
 
     Raises:
         RequestError: PEFT is not installed, the adapter is missing or damaged, or it is not the one that was added.
@@ -297,39 +207,30 @@ def open_adapter(loaded: LoadedModel, config: ModelConfig, folder: Path) -> Load
         described = read_object(folder / "adapter_config.json")
         opened = add_adapter(loaded, config, seed=0)
         opened.model.requires_grad_(requires_grad=False)
-        (own,) = opened.model.peft_config.values()
-        _check_settings(described, json.loads(json.dumps(own.to_dict(), default=sorted)))
-        _load(opened.model, tensors)
+        (settings,) = opened.model.peft_config.values()
+        own = json.loads(json.dumps(settings.to_dict(), default=sorted))
+        # another version of PEFT has other settings besides
+        for key in sorted((described.keys() & own.keys()) - _WITHOUT_EFFECT):
+            here, there = (sorted(v) if isinstance(v, list) else v for v in (own[key], described[key]))
+            if here != there:
+                raise ValueError(f"its adapter_config.json says {key}: {there!r:.40}, and the run has {here!r:.40}")
+        peft = import_peft()
+        peft.set_peft_model_state_dict(opened.model, tensors)
+        found = peft.get_peft_model_state_dict(opened.model, save_embedding_layers=False)
+        for name in sorted(tensors.keys() | found.keys()):
+            given, got = tensors.get(name), found.get(name)
+            if given is None or got is None or not torch.equal(got.cpu(), given.to(got.dtype)):
+                raise ValueError(f"its {name} is not one of the adapter of this run")
     except RequestError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RequestError(f"{folder} is not an adapter that can be read ({reason}); train again.") from None
+        raise RequestError(f"{folder} is not an adapter that can be read ({one_line(error)}); train again.") from None
     return opened
 
 
-def _check_settings(described: dict[str, Any], own: dict[str, Any]) -> None:
-    """A `ValueError` where a setting that both have differs; another version of PEFT has other settings besides."""
-    for key in sorted(described.keys() & own.keys() - _NO_FIGURES):
-        here, there = (sorted(v) if isinstance(v, list) else v for v in (own[key], described[key]))
-        if here != there:
-            raise ValueError(f"its adapter_config.json says {key}: {there!r:.40}, and the run has {here!r:.40}")
-
-
-def _load(model: Any, tensors: dict[str, Tensor]) -> None:
-    """Loads the tensors of an adapter; a `ValueError` where the model then has others."""
-    peft = import_peft()
-    peft.set_peft_model_state_dict(model, tensors)
-    found = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    for name in sorted(tensors.keys() | found.keys()):
-        same = name in tensors and name in found and torch.equal(found[name].cpu(), tensors[name].to(found[name].dtype))
-        if not same:
-            raise ValueError(f"its {name} is not one of the adapter of this run")
-
-
 def check_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> None:
-    """Raises a `RequestError` if PEFT would not add exactly this adapter to the model; see `why_not_in_peft_yet`."""
-    reason = why_not_in_peft_yet(adapter, model, disk)
+    """Raises a `RequestError` if PEFT would not add exactly this adapter to the model; see `why_not_in_peft`."""
+    reason = why_not_in_peft(adapter, model, disk)
     if reason is not None:
         raise RequestError(
             f"there is no exact adapter, because {reason}; export the merged model, or leave such layers out of "
@@ -337,63 +238,42 @@ def check_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> None:
         )
 
 
-def why_not_in_peft(adapter: Adapter, model: nn.Module, folder: Path) -> str | None:
-    """None if PEFT adds exactly this adapter to the model; else the reason, in words.
+def why_not_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> str | None:
+    """Returns None if PEFT adds exactly this adapter to the model; else the reason, in words.
 
-    None, too, where there is nothing to ask: PEFT is not installed, or the model is not one of transformers, whose
-    layers PEFT takes by the names that it finds.
+    When PEFT loads an adapter it renames layers and targets of some families, refuses layers of others by their names,
+    and only warns of layers that it leaves out. So it is asked: it loads the adapter into a model of the same
+    configuration whose weights take no memory. None, too, where there is nothing to ask: PEFT is not installed, or the
+    model is not one of transformers, whose layers PEFT takes by the names that it finds.
 
-    Args:
-        adapter: the adapter.
-        model: the model that it was trained for.
-        folder: the adapter as `save_adapter` wrote it.
+    For a moment the adapter is written into the folder `disk`; the system's temporary folder may be without room.
     """
     if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
         return None
-    with current().phase(ASKING_PEFT):
-        return _why_not(for_file(adapter), model, folder)
-
-
-def _why_not(adapter: Adapter, model: PreTrainedModel, folder: Path) -> str | None:
-    import peft
-
+    peft = import_peft()
     by = f"PEFT {peft.__version__}"
-    with _unwarned():
+    with (
+        current().phase(ASKING_PEFT),
+        storing(disk),
+        TemporaryDirectory(dir=disk, prefix=".adapter-", suffix=".partial") as folder,
+        warnings.catch_warnings(action="ignore"),  # what PEFT leaves out is found by comparison
+    ):
+        save_adapter(adapter, Path(folder), model=model, base="")
         try:
             loaded: Any = peft.PeftModel.from_pretrained(
-                _without_memory(model), str(folder), low_cpu_mem_usage=True, torch_device="cpu"
+                _without_memory(model), folder, low_cpu_mem_usage=True, torch_device="cpu"
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
-            return f"{by} refuses it ({' '.join(str(error).split())[:200]})"
+            return f"{by} refuses it ({one_line(error)})"
+    pairs, wrong = for_file(adapter).pairs, []
     added = {name: layer for name, layer in loaded.get_base_model().named_modules() if hasattr(layer, "lora_A")}
-    wrong = [name for name in sorted(adapter.pairs.keys() | added.keys()) if not _is_added(adapter, added, name)]
+    for name in sorted(pairs.keys() | added.keys()):
+        if name not in pairs or name not in added or not _has_pair(added[name], *pairs[name]):
+            wrong.append(name)
     if not wrong:
         return None
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"{by} does not add to {wrong[0]}{more} what was trained"
-
-
-def why_not_in_peft_yet(adapter: Adapter, model: nn.Module, disk: Path) -> str | None:
-    """The same of an adapter that is not saved: it is written for the time being into a folder of `disk`.
-
-    A temporary folder of the system may be on another disk, without room.
-    """
-    with storing(disk), TemporaryDirectory(dir=disk, prefix=".adapter-", suffix=".partial") as folder:
-        save_adapter(adapter, Path(folder), model=model, base="")
-        return why_not_in_peft(adapter, model, Path(folder))
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Without warnings: what PEFT leaves out is found by comparison."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
@@ -408,13 +288,9 @@ def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
     return bare
 
 
-def _is_added(adapter: Adapter, added: dict[str, Any], name: str) -> bool:
-    if name not in adapter.pairs or name not in added:
-        return False
-    layer = added[name]
+def _has_pair(layer: Any, a_RI: Tensor, b_OR: Tensor) -> bool:
     (key,) = layer.lora_A  # the name that PEFT gives to the adapter
-    loaded = layer.lora_A[key].weight, layer.lora_B[key].weight
-    same = all(
-        not own.is_meta and torch.equal(own, ours) for own, ours in zip(loaded, adapter.pairs[name], strict=True)
-    )
-    return same and layer.scaling[key] == 1
+    own_a, own_b = layer.lora_A[key].weight, layer.lora_B[key].weight
+    if own_a.is_meta or own_b.is_meta or layer.scaling[key] != 1:
+        return False
+    return torch.equal(own_a, a_RI) and torch.equal(own_b, b_OR)

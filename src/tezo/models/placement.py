@@ -5,6 +5,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,30 +25,31 @@ class Placement:
         packed: whether quantised weights support this placement.
     """
 
-    settle: Callable[[Any, torch.device], list[str]]
+    settle: Callable[[Any, torch.device], list[str]] = lambda *_: []
     spread: bool = False
     packed: bool = True
 
 
-def _stay(model: Any, device: torch.device) -> list[str]:
-    del model, device
-    return []
-
-
-def _offload_to_memory(model: Any, device: torch.device) -> list[str]:
-    accelerate = _accelerate()
-    notices = _freeze_tied(model)
-    accelerate.cpu_offload(model, execution_device=device, offload_buffers=False)
-    return notices
-
-
-def _offload_to_disk(model: Any, device: torch.device) -> list[str]:
-    accelerate = _accelerate()
-    notices = _freeze_tied(model)
-    folder = tempfile.mkdtemp(prefix="tezo-offload-")
-    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-    accelerate.disk_offload(model, folder, execution_device=device, offload_buffers=False)
-    return notices
+def _offload(model: Any, device: torch.device, *, disk: bool) -> list[str]:
+    try:
+        import accelerate
+        from accelerate.utils import find_tied_parameters
+    except ImportError as error:
+        raise RequestError(f"model.placement needs accelerate ({error}); pip install accelerate.") from None
+    # accelerate creates an offloaded tensor anew for each forward pass, so tied parameters become separate tensors
+    tied = {name for group in find_tied_parameters(model) for name in group}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in tied:
+            parameter.requires_grad_(False)
+    if disk:
+        folder = tempfile.mkdtemp(prefix="tezo-offload-")
+        weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+        accelerate.disk_offload(model, folder, execution_device=device, offload_buffers=False)
+    else:
+        accelerate.cpu_offload(model, execution_device=device, offload_buffers=False)
+    if not tied:
+        return []
+    return [f"not trained, because tied weights cannot be trained when offloaded: {', '.join(sorted(tied))}."]
 
 
 def _shard(model: Any, device: torch.device) -> list[str]:
@@ -67,32 +69,11 @@ def _shard(model: Any, device: torch.device) -> list[str]:
     return []
 
 
-def _freeze_tied(model: Any) -> list[str]:
-    # accelerate creates an offloaded tensor anew for each forward pass, so tied parameters become separate tensors
-    from accelerate.utils import find_tied_parameters
-
-    names = {name for group in find_tied_parameters(model) for name in group}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in names:
-            parameter.requires_grad_(False)
-    if not names:
-        return []
-    return [f"not trained, because tied weights cannot be trained when offloaded: {', '.join(sorted(names))}."]
-
-
-def _accelerate() -> Any:
-    try:
-        import accelerate
-    except ImportError as error:
-        raise RequestError(f"model.placement needs accelerate ({error}); pip install accelerate.") from None
-    return accelerate
-
-
 PLACEMENTS = {
-    "device": Placement(_stay),
-    "spread": Placement(_stay, spread=True),
-    "cpu": Placement(_offload_to_memory, packed=False),
-    "disk": Placement(_offload_to_disk, packed=False),
+    "device": Placement(),
+    "spread": Placement(spread=True),
+    "cpu": Placement(partial(_offload, disk=False), packed=False),
+    "disk": Placement(partial(_offload, disk=True), packed=False),
     "shards": Placement(_shard, packed=False),
 }
 """device: all weights on one device. spread: layers distributed over all devices (accelerate's device_map). cpu, disk:

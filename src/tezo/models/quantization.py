@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from tezo.system.errors import RequestError, nearest
-
-
-def _nothing(model: nn.Module) -> None:
-    """Does nothing."""
-    del model
+from tezo.system.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -26,24 +21,72 @@ class Quantizer:
 
     Attributes:
         package: the library that implements it.
-        bits: bits per weight, without scales.
-        inputs_on_cpu: on a CPU the number of inputs of a layer must be a multiple of this, or unpacking is wrong.
         config: (dtype of the other tensors, patterns of the modules to leave as they are or None for the library's own)
             -> quantization_config of `from_pretrained`.
-        settle: called on the loaded model; keeps the library from changing the stored weights later.
+        inputs_on_cpu: on a CPU the number of inputs of a layer must be a multiple of this, or unpacking is wrong.
     """
 
     package: str
-    bits: int
     config: Callable[[torch.dtype, list[str] | None], Any]
     inputs_on_cpu: int = 1
-    settle: Callable[[nn.Module], None] = _nothing
 
 
 def _nf4(dtype: torch.dtype, left: list[str] | None) -> Any:
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=left
     )
+
+
+def _int8wo(_: torch.dtype, left: list[str] | None) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=left)
+
+
+QUANTIZERS = {
+    # with another number of inputs, bitsandbytes 0.50 unpacks wrong values on AVX-512
+    "nf4": Quantizer("bitsandbytes", _nf4, inputs_on_cpu=64),
+    "int8": Quantizer(
+        "bitsandbytes", lambda _, left: transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=left)
+    ),
+    "int8wo": Quantizer("torchao", _int8wo),
+}
+"""nf4: 4-bit NormalFloat (QLoRA). int8: LLM.int8(), which also rounds the inputs of a layer. int8wo: weights only."""
+
+
+def quantizer(name: str) -> Quantizer:
+    """Returns the entry of `QUANTIZERS`; `RequestError` if its package is not installed."""
+    entry = QUANTIZERS[name]
+    if find_spec(entry.package) is None:
+        raise RequestError(f"model.quantization is {name}, which needs {entry.package}; pip install {entry.package}.")
+    return entry
+
+
+def quantization_config(
+    name: str, dtype: torch.dtype, device: torch.device, build: Callable[[], Any]
+) -> tuple[Any, list[str]]:
+    """Returns (quantization_config of `from_pretrained`, notices); layers that cannot be unpacked are left as they are.
+
+    `dtype` is that of the tensors that are not packed, `device` where the model will compute. `build` makes the model,
+    and is called on the meta device, so that no weight is stored. Raises `RequestError` as `quantizer` does.
+    """
+    entry = quantizer(name)
+    if device.type != "cpu" or entry.inputs_on_cpu == 1:
+        return entry.config(dtype, None), []
+    with torch.device("meta"):
+        model = build()
+    usual, left = get_keys_to_not_convert(model), []
+    for layer, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and layer not in usual:
+            inputs = module.in_features if isinstance(module, nn.Linear) else module.weight.shape[0]
+            left += [layer] if inputs % entry.inputs_on_cpu else []
+    if not left:
+        return entry.config(dtype, None), []
+    notice = (
+        f"{len(left)} layers are not packed, such as {left[0]}: on a CPU {name} needs a number of inputs that is a "
+        f"multiple of {entry.inputs_on_cpu}."
+    )
+    return entry.config(dtype, [*usual, *(f"^{re.escape(layer)}$" for layer in left)]), [notice]
 
 
 def stay_packed(model: nn.Module) -> None:
@@ -58,82 +101,13 @@ def stay_packed(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _int8(dtype: torch.dtype, left: list[str] | None) -> Any:
-    del dtype
-    return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=left)
-
-
-def _int8wo(dtype: torch.dtype, left: list[str] | None) -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    del dtype
-    return transformers.TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=left)
-
-
-QUANTIZERS = {
-    # with another number of inputs, bitsandbytes 0.50 unpacks wrong values on AVX-512
-    "nf4": Quantizer("bitsandbytes", 4, _nf4, inputs_on_cpu=64, settle=stay_packed),
-    "int8": Quantizer("bitsandbytes", 8, _int8),
-    "int8wo": Quantizer("torchao", 8, _int8wo),
-}
-"""nf4: 4-bit NormalFloat (QLoRA). int8: LLM.int8(), which also rounds the inputs of a layer. int8wo: weights only."""
-
-
-def quantizer(name: str) -> Quantizer:
-    """The quantizer `name`, a key of `QUANTIZERS`.
-
-    Raises:
-        RequestError: there is none, or its package is not installed.
-    """
-    if name not in QUANTIZERS:
-        raise RequestError(f"model.quantization: there is no {name!r}. " + nearest(name, ("none", *QUANTIZERS)))
-    entry = QUANTIZERS[name]
-    if find_spec(entry.package) is None:
-        raise RequestError(f"model.quantization is {name}, which needs {entry.package}; pip install {entry.package}.")
-    return entry
-
-
-def quantization_config(
-    name: str, dtype: torch.dtype, device: torch.device, build: Callable[[], Any]
-) -> tuple[Any, list[str]]:
-    """(quantization_config of `from_pretrained`, notices); layers that cannot be unpacked there are left as they are.
-
-    Args:
-        name: a key of `QUANTIZERS`.
-        dtype: data type of the tensors that are not packed.
-        device: where the model will compute.
-        build: makes the model; it is called on the meta device, so that no weight is stored.
-    """
-    entry = quantizer(name)
-    if device.type != "cpu" or entry.inputs_on_cpu == 1:
-        return entry.config(dtype, None), []
-    with torch.device("meta"):
-        model = build()
-    usual = get_keys_to_not_convert(model)
-    left = [layer for layer, inputs in _inputs(model).items() if inputs % entry.inputs_on_cpu and layer not in usual]
-    if not left:
-        return entry.config(dtype, None), []
-    notice = (
-        f"{len(left)} layers are not packed, such as {left[0]}: on a CPU {name} needs a number of inputs that is a "
-        f"multiple of {entry.inputs_on_cpu}."
-    )
-    return entry.config(dtype, [*usual, *(f"^{re.escape(layer)}$" for layer in left)]), [notice]
-
-
-def _inputs(model: nn.Module) -> dict[str, int]:
-    """Name -> number of inputs, for every linear layer."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    return {name: m.in_features if isinstance(m, nn.Linear) else m.weight.shape[0] for name, m in layers}
-
-
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, including the scales of quantised ones."""
-    tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    return sum(bytes_of(tensor) for tensor in tensors)
+    """Returns the bytes of a model's parameters and buffers, including the scales of quantised ones."""
+    return sum(map(bytes_of, (*model.parameters(), *model.buffers())))
 
 
 def bytes_of(tensor: Any) -> int:
-    """Bytes of a tensor, including its scales if it is quantised."""
+    """Returns the bytes of a tensor, including its scales if it is quantised."""
     flatten = getattr(tensor, "__tensor_flatten__", None)  # torchao tensors, and FSDP2 shards of this rank
     if flatten is not None:
         parts = [getattr(tensor, name) for name in flatten()[0]]

@@ -1,12 +1,11 @@
-"""README.md of a saved adapter or model: a model card, as the Hugging Face hub and PEFT know it.
+"""Saves what was trained: an exact LoRA adapter if there is one, a PEFT adapter, or the whole model.
 
-Saves what was trained: an exact LoRA adapter if there is one, a PEFT adapter, or the whole model.
-
-Adapters have a model card beside them.
+An adapter has a model card (README.md) beside it, as the Hugging Face hub and PEFT know it.
 """
 
+import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
@@ -16,8 +15,8 @@ from transformers import PreTrainedModel
 from tezo.models.gguf import is_gguf
 from tezo.models.identity import Fingerprint, fingerprint
 from tezo.models.kinds import IN_MEMORY, Kind, ModelConfig, kind_of
-from tezo.models.loading import LoadedModel
-from tezo.models.lora import ALLOWED_RANKS, Adapter, for_file, make_adapter, save_adapter, save_base, save_model
+from tezo.models.loading import CLASSES, LoadedModel
+from tezo.models.lora import ALLOWED_RANKS, BASE, Adapter, make_adapter, next_allowed, save_adapter, save_model
 from tezo.models.peft import check_in_peft, why_not_in_peft
 from tezo.optim.methods import METHODS
 from tezo.optim.tuner import Tuner
@@ -33,11 +32,6 @@ _PIPELINES: dict[Kind | None, str] = {
     "encoder": "feature-extraction",
     "classifier": "text-classification",
 }
-_CLASSES: dict[Kind | None, str] = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "classifier": "AutoModelForSequenceClassification",
-}
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,6 @@ class Tuning:
     """What a card says about the run behind a result.
 
     Attributes:
-        method: name of the method.
         steps: number of steps that led to the kept parameters.
         rows: split ("train", "dev", "test") -> number of rows.
         before: metrics before training of the test rows, or of the dev rows where there are none.
@@ -78,28 +71,39 @@ class Saved:
     not_in_peft: str | None = None
 
 
-def write_card(folder: Path, saved: Saved, tuning: Tuning | None) -> None:
-    """Writes README.md into the folder of a result."""
-    write_file(folder / CARD, card_text(saved, tuning).encode())
-
-
 def card_text(saved: Saved, tuning: Tuning | None) -> str:
-    """The card: YAML metadata and Markdown. No folder of this machine is named in it."""
+    """Returns the card: YAML metadata and Markdown. No folder of this machine is named in it."""
     from huggingface_hub import ModelCardData
 
-    method = METHODS.get(tuning.method) if tuning else None
-    tags = ["tezo", saved.form] if saved.form != "model" else ["tezo"]
+    name, method = shown_name(saved.base), METHODS.get(tuning.method) if tuning else None
+    tags = ["tezo"] if saved.form == "model" else ["tezo", saved.form]
     data = ModelCardData(
         library_name="transformers" if saved.form == "model" else "peft",
         base_model=hub_name(saved.base),
         pipeline_tag=_PIPELINES.get(saved.kind),
         tags=[*tags, "zeroth-order"] if method or tuning is None else tags,
     )
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(_sections(saved, tuning)) + "\n"
+    what = {"model": "Model tuned from", "lora": "LoRA adapter for"}.get(saved.form, f"{saved.form} adapter for")
+    rows = {"base model": name}
+    if tuning is not None:
+        rows["method"] = f"`{tuning.method}`" + (f": {method.summary.partition(': ')[2]}" if method else "")
+        rows["steps"] = str(tuning.steps)
+        rows["rows"] = ", ".join(f"{count} {split}" for split, count in tuning.rows.items() if count)
+    if saved.rank is not None:
+        rows["rank"] = f"{saved.rank}, at scale 1 (`lora_alpha` = `r`)"
+    origin = "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    sections = [f"---\n{data.to_yaml()}\n---", f"# {what[0].upper()}{what[1:]} {name}", "Trained with `tezo`.", origin]
+    if tuning is not None:
+        of = "test" if tuning.rows.get("test") else "dev"
+        metrics = [f"| {key} | {tuning.before[key]:.4f} | {value:.4f} |"
+                   for key, value in tuning.after.items() if key in tuning.before]  # fmt: skip
+        head = ["| | before | after |", "|---|---:|---:|"]
+        sections += ["## Metrics", f"On the {tuning.rows.get(of, 0)} {of} rows.", "\n".join([*head, *metrics])]
+    return "\n\n".join([*sections, "## Loading", *_loading(saved, name)]) + "\n"
 
 
 def hub_name(base: str) -> str | None:
-    """`base` if it is the name of a repository of the hub; None for a folder, a GGUF file or a model without a name."""
+    """Returns `base` if it is a name of the hub; None for a folder, a GGUF file or a model without a name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -113,44 +117,13 @@ def hub_name(base: str) -> str | None:
 
 
 def shown_name(base: str) -> str:
-    """A hub name in full; of a folder the last part alone."""
+    """Returns a hub name in full; of a folder the last part alone."""
     return hub_name(base) or PureWindowsPath(base).name or "the base model"
-
-
-def _sections(saved: Saved, tuning: Tuning | None) -> list[str]:
-    """Paragraphs of the card."""
-    name = shown_name(saved.base)
-    what = {"model": "Model tuned from", "lora": "LoRA adapter for"}.get(saved.form, f"{saved.form} adapter for")
-    sections = [f"# {what[0].upper()}{what[1:]} {name}", _origin(saved, tuning)]
-    if tuning is not None:
-        sections += ["## Metrics", _metrics(tuning)]
-    return [*sections, "## Loading", *_loading(saved, name)]
-
-
-def _origin(saved: Saved, tuning: Tuning | None) -> str:
-    rows = {"base model": shown_name(saved.base)}
-    if tuning is not None:
-        method = METHODS.get(tuning.method)
-        rows["method"] = f"`{tuning.method}`" + (f": {method.summary.partition(': ')[2]}" if method else "")
-        rows["steps"] = str(tuning.steps)
-        rows["rows"] = ", ".join(f"{count} {split}" for split, count in tuning.rows.items() if count)
-    if saved.rank is not None:
-        rows["rank"] = f"{saved.rank}, at scale 1 (`lora_alpha` = `r`)"
-    lines = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    return f"Trained with `tezo`.\n\n| | |\n|---|---|\n{lines}"
-
-
-def _metrics(tuning: Tuning) -> str:
-    of = "test" if tuning.rows.get("test") else "dev"
-    lines = [f"| {name} | {tuning.before[name]:.4f} | {value:.4f} |"
-             for name, value in tuning.after.items() if name in tuning.before]  # fmt: skip
-    head = f"On the {tuning.rows.get(of, 0)} {of} rows.\n\n| | before | after |\n|---|---:|---:|\n"
-    return head + "\n".join(lines)
 
 
 def _loading(saved: Saved, base: str) -> list[str]:
     """How to load the result, with the libraries that take it."""
-    cls = _CLASSES.get(saved.kind, "AutoModel")
+    cls = CLASSES[saved.kind or "encoder"].__name__
     load = f"from transformers import {cls}\n\nmodel = {cls}.from_pretrained({{}})"
     where = f"`{HERE}` stands for this folder or repository."
     if saved.form == "model":
@@ -161,9 +134,9 @@ def _loading(saved: Saved, base: str) -> list[str]:
     if saved.not_in_peft is not None:
         why = f"PEFT does not add this adapter as it was trained ({saved.not_in_peft}); `tezo` does:"
         with_tezo = f'\nhandles = tezo.load_adapter(model, "{HERE}")'
-        return [f"{where} {why}", _code(load + with_tezo, "import tezo")]
+        return [f"{where} {why}", _code(f"import tezo\n{load}{with_tezo}")]
     with_peft = f'\nmodel = PeftModel.from_pretrained(model, "{HERE}")'
-    ways = [where, "With PEFT:", _code(load + with_peft, "from peft import PeftModel")]
+    ways = [where, "With PEFT:", _code(f"from peft import PeftModel\n{load}{with_peft}")]
     if saved.form == "lora":
         ways += ["With transformers, which needs PEFT:", _code(load + f'\nmodel.load_adapter("{HERE}")')]
     if saved.kind == "causal" and not in_gguf and saved.rank is not None and saved.rank <= ALLOWED_RANKS[-1]:
@@ -172,8 +145,8 @@ def _loading(saved: Saved, base: str) -> list[str]:
     return ways
 
 
-def _code(text: str, *imports: str, language: str = "python") -> str:
-    return "\n".join([f"```{language}", *imports, text, "```"])
+def _code(text: str, language: str = "python") -> str:
+    return f"```{language}\n{text}\n```"
 
 
 def save_result(
@@ -202,19 +175,13 @@ def save_result(
             save_peft_adapter(loaded, folder, config, tuning)
         return {"kind": "peft", "folder": "adapter", "adapter": config.peft}
     if reason is None:
-        adapter, base = make_adapter(optimizer), loaded.fingerprint
-        writable = all(target.is_writable for target in optimizer.targets)
-        try:
-            with place("adapter") as folder:
-                save_with_card(adapter, folder, loaded.model, config.name, base, tuning)
-                reason = why_not_in_peft(adapter, loaded.model, folder)
-                if reason is not None and writable:
-                    raise _NotInPeftError
-                if reason is not None:
-                    save_with_card(adapter, folder, loaded.model, config.name, base, tuning, reason)
-        except _NotInPeftError:
-            pass
-        else:
+        adapter = make_adapter(optimizer)
+        with suppress(_NotInPeftError), place("adapter") as folder:
+            reason = why_not_in_peft(adapter, loaded.model, folder)
+            if reason is not None and all(target.is_writable for target in optimizer.targets):
+                raise _NotInPeftError
+            save_adapter(adapter, folder, model=loaded.model, base=config.name)
+            save_card(adapter, folder, loaded.model, config.name, loaded.fingerprint, tuning, reason)
             odd = {} if reason is None else {"why_not_in_peft": reason}
             return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank, **odd}
     optimizer.merge()
@@ -227,7 +194,7 @@ class _NotInPeftError(Exception):
     """The folder of an adapter is dropped, because PEFT would not add it as it was trained."""
 
 
-def save_with_card(
+def save_card(
     adapter: Adapter,
     folder: Path,
     model: Any,
@@ -236,38 +203,24 @@ def save_with_card(
     tuning: Tuning | None = None,
     not_in_peft: str | None = None,
 ) -> None:
-    """Writes an adapter of this library and its card.
+    """Writes the card of an adapter of this library, and the fingerprint `base_is` of its base model if it is known.
 
-    Args:
-        adapter: the adapter.
-        folder: folder to write into.
-        model: the model whose modules the adapter names.
-        base: folder or hub name of the base model.
-        base_is: fingerprint of the base model.
-        tuning: what the card says of the run; None: nothing.
-        not_in_peft: reason why PEFT would not add it as it was trained.
+    `base` is the folder or hub name of the base model; of `tuning` see `save_result`, of `not_in_peft` see `Saved`.
     """
-    save_adapter(adapter, folder, model=model, base=base)
-    save_base(folder, base_is)
-    kind, rank = kind_of([type(model).__name__]), for_file(adapter).rank
-    write_card(folder, Saved("lora", base, kind, rank, not_in_peft), tuning)
+    if base_is:
+        write_file(folder / BASE, (json.dumps(dict(base_is), indent=2, sort_keys=True) + "\n").encode())
+    saved = Saved("lora", base, kind_of([type(model).__name__]), next_allowed(adapter.rank), not_in_peft)
+    write_file(folder / CARD, card_text(saved, tuning).encode())
 
 
 def save_peft_adapter(loaded: LoadedModel, folder: Path, config: ModelConfig, tuning: Tuning | None) -> None:
-    """Writes the adapter of PEFT that a model has, and its card in place of PEFT's.
-
-    Args:
-        loaded: the model with the adapter.
-        folder: folder to write into.
-        config: of the run, with the kind of adapter.
-        tuning: what the card says of the run; None: nothing.
-    """
+    """Writes the adapter of PEFT that a model has, and its card in place of PEFT's; see `save_result`."""
     assert config.peft != "none"
     if config.name != IN_MEMORY:
         for adapter in loaded.model.peft_config.values():
             adapter.base_model_name_or_path = config.name
     loaded.model.save_pretrained(folder)
-    write_card(folder, Saved(config.peft, config.name, loaded.kind), tuning)
+    write_file(folder / CARD, card_text(Saved(config.peft, config.name, loaded.kind), tuning).encode())
 
 
 def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
@@ -285,5 +238,7 @@ def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
     check_in_peft(adapter, model, folder.parent)
     kind = kind_of([type(model).__name__])
     base_is = fingerprint(model, kind) if isinstance(model, PreTrainedModel) and kind is not None else {}
-    save_with_card(adapter, folder, model, getattr(model, "name_or_path", ""), base_is)
+    base = getattr(model, "name_or_path", "")
+    save_adapter(adapter, folder, model=model, base=base)
+    save_card(adapter, folder, model, base, base_is)
     return adapter

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ def lm_eval(
 ) -> dict[str, Any]:
     """Evaluates a tuned model with lm-evaluation-harness.
 
-    The harness is handed the model in memory. What is tuned beside the weights, in forward hooks, counts as what is
-    tuned in them.
+    The harness is handed the model in memory, so what is tuned beside the weights, in forward hooks, counts too.
 
     Args:
         run: a `Run`, a run folder, or the folder or hub name of a base model.
@@ -45,13 +45,16 @@ def lm_eval(
 def harness_results(
     config: Config, loaded: LoadedModel, tasks: Sequence[str], task_folder: str | Path | None = None, **options: Any
 ) -> dict[str, Any]:
-    """As `lm_eval`, of a model that was opened with this configuration."""
-    simple_evaluate, model_class, task_manager = _harness()
+    """Does the same as `lm_eval`, of a model that was opened with this configuration."""
+    check_harness()
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
     if loaded.kind != "causal":
         raise RequestError(f"lm-eval scores and writes continuations, and this model is {loaded.kind}; use tezo eval.")
-    manager, names = _tasks(task_manager, tasks, task_folder)
+    manager, names = _tasks(tasks, task_folder)
     size = options.pop("batch_size", config.train.eval_batch_size)
-    model = model_class(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=size)
+    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=size)
     try:
         with redirect_stdout(sys.stderr):  # the harness prints, and standard output is for results
             results: dict[str, Any] = simple_evaluate(model, tasks=names, task_manager=manager, **options)
@@ -63,38 +66,32 @@ def harness_results(
 
 
 def check_harness() -> None:
-    """An error where lm-eval is not installed."""
-    _harness()
-
-
-def _harness() -> tuple[Any, Any, Any]:
-    """(simple_evaluate, HFLM, TaskManager)."""
+    """Raises a `RequestError` where lm-eval cannot be imported."""
     try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
+        for name in ("lm_eval", "lm_eval.models.huggingface"):  # the second needs more packages
+            import_module(name)
     except ImportError as error:
         raise RequestError(f"lm-eval cannot be imported ({error}); pip install 'tezo[lm-eval]'.") from None
-    return simple_evaluate, HFLM, TaskManager
 
 
-def _tasks(task_manager: Any, tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
+def _tasks(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
     """(the manager that has these tasks, their names, with patterns such as "mmlu_*" expanded).
 
     The harness takes long to list its own tasks: they are listed only where one of them is asked for.
     """
+    from lm_eval.tasks import TaskManager
+
     if folder is not None and not Path(folder).is_dir():
         raise RequestError(f"task_folder: there is no folder {folder}; give one with task files of lm-eval.")
     path = None if folder is None else str(folder)
-    manager = task_manager(include_path=path, include_defaults=False)
-    own = [task for task in tasks if not Path(task).is_file()]
-    if not all(manager.match_tasks([task]) for task in own):
-        manager = task_manager(include_path=path)
-    return manager, [name for task in tasks for name in (_named(manager, task) if task in own else [task])]
-
-
-def _named(manager: Any, task: str) -> list[str]:
-    found: list[str] = manager.match_tasks([task])
-    if not found:
-        raise RequestError(f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists its own.")
-    return found
+    manager = TaskManager(include_path=path, include_defaults=False)
+    named = [task for task in tasks if not Path(task).is_file()]
+    if not all(manager.match_tasks([task]) for task in named):
+        manager = TaskManager(include_path=path)
+    names: list[str] = []
+    for task in tasks:
+        found = manager.match_tasks([task]) if task in named else [task]
+        if not found:
+            raise RequestError(f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists its own.")
+        names += found
+    return manager, names

@@ -1,7 +1,4 @@
-"""A run or a base model, opened for evaluation, prediction or export.
-
-An opened model put to rows: its metrics where they have answers, its own answers where they have none.
-"""
+"""A run or a base model, opened for evaluation, prediction or export, and put to rows."""
 
 import json
 import os
@@ -34,6 +31,13 @@ from tezo.training.config import overlay, parse_config, read_run_config
 from tezo.training.job import load, make_reward
 from tezo.training.recipe import Config
 
+STANDARD = "-"
+"""In the place of a file's name: standard input or output."""
+ANSWER = "prediction"
+"""The field that a row gains in a file of answers."""
+MAX_NEW_TOKENS = 64
+"""Longest answer of free text in tokens, where neither the user nor the task says."""
+
 
 @dataclass(frozen=True)
 class TunedModel:
@@ -41,43 +45,42 @@ class TunedModel:
 
     Attributes:
         loaded: model and tokenizer; the model computes with the tuned parameters.
-        merge: writes what is kept beside the weights into them, and removes the hooks.
+        merge: writes what is kept beside the weights into them, and removes the hooks, if there are any.
         close: removes the hooks alone.
     """
 
     loaded: LoadedModel
-    merge: Callable[[], object]
-    close: Callable[[], object]
+    merge: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
 
 
 def is_run(name: str | Path) -> bool:
-    """Whether `name` is a run folder; one that has lost its configuration is one still."""
+    """Returns whether `name` is a run folder; one that has lost its configuration is one still."""
     return any(os.path.lexists(Path(name) / file) for file in (CONFIG, LOG))
 
 
 def check_is_run(name: str | Path) -> None:
-    """An error where `name` is not a run folder."""
+    """Raises a `RequestError` where `name` is not a run folder."""
     if not is_run(name):
         raise RequestError(f"{name} is not a run folder (it has no {CONFIG}); give one that tezo train made.")
 
 
 def check_result(folder: Path) -> None:
-    """Checks the files of a run that has ended.
-
-    Raises:
-        RequestError: the run has no result, or a file is not the one that the run wrote.
-    """
+    """Raises a `RequestError` where a run has no result, or a file is not the one that the run wrote."""
     check_is_run(folder)
     if not any(os.path.lexists(folder / name) for name in (ADAPTER, MODEL, MANIFEST)):
-        raise no_result(str(folder))
+        raise RequestError(
+            f"{folder} has neither adapter/ nor model/: the run did not end; `tezo train --output {folder} --resume` "
+            "goes on."
+        )
     check_manifest(folder, [CONFIG, LOG, ADAPTER, MODEL, SUMMARY], required=True)
 
 
 def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
-    """The configuration of a run folder, or one made for a base model, with settings laid over it."""
-    if is_run(name):
-        return read_run_config(Path(name) / CONFIG, settings)
+    """Returns the configuration of a run folder, or one made for a base model, with settings laid over it."""
     folder = Path(name)
+    if is_run(name):
+        return read_run_config(folder / CONFIG, settings)
     if folder.is_dir() and not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         raise RequestError(f"{name} is neither a run folder (no {CONFIG}) nor a model (no config.json).")
     config = overlay({"model": {"name": name}}, settings)
@@ -87,7 +90,7 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
 
 
 def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> LoadedModel:
-    """The base model that a run's adapter belongs to; an error where it is not the one that the run began with.
+    """Returns the base model of a run's adapter; raises an error where it is not the one that the run began with.
 
     Weights are compared in the data type of the run, and packed ones on its device.
 
@@ -96,30 +99,26 @@ def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> 
         config: of the run, with settings laid over it.
         base: the base model, where it is in memory already; None: as the configuration names it.
     """
-    loaded, header = base or _load_base(folder, config), read_header(folder / LOG)
+    name = config.model.name
+    if base is None and is_gone(name):
+        raise RequestError(
+            f"model.name: the base model of {folder} was in {name}, which is not here; give its place now, by --set "
+            f"model.name=FOLDER (--model of export and replay, model=FOLDER of open_run).{hint(name)}"
+        )
+    loaded, header = base or load(config), read_header(folder / LOG)
     check_complete(header)
     comparable = config.model.quantization == "none" or header["device"] == loaded.device.type
     check_model(header["model"], loaded.fingerprint, weights=comparable)
     return loaded
 
 
-def _load_base(folder: Path, config: Config) -> LoadedModel:
-    name = config.model.name
-    if is_gone(name):
-        raise RequestError(
-            f"model.name: the base model of {folder} was in {name}, which is not here; give its place now, by --set "
-            f"model.name=FOLDER (--model of export and replay, model=FOLDER of open_run).{hint(name)}"
-        )
-    return load(config)
-
-
 def open_model(name: str, config: Config) -> LoadedModel:
-    """The tuned model of a run folder (the base with its adapter, or the saved model), or a base model."""
+    """Returns the tuned model of a run folder (the base with its adapter, or the saved model), or a base model."""
     return open_tuned(Path(name), config).loaded if is_run(name) else load(config)
 
 
 def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) -> TunedModel:
-    """The tuned model of a run folder: the base model with the run's adapter, or the saved model.
+    """Opens the tuned model of a run folder: the base model with the run's adapter, or the saved model.
 
     Args:
         folder: of the run.
@@ -134,21 +133,14 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
     if saved.is_dir():
         loaded = open_base(folder, config, base)
         if config.model.peft != "none":
-            return _plain(open_adapter(loaded, config.model, saved))
+            return TunedModel(open_adapter(loaded, config.model, saved))
         return _attached(loaded, saved)
-    if (folder / MODEL).is_dir():
-        settings = [
-            ("model.name", str(folder / MODEL)),
-            ("model.dtype", config.model.dtype),
-            ("model.trust_remote_code", config.model.trust_remote_code),
-        ]
-        return _plain(load(read_run_config(folder / CONFIG, settings)))
-    raise no_result(str(folder))
-
-
-def _plain(loaded: LoadedModel) -> TunedModel:
-    """A model that has no hooks."""
-    return TunedModel(loaded, lambda: None, lambda: None)
+    settings = [
+        ("model.name", str(folder / MODEL)),
+        ("model.dtype", config.model.dtype),
+        ("model.trust_remote_code", config.model.trust_remote_code),
+    ]
+    return TunedModel(load(read_run_config(folder / CONFIG, settings)))
 
 
 def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
@@ -166,25 +158,7 @@ def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
 
     left = weakref.finalize(close, leave_attached, weakref.ref(loaded.model), handles, adapter)
     left.atexit = False
-
     return TunedModel(loaded, merge, close)
-
-
-def no_result(name: str) -> RequestError:
-    """Of a run that left neither an adapter nor a model."""
-    return RequestError(
-        f"{name} has neither adapter/ nor model/: the run did not end; `tezo train --output {name} --resume` goes on."
-    )
-
-
-STANDARD = "-"
-"""In the place of a file's name: standard input or output."""
-
-ANSWER = "prediction"
-"""The field that a row gains in a file of answers."""
-
-MAX_NEW_TOKENS = 64
-"""Longest answer of free text in tokens, where neither the user nor the task says."""
 
 
 def measure_rows(
@@ -196,30 +170,23 @@ def measure_rows(
     calibrate: bool = False,
     score: Score | None = None,
 ) -> tuple[Metrics, list[str]]:
-    """(metrics, notices for the user) of a model on rows with answers.
+    """Returns (metrics, notices for the user) of a model on rows with answers.
 
-    Args:
-        config: how rows are read, and how many make a batch.
-        loaded: the model.
-        rows: as they were read.
-        shots: number of training rows shown before each question.
-        calibrate: see `tezo.tasks.evaluation.option_scores`.
-        score: scorer of completions that is an object. With it, or with train.reward, the reward is what is measured.
+    `shots` training rows are shown before each question; of `calibrate` see `tezo.tasks.evaluation.option_scores`. With
+    `score`, a scorer of completions that is an object, or with train.reward, the reward is what is measured.
     """
     sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
     given = score is not None or config.train.reward is not None
     reward = make_reward(config, score) if given else None
     metrics, notices = measure(config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate, reward=reward)
     if not given and config.train.objective == REWARD:
-        notices = [
-            *notices,
-            "the run maximised a reward, which --reward FILE.py:FUNCTION measures (in Python, reward=...).",
-        ]
+        by_reward = "the run maximised a reward, which --reward FILE.py:FUNCTION measures (in Python, reward=...)."
+        notices = [*notices, by_reward]
     return metrics, notices
 
 
 def check_new_tokens(count: int | None) -> None:
-    """An error where `count` is no length of an answer."""
+    """Raises a `RequestError` where `count` is no length of an answer."""
     if count is not None and count < 1:
         raise RequestError(f"max_new_tokens is {count}; it must be at least 1.")
 
@@ -227,13 +194,9 @@ def check_new_tokens(count: int | None) -> None:
 def answer_rows(
     config: Config, loaded: LoadedModel, rows: Sequence[Row], max_new_tokens: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """(an answer to each row, notices for the user); answers that rows may have are not looked at.
+    """Returns (an answer to each row, notices for the user); answers that rows may have are not looked at.
 
-    Args:
-        config: how rows are read, and how many make a batch.
-        loaded: the model.
-        rows: as they were read.
-        max_new_tokens: longest answer of free text; None: the task's, or `MAX_NEW_TOKENS`.
+    `max_new_tokens` is the length of the longest answer of free text; None: the task's, or `MAX_NEW_TOKENS`.
     """
     check_new_tokens(max_new_tokens)
     form = make_format(config.data, loaded, rows)
@@ -246,7 +209,7 @@ def answer_rows(
 
 
 def check_answer_file(output: Path) -> None:
-    """An error where a file of answers cannot be written, is there already, or has the name of another format."""
+    """Raises a `RequestError` where a file of answers cannot be written, exists, or has the name of another format."""
     if str(output) == STANDARD:
         return
     if output.suffix.lower() not in ("", ".jsonl", ".json"):
@@ -259,21 +222,18 @@ def check_answer_file(output: Path) -> None:
 
 
 def check_no_answers(rows: Sequence[Row]) -> None:
-    """An error where a row has a field of the name that its answer gets in a file."""
+    """Raises a `RequestError` where a row has a field of the name that its answer gets in a file."""
     for row in rows:
         if ANSWER in row.fields:
             raise RequestError(f"{row.where}: there is a field {ANSWER!r} already; rename it, or take it out.")
 
 
 def write_answers(output: Path, rows: Sequence[Row], answers: Sequence[str]) -> None:
-    """Writes JSONL: each row with its answer, in order; a file whole or not at all.
-
-    Raises:
-        RunError: it cannot be written.
-    """
-    pairs = zip(rows, answers, strict=True)
-    lines = (json.dumps({**row.fields, ANSWER: answer}, ensure_ascii=False, default=str) for row, answer in pairs)
-    text = "".join(line + "\n" for line in lines)
+    """Writes JSONL: each row with its answer, in order; a file whole or not at all, or a `RunError`."""
+    text = "".join(
+        json.dumps({**row.fields, ANSWER: answer}, ensure_ascii=False, default=str) + "\n"
+        for row, answer in zip(rows, answers, strict=True)
+    )
     if str(output) == STANDARD:
         sys.stdout.write(text)
         return

@@ -10,11 +10,10 @@ from tezo.directions.bases.activation import KIND
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
 from tezo.models.saving import save_result
-from tezo.optim.tuner import Tuner
 from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place
 from tezo.runs.folder import LOG
-from tezo.runs.step_log import LogContents, read_log
+from tezo.runs.step_log import read_log
 from tezo.system.errors import RequestError
 from tezo.system.files import check_free, new_folder
 from tezo.system.progress import SAVING, STEPS, current, tracked
@@ -41,46 +40,47 @@ def replay(
         model: folder or hub name of the base, of the same weights; None: as the run names it.
         trust_remote_code: whether code that comes with the model may run; what the run says of it does not count.
 
+    Returns:
+        "steps", their number; "result", see `tezo.models.saving.save_result`; "notices", those for the user.
+
     Raises:
         RequestError: the base model is another one, or the log does not say enough for this method and device.
     """
     check_free(output)
     check_manifest(run, [LOG])
-    contents = read_log(run / LOG)
-    check_complete(contents.header)
+    log = read_log(run / LOG)
+    check_complete(log.header)
     here = [("model.device", device), ("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
     named = [("model.name", model)] if model else []
-    config = parse_config(overlay(untrusted_tree(contents.header["config"]), [*here, *named]))
+    config = parse_config(overlay(untrusted_tree(log.header["config"]), [*here, *named]))
     loaded = load_for_tuning(config)
-    check_model(contents.header["model"], loaded.fingerprint)
-    optimizer = make_optimizer(config, loaded, contents.header["untrained"])
+    check_model(log.header["model"], loaded.fingerprint)
+    optimizer = make_optimizer(config, loaded, log.header["untrained"])
     if not optimizer.replays:
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
-    optimizer.set_factor_store(FactorFiles(run, writes=False, digests=contents.files))
+    optimizer.set_factor_store(FactorFiles(run, writes=False, digests=log.files))
     optimizer.set_calibration_passes(partial(_no_data, run))
     own = {"device": loaded.device.type, "noise": NOISE_VERSION, "versions": versions(("tezo", "torch"))}
-    notices = check_place(contents.header, own, optimizer.drawn_on_the_device)
-    if contents.size > contents.valid:
-        notices.append(f"{contents.size - contents.valid} bytes at the end of {LOG} are unfinished, and left out.")
-    wanted = _wanted(contents, step)
-    with current().phase(STEPS):
-        take_again(optimizer, contents, wanted)
-    with current().phase(SAVING):
-        result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
-    return {"steps": wanted, "result": result, "notices": notices}
-
-
-def take_again(optimizer: Tuner, log: LogContents, steps: int) -> None:
-    """Takes the first steps of a log again, with the returns to earlier parameters between them."""
+    notices = check_place(log.header, own, optimizer.drawn_on_the_device)
+    if log.size > log.valid:
+        notices.append(f"{log.size - log.valid} bytes at the end of {LOG} are unfinished, and left out.")
+    if step is None:
+        step = len(log.steps) if log.end is None else log.end.kept
+    if not 0 <= step <= len(log.steps):
+        raise RequestError(f"step is {step}, and the log has {len(log.steps)}; give one up to that.")
     returned_to = {rollback.to for rollback in log.rollbacks.values()}
     kept: dict[int, dict[str, Tensor]] = {}
-    for step in tracked(range(steps), STEPS):
-        if step in returned_to:
-            kept[step] = optimizer.tuned_state()
-        if step in log.rollbacks:
-            to = log.rollbacks[step].to
-            optimizer.roll_back(kept[to], to)
-        optimizer.replay(log.steps[step])
+    with current().phase(STEPS):
+        for number in tracked(range(step), STEPS):
+            if number in returned_to:
+                kept[number] = optimizer.tuned_state()
+            if number in log.rollbacks:
+                to = log.rollbacks[number].to
+                optimizer.roll_back(kept[to], to)
+            optimizer.replay(log.steps[number])
+    with current().phase(SAVING):
+        result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
+    return {"steps": step, "result": result, "notices": notices}
 
 
 def _no_data(run: Path, refresh_step: int) -> None:
@@ -88,11 +88,3 @@ def _no_data(run: Path, refresh_step: int) -> None:
     raise RequestError(
         f"{path} is missing, and steps from {refresh_step} on depend on it; put it back, or give --step {refresh_step}."
     )
-
-
-def _wanted(contents: LogContents, step: int | None) -> int:
-    if step is None:
-        return len(contents.steps) if contents.end is None else contents.end.kept
-    if not 0 <= step <= len(contents.steps):
-        raise RequestError(f"step is {step}, and the log has {len(contents.steps)}; give one up to that.")
-    return step

@@ -65,9 +65,10 @@ class Run:
         self.progress = progress
         self._name = base if isinstance(base, str) else None
         self._base = None if isinstance(base, str) else base
-        named = [("model.name", self._name)] if self._name else []
-        trust = ("model.trust_remote_code", trust_remote_code)
-        self.config: Config = read_run_config(folder / CONFIG, [trust, *named])
+        settings: list[tuple[str, Any]] = [("model.trust_remote_code", trust_remote_code)]
+        if self._name:
+            settings.append(("model.name", self._name))
+        self.config: Config = read_run_config(folder / CONFIG, settings)
         self._tuned = tuned
         self._rows = rows
         self._reward = reward
@@ -86,11 +87,11 @@ class Run:
         others are of a step: "loss", "projected_grads", "lr", "seconds" since the first and "memory" in bytes. None
         stands for what is not finite.
         """
-        path = self.folder / METRICS
         check_manifest(self.folder, [METRICS], required=True)
+        path = self.folder / METRICS
         try:
             return [json.loads(line) for line in read_bytes(path, MOST_METRICS).splitlines()]
-        except ValueError:
+        except ValueError:  # of a folder whose manifest a stranger has written
             raise RequestError(f"{path} is damaged; put a sound copy in its place.") from None
 
     @property
@@ -122,7 +123,14 @@ class Run:
         """
         with showing(self.progress):
             loaded = self.loaded
-            rows = self._reported(loaded) if data is None else rows_of(data, "data")
+            settings, seed = self.config.data, self.config.train.seed
+            rows: Sequence[Row]
+            if data is not None:
+                rows = rows_of(data, "data")
+            elif self._rows is None:
+                rows = rows_to_report(settings, seed, None)[0]
+            else:
+                rows = reported_rows(self._rows, make_format(settings, loaded, self._rows.train), settings, seed)
             config, score = with_reward(self.config, reward if reward is not None else self._reward)
             metrics, notices = measure_rows(config, loaded, rows, score=score)
         _warn(notices)
@@ -139,8 +147,7 @@ class Run:
             RequestError: rows cannot be read, or do not fit the run.
         """
         with showing(self.progress):
-            asked = rows_of(rows, "rows")
-            answers, notices = answer_rows(self.config, self._open().loaded, asked, max_new_tokens)
+            answers, notices = answer_rows(self.config, self.loaded, rows_of(rows, "rows"), max_new_tokens)
         _warn(notices)
         return answers
 
@@ -163,11 +170,10 @@ class Run:
         with showing(self.progress):
             if self._base is None and (self._tuned is None or form == MERGED):
                 self._check_open()
-                export_run(
-                    self.folder, output, form, model=self._name, trust_remote_code=self.config.model.trust_remote_code
-                )
+                trust = self.config.model.trust_remote_code
+                export_run(self.folder, output, form, model=self._name, trust_remote_code=trust)
             else:
-                export_tuned(self.folder, output, form, self._open().loaded)
+                export_tuned(self.folder, output, form, self.loaded)
         return output
 
     def merge(self) -> Any:
@@ -209,12 +215,6 @@ class Run:
             raise RequestError("this run was closed, and its temporary folder is gone; give output to keep a folder.")
         if self._closed:
             raise RequestError(f"this run was closed; tezo.open_run({str(self.folder)!r}) opens it again.")
-
-    def _reported(self, loaded: LoadedModel) -> Sequence[Row]:
-        data, seed = self.config.data, self.config.train.seed
-        if self._rows is None:
-            return rows_to_report(data, seed, None)[0]
-        return reported_rows(self._rows, make_format(data, loaded, self._rows.train), data, seed)
 
 
 def _warn(notices: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from tezo.directions.targets import select_targets
-from tezo.models.quantization import quantizer
+from tezo.models.quantization import quantizer, stay_packed
 from tezo.system.errors import RequestError
 
 
@@ -27,7 +27,7 @@ def packed(model: Any) -> Any:
             )
         model.set_submodule(name, _packed_layer(layer))
     model.is_loaded_in_4bit = True  # where PEFT looks
-    entry.settle(model)
+    stay_packed(model)
     return model
 
 

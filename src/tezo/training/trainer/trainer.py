@@ -18,7 +18,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from tezo.directions.random import permutation
 from tezo.directions.targets import frozen_notice
 from tezo.models.lora import Adapter, make_adapter, save_adapter
-from tezo.models.peft import why_not_in_peft_yet
+from tezo.models.peft import why_not_in_peft
 from tezo.models.quantization import stay_packed
 from tezo.optim.estimators.estimate import FEEDBACK
 from tezo.optim.methods import HEAD_FEEDBACK
@@ -235,9 +235,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             return None
         adapter = make_adapter(self.tuner)
         if self._why_not_in_peft is None:
-            self._why_not_in_peft = (
-                why_not_in_peft_yet(adapter, self.model, folder) or ""
-            )  # the same for each checkpoint
+            self._why_not_in_peft = why_not_in_peft(adapter, self.model, folder) or ""  # the same for each checkpoint
             if self._why_not_in_peft:
                 logger.warning("the adapter is not one of PEFT, because %s", self._why_not_in_peft)
         packed = not all(target.is_writable for target in self.tuner.targets)  # then there is no whole model to save
