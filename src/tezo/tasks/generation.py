@@ -15,6 +15,7 @@ from tezo.system.progress import tracked
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.objectives.readers import base_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def completions(
 
 def _takes_padding(model: Any) -> bool:
     """Whether prompts may be padded: not where the model reads padding into its state, or counts it as positions."""
-    base = _base(model)
+    base = base_of(model)
     return not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
 
 
@@ -100,11 +101,6 @@ def _of_one_length(encoded: Sequence[Encoded], part: Sequence[int]) -> list[list
 
 def _prompt(encoded: Encoded) -> Sequence[int]:
     return encoded.sequences[0][: len(encoded.sequences[0]) - encoded.answers[0]]
-
-
-def _base(model: Any) -> Any:
-    """The model of transformers, which PEFT may have wrapped."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _generate(
@@ -152,7 +148,7 @@ def _plain_decoding(model: Any, ends: list[int]) -> Iterator[None]:
     `generate` adds the model's own options to those that it is given: penalties, limits of time, tokens that are
     forced or suppressed. Answers and rewards would be those of the options.
     """
-    base = _base(model)
+    base = base_of(model)
     kept = base.generation_config
     base.generation_config = GenerationConfig(bos_token_id=kept.bos_token_id, eos_token_id=ends or None)
     try:

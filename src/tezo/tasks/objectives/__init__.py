@@ -22,7 +22,7 @@ _OBJECTIVES: dict[Kind, Callable[..., Objective]] = {
 
 
 def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int | None = None) -> Objective:
-    """The objective for a model of this kind.
+    """Returns the objective for a model of this kind.
 
     Args:
         loaded: the model.

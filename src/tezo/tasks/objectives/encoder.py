@@ -1,7 +1,4 @@
-"""The objective of encoders without a language-model head: they answer by comparing embeddings.
-
-The objective of models with a trained classification head: they answer with the head's logits.
-"""
+"""Objectives of encoders: by comparing embeddings, or by the logits of a trained classification head."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +32,7 @@ class EncoderObjective(WholeTextObjective):
     ) -> None:
         super().__init__(tokenizer, device, max_length, options, model=model)
         described = tokenizer(list(options), padding=True, return_tensors="pt")
-        for option, mask in zip(options, described["attention_mask"], strict=True):
-            length = int(mask.sum())
+        for option, length in zip(options, described["attention_mask"].sum(1).tolist(), strict=True):
             if length > max_length:
                 raise RequestError(
                     f"data.label_words: {option[:40]!r}... has {length} tokens, above the limit of {max_length}; "
@@ -75,19 +71,19 @@ class EncoderObjective(WholeTextObjective):
         return mean_pooled(model, **self.collate(encoded).inputs(model.dtype))
 
     def _described(self, model: Any, copies: int) -> Tensor:
-        """The descriptions as encoded by each copy, (copies, O, D)."""
+        """Returns the descriptions as encoded by each copy, (copies, O, D)."""
         repeated = {name: value.repeat(copies, 1) for name, value in self.descriptions.items()}
         return mean_pooled(model, **repeated).reshape(copies, len(self.options), -1)
 
 
 def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean of the last hidden states over the tokens of each row, (B, D), float32 or wider."""
+    """Returns the mean of the last hidden states over the tokens of each row, (B, D), float32 or wider."""
     hidden_BLD = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     return mean_over_tokens(of_text(hidden_BLD, input_ids), attention_mask)
 
 
 def mean_over_tokens(hidden_BLD: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean of hidden states over the tokens of each row, (B, D), float32 or wider."""
+    """Returns the mean of hidden states over the tokens of each row, (B, D), float32 or wider."""
     wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
     weights_BL1 = attention_mask.unsqueeze(-1).to(wide)
     pooled_BD: Tensor = (hidden_BLD.to(wide) * weights_BL1).sum(1) / weights_BL1.sum(1)
@@ -97,9 +93,7 @@ def mean_over_tokens(hidden_BLD: Tensor, attention_mask: Tensor) -> Tensor:
 class ClassifierObjective(WholeTextObjective):
     """An option is a class of the head and its score the logit of that class; the loss is their cross-entropy.
 
-    Args:
-        classes: classes of the head in the order of its logits.
-        others: as for `Objective`; `options` are classes.
+    `classes`: those of the head, in the order of its logits. The other arguments are those of `Objective`.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""The objective of masked models: they answer by filling in a mask.
-
-The common part of objectives that read one text of each example, cut at its end.
-"""
+"""Objective of masked models, which answer by filling in a mask, and the base of objectives that read one text."""
 
 from collections.abc import Sequence
 from typing import Any
