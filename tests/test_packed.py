@@ -208,7 +208,7 @@ def test_evaluation_and_prediction_pack_of_themselves():
     ]
     assert objective.packs
     labels = torch.tensor([e.example.label for e in encoded])
-    metrics = evaluate(model, objective, encoded, 3)
+    metrics = evaluate(model, objective, encoded, 3)[0]
     assert metrics["loss"] == pytest.approx(float(nn.functional.cross_entropy(scores, labels)), rel=1e-4)
 
 

@@ -9,7 +9,6 @@ import pytest
 from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import CAUSAL, MASKED, TASKS, example_row, task
 from tezo.tasks.examples import Row, drop_exact_and_f1, exact_and_f1, normalized
-from tezo.tasks.wordings import TaskFormat
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDENS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(GOLDEN.glob("*.json"))}
@@ -22,7 +21,7 @@ CASES = [
 
 
 def format_of(name, kind):
-    return TaskFormat(task(name), task(name).wording(kind))
+    return task(name).wording(kind)
 
 
 def shown(example, kind):

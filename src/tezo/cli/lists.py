@@ -74,7 +74,7 @@ def _description(entry: "Task") -> dict[str, Any]:
         "splits": [entry.hub.train, entry.hub.test],
         "models": {
             kind: {
-                "label_words": [word.strip() for word in entry.wordings[kind].words],
+                "label_words": [word.strip() for word in entry.wordings[kind].options],
                 "prompt": _prompt_text(example),
                 "answer": example.answer,
             }
@@ -91,9 +91,9 @@ def _prompt_text(example: "Example") -> str:
 
 def _answers(entry: "Task") -> str:
     wording = next(iter(entry.wordings.values()))
-    if wording.words:
-        return ", ".join(word.strip() for word in wording.words)
-    return "(free text)" if wording.writes else "(options of each row)"
+    if wording.options:
+        return ", ".join(word.strip() for word in wording.options)
+    return "(free text)" if wording.max_new_tokens else "(options of each row)"
 
 
 def _print_one(description: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from importlib import resources
 from tezo.models.kinds import Kind
 from tezo.system.errors import RequestError, nearest
 from tezo.tasks.examples import Row, drop, squad
-from tezo.tasks.wordings import MASK, Choice, FreeText, Hub, OwnOptions, Task, Wording, index_of
+from tezo.tasks.rows import Format
+from tezo.tasks.wordings import MASK, Choice, FreeText, Hub, OwnOptions, Task, index_of
 
 SUPER_GLUE, GLUE = "aps/super_glue", "nyu-mll/glue"
 
@@ -30,14 +31,14 @@ def pair(first: str, second: str, words: tuple[str, ...]) -> Choice:
     return Choice(lambda row: f"{row[first][:-1]}?{MASK}, {small(row[second])}", words)
 
 
-def premise_and_hypothesis(words: tuple[str, ...]) -> dict[Kind, Wording]:
+def premise_and_hypothesis(words: tuple[str, ...]) -> dict[Kind, Format]:
     """Natural language inference, for masked models and encoders."""
     described = {" Yes": "It follows.", " No": "It is false.", " Maybe": "It may be true or false."}
     both = Choice(lambda row: f"{row['premise']} {row['hypothesis']}", tuple(described[word] for word in words))
     return {"masked": pair("premise", "hypothesis", words), "encoder": both}
 
 
-def sentiment(text: str, words: tuple[str, ...]) -> dict[Kind, Wording]:
+def sentiment(text: str, words: tuple[str, ...]) -> dict[Kind, Format]:
     """Sentiment, for masked models and encoders; `words` go from negative to positive."""
     return {
         "masked": Choice(lambda row: f"{row[text].strip()} It was{MASK}.", words),

@@ -1,11 +1,7 @@
-"""Evaluation of a model on encoded examples, and prediction of answers.
-
-Linear probing: logistic regression on the features of a frozen model, a baseline for fine-tuning.
-"""
+"""Evaluation of a model on encoded examples, prediction of answers, and linear probes of frozen models."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +26,7 @@ from tezo.tasks.splits import divide, read_splits
 Metrics = dict[str, float]
 
 
+@torch.no_grad()
 def evaluate(
     model: Any,
     objective: Objective,
@@ -41,62 +38,32 @@ def evaluate(
     calibrate: bool = False,
     reward: Reward | None = None,
     step: int = EVALUATION,
-) -> Metrics:
-    """Metrics of a model over all examples.
+) -> tuple[Metrics, list[str]]:
+    """Returns (metrics of a model over all examples, the answer to each as `predict` gives it).
 
-    With a reward: "reward" (mean score of the completions) and "loss" (minus that), nothing else.
+    With a reward: "reward" (mean score of the completions) and "loss" (minus that), and the completions that it scored.
 
     Examples with options: "loss" (mean cross-entropy over the options), "accuracy", and, if all examples have the same
     options, "macro_f1" (mean over the labels that occur among answers or predictions). Free text: "loss" (mean
     negative log-likelihood per answer token, in nats) and "token_accuracy" (fraction of answer tokens that are the
-    most likely token, given those before).
+    most likely token, given those before); there are no answers to text that is not measured.
 
     Args:
         model: the model to evaluate.
         objective: the objective of the model's kind.
-        encoded: examples with their answers.
+        encoded: examples with their answers, or, with a reward, those of `prompt_of`.
         batch_size: examples per batch.
         measures: metrics that compare the answer (best option or greedy continuation) with the references of an
             example; their means are returned as well.
         max_new_tokens: maximum length of a continuation in tokens.
         calibrate: see `option_scores`.
-        reward: what is measured in place of the answers; the examples are those of `prompt_of`.
+        reward: what is measured in place of the answers.
         step: whose random numbers the reward samples with.
-    """
-    return evaluate_and_answer(
-        model,
-        objective,
-        encoded,
-        batch_size,
-        measures=measures,
-        max_new_tokens=max_new_tokens,
-        calibrate=calibrate,
-        reward=reward,
-        step=step,
-    )[0]
-
-
-@torch.no_grad()
-def evaluate_and_answer(
-    model: Any,
-    objective: Objective,
-    encoded: Sequence[Encoded],
-    batch_size: int,
-    *,
-    measures: Sequence[Measure] = (),
-    max_new_tokens: int = 0,
-    calibrate: bool = False,
-    reward: Reward | None = None,
-    step: int = EVALUATION,
-) -> tuple[Metrics, list[str]]:
-    """(what `evaluate` returns, the answer to each example as `predict` gives it).
-
-    With a reward the answers are the completions that it scored. There are no answers to text that is not measured.
     """
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if reward is not None:
-            mean, texts = reward.mean_and_completions(model, objective, encoded, batch_size, step)
+            mean, texts = reward.mean(model, objective, encoded, batch_size, step)
             return {"loss": -mean, "reward": mean}, texts
         if encoded[0].example.options:
             scores = option_scores(model, objective, encoded, batch_size, calibrate=calibrate)
@@ -124,7 +91,7 @@ def measure(
     calibrate: bool = False,
     reward: Reward | None = None,
 ) -> tuple[Metrics, list[str]]:
-    """(metrics, notices for the user) of a model on rows with answers.
+    """Returns (metrics, notices for the user) of a model on rows with answers.
 
     Args:
         data: format of the rows.
@@ -140,19 +107,27 @@ def measure(
     new = reward.max_new_tokens if reward is not None else form.max_new_tokens or 0
     objective = make_objective(data, loaded, form, new)
     examples = [form.example(row) if reward is None else prompt_of(form, row) for row in rows]
-    options: dict[str, Any] = {"measures": form.measures, "max_new_tokens": new, "calibrate": calibrate}
     if reward is None:
         check_answers(examples)
     with current().phase(ENCODING):
         encoded = [objective.encode(example) for example in tracked(examples)]
     with current().phase(EVALUATING):
-        metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
+        metrics, _ = evaluate(
+            loaded.model,
+            objective,
+            encoded,
+            batch_size,
+            measures=form.measures,
+            max_new_tokens=new,
+            calibrate=calibrate,
+            reward=reward,
+        )
     check_finite(metrics, loaded.model)
     return metrics, token_notices(objective)
 
 
 def check_finite(metrics: Metrics, model: Any) -> None:
-    """An error where a metric of a model is NaN or infinite."""
+    """Raises an error where a metric of a model is NaN or infinite."""
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise NonFiniteModelError(f"the model's {name} of these rows", value, model.dtype)
@@ -161,7 +136,7 @@ def check_finite(metrics: Metrics, model: Any) -> None:
 def option_scores(
     model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, *, calibrate: bool = False
 ) -> list[Tensor]:
-    """For each example the scores of its options, (O,) in float64 on the CPU.
+    """Returns for each example the scores of its options, (O,) in float64 on the CPU.
 
     With `calibrate` a score compares the option after the prompt with the option after the null prompt, the prompt
     without the row's own text (surface form competition, Holtzman et al. 2021):
@@ -179,15 +154,13 @@ def option_scores(
         raise RequestError("calibrate is set, but these rows have no prompt without their text; use it with a task "
                            "and a causal model.")  # fmt: skip
     blank = [objective.encode(replace(example, prompt=null or "")) for (null, _), example in nulls.items()]
-    null_scores = _plain_scores(model, objective, blank, batch_size)
-    prior = {key: _sums(row, e) for key, row, e in zip(nulls, null_scores, blank, strict=True)}
-    pairs = zip(scores, encoded, strict=True)
-    return [_sums(row, e) - prior[e.example.null, e.example.options] for row, e in pairs]
+    prior = dict(zip(nulls, _sums(_plain_scores(model, objective, blank, batch_size), blank), strict=True))
+    return [s - prior[e.example.null, e.example.options] for s, e in zip(_sums(scores, encoded), encoded, strict=True)]
 
 
-def _sums(means: Tensor, encoded: Encoded) -> Tensor:
-    """Log-probabilities of whole options from the means over their tokens."""
-    return means * torch.tensor(encoded.answers)
+def _sums(means: Sequence[Tensor], encoded: Sequence[Encoded]) -> list[Tensor]:
+    """Returns the log-probabilities of whole options from the means over their tokens."""
+    return [row * torch.tensor(e.answers) for row, e in zip(means, encoded, strict=True)]
 
 
 def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> list[Tensor]:
@@ -201,7 +174,7 @@ def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], 
 def choice_metrics(
     scores: Sequence[Tensor], best: Sequence[int], encoded: Sequence[Encoded], *, shared: bool
 ) -> Metrics:
-    """The metrics "loss", "accuracy" and, if `shared`, "macro_f1".
+    """Returns the metrics "loss", "accuracy" and, if all examples have the same options, "macro_f1".
 
     Args:
         scores: for each example the scores of its options.
@@ -240,26 +213,19 @@ def _measured(measures: Sequence[Measure], answers: Sequence[str], encoded: Sequ
 def predict(
     model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, max_new_tokens: int
 ) -> list[str]:
-    """The answer to each example, in order: the name of the best option, or for free text the greedy continuation."""
+    """Returns the answer to each example: the name of the best option, or for free text the greedy continuation."""
     objective.adapt(model, encoded)
-    with objective.sharing(model), float32_on_emulating_cpu(model):
-        if not encoded[0].example.options:
-            with current().phase(WRITING), _checked_scores(model):
-                return completions(model, objective, encoded, batch_size, max_new_tokens)
-        with current().phase(WRITING):
+    with objective.sharing(model), float32_on_emulating_cpu(model), current().phase(WRITING):
+        if encoded[0].example.options:
             scores = option_scores(model, objective, encoded, batch_size)
-        _check_scores(torch.stack([row.amax() for row in scores]), model)
-        return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
-
-
-@contextmanager
-def _checked_scores(model: Any) -> Iterator[None]:
-    """While open, scores of the next token that are NaN or infinite raise an error: a token is found in any."""
-    hook = model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model))
-    try:
-        yield
-    finally:
-        hook.remove()
+            _check_scores(torch.stack([row.amax() for row in scores]), model)
+            return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
+        # a token is found among scores of any kind, NaN too
+        hook = model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model))
+        try:
+            return completions(model, objective, encoded, batch_size, max_new_tokens)
+        finally:
+            hook.remove()
 
 
 def _check_scores(highest: Tensor, model: Any) -> None:
@@ -269,7 +235,7 @@ def _check_scores(highest: Tensor, model: Any) -> None:
 
 
 def macro_f1(predictions: Sequence[int], labels: Sequence[int | None]) -> float:
-    """Mean of the F1 scores of the labels that occur among predictions or labels."""
+    """Returns the mean of the F1 scores of the labels that occur among predictions or labels."""
     classes = sorted({c for c in (*predictions, *labels) if c is not None})
     pairs = list(zip(predictions, labels, strict=True))
     scores = []
@@ -281,7 +247,7 @@ def macro_f1(predictions: Sequence[int], labels: Sequence[int | None]) -> float:
 
 @torch.no_grad()
 def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) -> tuple[Metrics, dict[str, int]]:
-    """Fits a linear probe to the training rows.
+    """Fits a linear probe, logistic regression on features of the frozen model, to the training rows.
 
     Returns (metrics on the test rows, or the dev rows if there are none; number of "train" and "test" rows).
 
@@ -314,7 +280,7 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
 
 
 def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Tensor:
-    """Features of the examples in order, (B, D) in float64 on the CPU; see `Objective.features`."""
+    """Returns features of the examples, (B, D) in float64 on the CPU; see `Objective.features`."""
     by_index: dict[int, Tensor] = {}
     with float32_on_emulating_cpu(model):
         for part in by_length(encoded, batch_size):
@@ -325,16 +291,11 @@ def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch
 
 @torch.enable_grad()
 def fit(x_BD: Tensor, labels_B: Tensor, options: int) -> tuple[Tensor, Tensor]:
-    """(weight_OD, bias_O) of the multinomial logistic regression that minimises
+    """Returns (weight_OD, bias_O) of the multinomial logistic regression that minimises
 
         sum_b cross entropy(W x_b + bias, label_b) + |W|^2 / 2,
 
-    which has one minimum (the penalty is scikit-learn's default). Solved by L-BFGS in float64.
-
-    Args:
-        x_BD: features, float64.
-        labels_B: int64, from 0 to `options` - 1.
-        options: number of options O.
+    which has one minimum (the penalty is scikit-learn's default). Solved by L-BFGS in float64; labels are int64.
     """
     weight_OD = torch.zeros(options, x_BD.shape[1], dtype=torch.float64, requires_grad=True)
     bias_O = torch.zeros(options, dtype=torch.float64, requires_grad=True)

@@ -1,7 +1,6 @@
-"""Completions of prompts: greedy, or sampled with random numbers that are a function of a seed and a step."""
+"""Completions of prompts, greedy or sampled."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -62,7 +61,7 @@ def completions(
     max_new_tokens: int,
     sampling: Sampling | None = None,
 ) -> list[str]:
-    """The completion of each prompt, in order, up to what ends it.
+    """Returns the completion of each prompt, in order, up to what ends it.
 
     A completion of text is what follows the prompt, to the space. Messages, and answers of one line, are without
     surrounding spaces, which templates and tasks put there. The objective counts those that are cut.
@@ -76,27 +75,18 @@ def completions(
         sampling: None: greedy.
     """
     found = [""] * len(encoded)
-    padded = _takes_padding(model)
+    base = base_of(model)
+    # not where the model reads padding into its state, or counts it as positions
+    pads = not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
     for part in by_length(encoded, batch_size):
-        for alike in [part] if padded else _of_one_length(encoded, part):
+        groups: dict[int, list[int]] = {}
+        for i in part:
+            groups.setdefault(0 if pads else len(_prompt(encoded[i])), []).append(i)
+        for alike in groups.values():
             texts = _generate(model, objective, encoded, alike, max_new_tokens, sampling)
             for i, text in zip(alike, texts, strict=True):
                 found[i] = text
     return found
-
-
-def _takes_padding(model: Any) -> bool:
-    """Whether prompts may be padded: not where the model reads padding into its state, or counts it as positions."""
-    base = base_of(model)
-    return not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
-
-
-def _of_one_length(encoded: Sequence[Encoded], part: Sequence[int]) -> list[list[int]]:
-    """The examples of a batch in batches of prompts of the same length."""
-    groups: dict[int, list[int]] = {}
-    for i in part:
-        groups.setdefault(len(_prompt(encoded[i])), []).append(i)
-    return list(groups.values())
 
 
 def _prompt(encoded: Encoded) -> Sequence[int]:
@@ -121,7 +111,11 @@ def _generate(
     more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if one_line else {}
     if sampling is not None:
         more["logits_processor"] = LogitsProcessorList([_Noisy(sampling, part, length)])
-    with _plain_decoding(model, sorted(objective.ends.marks)):
+    base = base_of(model)
+    kept = base.generation_config  # `generate` would add its penalties, limits of time, and tokens forced or suppressed
+    ends = sorted(objective.ends.marks)
+    base.generation_config = GenerationConfig(bos_token_id=kept.bos_token_id, eos_token_id=ends or None)
+    try:
         output = model.generate(
             input_ids=torch.tensor(padded, device=objective.device),
             attention_mask=torch.tensor(mask, device=objective.device),
@@ -129,6 +123,8 @@ def _generate(
             pad_token_id=tokenizer.pad_token_id,
             **more,
         )
+    finally:
+        base.generation_config = kept
     texts = []
     for own, prompt, new in zip(rows, prompts, output[:, length:].tolist(), strict=True):
         end = next((place for place, token in enumerate(new) if token in objective.ends.marks), None)
@@ -141,24 +137,8 @@ def _generate(
     return texts
 
 
-@contextmanager
-def _plain_decoding(model: Any, ends: list[int]) -> Iterator[None]:
-    """While open, `model` decodes greedily, up to one of the tokens `ends`; its own generation_config does not count.
-
-    `generate` adds the model's own options to those that it is given: penalties, limits of time, tokens that are
-    forced or suppressed. Answers and rewards would be those of the options.
-    """
-    base = base_of(model)
-    kept = base.generation_config
-    base.generation_config = GenerationConfig(bos_token_id=kept.bos_token_id, eos_token_id=ends or None)
-    try:
-        yield
-    finally:
-        base.generation_config = kept
-
-
 def by_length(encoded: Sequence[Encoded], batch_size: int) -> Iterator[list[int]]:
-    """Indices of the examples in batches of similar length, which keeps padding short."""
+    """Yields indices of the examples in batches of similar length, which keeps padding short."""
     order = sorted(range(len(encoded)), key=lambda i: encoded[i].length)
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     yield from tracked(parts, sizes=map(len, parts))

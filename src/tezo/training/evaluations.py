@@ -15,7 +15,7 @@ from tezo.runs.folder import RunFolder
 from tezo.runs.reader import OUTCOMES
 from tezo.system.errors import NonFiniteModelError
 from tezo.system.files import json_text
-from tezo.tasks.evaluation import Metrics, evaluate_and_answer, predict
+from tezo.tasks.evaluation import Metrics, evaluate, predict
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.rewards import EVALUATION
@@ -85,7 +85,7 @@ class Evaluations:
         measures = form.measures if written else ()
         new = form.max_new_tokens or 0
         size = job.config.train.eval_batch_size
-        return evaluate_and_answer(
+        return evaluate(
             job.model,
             job.objective,
             encoded,

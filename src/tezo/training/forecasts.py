@@ -50,7 +50,6 @@ from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.setup import make_objective
-from tezo.tasks.wordings import TaskFormat
 from tezo.training.config import to_tree
 from tezo.training.dry_pass import META, meta_twin, pass_peak, valueless
 from tezo.training.evaluations import SAMPLE_TOKENS
@@ -471,7 +470,7 @@ def memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
 def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     """The perturbation scale that a run of this configuration would measure, if its rows were `REVIEWS`."""
     entry = task("sst2")
-    form = TaskFormat(entry, entry.wording(loaded.kind))
+    form = entry.wording(loaded.kind)
     objective = make_objective(config.data, loaded, form)
     rows = [Row({"sentence": text, "label": label}, text) for text, label in REVIEWS.items()]
     encoded = [objective.encode(form.example(row)) for row in rows]
