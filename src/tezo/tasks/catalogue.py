@@ -17,45 +17,33 @@ SUPER_GLUE, GLUE = "aps/super_glue", "nyu-mll/glue"
 
 
 def capital(text: str) -> str:
-    """The text with an upper-case first letter."""
+    """Returns the text with an upper-case first letter."""
     return text[:1].upper() + text[1:]
 
 
 def small(text: str) -> str:
-    """The text with a lower-case first letter."""
+    """Returns the text with a lower-case first letter."""
     return text[:1].lower() + text[1:]
 
 
 def pair(first: str, second: str, words: tuple[str, ...]) -> Choice:
-    """RoBERTa's prompt for two sentences: "first?<mask>, second", without the last character of the first."""
+    """Makes RoBERTa's prompt for two sentences: "first?<mask>, second", without the last character of the first."""
     return Choice(lambda row: f"{row[first][:-1]}?{MASK}, {small(row[second])}", words)
 
 
 def premise_and_hypothesis(words: tuple[str, ...]) -> dict[Kind, Format]:
-    """Natural language inference, for masked models and encoders."""
+    """Words natural language inference, for masked models and encoders."""
     described = {" Yes": "It follows.", " No": "It is false.", " Maybe": "It may be true or false."}
     both = Choice(lambda row: f"{row['premise']} {row['hypothesis']}", tuple(described[word] for word in words))
     return {"masked": pair("premise", "hypothesis", words), "encoder": both}
 
 
 def sentiment(text: str, words: tuple[str, ...]) -> dict[Kind, Format]:
-    """Sentiment, for masked models and encoders; `words` go from negative to positive."""
+    """Words sentiment, for masked models and encoders; `words` go from negative to positive."""
     return {
         "masked": Choice(lambda row: f"{row[text].strip()} It was{MASK}.", words),
         "encoder": Choice(lambda row: row[text], tuple(f"It was{word}." for word in words)),
     }
-
-
-def _boolq(row: Row) -> str:
-    return f"{row['passage']} {capital(row['question'].removesuffix('?'))}?\n"
-
-
-def _wsc(row: Row) -> str:
-    pronoun = row["span2_text"].lower()
-    return (
-        f'{row["text"]}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {row["span1_text"]}? '
-        "Yes or No?\n"
-    )
 
 
 def _copa(row: Row) -> str:
@@ -70,15 +58,6 @@ def _copa_options(row: Row) -> list[str]:
     return [" " + " ".join([first if first == "I" else first.lower(), *rest]) for first, *rest in choices]
 
 
-def _record(row: Row) -> str:
-    passage = row["passage"].replace("@highlight\n", "- ")
-    return f"{passage}\n-"
-
-
-def _record_options(row: Row) -> list[str]:
-    return [" " + row["query"].replace("@placeholder", entity) for entity in row.value("entities", list)]
-
-
 def _record_right(row: Row) -> list[int]:
     entities = row.value("entities", list)
     right = [entities.index(answer) for answer in row.value("answers", list) if answer in entities]
@@ -87,16 +66,8 @@ def _record_right(row: Row) -> list[int]:
     return right
 
 
-def _squad_references(row: Row) -> Sequence[str]:
-    return _texts(row, "answers", "text")
-
-
-def _drop_references(row: Row) -> Sequence[str]:
-    return _texts(row, "answers_spans", "spans")
-
-
 def _texts(row: Row, field: str, key: str) -> Sequence[str]:
-    """The distinct answers; `RequestError` if there are none."""
+    """Returns the distinct answers; `RequestError` if there are none."""
     texts = row.value(field, dict).get(key)
     if not isinstance(texts, list) or not texts:
         raise RequestError(f"{row.where}: there is no answer in {field!r}; fix or remove that row.")
@@ -134,10 +105,22 @@ CAUSAL = (
         },
         num_dev=100,
     ),
-    Task("boolq", Hub(SUPER_GLUE, "boolq"), {"causal": Choice(_boolq, NO_YES)}),
+    Task("boolq", Hub(SUPER_GLUE, "boolq"), {
+            "causal": Choice(
+                lambda row: f"{row['passage']} {capital(row['question'].removesuffix('?'))}?\n", NO_YES
+            )
+        }),
     Task(
         "wsc", Hub(SUPER_GLUE, "wsc.fixed"),
-        {"causal": Choice(_wsc, NO_YES)},
+        {
+            "causal": Choice(
+                lambda row: (
+                    f'{row["text"]}\nIn the previous sentence, does the pronoun "{row["span2_text"].lower()}" refer to '
+                    f"{row['span1_text']}? Yes or No?\n"
+                ),
+                NO_YES,
+            )
+        },
     ),
     Task(
         "wic", Hub(SUPER_GLUE, "wic"),
@@ -170,7 +153,12 @@ CAUSAL = (
     ),
     Task(
         "record", Hub(SUPER_GLUE, "record"),
-        {"causal": OwnOptions(_record, _record_options, _record_right, lambda row: row.value("entities", list))},
+        {"causal": OwnOptions(
+                lambda row: row["passage"].replace("@highlight\n", "- ") + "\n-",
+                lambda row: [" " + row["query"].replace("@placeholder", e) for e in row.value("entities", list)],
+                _record_right,
+                lambda row: row.value("entities", list),
+            )},
         measures=(squad,),
     ),
     Task(
@@ -178,7 +166,7 @@ CAUSAL = (
         {
             "causal": FreeText(
                 lambda row: f"Title: {row['title']}\nContext: {row['context']}\nQuestion: {row['question']}\nAnswer:",
-                _squad_references,
+                lambda row: _texts(row, "answers", "text"),
             )
         },
         metric="f1",
@@ -188,7 +176,8 @@ CAUSAL = (
         "drop", Hub("ucinlp/drop"),
         {
             "causal": FreeText(
-                lambda row: f"Passage: {row['passage']}\nQuestion: {row['question']}\nAnswer:", _drop_references
+                lambda row: f"Passage: {row['passage']}\nQuestion: {row['question']}\nAnswer:",
+                lambda row: _texts(row, "answers_spans", "spans"),
             )
         },
         metric="f1",
@@ -223,17 +212,13 @@ TASKS = {task.name: task for task in (*CAUSAL, *MASKED)}
 
 
 def task(name: str) -> Task:
-    """The task `name`.
-
-    Raises:
-        RequestError: there is no such task.
-    """
+    """Returns the task `name`; `RequestError` if there is none."""
     if name not in TASKS:
         raise RequestError(f"data.task: there is no task {name!r}. " + nearest(name, TASKS))
     return TASKS[name]
 
 
 def example_row(name: str) -> Row:
-    """An example row of the task `name`, written for this project."""
+    """Returns an example row of the task `name`, written for this project."""
     rows = json.loads((resources.files("tezo.tasks") / "examples.json").read_text(encoding="utf-8"))
     return Row(rows[name], "the example")

@@ -1,7 +1,7 @@
 """Evaluation of a model on encoded examples, prediction of answers, and linear probes of frozen models."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +63,7 @@ def evaluate(
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if reward is not None:
-            mean, texts = reward.mean(model, objective, encoded, batch_size, step)
+            mean, texts = reward.measure(model, objective, encoded, batch_size, step)
             return {"loss": -mean, "reward": mean}, texts
         if encoded[0].example.options:
             scores = option_scores(model, objective, encoded, batch_size, calibrate=calibrate)
@@ -164,11 +164,18 @@ def _sums(means: Sequence[Tensor], encoded: Sequence[Encoded]) -> list[Tensor]:
 
 
 def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> list[Tensor]:
-    scores: dict[int, Tensor] = {}
+    tables = _by_example(encoded, batch_size, lambda part: objective.scores(model, objective.collate(part)))
+    return [row[: len(e.example.options)] for row, e in zip(tables, encoded, strict=True)]
+
+
+def _by_example(
+    encoded: Sequence[Encoded], batch_size: int, compute: Callable[[list[Encoded]], Tensor]
+) -> list[Tensor]:
+    """Returns what `compute` gives for each example of a batch, in order, float64 on the CPU."""
+    found: dict[int, Tensor] = {}
     for part in by_length(encoded, batch_size):
-        table = objective.scores(model, objective.collate([encoded[i] for i in part])).double().cpu()
-        scores |= {i: row[: len(encoded[i].example.options)] for i, row in zip(part, table, strict=True)}
-    return [scores[i] for i in range(len(encoded))]
+        found |= zip(part, compute([encoded[i] for i in part]).double().cpu(), strict=True)
+    return [found[i] for i in range(len(encoded))]
 
 
 def choice_metrics(
@@ -281,12 +288,8 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
 
 def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Tensor:
     """Returns features of the examples, (B, D) in float64 on the CPU; see `Objective.features`."""
-    by_index: dict[int, Tensor] = {}
     with float32_on_emulating_cpu(model):
-        for part in by_length(encoded, batch_size):
-            rows = objective.features(model, [encoded[i] for i in part]).double().cpu()
-            by_index |= dict(zip(part, rows, strict=True))
-    return torch.stack([by_index[i] for i in range(len(encoded))])
+        return torch.stack(_by_example(encoded, batch_size, lambda part: objective.features(model, part)))
 
 
 @torch.enable_grad()

@@ -119,34 +119,28 @@ def choose_format(
             f"({data.text!r} and {data.label!r}), or name the labels in data.label_words."
         )
     if shape == "messages":
-        named = _given(rows[0], data.messages) or rows[0].column(CONVERSATIONS) is None
+        named = rows[0].get(data.messages) is not None or rows[0].column(CONVERSATIONS) is None
         return MessagesFormat(data.messages if named else CONVERSATIONS, render)
     if shape == "instruction":
         return InstructionFormat()
     if shape == "text":
         return TextFormat(data.text)
-    prompt = rows[0].fields.get(rows[0].column(data.prompt) or data.prompt)
-    return CompletionFormat(data.prompt, data.completion, render, chat=isinstance(prompt, list))
+    chat = isinstance(rows[0].get(data.prompt), list)
+    return CompletionFormat(data.prompt, data.completion, render, chat=chat)
 
 
 def shape_of(row: Row, data: DataConfig) -> str | None:
     """Returns the shape that the fields of a row fit; None if they fit none."""
-    if _given(row, data.messages):
+    if row.get(data.messages) is not None:
         return "messages"
-    if _given(row, data.prompt) and _given(row, data.completion):
+    if row.get(data.prompt) is not None and row.get(data.completion) is not None:
         return "completion"
     if row.column(data.label) is not None:
         return "label"
     by_field = {  # these may lack their answer
         CONVERSATIONS: "messages", INSTRUCTION: "instruction", data.prompt: "completion", data.text: "text",
     }  # fmt: skip
-    return next((shape for name, shape in by_field.items() if _given(row, name)), None)
-
-
-def _given(row: Row, name: str) -> bool:
-    """Whether a row has a value for a field: tables of several shapes have nulls."""
-    own = row.column(name)
-    return own is not None and row.fields[own] is not None
+    return next((shape for name, shape in by_field.items() if row.get(name) is not None), None)
 
 
 def _check_text_alone(row: Row, data: DataConfig) -> None:

@@ -40,7 +40,7 @@ class Reward:
     temperature: float
     seed: int
 
-    def mean(
+    def measure(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int = EVALUATION
     ) -> tuple[float, list[str]]:
         """Returns (mean score over examples made by `prompt_of`, the completion of each that was scored).

@@ -74,6 +74,10 @@ class DataConfig:
     max_length: int | None = None
     """Maximum input length in tokens. Default: the model's maximum, at most 2048."""
 
+    def draw_seed(self, run: int) -> int:
+        """Returns the seed of the choice of rows in a run with the seed `run`."""
+        return run if self.seed is None else self.seed
+
 
 TEXT = "text"
 """The field of a row that is a line of plain text."""

@@ -69,8 +69,7 @@ def answer_in(row: Row, name: str, way_out: str) -> str:
 
 def label_in(row: Row, name: str) -> str:
     """Returns the label of a row; `RequestError` if it is missing, a number with decimals or several labels."""
-    own = row.column(name)
-    value = None if own is None else row.fields[own]
+    own, value = row.column(name), row.get(name)
     if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one of them is missing
         return str(int(value))
     if isinstance(value, float):
@@ -167,7 +166,7 @@ class CompletionFormat(Format):
         self.columns = (self.prompt, self.completion, *((TOOLS,) if self.chat else ()))
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        if isinstance(row.fields.get(row.column(self.prompt) or self.prompt), list):
+        if isinstance(row.get(self.prompt), list):
             return self._conversation(row, answered)
         answer = answer_in(row, self.completion, "data.completion to the one with the answer") if answered else ""
         return Example(text_in(row, self.prompt), answer, (), None, row.where)
@@ -223,7 +222,7 @@ class InstructionFormat(Format):
     columns: tuple[str, ...] = field(default=(INSTRUCTION, INPUT, OUTPUT), kw_only=True)
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        context = text_in(row, INPUT) if row.fields.get(row.column(INPUT) or INPUT) is not None else ""
+        context = text_in(row, INPUT) if row.get(INPUT) is not None else ""
         words = _WITH_INPUT if context.strip() else _WITHOUT_INPUT
         prompt = words.format(instruction=text_in(row, INSTRUCTION), input=context)
         way_out = f"data.prompt={INSTRUCTION} and data.completion to the one with the answer"
@@ -253,7 +252,7 @@ def messages_in(row: Row, name: str) -> Messages:
     Raises:
         RequestError: the field is no list of messages, or who one is from is not known.
     """
-    messages = row.fields.get(row.column(name) or name)
+    messages = row.get(name)
     fault = RequestError(f'{row.where}: field {name!r} is not a list of {{"role": ..., "content": ...}}; fix that row.')
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise fault
@@ -295,9 +294,9 @@ def without_nulls(value: Any) -> Any:
 
 def _tools_in(row: Row) -> Messages | None:
     """Returns the descriptions of tools of a conversation; None where there are none."""
-    own = row.column(TOOLS)
-    tools = row.fields[own] if own is not None else None
-    if isinstance(tools, str):
+    own, tools = row.column(TOOLS), row.get(TOOLS)
+    is_text = isinstance(tools, str)
+    if is_text:
         try:
             tools = json.loads(tools or "null")
         except ValueError:
@@ -309,8 +308,7 @@ def _tools_in(row: Row) -> Messages | None:
             f"{row.where}: field {own!r} is not a list of descriptions of functions, or JSON of one; fix that row, or "
             "take the field out."
         )
-    padded = own is not None and not isinstance(row.fields[own], str)  # nulls in JSON are what its writer meant
-    return cast("Messages", without_nulls(tools) if padded else tools)
+    return cast("Messages", tools if is_text else without_nulls(tools))  # nulls in JSON are what its writer meant
 
 
 def _with_parsed_calls(messages: Messages) -> Messages:

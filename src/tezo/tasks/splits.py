@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,6 @@ from tezo.tasks.examples import Row, check_fields_differ, class_names, rows_of_f
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.row_sources import is_local, read_rows
 from tezo.tasks.rows import Format
-from tezo.tasks.wordings import Task
 
 T = TypeVar("T")
 
@@ -139,6 +139,9 @@ class Splits:
     test: list[Row] = field(default_factory=list)
     notices: tuple[str, ...] = ()
 
+    def noted(self, notice: str) -> "Splits":
+        return replace(self, notices=(*self.notices, notice))
+
 
 def read_splits(data: DataConfig, objects: Mapping[str, Rows] | None = None) -> Splits:
     """Reads all rows that the settings name; `divide` chooses among them.
@@ -251,7 +254,7 @@ def rows_to_report(data: DataConfig, seed: int, file: str | None) -> tuple[list[
             "data is not set, and there is no run folder of that name, which would have rows; give --data FILE or "
             "--task NAME with the rows to evaluate on."
         )
-    _, held = _held_out(training_rows(data), data, seed if data.seed is None else data.seed)
+    _, held = _held_out(training_rows(data), data, data.draw_seed(seed))
     if not held:
         raise RequestError("data is not set, and the run had neither dev nor test rows; give --data FILE.")
     return held, f"{data.train}, held out of training"
@@ -261,7 +264,7 @@ def _drawn_dev(rows: list[Row], data: DataConfig, seed: int) -> list[Row]:
     """Draws data.num_dev of the dev rows; all if it is not set."""
     _check_enough(len(rows), data.num_dev, "data.num_dev", data)
     most = min(data.num_dev or len(rows), len(rows))
-    return parts(rows, [most], seed if data.seed is None else data.seed, "dev")[0]
+    return parts(rows, [most], data.draw_seed(seed), "dev")[0]
 
 
 def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
@@ -276,30 +279,31 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
     Raises:
         RequestError: there are too few rows, and data.allow_fewer is not set.
     """
-    seed = seed if data.seed is None else data.seed
+    seed = data.draw_seed(seed)
     if data.task is None and not rows.dev:
         kept, held = _held_out(rows.train, data, seed)
         if not held and not rows.test:
             raise RequestError("data.hold_out is 0, and there are no other rows to evaluate on; give data.test.")
-        notice = (
-            f"{len(held)} of {len(rows.train)} training rows are held out as dev rows, which choose the step to keep; "
-            "data.dev names others."
-        )
-        rows = replace(rows, train=kept, dev=held, notices=(notice,) if held else ())
+        if held:
+            rows = rows.noted(
+                f"{len(held)} of {len(rows.train)} training rows are held out as dev rows, which choose the step to "
+                "keep; data.dev names others."
+            )
+        rows = replace(rows, train=kept, dev=held)
     takes_dev = data.task is not None and not rows.dev
     if takes_dev and data.per_class and data.num_dev is not None:
         rows, takes_dev = _with_dev(rows, form, data, seed), False
     chosen = _by_class(rows, form, data, seed, takes_dev) if data.per_class else _by_count(rows, data, seed, takes_dev)
     used = replace(chosen, dev=_drawn_dev(chosen.dev, data, seed))
-    trained, held = {_content(row) for row in used.train}, [*used.dev, *used.test]
-    count = sum(_content(row) in trained for row in held)
+    content = partial(json.dumps, sort_keys=True, default=str)
+    trained, held = {content(row.fields) for row in used.train}, [*used.dev, *used.test]
+    count = sum(content(row.fields) in trained for row in held)
     if count == 0:
         return used
-    notice = (
+    return used.noted(
         f"{count} of the {len(held)} dev and test rows are training rows too, word for word; "
         "their loss and scores measure what was memorised."
     )
-    return replace(used, notices=(*used.notices, notice))
 
 
 def _held_out(rows: list[Row], data: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
@@ -309,12 +313,8 @@ def _held_out(rows: list[Row], data: DataConfig, seed: int) -> tuple[list[Row], 
     if data.hold_out is not None:
         kept, held = hold_out(rows, data.hold_out, seed)
         return kept, _drawn_dev(held, data, seed)
-    groups = [str(row.fields.get(row.column(data.label) or data.label)) for row in rows]
+    groups = [str(row.get(data.label)) for row in rows]
     return hold_out_of_groups(rows, groups, data.num_dev, seed)
-
-
-def _content(row: Row) -> str:
-    return json.dumps(row.fields, sort_keys=True, default=str)
 
 
 def _by_class(rows: Splits, form: Format, data: DataConfig, seed: int, takes_dev: bool) -> Splits:
@@ -325,13 +325,11 @@ def _by_class(rows: Splits, form: Format, data: DataConfig, seed: int, takes_dev
     counts = [data.per_class] * (2 if takes_dev else 1)
     drawn = per_class(labels, counts, form.labels, seed, fewer=data.allow_fewer)
     train, *dev = ([rows.train[i] for i in part] for part in drawn)
-    notices = rows.notices
-    if len(train) < data.per_class * len(form.labels):
-        notices += (
-            f"some labels have fewer than {sum(counts)} rows: {len(train)} training rows"
-            + (f" and {len(dev[0])} dev rows are used." if takes_dev else " are used."),
-        )
-    return replace(rows, train=train, dev=dev[0] if takes_dev else rows.dev, notices=notices)
+    chosen = replace(rows, train=train, dev=dev[0] if takes_dev else rows.dev)
+    if len(train) == data.per_class * len(form.labels):
+        return chosen
+    also = f" and {len(chosen.dev)} dev rows" if takes_dev else ""
+    return chosen.noted(f"some labels have fewer than {sum(counts)} rows: {len(train)} training rows{also} are used.")
 
 
 def _with_dev(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
@@ -339,32 +337,32 @@ def _with_dev(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits
     available, count = len(rows.train), data.num_dev or 0
     together = count + (data.per_class or 0) * len(form.labels)
     _check_enough(available, together, "data.num_dev + data.per_class of each label", data)
-    notices = rows.notices
     if available < together:
         count = min(count, int(MOST_DEV * available))
-        notices += (f"{data.task} has {available} rows to train on; {count} of them are dev rows.",)
+        rows = rows.noted(f"{data.task} has {available} rows to train on; {count} of them are dev rows.")
     dev, others = parts(rows.train, (count, available - count), seed, "dev")
-    return replace(rows, train=others, dev=dev, notices=notices)
+    return replace(rows, train=others, dev=dev)
 
 
 def _by_count(rows: Splits, data: DataConfig, seed: int, takes_dev: bool) -> Splits:
+    available = len(rows.train)
     if not takes_dev:
-        default = NUM_TRAIN if data.task is not None else len(rows.train)
-        _check_enough(len(rows.train), data.num_train, "data.num_train", data)
-        count = min(data.num_train or default, len(rows.train))
+        _check_enough(available, data.num_train, "data.num_train", data)
+        count = min(data.num_train or (NUM_TRAIN if data.task is not None else available), available)
         return replace(rows, train=parts(rows.train, [count], seed, "train")[0])
-    wanted = data.num_train or NUM_TRAIN, data.num_dev or task(str(data.task)).num_dev
+    train, dev = data.num_train or NUM_TRAIN, data.num_dev or task(str(data.task)).num_dev
     if data.num_train is not None or data.num_dev is not None:
-        _check_enough(len(rows.train), sum(wanted), "data.num_train + data.num_dev", data)
-    dev = min(wanted[1], int(MOST_DEV * len(rows.train))) if len(rows.train) < sum(wanted) else wanted[1]
-    counts, notices = (min(wanted[0], len(rows.train) - dev), dev), rows.notices
-    if counts != wanted:
-        notices += (
-            f"{data.task} has {len(rows.train)} rows to train on, not {wanted[0]} + {wanted[1]}: "
-            f"{counts[0]} training rows and {counts[1]} dev rows are used.",
+        _check_enough(available, train + dev, "data.num_train + data.num_dev", data)
+    if available < train + dev:
+        few_dev = min(dev, int(MOST_DEV * available))
+        few = min(train, available - few_dev)
+        rows = rows.noted(
+            f"{data.task} has {available} rows to train on, not {train} + {dev}: "
+            f"{few} training rows and {few_dev} dev rows are used."
         )
-    train, chosen = parts(rows.train, counts, seed, "train")
-    return replace(rows, train=train, dev=chosen, notices=notices)
+        train, dev = few, few_dev
+    drawn, chosen = parts(rows.train, (train, dev), seed, "train")
+    return replace(rows, train=drawn, dev=chosen)
 
 
 def _check_enough(available: int, wanted: int | None, key: str, data: DataConfig) -> None:
@@ -378,21 +376,17 @@ def _task_rows(data: DataConfig, split: str, key: str) -> list[Row]:
     if data.dir is None:
         rows = read_rows(entry.hub.name, key=key, split=split, subset=entry.hub.subset)
     else:
-        rows = read_rows(str(_file(entry, Path(data.dir).expanduser(), split)), key=key)
+        own = Path(data.dir).expanduser() / entry.name
+        names = [split, "validation"] if split == entry.hub.test else [split]
+        paths = [path for name in names for path in sorted(own.glob(f"{name}.*"))]
+        if not paths:
+            splits = ", ".join(sorted({path.stem for path in own.glob("*.*")})) or "no rows"
+            raise RequestError(
+                f"data.dir: there is no split {split!r} in {own} (it has {splits}); give the folder that contains "
+                f"{entry.name}/."
+            )
+        rows = read_rows(str(paths[0]), key=key)
     return [row for row in rows if entry.unlabelled is None or row.fields.get("label") != entry.unlabelled]
-
-
-def _file(entry: Task, folder: Path, split: str) -> Path:
-    own = folder / entry.name
-    names = [split, "validation"] if split == entry.hub.test else [split]
-    paths = [path for name in names for path in sorted(own.glob(f"{name}.*"))]
-    if paths:
-        return paths[0]
-    splits: Sequence[str] = sorted({path.stem for path in own.glob("*.*")})
-    content = f"it has {', '.join(splits)}" if splits else "it has no rows"
-    raise RequestError(
-        f"data.dir: there is no split {split!r} in {own} ({content}); give the folder that contains {entry.name}/."
-    )
 
 
 def rows_of(source: Rows, key: str) -> list[Row]:

@@ -55,12 +55,11 @@ class EncoderObjective(WholeTextObjective):
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
         examples = batch.shape_BO[0]
         texts_TD = functional.normalize(mean_pooled(model, **batch.repeated(copies).inputs(model.dtype)), dim=-1)
-        if self._apart:  # each text is compared with descriptions that were encoded under its own perturbation
+        if self._labels_COD is None:  # each text is compared with descriptions under its own perturbation
             labels_TOD = functional.normalize(self._described(model, copies * examples), dim=-1)
             return SCALE * (labels_TOD @ texts_TD.unsqueeze(-1)).squeeze(-1)
-        labels_COD = self._labels_COD if self._labels_COD is not None else self._described(model, copies)
         texts_CBD = texts_TD.reshape(copies, examples, -1)
-        scores_CBO: Tensor = SCALE * texts_CBD @ functional.normalize(labels_COD, dim=-1).mT
+        scores_CBO: Tensor = SCALE * texts_CBD @ functional.normalize(self._labels_COD, dim=-1).mT
         return scores_CBO.flatten(0, 1)
 
     def example_passes(self, batch: Batch) -> list[list[int]]:

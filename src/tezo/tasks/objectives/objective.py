@@ -151,8 +151,6 @@ class Objective(ABC):
     """The part of a prompt that is cut, in words."""
     packs: bool | None = None
     """Whether the options of an example share a row; None until `adapt` has tried it on examples."""
-    _apart = False
-    """Whether each example has its own perturbations: then it shares no input with others."""
     shared_tokens: int = 0
     """Tokens, padding included, of the inputs that all batches share (label descriptions)."""
     shared_rows: int = 0
@@ -223,38 +221,11 @@ class Objective(ABC):
         return Terms(losses.view(copies, -1), examples, len(examples))
 
     def losses(self, model: Any, batches: Sequence[Batch], copies: int) -> Tensor:
-        """Returns the mean loss of each copy over the parts of a batch, (copies,), float32 or wider.
-
-        Hooks may perturb each copy differently: the rows of a copy are one block along the leading dimension.
-        """
-        sums, count = self.totals(model, batches, copies)
-        return sums / count
-
-    def totals(self, model: Any, batches: Sequence[Batch], copies: int) -> tuple[Tensor, int]:
-        """Returns numerator and denominator of `losses`: (sum of each copy (copies,), number of terms)."""
-        with whole_rows(model) if copies > 1 else nullcontext(), self.sharing(model, copies):
-            sums = [self.terms(model, batch, copies).values_CT.sum(1) for batch in batches]
-        return torch.stack(sums).sum(0), sum(batch.num_terms for batch in batches)
-
-    def example_totals(self, model: Any, batches: Sequence[Batch], copies: int) -> tuple[Tensor, int]:
-        """Returns (sum of the terms of each example for each copy (copies, examples), number of all terms).
-
-        Hooks may perturb each example of each copy differently; the rows of a copy are one block, as in `losses`. The
-        examples are in the order in which `batches` was given them.
-        """
-        self._apart = True
-        try:
-            with whole_rows(model):
-                terms = [self.terms(model, batch, copies) for batch in batches]
-        finally:
-            self._apart = False
-        places = [place for batch in batches for place in batch.places]
-        in_order = torch.argsort(torch.tensor(places))
-        sums = torch.cat([own.of_examples() for own in terms], 1)
-        return sums[:, in_order.to(sums.device)], sum(batch.num_terms for batch in batches)
+        """Returns the mean loss of each copy over the parts of a batch, (copies,); see `BatchClosure`."""
+        return self.closure(model, batches).losses(copies)
 
     def example_passes(self, batch: Batch) -> list[list[int]]:
-        """Returns, for each forward pass over a batch in `example_totals`, the example of each row of one copy."""
+        """Returns, for each forward pass over a batch outside of `sharing`, the example of each row of one copy."""
         return [part.examples_of_rows() for part in batch.passes()]
 
     def loss(self, model: Any, *batches: Batch) -> Tensor:
@@ -271,7 +242,7 @@ class Objective(ABC):
 
     @contextmanager
     def sharing(self, model: Any, copies: int = 1) -> Iterator[None]:
-        """Computes what all batches share only once; the model must not change while it is open."""
+        """Computes what all examples share only once, while it is open; outside of it each example has its own."""
         del model, copies
         yield
 
@@ -334,7 +305,11 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class BatchClosure(RowsClosure):
-    """The loss of a model on the parts of a batch, with the parameters at the time of the call."""
+    """The loss of a model on the parts of a batch, with the parameters at the time of the call.
+
+    Hooks may perturb each copy differently, and in `example_totals` each example of each copy: the rows of a copy are
+    one block along the leading dimension.
+    """
 
     objective: Objective
     model: Any
@@ -344,14 +319,21 @@ class BatchClosure(RowsClosure):
         return self.objective.summands(self.model, self.batches)
 
     def losses(self, copies: int) -> Tensor:
-        return self.objective.losses(self.model, self.batches, copies)
+        sums, count = self.totals(copies)
+        return sums / count
 
-    def totals(self, copies: int) -> tuple[list[float], int]:
-        """Returns (sum of the losses of each copy, number of terms); zeros if there are no rows."""
+    def totals(self, copies: int) -> tuple[Tensor, int]:
+        """Returns (sum of the terms of each copy (copies,), number of terms); zeros if there are no rows."""
         if not self.batches:
-            return [0.0] * copies, 0
-        sums, count = self.objective.totals(self.model, self.batches, copies)
-        return [float(x) for x in sums.tolist()], count
+            return torch.zeros(copies), 0
+        model, objective = self.model, self.objective
+        with whole_rows(model) if copies > 1 else nullcontext(), objective.sharing(model, copies):
+            sums = [objective.terms(model, batch, copies).values_CT.sum(1) for batch in self.batches]
+        return torch.stack(sums).sum(0), self._num_terms
+
+    @property
+    def _num_terms(self) -> int:
+        return sum(batch.num_terms for batch in self.batches)
 
     @property
     def examples(self) -> int:
@@ -368,10 +350,17 @@ class BatchClosure(RowsClosure):
         ]
 
     def example_totals(self, copies: int) -> tuple[Tensor, int]:
-        """Returns (sum of the terms of each example (copies, examples), number of all terms)."""
+        """Returns (sum of the terms of each example (copies, examples), number of all terms).
+
+        The examples are in the order in which the batches were made of them.
+        """
         if not self.batches:
             return torch.zeros(copies, 0), 0
-        return self.objective.example_totals(self.model, self.batches, copies)
+        with whole_rows(self.model):
+            terms = [self.objective.terms(self.model, batch, copies) for batch in self.batches]
+        in_order = torch.argsort(torch.tensor([place for batch in self.batches for place in batch.places]))
+        sums = torch.cat([own.of_examples() for own in terms], 1)
+        return sums[:, in_order.to(sums.device)], self._num_terms
 
     def example_losses(self, copies: int) -> Tensor:
         sums, count = self.example_totals(copies)
@@ -381,7 +370,7 @@ class BatchClosure(RowsClosure):
         """Returns the loss of each example (examples,), part by part, where all have the same perturbations."""
         with self.objective.sharing(self.model):
             sums = [self.objective.terms(self.model, batch).of_examples()[0] for batch in self.batches]
-        return torch.cat(sums) * (self.examples / sum(batch.num_terms for batch in self.batches))
+        return torch.cat(sums) * (self.examples / self._num_terms)
 
     @property
     def tokens(self) -> int:
