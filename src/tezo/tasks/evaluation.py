@@ -228,11 +228,8 @@ def predict(
             _check_scores(torch.stack([row.amax() for row in scores]), model)
             return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
         # a token is found among scores of any kind, NaN too
-        hook = model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model))
-        try:
+        with model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model)):
             return completions(model, objective, encoded, batch_size, max_new_tokens)
-        finally:
-            hook.remove()
 
 
 def _check_scores(highest: Tensor, model: Any) -> None:

@@ -20,11 +20,7 @@ from tezo.tasks.rows import (
     MessagesFormat,
     RenderChat,
     TextFormat,
-    class_in,
-    label_in,
-    names_of_classes,
     text_in,
-    unlabelled,
 )
 
 TEMPLATES: dict[Kind, str] = {
@@ -45,6 +41,47 @@ _DECIMALS = re.compile(r"[+-]?\d+\.\d+")
 
 _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
 """A field in a template. Braces around anything else, such as JSON, are plain text."""
+
+
+def label_in(row: Row, name: str) -> str:
+    """Returns the label of a row; `RequestError` if it is missing, a number with decimals or several labels."""
+    own, value = row.column(name), row.get(name)
+    if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one of them is missing
+        return str(int(value))
+    if isinstance(value, float):
+        raise RequestError(
+            f"{row.where}: field {own!r} is {value}, and numbers with decimals are not learnt; write classes as "
+            "strings or whole numbers, or give rows with a prompt and a completion."
+        )
+    if isinstance(value, list | dict):
+        raise RequestError(
+            f"{row.where}: field {own!r} has several labels, and one is learnt for each row; write a row for each "
+            "question with one answer, or give rows with a prompt and a completion that names the labels."
+        )
+    return text_in(row, name)
+
+
+def _names_of_classes(row: Row, name: str) -> Sequence[str]:
+    """Returns the names that the data set has for the numbers in a field; empty if it has none."""
+    return row.classes.get(row.column(name) or name, ())
+
+
+def _class_in(row: Row, name: str) -> str:
+    """Returns the label of a row, by its name where the data set has names; `RequestError` if none fits its number."""
+    label, names = label_in(row, name), _names_of_classes(row, name)
+    if not names or label in names:
+        return label
+    if not label.isdecimal() or int(label) >= len(names):
+        raise RequestError(
+            f"{row.where}: the label is {label}{_unlabelled(label)}; the data set's classes are 0 to {len(names) - 1} "
+            f"({', '.join(names)}). Filter such rows out, or give a split that is labelled."
+        )
+    return names[int(label)]
+
+
+def _unlabelled(label: str) -> str:
+    """Says what a label of -1 means; "" for others."""
+    return ", which data sets have for a row without a label" if label == "-1" else ""
 
 
 @dataclass
@@ -76,10 +113,10 @@ class LabelFormat(Format):
             return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels)
         label = label_in(row, self.label)
         if label not in self.words:  # the words are given by the numbers of the classes, or else by their names
-            label = class_in(row, self.label)
+            label = _class_in(row, self.label)
         if label not in self.words:
             raise RequestError(
-                f"{row.where}: the label {label!r} is unknown{unlabelled(label)}; fix the row, or name all labels in "
+                f"{row.where}: the label {label!r} is unknown{_unlabelled(label)}; fix the row, or name all labels in "
                 f"data.label_words. {nearest(label, self.words)}"
             )
         index = self.labels.index(label)
@@ -228,9 +265,9 @@ def _label_format(rows: Sequence[Row], kind: Kind, data: DataConfig, classes: Se
 def _words_of(rows: Sequence[Row], label: str, classes: Sequence[str]) -> dict[str, str]:
     """Maps labels to words where none are given: to themselves, or to all classes by their names or their indices."""
     if not classes:
-        return {name: name for name in names_of_classes(rows[0], label) or _labels_of(rows, label)}
+        return {name: name for name in _names_of_classes(rows[0], label) or _labels_of(rows, label)}
     by_index = {str(index): name for index, name in enumerate(classes)}
-    names = names_of_classes(rows[0], label)
+    names = _names_of_classes(rows[0], label)
     if names:  # a classifier without names of its classes has those of transformers
         return by_index if all(n == f"LABEL_{i}" for i, n in enumerate(classes)) else _matched(names, classes)
     given = {label_in(row, label) for row in rows if row.column(label) is not None}

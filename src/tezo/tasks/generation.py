@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
 from tezo.directions.random import normal
 from tezo.system.progress import tracked
@@ -35,22 +35,15 @@ class Sampling:
     step: int
 
     def noise(self, row: int, place: int, size: int) -> Tensor:
-        """(size,): Gumbel numbers for the token at `place` of the completion of a row, float64."""
+        """Returns Gumbel numbers for the token at `place` of the completion of a row, (size,) in float64."""
         name = f"completion of row {row}, token {place}"
         uniform = torch.special.ndtr(normal((size,), seed=self.seed, step=self.step, name=name, role="gumbel"))
         return -torch.log(-torch.log(uniform.clamp(1e-300, 1 - 1e-16)))
 
-
-class _Noisy(LogitsProcessor):  # type: ignore[misc]
-    """Adds the noise of `Sampling` to the logits of rows; the most likely token is then a sample."""
-
-    def __init__(self, sampling: Sampling, rows: Sequence[int], prompt: int) -> None:
-        self._sampling, self._rows, self._prompt = sampling, rows, prompt
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = input_ids.shape[1] - self._prompt
-        noise = torch.stack([self._sampling.noise(row, place, scores.shape[1]) for row in self._rows])
-        return scores.float() / self._sampling.temperature + noise.to(scores.device, torch.float32)
+    def noisy(self, scores: Tensor, rows: Sequence[int], place: int) -> Tensor:
+        """Returns the logits of rows over the temperature, with noise: the most likely token is then a sample."""
+        noise = torch.stack([self.noise(row, place, scores.shape[1]) for row in rows])
+        return scores.float() / self.temperature + noise.to(scores.device, torch.float32)
 
 
 def completions(
@@ -81,16 +74,12 @@ def completions(
     for part in by_length(encoded, batch_size):
         groups: dict[int, list[int]] = {}
         for i in part:
-            groups.setdefault(0 if pads else len(_prompt(encoded[i])), []).append(i)
+            groups.setdefault(0 if pads else len(encoded[i].prompt), []).append(i)
         for alike in groups.values():
             texts = _generate(model, objective, encoded, alike, max_new_tokens, sampling)
             for i, text in zip(alike, texts, strict=True):
                 found[i] = text
     return found
-
-
-def _prompt(encoded: Encoded) -> Sequence[int]:
-    return encoded.sequences[0][: len(encoded.sequences[0]) - encoded.answers[0]]
 
 
 def _generate(
@@ -103,14 +92,15 @@ def _generate(
 ) -> list[str]:
     assert isinstance(objective, CausalObjective)
     tokenizer, rows = objective.tokenizer, [encoded[i] for i in part]
-    prompts = [_prompt(e) for e in rows]
+    prompts = [e.prompt for e in rows]
     length = max(map(len, prompts))
     padded = [(tokenizer.pad_token_id,) * (length - len(p)) + tuple(p) for p in prompts]
     mask = [[0] * (length - len(p)) + [1] * len(p) for p in prompts]
     one_line = not rows[0].example.ends
     more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if one_line else {}
     if sampling is not None:
-        more["logits_processor"] = LogitsProcessorList([_Noisy(sampling, part, length)])
+        noisy = sampling.noisy
+        more["logits_processor"] = LogitsProcessorList([lambda ids, scores: noisy(scores, part, ids.shape[1] - length)])
     base = base_of(model)
     kept = base.generation_config  # `generate` would add its penalties, limits of time, and tokens forced or suppressed
     ends = sorted(objective.ends.marks)

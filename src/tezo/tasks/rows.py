@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Protocol, cast
@@ -65,47 +65,6 @@ def answer_in(row: Row, name: str, way_out: str) -> str:
     if own is None:
         raise RequestError(f"{row.where}: there is no field {name!r}, but {', '.join(row.fields)}; set {way_out}.")
     return "" if row.fields[own] is None else text_in(row, name)
-
-
-def label_in(row: Row, name: str) -> str:
-    """Returns the label of a row; `RequestError` if it is missing, a number with decimals or several labels."""
-    own, value = row.column(name), row.get(name)
-    if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one of them is missing
-        return str(int(value))
-    if isinstance(value, float):
-        raise RequestError(
-            f"{row.where}: field {own!r} is {value}, and numbers with decimals are not learnt; write classes as "
-            "strings or whole numbers, or give rows with a prompt and a completion."
-        )
-    if isinstance(value, list | dict):
-        raise RequestError(
-            f"{row.where}: field {own!r} has several labels, and one is learnt for each row; write a row for each "
-            "question with one answer, or give rows with a prompt and a completion that names the labels."
-        )
-    return text_in(row, name)
-
-
-def names_of_classes(row: Row, name: str) -> Sequence[str]:
-    """Returns the names that the data set has for the numbers in a field; empty if it has none."""
-    return row.classes.get(row.column(name) or name, ())
-
-
-def class_in(row: Row, name: str) -> str:
-    """Returns the label of a row, by its name where the data set has names; `RequestError` if none fits its number."""
-    label, names = label_in(row, name), names_of_classes(row, name)
-    if not names or label in names:
-        return label
-    if not label.isdecimal() or int(label) >= len(names):
-        raise RequestError(
-            f"{row.where}: the label is {label}{unlabelled(label)}; the data set's classes are 0 to {len(names) - 1} "
-            f"({', '.join(names)}). Filter such rows out, or give a split that is labelled."
-        )
-    return names[int(label)]
-
-
-def unlabelled(label: str) -> str:
-    """Says what a label of -1 means; "" for others."""
-    return ", which data sets have for a row without a label" if label == "-1" else ""
 
 
 Messages = list[dict[str, Any]]

@@ -40,12 +40,9 @@ class CausalObjective(Objective):
 
     side_cut = "the beginning of the prompt"
 
-    def __init__(
-        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
-    ) -> None:
-        super().__init__(tokenizer, device, max_length, options, model=model)
-        self.ends = ends_of(tokenizer, model)
-        self._first = _put_first(tokenizer)
+    def _prepare(self, model: Any) -> None:
+        self.ends = ends_of(self.tokenizer, model)
+        self._first = _put_first(self.tokenizer)
         self._model: weakref.ref[Any] | None = None
         self._most: int | None = None
 
@@ -159,7 +156,7 @@ class CausalObjective(Objective):
 
     def _groups(self, encoded: Encoded) -> Iterator[slice]:
         """Yields the sequences that share a row: as many as its bound allows, at least one."""
-        prompt = len(encoded.sequences[0]) - encoded.answers[0]
+        prompt = len(encoded.prompt)
         most = min(prompt + max(prompt, MOST_PACKED), self._most or UNBOUNDED)
         start, tokens = 0, 0
         before: Sequence[int] = ()
@@ -199,7 +196,7 @@ class CausalObjective(Objective):
         return table
 
     def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
-        prompts = [e.sequences[0][: len(e.sequences[0]) - e.answers[0]] for e in encoded]
+        prompts = [e.prompt for e in encoded]
         ids_BL = padded(prompts, int(self.tokenizer.pad_token_id)).to(self.device)
         last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=self.device)
         mask_BL = (torch.arange(ids_BL.shape[1], device=self.device) <= last_B1).long()

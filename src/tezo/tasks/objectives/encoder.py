@@ -27,20 +27,18 @@ class EncoderObjective(WholeTextObjective):
     training is zero-shot accuracy. The tuned model also encodes the descriptions.
     """
 
-    def __init__(
-        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
-    ) -> None:
-        super().__init__(tokenizer, device, max_length, options, model=model)
-        described = tokenizer(list(options), padding=True, return_tensors="pt")
-        for option, length in zip(options, described["attention_mask"].sum(1).tolist(), strict=True):
-            if length > max_length:
+    def _prepare(self, model: Any) -> None:
+        del model
+        described = self.tokenizer(list(self.options), padding=True, return_tensors="pt")
+        for option, length in zip(self.options, described["attention_mask"].sum(1).tolist(), strict=True):
+            if length > self.max_length:
                 raise RequestError(
-                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the limit of {max_length}; "
+                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the limit of {self.max_length}; "
                     "shorten it, or raise data.max_length if the model takes more."
                 )
         self._check_known(described["input_ids"].flatten().tolist(), "data.label_words")
         self._labels_COD: Tensor | None = None
-        self.descriptions = {name: described[name].to(device) for name in ("input_ids", "attention_mask")}
+        self.descriptions = {name: described[name].to(self.device) for name in ("input_ids", "attention_mask")}
         self.shared_tokens = self.descriptions["input_ids"].numel()
         self.shared_rows = len(self.descriptions["input_ids"])
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,13 +36,12 @@ def whole_rows(model: nn.Module) -> Iterator[None]:
             return (args[0].expand(rows, -1), *args[1:])
         return None
 
-    handles = [model.register_forward_pre_hook(note, with_kwargs=True)]
-    handles += [m.register_forward_pre_hook(widen) for m in model.modules() if isinstance(m, nn.Embedding)]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(note, with_kwargs=True))
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                hooks.enter_context(module.register_forward_pre_hook(widen))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 OVERHEAD_TOKENS = {"cpu": 64}
@@ -89,8 +88,13 @@ class Encoded:
     example: Example
 
     @property
+    def prompt(self) -> tuple[int, ...]:
+        """The tokens before the answer, the same in all sequences."""
+        return self.sequences[0][: len(self.sequences[0]) - self.answers[0]]
+
+    @property
     def length(self) -> int:
-        """Returns the length of the longest sequence in tokens."""
+        """Length of the longest sequence in tokens."""
         return max(len(sequence) for sequence in self.sequences)
 
 
@@ -167,6 +171,11 @@ class Objective(ABC):
         self.endless, self.unfinished, self.written = Cuts(), Cuts(), 0
         self.notes: dict[str, Cuts] = {}
         self._embeddings = None if model is None else num_embeddings(model)
+        self._prepare(model)
+
+    def _prepare(self, model: Any) -> None:
+        """Computes what an objective needs besides; by default nothing."""
+        del model
 
     def encode(self, example: Example) -> Encoded:
         """Returns the example in tokens.

@@ -1,6 +1,7 @@
 """Logits at selected positions: the head is applied only there, not at all positions."""
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,12 +26,8 @@ def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
         return (_pick(of_text(args[0], inputs["input_ids"]), positions_SK), *args[1:])
 
     head = model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(keep) if head is not None else None
-    try:
+    with head.register_forward_pre_hook(keep) if head is not None else nullcontext():
         logits = model(**inputs, **no_cache(model)).logits
-    finally:
-        if handle is not None:
-            handle.remove()
     if not picked:
         logits = _pick(of_text(logits, inputs["input_ids"]), positions_SK)
     wide: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -45,12 +42,8 @@ def hidden_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
     """
     seen: list[Tensor] = []
     head = model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0])) if head is not None else None
-    try:
+    with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])) if head is not None else nullcontext():
         logits_at(model, inputs, positions_SK)
-    finally:
-        if handle is not None:
-            handle.remove()
     if not seen:
         raise RequestError("probe is set, but the input of this model's output head cannot be read; leave it out.")
     return _pick(of_text(seen[-1], inputs["input_ids"]), positions_SK)
