@@ -11,7 +11,7 @@ from tezo.models.kinds import Kind
 from tezo.system.errors import RequestError, nearest
 from tezo.tasks.examples import Row, drop, squad
 from tezo.tasks.rows import Format
-from tezo.tasks.wordings import MASK, Choice, FreeText, Hub, OwnOptions, Task, index_of
+from tezo.tasks.wordings import MASK, Choice, FreeText, Hub, OwnOptions, Task, Text, index_of
 
 SUPER_GLUE, GLUE = "aps/super_glue", "nyu-mll/glue"
 
@@ -26,6 +26,11 @@ def small(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
+def filled(template: str) -> Text:
+    """Returns the prompt with the fields of a row in the place of their names in braces."""
+    return template.format_map
+
+
 def pair(first: str, second: str, words: tuple[str, ...]) -> Choice:
     """Makes RoBERTa's prompt for two sentences: "first?<mask>, second", without the last character of the first."""
     return Choice(lambda row: f"{row[first][:-1]}?{MASK}, {small(row[second])}", words)
@@ -34,7 +39,7 @@ def pair(first: str, second: str, words: tuple[str, ...]) -> Choice:
 def premise_and_hypothesis(words: tuple[str, ...]) -> dict[Kind, Format]:
     """Words natural language inference, for masked models and encoders."""
     described = {" Yes": "It follows.", " No": "It is false.", " Maybe": "It may be true or false."}
-    both = Choice(lambda row: f"{row['premise']} {row['hypothesis']}", tuple(described[word] for word in words))
+    both = Choice(filled("{premise} {hypothesis}"), tuple(described[word] for word in words))
     return {"masked": pair("premise", "hypothesis", words), "encoder": both}
 
 
@@ -79,110 +84,66 @@ TERRIBLE_GREAT = (" terrible", " great")
 ENTAILMENT = (" Yes", " Maybe", " No")
 
 CAUSAL = (
-    Task(
-        "sst2", Hub("stanfordnlp/sst2"),
-        {
-            "causal": Choice(lambda row: f"{row['sentence'].strip()} It was", TERRIBLE_GREAT),
-            **sentiment("sentence", TERRIBLE_GREAT),
-        },
-    ),
-    Task(
-        "rte", Hub(SUPER_GLUE, "rte"),
-        {
-            "causal": Choice(
-                lambda row: f'{row["premise"]}\nDoes this mean that "{row["hypothesis"]}" is true? Yes or No?\n', YES_NO
-            ),
-            **premise_and_hypothesis((" Yes", " No")),
-        },
-    ),
-    Task(
-        "cb", Hub(SUPER_GLUE, "cb"),
-        {
-            "causal": Choice(
-                lambda row: f'Suppose {row["premise"]} Can we infer that "{row["hypothesis"]}"? Yes, No, or Maybe?\n',
-                ("Yes", "No", "Maybe"),
-            )
-        },
-        num_dev=100,
-    ),
+    Task("sst2", Hub("stanfordnlp/sst2"), {
+        "causal": Choice(lambda row: f"{row['sentence'].strip()} It was", TERRIBLE_GREAT),
+        **sentiment("sentence", TERRIBLE_GREAT),
+    }),
+    Task("rte", Hub(SUPER_GLUE, "rte"), {
+        "causal": Choice(filled('{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n'), YES_NO),
+        **premise_and_hypothesis((" Yes", " No")),
+    }),
+    Task("cb", Hub(SUPER_GLUE, "cb"), {
+        "causal": Choice(
+            filled('Suppose {premise} Can we infer that "{hypothesis}"? Yes, No, or Maybe?\n'), ("Yes", "No", "Maybe")
+        ),
+    }, num_dev=100),
     Task("boolq", Hub(SUPER_GLUE, "boolq"), {
-            "causal": Choice(
-                lambda row: f"{row['passage']} {capital(row['question'].removesuffix('?'))}?\n", NO_YES
-            )
-        }),
-    Task(
-        "wsc", Hub(SUPER_GLUE, "wsc.fixed"),
-        {
-            "causal": Choice(
-                lambda row: (
-                    f'{row["text"]}\nIn the previous sentence, does the pronoun "{row["span2_text"].lower()}" refer to '
-                    f"{row['span1_text']}? Yes or No?\n"
-                ),
-                NO_YES,
-            )
-        },
-    ),
-    Task(
-        "wic", Hub(SUPER_GLUE, "wic"),
-        {
-            "causal": Choice(
-                lambda row: (
-                    f'Does the word "{row["word"]}" have the same meaning in these two sentences? Yes, No?\n'
-                    f"{row['sentence1']}\n{row['sentence2']}\n"
-                ),
-                NO_YES,
-            )
-        },
-    ),
-    Task(
-        "multirc", Hub(SUPER_GLUE, "multirc"),
-        {
-            "causal": Choice(
-                lambda row: (
-                    f"{row['paragraph']}\nQuestion: {row['question']}\n"
-                    f'I found this answer "{row["answer"]}". Is that correct? Yes or No?\n'
-                ),
-                NO_YES,
-            )
-        },
-    ),
-    Task(
-        "copa", Hub(SUPER_GLUE, "copa"),
-        {"causal": OwnOptions(_copa, _copa_options, lambda row: [index_of(row, "label", 2)], kept=("question",))},
-        num_dev=100,
-    ),
-    Task(
-        "record", Hub(SUPER_GLUE, "record"),
-        {"causal": OwnOptions(
-                lambda row: row["passage"].replace("@highlight\n", "- ") + "\n-",
-                lambda row: [" " + row["query"].replace("@placeholder", e) for e in row.value("entities", list)],
-                _record_right,
-                lambda row: row.value("entities", list),
-            )},
-        measures=(squad,),
-    ),
-    Task(
-        "squad", Hub("rajpurkar/squad"),
-        {
-            "causal": FreeText(
-                lambda row: f"Title: {row['title']}\nContext: {row['context']}\nQuestion: {row['question']}\nAnswer:",
-                lambda row: _texts(row, "answers", "text"),
-            )
-        },
-        metric="f1",
-        measures=(squad,),
-    ),
-    Task(
-        "drop", Hub("ucinlp/drop"),
-        {
-            "causal": FreeText(
-                lambda row: f"Passage: {row['passage']}\nQuestion: {row['question']}\nAnswer:",
-                lambda row: _texts(row, "answers_spans", "spans"),
-            )
-        },
-        metric="f1",
-        measures=(squad, drop),
-    ),
+        "causal": Choice(lambda row: f"{row['passage']} {capital(row['question'].removesuffix('?'))}?\n", NO_YES),
+    }),
+    Task("wsc", Hub(SUPER_GLUE, "wsc.fixed"), {
+        "causal": Choice(
+            lambda row: f'{row["text"]}\nIn the previous sentence, does the pronoun "{row["span2_text"].lower()}" '
+                        f"refer to {row['span1_text']}? Yes or No?\n",
+            NO_YES,
+        ),
+    }),
+    Task("wic", Hub(SUPER_GLUE, "wic"), {
+        "causal": Choice(
+            filled('Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n'
+                   "{sentence1}\n{sentence2}\n"),
+            NO_YES,
+        ),
+    }),
+    Task("multirc", Hub(SUPER_GLUE, "multirc"), {
+        "causal": Choice(
+            filled("{paragraph}\nQuestion: {question}\n"
+                   'I found this answer "{answer}". Is that correct? Yes or No?\n'),
+            NO_YES,
+        ),
+    }),
+    Task("copa", Hub(SUPER_GLUE, "copa"), {
+        "causal": OwnOptions(_copa, _copa_options, lambda row: [index_of(row, "label", 2)], kept=("question",)),
+    }, num_dev=100),
+    Task("record", Hub(SUPER_GLUE, "record"), {
+        "causal": OwnOptions(
+            lambda row: row["passage"].replace("@highlight\n", "- ") + "\n-",
+            lambda row: [" " + row["query"].replace("@placeholder", name) for name in row.value("entities", list)],
+            _record_right,
+            lambda row: row.value("entities", list),
+        ),
+    }, measures=(squad,)),
+    Task("squad", Hub("rajpurkar/squad"), {
+        "causal": FreeText(
+            filled("Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer:"),
+            lambda row: _texts(row, "answers", "text"),
+        ),
+    }, metric="f1", measures=(squad,)),
+    Task("drop", Hub("ucinlp/drop"), {
+        "causal": FreeText(
+            filled("Passage: {passage}\nQuestion: {question}\nAnswer:"),
+            lambda row: _texts(row, "answers_spans", "spans"),
+        ),
+    }, metric="f1", measures=(squad, drop)),
 )  # fmt: skip
 """Tasks of the paper's tables for OPT and LLaMA."""
 
@@ -198,9 +159,9 @@ MASKED = (
     Task(
         "trec", Hub("CogComp/trec", test="test"),
         {
-            "masked": Choice(lambda row: f"{MASK}: {row['text']}", (
+            "masked": Choice(filled(f"{MASK}: {{text}}"), (
                 " Expression", " Entity", " Description", " Human", " Location", " Number"), "coarse_label"),
-            "encoder": Choice(lambda row: row["text"], (
+            "encoder": Choice(filled("{text}"), (
                 "What does the abbreviation mean?", "What thing is it?", "How is it described?", "Who is it?",
                 "Where is it?", "How many are there?"), "coarse_label"),
         },

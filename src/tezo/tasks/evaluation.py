@@ -1,6 +1,7 @@
 """Evaluation of a model on encoded examples, prediction of answers, and linear probes of frozen models."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,8 +50,8 @@ def evaluate(
     most likely token, given those before); there are no answers to text that is not measured.
 
     Args:
-        model: the model to evaluate.
-        objective: the objective of the model's kind.
+        model: the model.
+        objective: of the model.
         encoded: examples with their answers, or, with a reward, those of `prompt_of`.
         batch_size: examples per batch.
         measures: metrics that compare the answer (best option or greedy continuation) with the references of an
@@ -91,17 +92,9 @@ def measure(
     calibrate: bool = False,
     reward: Reward | None = None,
 ) -> tuple[Metrics, list[str]]:
-    """Returns (metrics, notices for the user) of a model on rows with answers.
+    """Returns (metrics, notices for the user) of a model on rows with answers, which a reward does not need.
 
-    Args:
-        data: format of the rows.
-        loaded: the model.
-        rows: rows with their answers.
-        batch_size: examples per batch.
-        seed: seed of the choice of demonstrations.
-        shots: number of training rows shown, with their answers, before each question.
-        calibrate: see `option_scores`.
-        reward: what is measured in place of the answers, which rows then need not have.
+    `shots` training rows, chosen by `seed`, are shown before each question. See `evaluate` for the metrics.
     """
     form = with_shots(make_format(data, loaded, rows), data, loaded, shots, seed)
     new = reward.max_new_tokens if reward is not None else form.max_new_tokens or 0
@@ -181,13 +174,9 @@ def _by_example(
 def choice_metrics(
     scores: Sequence[Tensor], best: Sequence[int], encoded: Sequence[Encoded], *, shared: bool
 ) -> Metrics:
-    """Returns the metrics "loss", "accuracy" and, if all examples have the same options, "macro_f1".
+    """Returns the metrics "loss", "accuracy" and, if all examples have the same options (`shared`), "macro_f1".
 
-    Args:
-        scores: for each example the scores of its options.
-        best: for each example the index of its best option.
-        encoded: the examples, with their labels.
-        shared: whether all examples have the same options.
+    `scores` and `best` hold for each example the scores of its options and the index of the best one.
     """
     labels = [e.example.label for e in encoded]
     loss = sum(-float(row.log_softmax(0)[label]) for row, label in zip(scores, labels, strict=True))
@@ -240,12 +229,9 @@ def _check_scores(highest: Tensor, model: Any) -> None:
 
 def macro_f1(predictions: Sequence[int], labels: Sequence[int | None]) -> float:
     """Returns the mean of the F1 scores of the labels that occur among predictions or labels."""
-    classes = sorted({c for c in (*predictions, *labels) if c is not None})
-    pairs = list(zip(predictions, labels, strict=True))
-    scores = []
-    for c in classes:
-        hits = sum(p == c and t == c for p, t in pairs)
-        scores.append(2 * hits / (sum(p == c for p, _ in pairs) + sum(t == c for _, t in pairs)))
+    said, true = Counter(predictions), Counter(label for label in labels if label is not None)
+    hits = Counter(p for p, t in zip(predictions, labels, strict=True) if p == t)
+    scores = [2 * hits[c] / (said[c] + true[c]) for c in sorted({*said, *true})]
     return sum(scores) / len(scores)
 
 
@@ -254,15 +240,7 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
     """Fits a linear probe, logistic regression on features of the frozen model, to the training rows.
 
     Returns (metrics on the test rows, or the dev rows if there are none; number of "train" and "test" rows).
-
-    Args:
-        data: the rows; they must share their options.
-        loaded: the model; it is only read.
-        batch_size: examples per forward pass.
-        seed: seed of the choice of rows.
-
-    Raises:
-        RequestError: the rows have no labels in common.
+    `RequestError`: the rows have no labels in common.
     """
     splits = read_splits(data)
     form = make_format(data, loaded, splits.train)

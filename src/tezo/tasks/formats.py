@@ -43,7 +43,7 @@ _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
 """A field in a template. Braces around anything else, such as JSON, are plain text."""
 
 
-def label_in(row: Row, name: str) -> str:
+def _label_in(row: Row, name: str) -> str:
     """Returns the label of a row; `RequestError` if it is missing, a number with decimals or several labels."""
     own, value = row.column(name), row.get(name)
     if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one of them is missing
@@ -68,7 +68,7 @@ def _names_of_classes(row: Row, name: str) -> Sequence[str]:
 
 def _class_in(row: Row, name: str) -> str:
     """Returns the label of a row, by its name where the data set has names; `RequestError` if none fits its number."""
-    label, names = label_in(row, name), _names_of_classes(row, name)
+    label, names = _label_in(row, name), _names_of_classes(row, name)
     if not names or label in names:
         return label
     if not label.isdecimal() or int(label) >= len(names):
@@ -111,7 +111,7 @@ class LabelFormat(Format):
                 prompt += text_in(row, piece)
         if not answered:
             return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels)
-        label = label_in(row, self.label)
+        label = _label_in(row, self.label)
         if label not in self.words:  # the words are given by the numbers of the classes, or else by their names
             label = _class_in(row, self.label)
         if label not in self.words:
@@ -126,14 +126,9 @@ class LabelFormat(Format):
 def choose_format(
     rows: Sequence[Row], kind: Kind, data: DataConfig, render: RenderChat, classes: Sequence[str] = ()
 ) -> Format:
-    """Returns the format of `rows`.
+    """Returns the format of training rows, which must contain every label unless `data.label_words` names the labels.
 
-    Args:
-        rows: training rows; they must contain every label unless `data.label_words` names the labels.
-        kind: kind of the model.
-        data: field names, shape and template.
-        render: renders messages into a prompt.
-        classes: classes of a classifier, in the order of its logits.
+    `classes`: those of a classifier, in the order of its logits.
 
     Raises:
         RequestError: no shape fits, or the model does not support the shape or the template.
@@ -270,7 +265,7 @@ def _words_of(rows: Sequence[Row], label: str, classes: Sequence[str]) -> dict[s
     names = _names_of_classes(rows[0], label)
     if names:  # a classifier without names of its classes has those of transformers
         return by_index if all(n == f"LABEL_{i}" for i, n in enumerate(classes)) else _matched(names, classes)
-    given = {label_in(row, label) for row in rows if row.column(label) is not None}
+    given = {_label_in(row, label) for row in rows if row.column(label) is not None}
     return by_index if given <= set(by_index) and not given <= set(classes) else {name: name for name in classes}
 
 
@@ -289,7 +284,7 @@ def _matched(names: Sequence[str], classes: Sequence[str]) -> dict[str, str]:
 def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
     by_look: dict[str, str] = {}
     for row in rows:
-        name = label_in(row, label)
+        name = _label_in(row, label)
         if not visible(name):
             raise RequestError(f"{row.where}: the label is empty; fill it in, or remove the row.")
         if by_look.setdefault(visible(name), name) != name:

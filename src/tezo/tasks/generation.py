@@ -57,15 +57,8 @@ def completions(
     """Returns the completion of each prompt, in order, up to what ends it.
 
     A completion of text is what follows the prompt, to the space. Messages, and answers of one line, are without
-    surrounding spaces, which templates and tasks put there. The objective counts those that are cut.
-
-    Args:
-        model: a causal model.
-        objective: its objective.
-        encoded: examples; their answers are not looked at.
-        batch_size: examples per batch.
-        max_new_tokens: maximum length of a completion in tokens.
-        sampling: None: greedy.
+    surrounding spaces, which templates and tasks put there. The objective counts those that are cut at `max_new_tokens`
+    tokens. Without `sampling` it is greedy.
     """
     found = [""] * len(encoded)
     base = base_of(model)

@@ -120,10 +120,7 @@ def kind_of_file(path: Path) -> str | None:
 def file_rows(path: Path, key: str, name: str | None = None) -> list[Row]:
     """Reads all rows of a file, in order.
 
-    Args:
-        path: the file.
-        key: the setting that it comes from, for messages.
-        name: what it is called in the places of its rows; None: by its name alone.
+    `key` is the setting that it comes from; `name` what the file is called in the places of its rows.
 
     Raises:
         RequestError: the file cannot be read, is not UTF-8 or of an unknown kind, or a line is invalid.

@@ -25,12 +25,8 @@ def read_rows(
 ) -> list[Row]:
     """Reads all rows of `source`, in an order that depends on nothing but the names of its files.
 
-    Args:
-        source: a file, a folder or a pattern (data/*.jsonl) of files, or the name of a data set on the hub.
-        key: the setting that `source` comes from, for messages.
-        split: split of a hub data set.
-        subset: configuration name of a hub data set.
-        first: of a hub data set, stream so many rows from its beginning; None: download all.
+    It is a file, a folder or a pattern (data/*.jsonl) of files, or the name of a data set on the hub, of which `split`
+    of the configuration `subset` is read: the `first` rows are streamed, or, if None, all are downloaded.
 
     Raises:
         RequestError: the file is missing, empty, not UTF-8 or of an unknown kind, or a line is invalid.

@@ -73,11 +73,7 @@ def make_objective(data: DataConfig, loaded: LoadedModel, form: Format, max_new_
 def render_chat(tokenizer: Any, messages: Messages, *, tools: Messages | None = None, whole: bool = False) -> str:
     """Returns the prompt for the next message, by the tokenizer's chat template; `RequestError` if it has none.
 
-    Args:
-        tokenizer: of the model.
-        messages: before the next one.
-        tools: descriptions of the functions that may be called.
-        whole: the conversation as it stands, without the opening of a next message.
+    `whole`: the conversation as it stands, without the opening of a next message.
     """
     if tokenizer.chat_template is None:
         raise RequestError(

@@ -45,17 +45,10 @@ def parts(rows: Sequence[T], counts: Sequence[int], seed: int, name: str) -> lis
 def per_class(
     labels: Sequence[int | None], counts: Sequence[int], names: Sequence[str], seed: int, *, fewer: bool = False
 ) -> list[list[int]]:
-    """Returns, for each of several disjoint random parts, the indices of its rows, ascending.
+    """Returns the indices of rows, ascending, of disjoint random parts with `counts` rows of each label.
 
-    Args:
-        labels: labels of the rows, as indices into `names`.
-        counts: for each part, its number of rows per label.
-        names: names of the labels.
-        seed: seed of the draw.
-        fewer: if a label has too few rows, divide them among the parts in proportion; otherwise that is an error.
-
-    Raises:
-        RequestError: a label has too few rows, and `fewer` is False.
+    `labels` are indices into `names`. Too few rows of a label are a `RequestError`, or, with `fewer`, divided among the
+    parts in proportion.
     """
     chosen: list[list[int]] = [[] for _ in counts]
     total = sum(counts)
@@ -87,15 +80,8 @@ def hold_out_of_groups(
 ) -> tuple[list[T], list[T]]:
     """Returns (kept rows, held-out rows), with the groups in proportion in both.
 
-    Args:
-        rows: the rows to draw from.
-        groups: the group of each row, such as its label.
-        count: number of rows to hold out; None: a tenth, at least `LEAST_HELD_OUT` or `SHARE_OF_FEW` of the rows, and
-            at most `MOST_HELD_OUT`.
-        seed: seed of the draw.
-
-    Raises:
-        RequestError: there are too few rows.
+    `count` rows are held out; None: a tenth, at least `LEAST_HELD_OUT` or `SHARE_OF_FEW` of the rows, and at most
+    `MOST_HELD_OUT`. Too few rows are a `RequestError`.
     """
     if count is None:
         least = min(LEAST_HELD_OUT, round(SHARE_OF_FEW * len(rows)))
@@ -146,9 +132,7 @@ class Splits:
 def read_splits(data: DataConfig, objects: Mapping[str, Rows] | None = None) -> Splits:
     """Reads all rows that the settings name; `divide` chooses among them.
 
-    Args:
-        data: has `IN_MEMORY` in the place of each part that is in memory.
-        objects: those parts, by "train", "dev" and "test".
+    `objects`: the parts that are in memory, by "train", "dev" and "test"; `data` has `IN_MEMORY` in their place.
 
     Raises:
         RequestError: a setting is of rows from another source, or the rows do not fit.
@@ -268,13 +252,7 @@ def _drawn_dev(rows: list[Row], data: DataConfig, seed: int) -> list[Row]:
 
 
 def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
-    """Chooses the rows that are used.
-
-    Args:
-        rows: result of `read_splits`.
-        form: format of the rows; its labels are those of data.per_class.
-        data: data settings, with the numbers of rows.
-        seed: seed of the training and dev rows; the test rows do not depend on it.
+    """Chooses the training and dev rows that are used, by the seed, of those that `read_splits` returned.
 
     Raises:
         RequestError: there are too few rows, and data.allow_fewer is not set.

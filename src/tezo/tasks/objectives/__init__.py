@@ -18,12 +18,9 @@ _OBJECTIVES: dict[Kind, Callable[..., Objective]] = {
 
 
 def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int | None = None) -> Objective:
-    """Returns the objective for a model of this kind.
+    """Returns the objective of a model; `options` are those of labelled examples, empty for free text.
 
-    Args:
-        loaded: the model.
-        options: options of labelled examples; empty for free text.
-        max_length: maximum sequence length in tokens; None: the model's maximum.
+    `max_length`: maximum sequence length in tokens; None: the model's maximum.
     """
     length = min(max_length or loaded.max_length, loaded.max_length)
     head = (loaded.classes,) if loaded.classes else ()

@@ -75,12 +75,9 @@ def like_lengths(lengths: Sequence[int], rows: Sequence[int], device: torch.devi
 
 @dataclass(frozen=True)
 class Encoded:
-    """An example in tokens.
+    """An example in tokens: `sequences` of ids, one per option or a single one.
 
-    Attributes:
-        sequences: token ids; one sequence per option, or a single one.
-        answers: for each sequence, the number of tokens at its end that are the answer (causal models).
-        example: the example.
+    `answers`: for each sequence, the number of tokens at its end that are the answer (causal models).
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -100,12 +97,9 @@ class Encoded:
 
 @dataclass
 class Cuts:
-    """Count of texts that the model does not get as they are.
+    """Count of texts (`rows`) that the model does not get as they are, with the places of the first three.
 
-    Attributes:
-        rows: number of texts.
-        tokens: number of tokens that were cut, stand for what is unknown, or are not whole where an answer begins.
-        examples: places of the first three, for messages.
+    `tokens`: those that were cut, stand for what is unknown, or are not whole where an answer begins.
     """
 
     rows: int = 0
@@ -141,7 +135,7 @@ class Terms:
 
 
 class Objective(ABC):
-    """Conversion of examples into batches, and of batches into losses and scores.
+    """Conversion of examples into batches on a device, and of batches into losses and scores.
 
     Args:
         tokenizer: tokenizer of the model.
