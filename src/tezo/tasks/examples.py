@@ -166,6 +166,7 @@ class Example:
         return self.names[option] if self.names else self.options[option].strip()
 
     def is_right(self, option: int) -> bool:
+        """Whether an option is correct."""
         return option in (self.right or (self.label,))
 
 

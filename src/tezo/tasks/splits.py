@@ -126,6 +126,7 @@ class Splits:
     notices: tuple[str, ...] = ()
 
     def noted(self, notice: str) -> "Splits":
+        """Returns the rows with one notice more."""
         return replace(self, notices=(*self.notices, notice))
 
 

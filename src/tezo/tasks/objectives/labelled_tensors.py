@@ -18,11 +18,11 @@ NOT_COUNTED = -100
 
 
 class LabelledTensors(RowsClosure):
-    """The loss of a language model on a batch with labels, with as little work in a step as can be.
+    """The closure for `optimizer.step` of a language model on a batch with labels.
 
-    It is `model(**batch).loss`, with three differences in how: the output head is applied at the labelled positions
-    only, both signs of a step share a forward pass where that is faster, and an optimizer with
-    `directions="per-example"` gets the loss of each row.
+    `optimizer.step(tezo.closure(model, batch))` is `optimizer.step(lambda: model(**batch).loss)`, up to rounding, in
+    less time: the output head is applied at the labelled positions only, and both signs of a step share a forward pass
+    where that is faster. An optimizer with `directions="per-example"` gets the loss of each row.
 
     Args:
         model: causal or masked language model of transformers.
@@ -82,15 +82,6 @@ class LabelledTensors(RowsClosure):
         return (losses.view(copies, *self._valid_BK.shape) * self._valid_BK.to(losses.device)).sum(2)
 
 
-def closure(model: Any, batch: Mapping[str, Tensor]) -> LabelledTensors:
-    """Returns the closure for `optimizer.step` of a language model on a batch with labels.
-
-    `optimizer.step(tezo.closure(model, batch))` is `optimizer.step(lambda: model(**batch).loss)`, up to rounding, in
-    less time; see `LabelledTensors` for arguments and errors.
-    """
-    return LabelledTensors(model, batch)
-
-
 def _check(batch: Mapping[str, Tensor]) -> None:
     for key in ("input_ids", "labels"):
         if not isinstance(batch.get(key), Tensor):
@@ -107,3 +98,6 @@ def _check(batch: Mapping[str, Tensor]) -> None:
             raise RequestError(
                 f"closure: {key} has no entry for each row of the batch; leave it out, or give its loss."
             )
+
+
+closure = LabelledTensors
