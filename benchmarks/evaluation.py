@@ -41,7 +41,7 @@ def main() -> None:
     together, apart, loss = [], [], []
     for _ in range(arguments.rounds):
         started = time.perf_counter()
-        loss.append(evaluate(model, objective, encoded, arguments.rows)["loss"])
+        loss.append(evaluate(model, objective, encoded, arguments.rows)[0]["loss"])
         between = time.perf_counter()
         loss.append(one_option_at_a_time(model, objective, encoded))
         together.append(between - started)

@@ -5,7 +5,7 @@ from pathlib import Path
 from folders import bpe_tokenizer, saved, settings, tezo, tiny_model, words_tokenizer, write_rows
 
 from tezo.tasks.catalogue import TASKS, example_row, task
-from tezo.tasks.wordings import TaskFormat
+from tezo.tasks.rows import Format
 
 LABEL_WORDS = [
     "terrible", "great", "Yes", "No", "Maybe", "okay",
@@ -16,7 +16,7 @@ LABEL_WORDS = [
 def rows_of(name: str, count: int, first: int = 0) -> list[dict]:
     """Rows of a task that differ in their labels and in a number, from `first` on."""
     row = example_row(name).fields
-    words = next(iter(TASKS[name].wordings.values())).words
+    words = next(iter(TASKS[name].wordings.values())).options
     field = "coarse_label" if name == "trec" else "label"
     labels = {field: len(words) or 2} if field in row else {}
     return [{**row, **{key: i % most for key, most in labels.items()}, "idx": first + i} for i in range(count)]
@@ -48,5 +48,5 @@ def trained(home: Path, name: str, kind: str, output: Path, **values):
     return tezo("train", *flags, "--json", *settings(**named))
 
 
-def form_of(name: str, kind: str) -> TaskFormat:
-    return TaskFormat(task(name), task(name).wording(kind))
+def form_of(name: str, kind: str) -> Format:
+    return task(name).wording(kind)

@@ -35,7 +35,7 @@ def test_any_right_option_counts_and_the_references_measure_its_name():
         example = Example(
             "It was", options[other], options, other, "", names=names, right=indices, references=references
         )
-        found = evaluate(model, objective, [objective.encode(example)], 1, measures=(squad,))
+        found = evaluate(model, objective, [objective.encode(example)], 1, measures=(squad,))[0]
         assert (found["accuracy"], found["exact_match"]) == (hit, hit)
 
 

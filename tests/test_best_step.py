@@ -65,7 +65,7 @@ def tuned_loss(home: Path, run: Path, method: str) -> float:
     form = make_format(settings.data, loaded, rows)
     objective = make_objective(settings.data, loaded, form)
     assert settings.method.name == method
-    return evaluate(loaded.model, objective, [objective.encode(form.example(row)) for row in rows], 64)["loss"]
+    return evaluate(loaded.model, objective, [objective.encode(form.example(row)) for row in rows], 64)[0]["loss"]
 
 
 @pytest.mark.parametrize("method", mostly_slow(["tezo-cadam", "mezo"], "mezo"))

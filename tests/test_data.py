@@ -20,9 +20,10 @@ from folders import (
 
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Row
-from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.formats import choose_format
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.masked import MaskedObjective
+from tezo.tasks.row_files import DataConfig
 from tezo.tasks.row_sources import read_rows
 from tezo.tasks.setup import render_chat
 
@@ -41,7 +42,7 @@ def no_chat(messages: object) -> str:
 
 def label_format(kind: str, rows: list[dict], **fields):
     numbered = [Row(row, f"rows, line {n}") for n, row in enumerate(rows, start=1)]
-    return choose_format(numbered, kind, Fields(**fields), no_chat), numbered
+    return choose_format(numbered, kind, DataConfig(**fields), no_chat), numbered
 
 
 # Reading
@@ -74,7 +75,7 @@ def test_numbers_stand_for_labels_in_every_kind_of_file(tmp_path):
     rows = [{"text": "the film", "label": 1}, {"text": "a meal", "label": 0}]
     for suffix in ("jsonl", "csv", "parquet"):
         found = read_rows(str(write_rows(tmp_path / f"rows.{suffix}", rows)), key="data")
-        form = choose_format(found, "causal", Fields(), no_chat)
+        form = choose_format(found, "causal", DataConfig(), no_chat)
         assert form.labels == ("0", "1")
         assert [form.example(row).label for row in found] == [1, 0]
 
@@ -150,7 +151,7 @@ def test_the_answer_may_be_missing_where_it_is_asked_for():
 def test_a_conversation_is_put_as_the_models_template_has_it(tmp_path):
     tokenizer = words_tokenizer(chat=True)
     rows = [Row(row, "chat") for row in message_rows(1)]
-    form = choose_format(rows, "causal", Fields(), partial(render_chat, tokenizer))
+    form = choose_format(rows, "causal", DataConfig(), partial(render_chat, tokenizer))
     example = form.example(rows[0])
     user, assistant = (message["content"] for message in rows[0].fields["messages"])
     assert tokenizer.chat_template == CHAT_TEMPLATE

@@ -28,7 +28,7 @@ from tezo.models.loading import LoadedModel, from_objects
 from tezo.system.errors import RequestError
 from tezo.tasks.evaluation import evaluate, measure, predict
 from tezo.tasks.examples import Example, Row
-from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.formats import choose_format
 from tezo.tasks.generation import completions
 from tezo.tasks.notices import token_notices
 from tezo.tasks.objectives import objective_for
@@ -57,7 +57,7 @@ def objective_of(tokenizer, model=None, length=60) -> CausalObjective:
 
 def example_of(tokenizer, row: dict, *, answered: bool = True) -> Example:
     rows = [Row(row, "rows, line 1")]
-    form = choose_format(rows, "causal", Fields(), partial(render_chat, tokenizer))
+    form = choose_format(rows, "causal", DataConfig(), partial(render_chat, tokenizer))
     return form.example(rows[0], answered=answered)
 
 
@@ -185,7 +185,7 @@ def test_an_end_that_is_the_padding_is_learnt_and_padding_is_not():
         objective = objective_of(tokenizer, model)
         encoded = [objective.encode(example_of(tokenizer, {"messages": talk})) for talk in talks]
         assert [e.sequences[0][-1] for e in encoded] == tokenizer.convert_tokens_to_ids(["<end>"] * 2)
-        losses.append(evaluate(model, objective, encoded, 2)["loss"])
+        losses.append(evaluate(model, objective, encoded, 2)[0]["loss"])
     assert losses[0] == losses[1]
 
 

@@ -30,7 +30,7 @@ def test_predictions_are_in_order_and_have_the_accuracy_that_is_measured(family,
         best = objective.scores(model, objective.collate(encoded)).argmax(1).tolist()
     assert answers == [example.name_of(i) for example, i in zip(examples, best, strict=True)]
     right = sum(i == example.label for example, i in zip(examples, best, strict=True))
-    metrics = evaluate(model, objective, encoded, batch_size)
+    metrics = evaluate(model, objective, encoded, batch_size)[0]
     assert metrics["accuracy"] == pytest.approx(right / len(encoded))
     with torch.no_grad():
         assert metrics["loss"] == pytest.approx(float(objective.loss(model, *objective.batches(encoded))), rel=1e-5)

@@ -9,7 +9,7 @@ from folders import tiny_model, words_tokenizer
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example, Row, check_answers
-from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.formats import choose_format
 from tezo.tasks.notices import rows_as_read, token_notices
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.setup import make_format, make_objective, render_chat
@@ -39,7 +39,7 @@ def example(row: dict, template: str = PLAIN + OPENED) -> Example:
     tokenizer = words_tokenizer()
     tokenizer.chat_template = template
     rows = [Row(row, "rows, line 1")]
-    return choose_format(rows, "causal", Fields(), partial(render_chat, tokenizer)).example(rows[0])
+    return choose_format(rows, "causal", DataConfig(), partial(render_chat, tokenizer)).example(rows[0])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 from tezo.tasks.evaluation import evaluate, predict
 from tezo.tasks.examples import Example
 from tezo.tasks.notices import token_notices
-from tezo.tasks.objectives.batch import MOST_TOKENS, packed_row, takes_packed, tree_mask
+from tezo.tasks.objectives.batch import MOST_TOKENS, packed_tree, takes_packed, tree_mask
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.objective import like_lengths
 
@@ -82,7 +82,7 @@ def test_packed_scores_and_losses_are_those_of_plain_rows(family, options, atten
         batch = packing.collate(some)
         assert len(batch.input_ids_RL) == len(some)
         same(packing.scores(model, batch), plain.scores(model, plain.collate(some)))
-    assert len({len(packing.rows([one])[0][0].tokens) for one in encoded}) > 1, "no row is padded"
+    assert len({len(packing.trees([one])[0][0].tokens) for one in encoded}) > 1, "no row is padded"
     expected = plain.loss(model, plain.collate(encoded))
     same(packing.loss(model, packing.collate(encoded)), expected)
     same(packing.loss(model, *packing.batches(encoded)), expected)
@@ -139,8 +139,8 @@ def test_a_model_that_drops_tokens_at_random_is_not_trusted():
 def test_rows_longer_than_a_sliding_window_stay_plain():
     model, packing, plain, encoded = pair("mistral", SETS["unequal"], sliding_window=14)
     assert packing.packs
-    assert {len(packing.rows([one])[0]) == 4 for one in encoded} == {False, True}
-    assert all(len(row.tokens) <= 14 or len(own) == 4 for one in encoded for own in packing.rows([one]) for row in own)
+    assert {len(packing.trees([one])[0]) == 4 for one in encoded} == {False, True}
+    assert all(len(row.tokens) <= 14 or len(own) == 4 for one in encoded for own in packing.trees([one]) for row in own)
     assert max(one.length for one in encoded) > 14
     same(packing.scores(model, packing.collate(encoded)), plain.scores(model, plain.collate(encoded)))
 
@@ -178,13 +178,13 @@ def test_parts_of_like_length_are_cut_by_the_rows_that_are_run():
     for batch in packing.batches(encoded * 4):
         lengths = (batch.ends_RL > 0).sum(1)
         assert batch.input_ids_RL.shape == (batch.shape_BO[0], lengths.max())
-    costs = like_lengths([len(own[0].tokens) for own in packing.rows(encoded * 40)], [1] * (40 * len(encoded)), CPU)
+    costs = like_lengths([len(own[0].tokens) for own in packing.trees(encoded * 40)], [1] * (40 * len(encoded)), CPU)
     assert [batch.shape_BO[0] for batch in packing.batches(encoded * 40)] == [len(part) for part in costs]
 
 
 def test_a_row_is_a_tree():
     first, second, third = (1, 2, 3, 4, 5), (1, 2, 3, 6), (1, 2, 7, 8, 9)
-    row = packed_row([first, second, third], [[1, 2, 3], [1, 2], [1, 2, 3]])
+    row = packed_tree([first, second, third], [[1, 2, 3], [1, 2], [1, 2, 3]])
     assert list(row.tokens) == [1, 2, 3, 4, 7, 8]
     assert list(row.positions) == [0, 1, 2, 3, 2, 3]
     assert list(row.ends) == [6, 6, 4, 4, 6, 6]
@@ -208,7 +208,7 @@ def test_evaluation_and_prediction_pack_of_themselves():
     ]
     assert objective.packs
     labels = torch.tensor([e.example.label for e in encoded])
-    metrics = evaluate(model, objective, encoded, 3)
+    metrics = evaluate(model, objective, encoded, 3)[0]
     assert metrics["loss"] == pytest.approx(float(nn.functional.cross_entropy(scores, labels)), rel=1e-4)
 
 

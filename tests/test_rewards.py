@@ -107,7 +107,7 @@ def test_the_reward_under_perturbation_is_that_of_perturbed_weights(name, temper
         optimizer = METHODS[name].build(model, lr=0.05, rho=0.05, in_forward=in_forward)
         reward = reward_of(temperature)
         for step in range(4):
-            optimizer.step(lambda r=reward, m=model, o=objective, e=encoded, t=step: -r.mean(m, o, e, 3, t))
+            optimizer.step(lambda r=reward, m=model, o=objective, e=encoded, t=step: -r.measure(m, o, e, 3, t)[0])
             probes.append([(probe.loss_plus, probe.loss_minus) for probe in optimizer.last_step.probes])
         optimizer.close()
     assert probes[:4] == probes[4:]
@@ -126,7 +126,7 @@ def test_a_reward_is_the_mean_score_of_what_the_model_writes():
                 break
         text = tokenizer.decode(ids[len(tokenizer(e.example.prompt).input_ids) :], skip_special_tokens=True)
         scores.append(short_words(e.example.prompt, text, e.example.fields))
-    assert reward_of().mean(model, objective, encoded, 4) == pytest.approx(sum(scores) / len(scores))
+    assert reward_of().measure(model, objective, encoded, 4)[0] == pytest.approx(sum(scores) / len(scores))
 
 
 def test_sampling_follows_the_softmax_and_is_a_function_of_seed_step_row_and_place():

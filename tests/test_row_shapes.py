@@ -25,7 +25,7 @@ from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
 from tezo.tasks.evaluation import evaluate, measure
 from tezo.tasks.examples import Example, Row, check_answers
-from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.formats import choose_format
 from tezo.tasks.notices import rows_as_read, token_notices
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.row_files import DataConfig
@@ -44,7 +44,7 @@ SHARED = [
 
 
 def form_of(row: dict, kind: str = "causal", **fields):
-    return choose_format([Row(row, "rows, line 1")], kind, Fields(**fields), partial(render_chat, CHAT))
+    return choose_format([Row(row, "rows, line 1")], kind, DataConfig(**fields), partial(render_chat, CHAT))
 
 
 def example(row: dict, *, answered: bool = True, **fields) -> Example:
@@ -90,7 +90,7 @@ def test_the_shape_goes_by_the_fields():
     more = label_rows(2)
     for shape, row in shapes.items():
         rows = [Row(row, "rows, line 1"), *(Row(other, "rows, line 2") for other in more if shape == "label")]
-        assert choose_format(rows, "causal", Fields(), str).shape == shape
+        assert choose_format(rows, "causal", DataConfig(), str).shape == shape
     words = {"label_words": {"good": "good", "bad": "bad"}}
     assert form_of({"text": "a film"}, **words).shape == "label", "a row without its label, which is asked for"
 
@@ -233,7 +233,7 @@ def test_the_loss_of_a_text_is_the_mean_over_all_tokens_after_the_first(family):
         counts += own.answers[0]
     with torch.no_grad():
         assert float(objective.loss(model, objective.collate(encoded))) == pytest.approx(sums / counts, rel=1e-5)
-    assert evaluate(model, objective, encoded, 2)["loss"] == pytest.approx(sums / counts, rel=1e-5)
+    assert evaluate(model, objective, encoded, 2)[0]["loss"] == pytest.approx(sums / counts, rel=1e-5)
 
 
 def test_a_text_that_is_too_long_keeps_its_beginning_and_an_empty_one_is_refused():
@@ -320,7 +320,7 @@ def test_prompt_and_answer_are_the_beginning_of_what_the_template_writes(templat
     if template is STRIPPED:
         said["content"] = "\n fine "
     row = Row({"messages": [QUESTION, said]}, "rows, line 1")
-    form = choose_format([row], "causal", Fields(), partial(render_chat, tokenizer))
+    form = choose_format([row], "causal", DataConfig(), partial(render_chat, tokenizer))
     found = form.example(row)
     assert (found.prompt, found.answer) == (prompt, answer)
     assert form.example(row, answered=False).prompt == prompt
@@ -332,7 +332,7 @@ def test_what_a_template_leaves_out_is_refused():
     tokenizer = words_tokenizer()
     tokenizer.chat_template = TURN.replace("%}<{{", "if m.role in ('user', 'assistant') %}<{{") + OPENED
     rows = [Row({"messages": [{"role": "developer", "content": "be kind"}, QUESTION, ANSWER]}, "rows, line 1")]
-    form = choose_format(rows, "causal", Fields(), partial(render_chat, tokenizer))
+    form = choose_format(rows, "causal", DataConfig(), partial(render_chat, tokenizer))
     with pytest.raises(RequestError, match=r"line 1: .* leaves out messages of the role 'developer'"):
         form.example(rows[0])
 
@@ -342,7 +342,7 @@ def test_where_a_template_cannot_be_tried_the_answer_is_what_was_said(more):
     tokenizer = words_tokenizer()
     tokenizer.chat_template = TURN.replace("%}<", f"%}}{more}<").replace("m.content", "m.content | upper") + OPENED
     row = Row({"messages": [message | {"name": "x"} for message in (QUESTION, ANSWER)]}, "rows, line 1")
-    form = choose_format([row], "causal", Fields(), partial(render_chat, tokenizer))
+    form = choose_format([row], "causal", DataConfig(), partial(render_chat, tokenizer))
     assert form.example(row).answer == "fine"
 
 
@@ -356,7 +356,7 @@ def test_a_thought_that_the_prompt_opens_is_neither_opened_twice_nor_left_open()
         Row({"messages": [QUESTION, {"role": "assistant", "content": text}]}, "rows, line 1")
         for text in ("<think>\na film</think>fine", "a film</think>fine", "fine")
     ]
-    form = choose_format(rows, "causal", Fields(), partial(render_chat, tokenizer))
+    form = choose_format(rows, "causal", DataConfig(), partial(render_chat, tokenizer))
     for row in rows[:2]:
         assert form.example(row).answer == "a film</think>fine"
         assert form.example(row).prompt.endswith("<assistant><think>\n")
@@ -409,7 +409,7 @@ def test_a_notice_says_where_an_answer_has_characters_that_the_tokenizer_does_no
 def test_measurements_are_no_labels_and_a_few_numbers_are():
     def labels(count):
         rows = [Row({"text": f"row {i}", "label": f"{i}.5"}, f"rows, line {i}") for i in range(count)]
-        return choose_format(rows, "causal", Fields(), str).labels
+        return choose_format(rows, "causal", DataConfig(), str).labels
 
     assert len(labels(10)) == 10
     with pytest.raises(RequestError, match="labels are 30 numbers with decimals"):

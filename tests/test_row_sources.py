@@ -18,7 +18,7 @@ from folders import label_rows, model_folder, read_jsonl, refused, settings, tez
 from tezo.runs.step_log import read_header
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Row
-from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.formats import choose_format
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.row_sources import read_rows
 from tezo.tasks.splits import read_splits, rows_of
@@ -216,7 +216,7 @@ def test_numbers_of_classes_have_their_names_wherever_the_set_is(tmp_path, monke
     others = {"memory": NAMED, "streamed": NAMED.to_iterable_dataset(), "torch": NAMED.with_format("torch")}
     rows = rows_of(str(by_name[source]) if source in by_name else others[source], "data")
     assert [row.fields for row in rows] == PLAIN, "the rows keep their numbers, which tasks and predict need"
-    form = choose_format(rows, "causal", Fields(), str)
+    form = choose_format(rows, "causal", DataConfig(), str)
     assert form.labels == ("dull", "bright") and [form.example(row).answer for row in rows] == [" bright", " dull"]
 
 
@@ -225,7 +225,7 @@ def test_numbers_of_classes_have_their_names_wherever_the_set_is(tmp_path, monke
 )
 def test_label_words_may_be_of_the_numbers_or_the_names_of_classes(words):
     rows = rows_of(NAMED, "data")
-    form = choose_format(rows, "causal", Fields(label_words=words), str)
+    form = choose_format(rows, "causal", DataConfig(label_words=words), str)
     assert [form.example(row).answer for row in rows] == [" warm", " cold"]
 
 
@@ -233,7 +233,7 @@ def test_a_classifiers_classes_are_found_by_the_names_of_the_sets_classes():
     rows = rows_of(NAMED, "data")
 
     def answers(*classes: str) -> list[str]:
-        form = choose_format(rows, "classifier", Fields(), str, classes)
+        form = choose_format(rows, "classifier", DataConfig(), str, classes)
         return [form.example(row).answer for row in rows]
 
     assert answers("Bright", "Dull") == ["Bright", "Dull"], "the numbers of the head are others"
@@ -244,11 +244,11 @@ def test_a_classifiers_classes_are_found_by_the_names_of_the_sets_classes():
 
 def test_a_row_that_no_one_has_labelled_is_refused_in_a_sentence():
     rows = rows_of(datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, -1]}, features=NAMED.features), "data")
-    form = choose_format(rows, "causal", Fields(), str)
+    form = choose_format(rows, "causal", DataConfig(), str)
     with pytest.raises(RequestError, match=r"data, row 2: the label is -1, .* without a label; .*dull, bright"):
         form.example(rows[1])
     assert form.example(rows[1], answered=False).label is None
-    form = choose_format(rows_of(NUMBERED, "data"), "causal", Fields(), str)
+    form = choose_format(rows_of(NUMBERED, "data"), "causal", DataConfig(), str)
     with pytest.raises(RequestError, match=r"'-1' is unknown, .* without a label"):
         form.example(Row({"text": "a", "label": -1}, "test, row 1"))
 

@@ -9,7 +9,7 @@ from folders import write_rows
 from task_folders import form_of, rows_of, write_task
 
 from tezo.system.errors import RequestError
-from tezo.tasks.formats import Fields, choose_format
+from tezo.tasks.formats import choose_format
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.splits import divide, evaluation_rows, read_splits
 
@@ -88,7 +88,7 @@ def test_rows_that_are_trained_on_and_evaluated_on_are_counted(tmp_path):
     def notices(**data):
         config = DataConfig(train=str(tmp_path / "train.jsonl"), **data)
         found = read_splits(config)
-        return divide(found, choose_format(found.train, "causal", Fields(), None), config, 0).notices
+        return divide(found, choose_format(found.train, "causal", DataConfig(), None), config, 0).notices
 
     (notice,) = notices(dev=str(tmp_path / "dev.jsonl"), test=str(tmp_path / "test.jsonl"))
     assert notice.startswith("3 of the 5 dev and test rows are training rows too")

@@ -8,8 +8,7 @@ import pytest
 
 from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import CAUSAL, MASKED, TASKS, example_row, task
-from tezo.tasks.examples import Row, drop_exact_and_f1, exact_and_f1, normalized
-from tezo.tasks.wordings import TaskFormat
+from tezo.tasks.examples import Row, drop, normalized, squad
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDENS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(GOLDEN.glob("*.json"))}
@@ -22,7 +21,7 @@ CASES = [
 
 
 def format_of(name, kind):
-    return TaskFormat(task(name), task(name).wording(kind))
+    return task(name).wording(kind)
 
 
 def shown(example, kind):
@@ -131,7 +130,7 @@ def test_a_task_is_refused_for_a_kind_of_model_it_has_no_words_for():
     ],
 )
 def test_exact_match_and_f1_as_squad_has_them(said, references, exact, f1):
-    assert exact_and_f1(said, references) == (exact, pytest.approx(f1))
+    assert squad(said, references) == {"exact_match": exact, "f1": pytest.approx(f1)}
     assert normalized("An  apple, the (red) one!") == "apple red one"
 
 
@@ -148,4 +147,4 @@ def test_exact_match_and_f1_as_squad_has_them(said, references, exact, f1):
     ],
 )
 def test_exact_match_and_f1_as_drop_has_them(said, spans, exact, f1):
-    assert drop_exact_and_f1(said, spans) == (exact, f1)
+    assert drop(said, spans) == {"drop_exact_match": exact, "drop_f1": f1}

@@ -128,7 +128,7 @@ class Poisoner(Watcher):
         self.job.model.model.decoder.final_layer_norm.bias.data[0] = value
 
     def dev_loss(self) -> float:
-        return evaluate(self.job.model, self.job.objective, self.job.dev, 64)["loss"]
+        return evaluate(self.job.model, self.job.objective, self.job.dev, 64)[0]["loss"]
 
 
 @pytest.mark.parametrize("method", ["tezo-cadam", "mezo", "lozo"])
@@ -175,7 +175,7 @@ def test_out_of_memory_at_the_first_step_says_what_to_lower(home, tmp_path):
 
     evaluations: list[int] = []
     counter = job.model.register_forward_pre_hook(lambda *_: evaluations.append(1))
-    evaluate(job.model, job.objective, job.test, job.config.train.eval_batch_size)
+    evaluate(job.model, job.objective, job.test, job.config.train.eval_batch_size)[0]
     counter.remove()
     job.model.register_forward_pre_hook(allocate)
     with pytest.raises(RunError) as caught:

@@ -67,7 +67,7 @@ def _description(entry: "Task") -> dict[str, Any]:
         prompt = example.prompt
         if example.slot is not None:
             prompt = f"{prompt[: example.slot]}<mask>{prompt[example.slot :]}"
-        words = [word.strip() for word in wording.words]
+        words = [word.strip() for word in wording.options]
         models[kind] = {"label_words": words, "prompt": prompt, "answer": example.answer}
     return {
         "name": entry.name,
@@ -80,6 +80,6 @@ def _description(entry: "Task") -> dict[str, Any]:
 
 def _answers(entry: "Task") -> str:
     wording = next(iter(entry.wordings.values()))
-    if wording.words:
-        return ", ".join(word.strip() for word in wording.words)
-    return "(free text)" if wording.writes else "(options of each row)"
+    if wording.options:
+        return ", ".join(word.strip() for word in wording.options)
+    return "(free text)" if wording.max_new_tokens else "(options of each row)"

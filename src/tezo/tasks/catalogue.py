@@ -10,51 +10,45 @@ from importlib import resources
 from tezo.models.kinds import Kind
 from tezo.system.errors import RequestError, nearest
 from tezo.tasks.examples import Row, drop, squad
-from tezo.tasks.wordings import MASK, Choice, FreeText, Hub, OwnOptions, Task, Wording, index_of
+from tezo.tasks.rows import Format
+from tezo.tasks.wordings import MASK, Choice, FreeText, Hub, OwnOptions, Task, Text, index_of
 
 SUPER_GLUE, GLUE = "aps/super_glue", "nyu-mll/glue"
 
 
 def capital(text: str) -> str:
-    """The text with an upper-case first letter."""
+    """Returns the text with an upper-case first letter."""
     return text[:1].upper() + text[1:]
 
 
 def small(text: str) -> str:
-    """The text with a lower-case first letter."""
+    """Returns the text with a lower-case first letter."""
     return text[:1].lower() + text[1:]
 
 
+def filled(template: str) -> Text:
+    """Returns the prompt with the fields of a row in the place of their names in braces."""
+    return template.format_map
+
+
 def pair(first: str, second: str, words: tuple[str, ...]) -> Choice:
-    """RoBERTa's prompt for two sentences: "first?<mask>, second", without the last character of the first."""
+    """Makes RoBERTa's prompt for two sentences: "first?<mask>, second", without the last character of the first."""
     return Choice(lambda row: f"{row[first][:-1]}?{MASK}, {small(row[second])}", words)
 
 
-def premise_and_hypothesis(words: tuple[str, ...]) -> dict[Kind, Wording]:
-    """Natural language inference, for masked models and encoders."""
+def premise_and_hypothesis(words: tuple[str, ...]) -> dict[Kind, Format]:
+    """Words natural language inference, for masked models and encoders."""
     described = {" Yes": "It follows.", " No": "It is false.", " Maybe": "It may be true or false."}
-    both = Choice(lambda row: f"{row['premise']} {row['hypothesis']}", tuple(described[word] for word in words))
+    both = Choice(filled("{premise} {hypothesis}"), tuple(described[word] for word in words))
     return {"masked": pair("premise", "hypothesis", words), "encoder": both}
 
 
-def sentiment(text: str, words: tuple[str, ...]) -> dict[Kind, Wording]:
-    """Sentiment, for masked models and encoders; `words` go from negative to positive."""
+def sentiment(text: str, words: tuple[str, ...]) -> dict[Kind, Format]:
+    """Words sentiment, for masked models and encoders; `words` go from negative to positive."""
     return {
         "masked": Choice(lambda row: f"{row[text].strip()} It was{MASK}.", words),
         "encoder": Choice(lambda row: row[text], tuple(f"It was{word}." for word in words)),
     }
-
-
-def _boolq(row: Row) -> str:
-    return f"{row['passage']} {capital(row['question'].removesuffix('?'))}?\n"
-
-
-def _wsc(row: Row) -> str:
-    pronoun = row["span2_text"].lower()
-    return (
-        f'{row["text"]}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {row["span1_text"]}? '
-        "Yes or No?\n"
-    )
 
 
 def _copa(row: Row) -> str:
@@ -69,15 +63,6 @@ def _copa_options(row: Row) -> list[str]:
     return [" " + " ".join([first if first == "I" else first.lower(), *rest]) for first, *rest in choices]
 
 
-def _record(row: Row) -> str:
-    passage = row["passage"].replace("@highlight\n", "- ")
-    return f"{passage}\n-"
-
-
-def _record_options(row: Row) -> list[str]:
-    return [" " + row["query"].replace("@placeholder", entity) for entity in row.value("entities", list)]
-
-
 def _record_right(row: Row) -> list[int]:
     entities = row.value("entities", list)
     right = [entities.index(answer) for answer in row.value("answers", list) if answer in entities]
@@ -86,16 +71,8 @@ def _record_right(row: Row) -> list[int]:
     return right
 
 
-def _squad_references(row: Row) -> Sequence[str]:
-    return _texts(row, "answers", "text")
-
-
-def _drop_references(row: Row) -> Sequence[str]:
-    return _texts(row, "answers_spans", "spans")
-
-
 def _texts(row: Row, field: str, key: str) -> Sequence[str]:
-    """The distinct answers; `RequestError` if there are none."""
+    """Returns the distinct answers; `RequestError` if there are none."""
     texts = row.value(field, dict).get(key)
     if not isinstance(texts, list) or not texts:
         raise RequestError(f"{row.where}: there is no answer in {field!r}; fix or remove that row.")
@@ -107,92 +84,66 @@ TERRIBLE_GREAT = (" terrible", " great")
 ENTAILMENT = (" Yes", " Maybe", " No")
 
 CAUSAL = (
-    Task(
-        "sst2", Hub("stanfordnlp/sst2"),
-        {
-            "causal": Choice(lambda row: f"{row['sentence'].strip()} It was", TERRIBLE_GREAT),
-            **sentiment("sentence", TERRIBLE_GREAT),
-        },
-    ),
-    Task(
-        "rte", Hub(SUPER_GLUE, "rte"),
-        {
-            "causal": Choice(
-                lambda row: f'{row["premise"]}\nDoes this mean that "{row["hypothesis"]}" is true? Yes or No?\n', YES_NO
-            ),
-            **premise_and_hypothesis((" Yes", " No")),
-        },
-    ),
-    Task(
-        "cb", Hub(SUPER_GLUE, "cb"),
-        {
-            "causal": Choice(
-                lambda row: f'Suppose {row["premise"]} Can we infer that "{row["hypothesis"]}"? Yes, No, or Maybe?\n',
-                ("Yes", "No", "Maybe"),
-            )
-        },
-        num_dev=100,
-    ),
-    Task("boolq", Hub(SUPER_GLUE, "boolq"), {"causal": Choice(_boolq, NO_YES)}),
-    Task(
-        "wsc", Hub(SUPER_GLUE, "wsc.fixed"),
-        {"causal": Choice(_wsc, NO_YES)},
-    ),
-    Task(
-        "wic", Hub(SUPER_GLUE, "wic"),
-        {
-            "causal": Choice(
-                lambda row: (
-                    f'Does the word "{row["word"]}" have the same meaning in these two sentences? Yes, No?\n'
-                    f"{row['sentence1']}\n{row['sentence2']}\n"
-                ),
-                NO_YES,
-            )
-        },
-    ),
-    Task(
-        "multirc", Hub(SUPER_GLUE, "multirc"),
-        {
-            "causal": Choice(
-                lambda row: (
-                    f"{row['paragraph']}\nQuestion: {row['question']}\n"
-                    f'I found this answer "{row["answer"]}". Is that correct? Yes or No?\n'
-                ),
-                NO_YES,
-            )
-        },
-    ),
-    Task(
-        "copa", Hub(SUPER_GLUE, "copa"),
-        {"causal": OwnOptions(_copa, _copa_options, lambda row: [index_of(row, "label", 2)], kept=("question",))},
-        num_dev=100,
-    ),
-    Task(
-        "record", Hub(SUPER_GLUE, "record"),
-        {"causal": OwnOptions(_record, _record_options, _record_right, lambda row: row.value("entities", list))},
-        measures=(squad,),
-    ),
-    Task(
-        "squad", Hub("rajpurkar/squad"),
-        {
-            "causal": FreeText(
-                lambda row: f"Title: {row['title']}\nContext: {row['context']}\nQuestion: {row['question']}\nAnswer:",
-                _squad_references,
-            )
-        },
-        metric="f1",
-        measures=(squad,),
-    ),
-    Task(
-        "drop", Hub("ucinlp/drop"),
-        {
-            "causal": FreeText(
-                lambda row: f"Passage: {row['passage']}\nQuestion: {row['question']}\nAnswer:", _drop_references
-            )
-        },
-        metric="f1",
-        measures=(squad, drop),
-    ),
+    Task("sst2", Hub("stanfordnlp/sst2"), {
+        "causal": Choice(lambda row: f"{row['sentence'].strip()} It was", TERRIBLE_GREAT),
+        **sentiment("sentence", TERRIBLE_GREAT),
+    }),
+    Task("rte", Hub(SUPER_GLUE, "rte"), {
+        "causal": Choice(filled('{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n'), YES_NO),
+        **premise_and_hypothesis((" Yes", " No")),
+    }),
+    Task("cb", Hub(SUPER_GLUE, "cb"), {
+        "causal": Choice(
+            filled('Suppose {premise} Can we infer that "{hypothesis}"? Yes, No, or Maybe?\n'), ("Yes", "No", "Maybe")
+        ),
+    }, num_dev=100),
+    Task("boolq", Hub(SUPER_GLUE, "boolq"), {
+        "causal": Choice(lambda row: f"{row['passage']} {capital(row['question'].removesuffix('?'))}?\n", NO_YES),
+    }),
+    Task("wsc", Hub(SUPER_GLUE, "wsc.fixed"), {
+        "causal": Choice(
+            lambda row: f'{row["text"]}\nIn the previous sentence, does the pronoun "{row["span2_text"].lower()}" '
+                        f"refer to {row['span1_text']}? Yes or No?\n",
+            NO_YES,
+        ),
+    }),
+    Task("wic", Hub(SUPER_GLUE, "wic"), {
+        "causal": Choice(
+            filled('Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n'
+                   "{sentence1}\n{sentence2}\n"),
+            NO_YES,
+        ),
+    }),
+    Task("multirc", Hub(SUPER_GLUE, "multirc"), {
+        "causal": Choice(
+            filled("{paragraph}\nQuestion: {question}\n"
+                   'I found this answer "{answer}". Is that correct? Yes or No?\n'),
+            NO_YES,
+        ),
+    }),
+    Task("copa", Hub(SUPER_GLUE, "copa"), {
+        "causal": OwnOptions(_copa, _copa_options, lambda row: [index_of(row, "label", 2)], kept=("question",)),
+    }, num_dev=100),
+    Task("record", Hub(SUPER_GLUE, "record"), {
+        "causal": OwnOptions(
+            lambda row: row["passage"].replace("@highlight\n", "- ") + "\n-",
+            lambda row: [" " + row["query"].replace("@placeholder", name) for name in row.value("entities", list)],
+            _record_right,
+            lambda row: row.value("entities", list),
+        ),
+    }, measures=(squad,)),
+    Task("squad", Hub("rajpurkar/squad"), {
+        "causal": FreeText(
+            filled("Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer:"),
+            lambda row: _texts(row, "answers", "text"),
+        ),
+    }, metric="f1", measures=(squad,)),
+    Task("drop", Hub("ucinlp/drop"), {
+        "causal": FreeText(
+            filled("Passage: {passage}\nQuestion: {question}\nAnswer:"),
+            lambda row: _texts(row, "answers_spans", "spans"),
+        ),
+    }, metric="f1", measures=(squad, drop)),
 )  # fmt: skip
 """Tasks of the paper's tables for OPT and LLaMA."""
 
@@ -208,9 +159,9 @@ MASKED = (
     Task(
         "trec", Hub("CogComp/trec", test="test"),
         {
-            "masked": Choice(lambda row: f"{MASK}: {row['text']}", (
+            "masked": Choice(filled(f"{MASK}: {{text}}"), (
                 " Expression", " Entity", " Description", " Human", " Location", " Number"), "coarse_label"),
-            "encoder": Choice(lambda row: row["text"], (
+            "encoder": Choice(filled("{text}"), (
                 "What does the abbreviation mean?", "What thing is it?", "How is it described?", "Who is it?",
                 "Where is it?", "How many are there?"), "coarse_label"),
         },
@@ -222,17 +173,13 @@ TASKS = {task.name: task for task in (*CAUSAL, *MASKED)}
 
 
 def task(name: str) -> Task:
-    """The task `name`.
-
-    Raises:
-        RequestError: there is no such task.
-    """
+    """Returns the task `name`; `RequestError` if there is none."""
     if name not in TASKS:
         raise RequestError(f"data.task: there is no task {name!r}. " + nearest(name, TASKS))
     return TASKS[name]
 
 
 def example_row(name: str) -> Row:
-    """An example row of the task `name`, written for this project."""
+    """Returns an example row of the task `name`, written for this project."""
     rows = json.loads((resources.files("tezo.tasks") / "examples.json").read_text(encoding="utf-8"))
     return Row(rows[name], "the example")

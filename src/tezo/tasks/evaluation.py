@@ -1,11 +1,8 @@
-"""Evaluation of a model on encoded examples, and prediction of answers.
-
-Linear probing: logistic regression on the features of a frozen model, a baseline for fine-tuning.
-"""
+"""Evaluation of a model on encoded examples, prediction of answers, and linear probes of frozen models."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +27,7 @@ from tezo.tasks.splits import divide, read_splits
 Metrics = dict[str, float]
 
 
+@torch.no_grad()
 def evaluate(
     model: Any,
     objective: Objective,
@@ -41,62 +39,32 @@ def evaluate(
     calibrate: bool = False,
     reward: Reward | None = None,
     step: int = EVALUATION,
-) -> Metrics:
-    """Metrics of a model over all examples.
+) -> tuple[Metrics, list[str]]:
+    """Returns (metrics of a model over all examples, the answer to each as `predict` gives it).
 
-    With a reward: "reward" (mean score of the completions) and "loss" (minus that), nothing else.
+    With a reward: "reward" (mean score of the completions) and "loss" (minus that), and the completions that it scored.
 
     Examples with options: "loss" (mean cross-entropy over the options), "accuracy", and, if all examples have the same
     options, "macro_f1" (mean over the labels that occur among answers or predictions). Free text: "loss" (mean
     negative log-likelihood per answer token, in nats) and "token_accuracy" (fraction of answer tokens that are the
-    most likely token, given those before).
+    most likely token, given those before); there are no answers to text that is not measured.
 
     Args:
-        model: the model to evaluate.
-        objective: the objective of the model's kind.
-        encoded: examples with their answers.
+        model: the model.
+        objective: of the model.
+        encoded: examples with their answers, or, with a reward, those of `prompt_of`.
         batch_size: examples per batch.
         measures: metrics that compare the answer (best option or greedy continuation) with the references of an
             example; their means are returned as well.
         max_new_tokens: maximum length of a continuation in tokens.
         calibrate: see `option_scores`.
-        reward: what is measured in place of the answers; the examples are those of `prompt_of`.
+        reward: what is measured in place of the answers.
         step: whose random numbers the reward samples with.
-    """
-    return evaluate_and_answer(
-        model,
-        objective,
-        encoded,
-        batch_size,
-        measures=measures,
-        max_new_tokens=max_new_tokens,
-        calibrate=calibrate,
-        reward=reward,
-        step=step,
-    )[0]
-
-
-@torch.no_grad()
-def evaluate_and_answer(
-    model: Any,
-    objective: Objective,
-    encoded: Sequence[Encoded],
-    batch_size: int,
-    *,
-    measures: Sequence[Measure] = (),
-    max_new_tokens: int = 0,
-    calibrate: bool = False,
-    reward: Reward | None = None,
-    step: int = EVALUATION,
-) -> tuple[Metrics, list[str]]:
-    """(what `evaluate` returns, the answer to each example as `predict` gives it).
-
-    With a reward the answers are the completions that it scored. There are no answers to text that is not measured.
     """
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if reward is not None:
-            mean, texts = reward.mean_and_completions(model, objective, encoded, batch_size, step)
+            mean, texts = reward.measure(model, objective, encoded, batch_size, step)
             return {"loss": -mean, "reward": mean}, texts
         if encoded[0].example.options:
             scores = option_scores(model, objective, encoded, batch_size, calibrate=calibrate)
@@ -124,35 +92,35 @@ def measure(
     calibrate: bool = False,
     reward: Reward | None = None,
 ) -> tuple[Metrics, list[str]]:
-    """(metrics, notices for the user) of a model on rows with answers.
+    """Returns (metrics, notices for the user) of a model on rows with answers, which a reward does not need.
 
-    Args:
-        data: format of the rows.
-        loaded: the model.
-        rows: rows with their answers.
-        batch_size: examples per batch.
-        seed: seed of the choice of demonstrations.
-        shots: number of training rows shown, with their answers, before each question.
-        calibrate: see `option_scores`.
-        reward: what is measured in place of the answers, which rows then need not have.
+    `shots` training rows, chosen by `seed`, are shown before each question. See `evaluate` for the metrics.
     """
     form = with_shots(make_format(data, loaded, rows), data, loaded, shots, seed)
     new = reward.max_new_tokens if reward is not None else form.max_new_tokens or 0
     objective = make_objective(data, loaded, form, new)
     examples = [form.example(row) if reward is None else prompt_of(form, row) for row in rows]
-    options: dict[str, Any] = {"measures": form.measures, "max_new_tokens": new, "calibrate": calibrate}
     if reward is None:
         check_answers(examples)
     with current().phase(ENCODING):
         encoded = [objective.encode(example) for example in tracked(examples)]
     with current().phase(EVALUATING):
-        metrics = evaluate(loaded.model, objective, encoded, batch_size, reward=reward, **options)
+        metrics, _ = evaluate(
+            loaded.model,
+            objective,
+            encoded,
+            batch_size,
+            measures=form.measures,
+            max_new_tokens=new,
+            calibrate=calibrate,
+            reward=reward,
+        )
     check_finite(metrics, loaded.model)
     return metrics, token_notices(objective)
 
 
 def check_finite(metrics: Metrics, model: Any) -> None:
-    """An error where a metric of a model is NaN or infinite."""
+    """Raises an error where a metric of a model is NaN or infinite."""
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise NonFiniteModelError(f"the model's {name} of these rows", value, model.dtype)
@@ -161,7 +129,7 @@ def check_finite(metrics: Metrics, model: Any) -> None:
 def option_scores(
     model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, *, calibrate: bool = False
 ) -> list[Tensor]:
-    """For each example the scores of its options, (O,) in float64 on the CPU.
+    """Returns for each example the scores of its options, (O,) in float64 on the CPU.
 
     With `calibrate` a score compares the option after the prompt with the option after the null prompt, the prompt
     without the row's own text (surface form competition, Holtzman et al. 2021):
@@ -179,35 +147,36 @@ def option_scores(
         raise RequestError("calibrate is set, but these rows have no prompt without their text; use it with a task "
                            "and a causal model.")  # fmt: skip
     blank = [objective.encode(replace(example, prompt=null or "")) for (null, _), example in nulls.items()]
-    null_scores = _plain_scores(model, objective, blank, batch_size)
-    prior = {key: _sums(row, e) for key, row, e in zip(nulls, null_scores, blank, strict=True)}
-    pairs = zip(scores, encoded, strict=True)
-    return [_sums(row, e) - prior[e.example.null, e.example.options] for row, e in pairs]
+    prior = dict(zip(nulls, _sums(_plain_scores(model, objective, blank, batch_size), blank), strict=True))
+    return [s - prior[e.example.null, e.example.options] for s, e in zip(_sums(scores, encoded), encoded, strict=True)]
 
 
-def _sums(means: Tensor, encoded: Encoded) -> Tensor:
-    """Log-probabilities of whole options from the means over their tokens."""
-    return means * torch.tensor(encoded.answers)
+def _sums(means: Sequence[Tensor], encoded: Sequence[Encoded]) -> list[Tensor]:
+    """Returns the log-probabilities of whole options from the means over their tokens."""
+    return [row * torch.tensor(e.answers) for row, e in zip(means, encoded, strict=True)]
 
 
 def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> list[Tensor]:
-    scores: dict[int, Tensor] = {}
+    tables = _by_example(encoded, batch_size, lambda part: objective.scores(model, objective.collate(part)))
+    return [row[: len(e.example.options)] for row, e in zip(tables, encoded, strict=True)]
+
+
+def _by_example(
+    encoded: Sequence[Encoded], batch_size: int, compute: Callable[[list[Encoded]], Tensor]
+) -> list[Tensor]:
+    """Returns what `compute` gives for each example of a batch, in order, float64 on the CPU."""
+    found: dict[int, Tensor] = {}
     for part in by_length(encoded, batch_size):
-        table = objective.scores(model, objective.collate([encoded[i] for i in part])).double().cpu()
-        scores |= {i: row[: len(encoded[i].example.options)] for i, row in zip(part, table, strict=True)}
-    return [scores[i] for i in range(len(encoded))]
+        found |= zip(part, compute([encoded[i] for i in part]).double().cpu(), strict=True)
+    return [found[i] for i in range(len(encoded))]
 
 
 def choice_metrics(
     scores: Sequence[Tensor], best: Sequence[int], encoded: Sequence[Encoded], *, shared: bool
 ) -> Metrics:
-    """The metrics "loss", "accuracy" and, if `shared`, "macro_f1".
+    """Returns the metrics "loss", "accuracy" and, if all examples have the same options (`shared`), "macro_f1".
 
-    Args:
-        scores: for each example the scores of its options.
-        best: for each example the index of its best option.
-        encoded: the examples, with their labels.
-        shared: whether all examples have the same options.
+    `scores` and `best` hold for each example the scores of its options and the index of the best one.
     """
     labels = [e.example.label for e in encoded]
     loss = sum(-float(row.log_softmax(0)[label]) for row, label in zip(scores, labels, strict=True))
@@ -240,26 +209,16 @@ def _measured(measures: Sequence[Measure], answers: Sequence[str], encoded: Sequ
 def predict(
     model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, max_new_tokens: int
 ) -> list[str]:
-    """The answer to each example, in order: the name of the best option, or for free text the greedy continuation."""
+    """Returns the answer to each example: the name of the best option, or for free text the greedy continuation."""
     objective.adapt(model, encoded)
-    with objective.sharing(model), float32_on_emulating_cpu(model):
-        if not encoded[0].example.options:
-            with current().phase(WRITING), _checked_scores(model):
-                return completions(model, objective, encoded, batch_size, max_new_tokens)
-        with current().phase(WRITING):
+    with objective.sharing(model), float32_on_emulating_cpu(model), current().phase(WRITING):
+        if encoded[0].example.options:
             scores = option_scores(model, objective, encoded, batch_size)
-        _check_scores(torch.stack([row.amax() for row in scores]), model)
-        return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
-
-
-@contextmanager
-def _checked_scores(model: Any) -> Iterator[None]:
-    """While open, scores of the next token that are NaN or infinite raise an error: a token is found in any."""
-    hook = model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model))
-    try:
-        yield
-    finally:
-        hook.remove()
+            _check_scores(torch.stack([row.amax() for row in scores]), model)
+            return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
+        # a token is found among scores of any kind, NaN too
+        with model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model)):
+            return completions(model, objective, encoded, batch_size, max_new_tokens)
 
 
 def _check_scores(highest: Tensor, model: Any) -> None:
@@ -269,30 +228,19 @@ def _check_scores(highest: Tensor, model: Any) -> None:
 
 
 def macro_f1(predictions: Sequence[int], labels: Sequence[int | None]) -> float:
-    """Mean of the F1 scores of the labels that occur among predictions or labels."""
-    classes = sorted({c for c in (*predictions, *labels) if c is not None})
-    pairs = list(zip(predictions, labels, strict=True))
-    scores = []
-    for c in classes:
-        hits = sum(p == c and t == c for p, t in pairs)
-        scores.append(2 * hits / (sum(p == c for p, _ in pairs) + sum(t == c for _, t in pairs)))
+    """Returns the mean of the F1 scores of the labels that occur among predictions or labels."""
+    said, true = Counter(predictions), Counter(label for label in labels if label is not None)
+    hits = Counter(p for p, t in zip(predictions, labels, strict=True) if p == t)
+    scores = [2 * hits[c] / (said[c] + true[c]) for c in sorted({*said, *true})]
     return sum(scores) / len(scores)
 
 
 @torch.no_grad()
 def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) -> tuple[Metrics, dict[str, int]]:
-    """Fits a linear probe to the training rows.
+    """Fits a linear probe, logistic regression on features of the frozen model, to the training rows.
 
     Returns (metrics on the test rows, or the dev rows if there are none; number of "train" and "test" rows).
-
-    Args:
-        data: the rows; they must share their options.
-        loaded: the model; it is only read.
-        batch_size: examples per forward pass.
-        seed: seed of the choice of rows.
-
-    Raises:
-        RequestError: the rows have no labels in common.
+    `RequestError`: the rows have no labels in common.
     """
     splits = read_splits(data)
     form = make_format(data, loaded, splits.train)
@@ -314,27 +262,18 @@ def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) 
 
 
 def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Tensor:
-    """Features of the examples in order, (B, D) in float64 on the CPU; see `Objective.features`."""
-    by_index: dict[int, Tensor] = {}
+    """Returns features of the examples, (B, D) in float64 on the CPU; see `Objective.features`."""
     with float32_on_emulating_cpu(model):
-        for part in by_length(encoded, batch_size):
-            rows = objective.features(model, [encoded[i] for i in part]).double().cpu()
-            by_index |= dict(zip(part, rows, strict=True))
-    return torch.stack([by_index[i] for i in range(len(encoded))])
+        return torch.stack(_by_example(encoded, batch_size, lambda part: objective.features(model, part)))
 
 
 @torch.enable_grad()
 def fit(x_BD: Tensor, labels_B: Tensor, options: int) -> tuple[Tensor, Tensor]:
-    """(weight_OD, bias_O) of the multinomial logistic regression that minimises
+    """Returns (weight_OD, bias_O) of the multinomial logistic regression that minimises
 
         sum_b cross entropy(W x_b + bias, label_b) + |W|^2 / 2,
 
-    which has one minimum (the penalty is scikit-learn's default). Solved by L-BFGS in float64.
-
-    Args:
-        x_BD: features, float64.
-        labels_B: int64, from 0 to `options` - 1.
-        options: number of options O.
+    which has one minimum (the penalty is scikit-learn's default). Solved by L-BFGS in float64; labels are int64.
     """
     weight_OD = torch.zeros(options, x_BD.shape[1], dtype=torch.float64, requires_grad=True)
     bias_O = torch.zeros(options, dtype=torch.float64, requires_grad=True)

@@ -1,7 +1,4 @@
-"""The two records of this package: a row of a data file, and an example with prompt and answer.
-
-Metrics of answers: by the conventions of the ZO papers, and by those of the data sets.
-"""
+"""Rows of data files, examples with prompt and answer, and metrics of answers."""
 
 import math
 import re
@@ -22,7 +19,7 @@ where there is no memory left."""
 
 
 def visible(text: str) -> str:
-    """The text in Unicode form C, without space around it and without characters that are not seen."""
+    """Returns the text in Unicode form C, without space around it and without characters that are not seen."""
     seen = (c for c in unicodedata.normalize("NFC", text) if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc"))
     return "".join(seen).strip()
 
@@ -42,7 +39,7 @@ class Row:
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def column(self, name: str) -> str | None:
-        """The field of this name, or else the one whose name differs only in case or in blanks around it.
+        """Returns the field of this name, or else the one whose name differs only in case or in blanks around it.
 
         Raises:
             RequestError: there are several of those.
@@ -54,12 +51,17 @@ class Row:
             raise RequestError(f"{self.where}: the fields {alike[0]!r} and {alike[1]!r} are both {name!r}; rename one.")
         return alike[0] if alike else None
 
+    def get(self, name: str) -> Any:
+        """Returns the value of a field, found as by `column`; None if it is missing."""
+        own = self.column(name)
+        return None if own is None else self.fields[own]
+
     def __getitem__(self, name: str) -> str:
-        """The string in a field; see `value`."""
+        """Returns the string in a field of exactly this name; see `value`."""
         return self.value(name, str)
 
     def value(self, name: str, kind: type[T]) -> T:
-        """The value of a field; `RequestError` if the field is missing or not of type `kind`."""
+        """Returns the value of a field; `RequestError` if it is missing or not of type `kind`."""
         if name not in self.fields:
             raise RequestError(f"{self.where}: there is no field {name!r}; it has {', '.join(self.fields) or 'none'}.")
         value = self.fields[name]
@@ -71,7 +73,7 @@ class Row:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: scalars and arrays of numpy and torch as Python's, and None where it is missing."""
+    """Returns the value as JSON has it: scalars and arrays of numpy and torch as Python's, None where it is missing."""
     if value is None or type(value) in (str, int, bool):
         return value
     if isinstance(value, Mapping):
@@ -87,24 +89,24 @@ def plain(value: Any) -> Any:
 
 
 def rows_of_fields(fields: Iterable[Mapping[str, Any]], place: str, classes: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Rows of mappings, their values made plain, that are called row 1, 2, ... of `place`."""
+    """Makes rows of mappings, with plain values, that are called row 1, 2, ... of `place`."""
     return [Row(plain(own), f"{place}row {number}", classes) for number, own in enumerate(fields, start=1)]
 
 
 def check_fields_differ(names: Sequence[str], place: str) -> None:
-    """An error where two fields have one name, of which one would be lost."""
+    """Raises an error where two fields have one name, of which one would be lost."""
     count, name = max(((names.count(name), name) for name in names if name.strip()), default=(1, ""))
     if count > 1:
         raise RequestError(f"{place} has {count} fields called {name!r}; rename them, or leave one.")
 
 
 def class_names(features: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]]:
-    """The names of the classes of each field that has some, by the features of a data set of `datasets`."""
+    """Returns the names of the classes of each field that has some, by the features of a data set of `datasets`."""
     return {name: tuple(own.names) for name, own in (features or {}).items() if hasattr(own, "int2str")}
 
 
 def blank(row: Row, kept: tuple[str, ...] = ()) -> Row:
-    """The row with its strings emptied, except the fields in `kept`."""
+    """Returns the row with its strings emptied, except the fields in `kept`."""
     emptied = {k: "" if isinstance(v, str) and k not in kept else v for k, v in row.fields.items()}
     return replace(row, fields=emptied)
 
@@ -160,7 +162,7 @@ class Example:
             raise RequestError(f"{self.where}: a text has half of a surrogate pair; fix that row.") from None
 
     def name_of(self, option: int) -> str:
-        """The name of an option in predictions."""
+        """Returns the name of an option in predictions."""
         return self.names[option] if self.names else self.options[option].strip()
 
     def is_right(self, option: int) -> bool:
@@ -169,7 +171,7 @@ class Example:
 
 
 def check_answers(examples: Sequence[Example]) -> None:
-    """An error where an answer in free text is empty: to learn that nothing is to be said is asked for in words."""
+    """Raises an error where an answer in free text is empty."""
     empty = [example.where for example in examples if not example.options and not example.answer.strip()]
     if empty:
         more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
@@ -179,59 +181,41 @@ def check_answers(examples: Sequence[Example]) -> None:
         )
 
 
-Score = tuple[float, float]
-"""(exact match, F1), each from 0 to 1."""
-
 Measure = Callable[[str, Sequence[str]], dict[str, float]]
 """(answer, correct answers) -> metrics by name, each from 0 to 1."""
 
 
 def squad(prediction: str, references: Sequence[str]) -> dict[str, float]:
-    """SQuAD's "exact_match" and "f1", each the best over the references."""
-    exact, f1 = exact_and_f1(prediction, references)
-    return {"exact_match": exact, "f1": f1}
-
-
-def drop(prediction: str, references: Sequence[str]) -> dict[str, float]:
-    """DROP's official "drop_exact_match" and "drop_f1"; the references are the spans of one answer."""
-    exact, f1 = drop_exact_and_f1(prediction, references)
-    return {"drop_exact_match": exact, "drop_f1": f1}
+    """Returns SQuAD's "exact_match" after normalisation and "f1" of the common words, each the best over references."""
+    said, correct = normalized(prediction), [normalized(reference) for reference in references]
+    return {"exact_match": float(said in correct), "f1": max(_word_f1(said.split(), r.split()) for r in correct)}
 
 
 def normalized(text: str) -> str:
-    """The text in SQuAD's normal form: lower case, without punctuation, articles and repeated spaces."""
+    """Returns SQuAD's normal form: lower case, without punctuation, articles and repeated spaces."""
     kept = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
-def exact_and_f1(prediction: str, references: Sequence[str]) -> Score:
-    """(equality after normalisation, F1 of the common words), each the best over the references."""
-    scores = [(float(normalized(prediction) == normalized(r)), _word_f1(prediction, r)) for r in references]
-    return max(exact for exact, _ in scores), max(f1 for _, f1 in scores)
-
-
-def _word_f1(prediction: str, reference: str) -> float:
-    said, right = normalized(prediction).split(), normalized(reference).split()
+def _word_f1(said: list[str], right: list[str]) -> float:
     common = sum((Counter(said) & Counter(right)).values())
-    if common == 0:
-        return 0.0
-    return 2 * common / (len(said) + len(right))
+    return 2 * common / (len(said) + len(right)) if common else 0.0
 
 
-def drop_exact_and_f1(prediction: str, spans: Sequence[str]) -> Score:
-    """DROP's official metric for an answer of one span; `spans` together are the correct answer.
+def drop(prediction: str, spans: Sequence[str]) -> dict[str, float]:
+    """Returns DROP's official "drop_exact_match" and "drop_f1" of one span; `spans` together are the correct answer.
 
     Words are compared after normalisation, numbers by value. A span with numbers scores 0 unless the answer has one of
     them. F1 is that of the best span, divided by the number of spans.
     """
     said = _drop_words(prediction)
     right = [_drop_words(span) for span in spans]
-    exact = float(len(right) == 1 and said == right[0])
-    return exact, round(max(_bag_f1(said, bag) for bag in right) / len(right), 2)
+    f1 = round(max(_bag_f1(said, bag) for bag in right) / len(right), 2)
+    return {"drop_exact_match": float(right == [said]), "drop_f1": f1}
 
 
 def _drop_words(text: str) -> frozenset[str]:
-    """The set of a span's words: numbers written as floats, words in lower case without articles and punctuation."""
+    """Returns the set of a span's words: numbers as floats, words in lower case without articles and punctuation."""
     words = (_drop_word(word) for word in re.split(r"[ -]", text))
     return frozenset(part for word in words for part in word.split())
 

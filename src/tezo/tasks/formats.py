@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tezo.models.kinds import Kind
 from tezo.system.errors import RequestError, nearest
 from tezo.tasks.examples import Example, Row, visible
+from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import (
     CONVERSATIONS,
     INSTRUCTION,
@@ -19,11 +20,7 @@ from tezo.tasks.rows import (
     MessagesFormat,
     RenderChat,
     TextFormat,
-    class_in,
-    label_in,
-    names_of_classes,
     text_in,
-    unlabelled,
 )
 
 TEMPLATES: dict[Kind, str] = {
@@ -46,7 +43,48 @@ _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
 """A field in a template. Braces around anything else, such as JSON, are plain text."""
 
 
-@dataclass(frozen=True)
+def _label_in(row: Row, name: str) -> str:
+    """Returns the label of a row; `RequestError` if it is missing, a number with decimals or several labels."""
+    own, value = row.column(name), row.get(name)
+    if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one of them is missing
+        return str(int(value))
+    if isinstance(value, float):
+        raise RequestError(
+            f"{row.where}: field {own!r} is {value}, and numbers with decimals are not learnt; write classes as "
+            "strings or whole numbers, or give rows with a prompt and a completion."
+        )
+    if isinstance(value, list | dict):
+        raise RequestError(
+            f"{row.where}: field {own!r} has several labels, and one is learnt for each row; write a row for each "
+            "question with one answer, or give rows with a prompt and a completion that names the labels."
+        )
+    return text_in(row, name)
+
+
+def _names_of_classes(row: Row, name: str) -> Sequence[str]:
+    """Returns the names that the data set has for the numbers in a field; empty if it has none."""
+    return row.classes.get(row.column(name) or name, ())
+
+
+def _class_in(row: Row, name: str) -> str:
+    """Returns the label of a row, by its name where the data set has names; `RequestError` if none fits its number."""
+    label, names = _label_in(row, name), _names_of_classes(row, name)
+    if not names or label in names:
+        return label
+    if not label.isdecimal() or int(label) >= len(names):
+        raise RequestError(
+            f"{row.where}: the label is {label}{_unlabelled(label)}; the data set's classes are 0 to {len(names) - 1} "
+            f"({', '.join(names)}). Filter such rows out, or give a split that is labelled."
+        )
+    return names[int(label)]
+
+
+def _unlabelled(label: str) -> str:
+    """Says what a label of -1 means; "" for others."""
+    return ", which data sets have for a row without a label" if label == "-1" else ""
+
+
+@dataclass
 class LabelFormat(Format):
     """Rows {"text": ..., "label": ...}, with a template for the prompt and a word for each label."""
 
@@ -56,162 +94,106 @@ class LabelFormat(Format):
     words: Mapping[str, str]
     kind: Kind
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return *(name for name in dict.fromkeys(_FIELD.findall(self.template)) if name != "mask"), self.label
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return tuple(self.words)
-
-    @property
-    def options(self) -> tuple[str, ...]:
+    def __post_init__(self) -> None:
         space = " " if self.kind in ("causal", "masked") else ""
-        return tuple(space + word for word in self.words.values())
+        fields = [name for name in dict.fromkeys(_FIELD.findall(self.template)) if name != "mask"]
+        self.columns, self.labels = (*fields, self.label), tuple(self.words)
+        self.options = tuple(space + word for word in self.words.values())
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        prompt, slot = self._fill(row)
-        options = self.options
-        if not answered:
-            return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels)
-        label = label_in(row, self.label)
-        if label not in self.words:  # the words are given by the numbers of the classes, or else by their names
-            label = class_in(row, self.label)
-        if label not in self.words:
-            raise RequestError(
-                f"{row.where}: the label {label!r} is unknown{unlabelled(label)}; fix the row, or name all labels in "
-                f"data.label_words. {nearest(label, self.words)}"
-            )
-        index = self.labels.index(label)
-        return Example(prompt, options[index], options, index, row.where, slot=slot, names=self.labels)
-
-    def _fill(self, row: Row) -> tuple[str, int | None]:
-        """(the template with the row's fields, the position of the mask or None); braces in a field are plain text."""
-        prompt, slot = "", None
-        for place, piece in enumerate(_FIELD.split(self.template)):
+        prompt, slot, options = "", None, self.options
+        for place, piece in enumerate(_FIELD.split(self.template)):  # braces in a field are plain text
             if place % 2 == 0:
                 prompt += piece
             elif piece == "mask":
                 slot = len(prompt)
             else:
                 prompt += text_in(row, piece)
-        return prompt, slot
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fields:
-    """Field names of a data set, and the prompts of labelled rows.
-
-    Attributes:
-        shape: completion, messages, instruction, label or text; "auto": by the fields of the first row.
-        text: name of the field with the text of a labelled row, or of plain text.
-        label: name of the field with the label.
-        prompt: name of the field with the prompt.
-        completion: name of the field with the completion.
-        messages: name of the field with the messages of a conversation.
-        template: prompt of labelled rows: "{field}" inserts a field, "{mask}" the mask token; None: `TEMPLATES`.
-        label_words: label -> word (for an encoder: description, for a classifier: class); None: the labels themselves.
-    """
-
-    shape: str = "auto"
-    text: str = "text"
-    label: str = "label"
-    prompt: str = "prompt"
-    completion: str = "completion"
-    messages: str = "messages"
-    template: str | None = None
-    label_words: Mapping[str, str] | None = None
+        if not answered:
+            return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels)
+        label = _label_in(row, self.label)
+        if label not in self.words:  # the words are given by the numbers of the classes, or else by their names
+            label = _class_in(row, self.label)
+        if label not in self.words:
+            raise RequestError(
+                f"{row.where}: the label {label!r} is unknown{_unlabelled(label)}; fix the row, or name all labels in "
+                f"data.label_words. {nearest(label, self.words)}"
+            )
+        index = self.labels.index(label)
+        return Example(prompt, options[index], options, index, row.where, slot=slot, names=self.labels)
 
 
 def choose_format(
-    rows: Sequence[Row], kind: Kind, fields: Fields, render: RenderChat, classes: Sequence[str] = ()
+    rows: Sequence[Row], kind: Kind, data: DataConfig, render: RenderChat, classes: Sequence[str] = ()
 ) -> Format:
-    """The format of `rows`.
+    """Returns the format of training rows, which must contain every label unless `data.label_words` names the labels.
 
-    Args:
-        rows: training rows; they must contain every label unless `fields.label_words` names the labels.
-        kind: kind of the model.
-        fields: field names and templates.
-        render: renders messages into a prompt.
-        classes: classes of a classifier, in the order of its logits.
+    `classes`: those of a classifier, in the order of its logits.
 
     Raises:
         RequestError: no shape fits, or the model does not support the shape or the template.
     """
-    shape = _shape(rows[0], fields) if fields.shape == "auto" else fields.shape
-    if fields.shape == "auto" and shape == "text" and (fields.label_words or classes):
+    shape = _shape(rows[0], data) if data.shape == "auto" else data.shape
+    if data.shape == "auto" and shape == "text" and (data.label_words or classes):
         shape = "label"  # without its label, which is asked for
-    if fields.shape == "auto" and shape == "text":
-        _check_text_alone(rows[0], fields)
+    if data.shape == "auto" and shape == "text":
+        _check_text_alone(rows[0], data)
     if shape == "label":
-        return _label_format(rows, kind, fields, classes)
+        return _label_format(rows, kind, data, classes)
     for key in ("template", "label_words"):
-        if getattr(fields, key):
+        if getattr(data, key):
             raise RequestError(
                 f"data.{key} is for labelled rows, and these are {shape} rows; leave it out, or set data.shape=label."
             )
     if kind != "causal":
         raise RequestError(
             f"data.shape: {shape} rows need a causal model, but this model is {kind}; give labelled rows "
-            f"({fields.text!r} and {fields.label!r}), or name the labels in data.label_words."
+            f"({data.text!r} and {data.label!r}), or name the labels in data.label_words."
         )
     if shape == "messages":
-        named = _given(rows[0], fields.messages) or rows[0].column(CONVERSATIONS) is None
-        return MessagesFormat(fields.messages if named else CONVERSATIONS, render)
+        named = rows[0].get(data.messages) is not None or rows[0].column(CONVERSATIONS) is None
+        return MessagesFormat(data.messages if named else CONVERSATIONS, render)
     if shape == "instruction":
         return InstructionFormat()
     if shape == "text":
-        return TextFormat(fields.text)
-    prompt = rows[0].fields.get(rows[0].column(fields.prompt) or fields.prompt)
-    return CompletionFormat(fields.prompt, fields.completion, render, chat=isinstance(prompt, list))
+        return TextFormat(data.text)
+    chat = isinstance(rows[0].get(data.prompt), list)
+    return CompletionFormat(data.prompt, data.completion, render, chat=chat)
 
 
-def shape_of(row: Row, fields: Fields) -> str | None:
-    """The shape that the fields of a row fit; None if they fit none."""
-
-    def has(*names: str) -> bool:
-        return all(_given(row, name) for name in names)
-
-    shapes = {
-        "messages": has(fields.messages),
-        "completion": has(fields.prompt, fields.completion),
-        "label": row.column(fields.label) is not None,
-    }
-    # what follows may lack its answer
-    first = next((shape for shape, fits in shapes.items() if fits), None)
-    if first is not None:
-        return first
-    by_field = {
-        CONVERSATIONS: "messages", INSTRUCTION: "instruction", fields.prompt: "completion", fields.text: "text",
+def shape_of(row: Row, data: DataConfig) -> str | None:
+    """Returns the shape that the fields of a row fit; None if they fit none."""
+    if row.get(data.messages) is not None:
+        return "messages"
+    if row.get(data.prompt) is not None and row.get(data.completion) is not None:
+        return "completion"
+    if row.column(data.label) is not None:
+        return "label"
+    by_field = {  # these may lack their answer
+        CONVERSATIONS: "messages", INSTRUCTION: "instruction", data.prompt: "completion", data.text: "text",
     }  # fmt: skip
-    return next((shape for name, shape in by_field.items() if has(name)), None)
+    return next((shape for name, shape in by_field.items() if row.get(name) is not None), None)
 
 
-def _given(row: Row, name: str) -> bool:
-    """Whether a row has a value for a field: tables of several shapes have nulls."""
-    own = row.column(name)
-    return own is not None and row.fields[own] is not None
-
-
-def _check_text_alone(row: Row, fields: Fields) -> None:
-    """An error for rows of plain text, of which a setting or a field's name says that there is an answer too."""
-    alone = f"or data.shape=text to learn {fields.text!r} alone"
+def _check_text_alone(row: Row, data: DataConfig) -> None:
+    """Refuses rows of plain text of which a setting or a field's name says that there is an answer too."""
+    alone = f"or data.shape=text to learn {data.text!r} alone"
     for name in ("label", "prompt", "completion", "messages"):
-        value = getattr(fields, name)
-        if value != getattr(Fields, name):
+        value = getattr(data, name)
+        if value != getattr(DataConfig, name):
             raise RequestError(
                 f"data.{name} is {value!r}, and {row.where} has no such field, but {', '.join(row.fields)}; set "
                 f"data.{name} to one of them, {alone}."
             )
-    others = [own for own in row.fields if own != row.column(fields.text)]
+    others = [own for own in row.fields if own != row.column(data.text)]
     for own in others:
-        if _is_near(own, fields.label):
+        if _is_near(own, data.label):
             ways = f"data.label={own} to learn it as the label"
-        elif _is_near(own, fields.completion) or _is_near(own, OUTPUT):
-            ways = f"data.prompt={fields.text} and data.completion={own} to learn it as the answer"
+        elif _is_near(own, data.completion) or _is_near(own, OUTPUT):
+            ways = f"data.prompt={data.text} and data.completion={own} to learn it as the answer"
         else:
             continue
-        raise RequestError(f"{row.where}: beside {fields.text!r} there is the field {own!r}; set {ways}, {alone}.")
+        raise RequestError(f"{row.where}: beside {data.text!r} there is the field {own!r}; set {ways}, {alone}.")
 
 
 def _is_near(own: str, name: str) -> bool:
@@ -221,10 +203,10 @@ def _is_near(own: str, name: str) -> bool:
     return bool(difflib.get_close_matches(name.casefold(), plural, n=1, cutoff=LIKE))
 
 
-def _shape(row: Row, fields: Fields) -> str:
-    shape = shape_of(row, fields)
+def _shape(row: Row, data: DataConfig) -> str:
+    shape = shape_of(row, data)
     preference = {"chosen", "rejected"} <= set(row.fields) and shape in (None, "completion")
-    if preference and fields.completion not in row.fields:
+    if preference and data.completion not in row.fields:
         raise RequestError(
             f"{row.where}: a chosen and a rejected answer are a preference, which is not learnt; set "
             "data.completion=chosen (or data.messages=chosen for whole conversations) to learn what was chosen."
@@ -235,24 +217,24 @@ def _shape(row: Row, fields: Fields) -> str:
         f"data.{name}={own}"
         for name in ("prompt", "completion", "messages", "text", "label")
         for own in row.fields
-        if _is_near(own, getattr(fields, name))
+        if _is_near(own, getattr(data, name))
     ]
     raise RequestError(
         f"{row.where}: the fields {', '.join(row.fields)} fit no known shape"
         + (f"; did you mean {' '.join(meant)}?" if meant else ".")
-        + f" Rows need {fields.prompt!r} and "
-        f"{fields.completion!r}, or {fields.messages!r}, or {fields.text!r} and {fields.label!r}; other names are set "
+        + f" Rows need {data.prompt!r} and "
+        f"{data.completion!r}, or {data.messages!r}, or {data.text!r} and {data.label!r}; other names are set "
         "with data.prompt, data.completion, data.messages, data.text, data.label (docs/rows.md has all shapes)."
     )
 
 
 def default_template(kind: Kind, text: str) -> str:
-    """The prompt of labelled rows where none is given; `text` is the name of the field with the text."""
+    """Returns the prompt of labelled rows where none is given; `text` names the field with the text."""
     return TEMPLATES[kind].replace("{text}", "{" + text + "}")
 
 
-def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields, classes: Sequence[str]) -> LabelFormat:
-    template = fields.template or default_template(kind, fields.text)
+def _label_format(rows: Sequence[Row], kind: Kind, data: DataConfig, classes: Sequence[str]) -> LabelFormat:
+    template = data.template or default_template(kind, data.text)
     names = _FIELD.findall(template)
     if (kind == "masked") != ("mask" in names):
         fault = (
@@ -266,34 +248,29 @@ def _label_format(rows: Sequence[Row], kind: Kind, fields: Fields, classes: Sequ
             f"data.template: {template!r} names no field, so all prompts would be equal; "
             f"put one in braces: {', '.join(rows[0].fields)}."
         )
-    words = dict(fields.label_words or _words_of(rows, fields.label, classes))
+    words = dict(data.label_words or _words_of(rows, data.label, classes))
     if len(words) < 2:
         raise RequestError(f"data.label: there is only one label ({', '.join(words)}); give rows with two or more.")
     for word, count in Counter(words.values()).items():
         if count > 1:
             raise RequestError(f"data.label_words: two labels have the word {word!r}; give each label its own word.")
-    return LabelFormat(fields.label, template, words, kind)
+    return LabelFormat(data.label, template, words, kind)
 
 
 def _words_of(rows: Sequence[Row], label: str, classes: Sequence[str]) -> dict[str, str]:
-    """Label -> word where none is given: the labels themselves, or all classes by their names or their indices."""
+    """Maps labels to words where none are given: to themselves, or to all classes by their names or their indices."""
     if not classes:
-        return {name: name for name in names_of_classes(rows[0], label) or _labels_of(rows, label)}
+        return {name: name for name in _names_of_classes(rows[0], label) or _labels_of(rows, label)}
     by_index = {str(index): name for index, name in enumerate(classes)}
-    names = names_of_classes(rows[0], label)
-    if names:
-        return by_index if _are_unnamed(classes) else _matched(names, classes)
-    given = {label_in(row, label) for row in rows if row.column(label) is not None}
+    names = _names_of_classes(rows[0], label)
+    if names:  # a classifier without names of its classes has those of transformers
+        return by_index if all(n == f"LABEL_{i}" for i, n in enumerate(classes)) else _matched(names, classes)
+    given = {_label_in(row, label) for row in rows if row.column(label) is not None}
     return by_index if given <= set(by_index) and not given <= set(classes) else {name: name for name in classes}
 
 
-def _are_unnamed(classes: Sequence[str]) -> bool:
-    """Whether a classifier's classes have the names that transformers gives to those without one."""
-    return all(name == f"LABEL_{index}" for index, name in enumerate(classes))
-
-
 def _matched(names: Sequence[str], classes: Sequence[str]) -> dict[str, str]:
-    """Name of a data set's class -> the classifier's class of that name; their numbers may differ."""
+    """Maps the names of a data set's classes to the classifier's classes of these names; their numbers may differ."""
     by_name = {name.casefold(): name for name in classes}
     unknown = [name for name in names if name.casefold() not in by_name]
     if unknown:
@@ -307,7 +284,7 @@ def _matched(names: Sequence[str], classes: Sequence[str]) -> dict[str, str]:
 def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
     by_look: dict[str, str] = {}
     for row in rows:
-        name = label_in(row, label)
+        name = _label_in(row, label)
         if not visible(name):
             raise RequestError(f"{row.where}: the label is empty; fill it in, or remove the row.")
         if by_look.setdefault(visible(name), name) != name:

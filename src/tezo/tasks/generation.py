@@ -1,20 +1,20 @@
-"""Completions of prompts: greedy, or sampled with random numbers that are a function of a seed and a step."""
+"""Completions of prompts, greedy or sampled."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
 from tezo.directions.random import normal
 from tezo.system.progress import tracked
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.objectives.readers import base_of
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,15 @@ class Sampling:
     step: int
 
     def noise(self, row: int, place: int, size: int) -> Tensor:
-        """(size,): Gumbel numbers for the token at `place` of the completion of a row, float64."""
+        """Returns Gumbel numbers for the token at `place` of the completion of a row, (size,) in float64."""
         name = f"completion of row {row}, token {place}"
         uniform = torch.special.ndtr(normal((size,), seed=self.seed, step=self.step, name=name, role="gumbel"))
         return -torch.log(-torch.log(uniform.clamp(1e-300, 1 - 1e-16)))
 
-
-class _Noisy(LogitsProcessor):  # type: ignore[misc]
-    """Adds the noise of `Sampling` to the logits of rows; the most likely token is then a sample."""
-
-    def __init__(self, sampling: Sampling, rows: Sequence[int], prompt: int) -> None:
-        self._sampling, self._rows, self._prompt = sampling, rows, prompt
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = input_ids.shape[1] - self._prompt
-        noise = torch.stack([self._sampling.noise(row, place, scores.shape[1]) for row in self._rows])
-        return scores.float() / self._sampling.temperature + noise.to(scores.device, torch.float32)
+    def noisy(self, scores: Tensor, rows: Sequence[int], place: int) -> Tensor:
+        """Returns the logits of rows over the temperature, with noise: the most likely token is then a sample."""
+        noise = torch.stack([self.noise(row, place, scores.shape[1]) for row in rows])
+        return scores.float() / self.temperature + noise.to(scores.device, torch.float32)
 
 
 def completions(
@@ -61,50 +54,25 @@ def completions(
     max_new_tokens: int,
     sampling: Sampling | None = None,
 ) -> list[str]:
-    """The completion of each prompt, in order, up to what ends it.
+    """Returns the completion of each prompt, in order, up to what ends it.
 
     A completion of text is what follows the prompt, to the space. Messages, and answers of one line, are without
-    surrounding spaces, which templates and tasks put there. The objective counts those that are cut.
-
-    Args:
-        model: a causal model.
-        objective: its objective.
-        encoded: examples; their answers are not looked at.
-        batch_size: examples per batch.
-        max_new_tokens: maximum length of a completion in tokens.
-        sampling: None: greedy.
+    surrounding spaces, which templates and tasks put there. The objective counts those that are cut at `max_new_tokens`
+    tokens. Without `sampling` it is greedy.
     """
     found = [""] * len(encoded)
-    padded = _takes_padding(model)
+    base = base_of(model)
+    # not where the model reads padding into its state, or counts it as positions
+    pads = not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
     for part in by_length(encoded, batch_size):
-        for alike in [part] if padded else _of_one_length(encoded, part):
+        groups: dict[int, list[int]] = {}
+        for i in part:
+            groups.setdefault(0 if pads else len(encoded[i].prompt), []).append(i)
+        for alike in groups.values():
             texts = _generate(model, objective, encoded, alike, max_new_tokens, sampling)
             for i, text in zip(alike, texts, strict=True):
                 found[i] = text
     return found
-
-
-def _takes_padding(model: Any) -> bool:
-    """Whether prompts may be padded: not where the model reads padding into its state, or counts it as positions."""
-    base = _base(model)
-    return not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
-
-
-def _of_one_length(encoded: Sequence[Encoded], part: Sequence[int]) -> list[list[int]]:
-    """The examples of a batch in batches of prompts of the same length."""
-    groups: dict[int, list[int]] = {}
-    for i in part:
-        groups.setdefault(len(_prompt(encoded[i])), []).append(i)
-    return list(groups.values())
-
-
-def _prompt(encoded: Encoded) -> Sequence[int]:
-    return encoded.sequences[0][: len(encoded.sequences[0]) - encoded.answers[0]]
-
-
-def _base(model: Any) -> Any:
-    """The model of transformers, which PEFT may have wrapped."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _generate(
@@ -117,15 +85,20 @@ def _generate(
 ) -> list[str]:
     assert isinstance(objective, CausalObjective)
     tokenizer, rows = objective.tokenizer, [encoded[i] for i in part]
-    prompts = [_prompt(e) for e in rows]
+    prompts = [e.prompt for e in rows]
     length = max(map(len, prompts))
     padded = [(tokenizer.pad_token_id,) * (length - len(p)) + tuple(p) for p in prompts]
     mask = [[0] * (length - len(p)) + [1] * len(p) for p in prompts]
     one_line = not rows[0].example.ends
     more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if one_line else {}
     if sampling is not None:
-        more["logits_processor"] = LogitsProcessorList([_Noisy(sampling, part, length)])
-    with _plain_decoding(model, sorted(objective.ends.marks)):
+        noisy = sampling.noisy
+        more["logits_processor"] = LogitsProcessorList([lambda ids, scores: noisy(scores, part, ids.shape[1] - length)])
+    base = base_of(model)
+    kept = base.generation_config  # `generate` would add its penalties, limits of time, and tokens forced or suppressed
+    ends = sorted(objective.ends.marks)
+    base.generation_config = GenerationConfig(bos_token_id=kept.bos_token_id, eos_token_id=ends or None)
+    try:
         output = model.generate(
             input_ids=torch.tensor(padded, device=objective.device),
             attention_mask=torch.tensor(mask, device=objective.device),
@@ -133,6 +106,8 @@ def _generate(
             pad_token_id=tokenizer.pad_token_id,
             **more,
         )
+    finally:
+        base.generation_config = kept
     texts = []
     for own, prompt, new in zip(rows, prompts, output[:, length:].tolist(), strict=True):
         end = next((place for place, token in enumerate(new) if token in objective.ends.marks), None)
@@ -145,24 +120,8 @@ def _generate(
     return texts
 
 
-@contextmanager
-def _plain_decoding(model: Any, ends: list[int]) -> Iterator[None]:
-    """While open, `model` decodes greedily, up to one of the tokens `ends`; its own generation_config does not count.
-
-    `generate` adds the model's own options to those that it is given: penalties, limits of time, tokens that are
-    forced or suppressed. Answers and rewards would be those of the options.
-    """
-    base = _base(model)
-    kept = base.generation_config
-    base.generation_config = GenerationConfig(bos_token_id=kept.bos_token_id, eos_token_id=ends or None)
-    try:
-        yield
-    finally:
-        base.generation_config = kept
-
-
 def by_length(encoded: Sequence[Encoded], batch_size: int) -> Iterator[list[int]]:
-    """Indices of the examples in batches of similar length, which keeps padding short."""
+    """Yields indices of the examples in batches of similar length, which keeps padding short."""
     order = sorted(range(len(encoded)), key=lambda i: encoded[i].length)
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     yield from tracked(parts, sizes=map(len, parts))

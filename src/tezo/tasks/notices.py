@@ -1,11 +1,11 @@
 """Notices on the tokens of rows and options, for an objective that has been adapted to its model."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from tezo.tasks.examples import Row, visible
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
-from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.objectives.objective import Cuts, Encoded, Objective
 from tezo.tasks.rows import Format
 
 MANY_OPTIONS = 50
@@ -18,33 +18,87 @@ MOST_BEFORE, MOST_AFTER = 180, 120
 
 
 def token_notices(objective: Objective, max_new_tokens: int = 0) -> list[str]:
-    """Notices for the user on texts and answers cut, split or not known so far, and on options alike or slow.
+    """Returns notices on texts and answers cut, split or not known so far, and on options alike or slow.
 
     Args:
         objective: has encoded all texts, and written answers.
         max_new_tokens: the most tokens of these answers, which a notice names; 0: those that were cut are no news.
     """
-    return [
-        *_unfinished_answers(objective, max_new_tokens),
-        *_endless_answers(objective),
-        *(f"{own.rows} row(s) ({'; '.join(own.examples)}): {note}" for note, own in objective.notes.items()),
-        *_cut_prompts(objective),
-        *_unknown_tokens(objective),
-        *_split_tokens(objective),
-        *_equal_options(objective),
-        *_repeated_prompts(objective),
+    found: list[str] = []
+
+    def tell(counted: Cuts, what: str, rest: str) -> None:
+        if counted.rows:
+            found.append(f"{counted.rows} {what} ({'; '.join(counted.examples)}){rest}")
+
+    if max_new_tokens:
+        tell(
+            objective.unfinished,
+            f"of {objective.written} answers were cut at {max_new_tokens} new tokens",
+            "; --max-new-tokens (in Python, max_new_tokens=...) raises the limit.",
+        )
+    tell(
+        objective.endless,
+        "answer(s) have no end that is learnt",
+        ": neither the tokenizer nor the model's generation_config names a token that ends a text (eos), so the model "
+        "will write on up to the limit; set eos_token in the tokenizer.",
+    )
+    for note, own in objective.notes.items():
+        tell(own, "row(s)", f": {note}")
+    tell(
+        objective.cuts,
+        f"text(s) are longer than {objective.max_length} tokens",
+        f": {objective.cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the limit.",
+    )
+    tell(
+        objective.unknown,
+        "answer(s) have text that the tokenizer does not know",
+        f": the model learns to write {objective.tokenizer.unk_token} for it; reword it, or take another model.",
+    )
+    tell(
+        objective.split,
+        "prompt(s) end inside what would be one token with the answer",
+        ", so the model reads unusual pieces; where a prompt ends with a space, begin the answer with it instead.",
+    )
+    return found + _of_options(objective)
+
+
+def _of_options(objective: Objective) -> list[str]:
+    by_tokens = _groups(objective.options, objective.option_tokens)
+    by_look = _groups(objective.options, lambda option: visible(option).casefold())
+    found = [
+        f"{_named(equal)} are the same tokens for this model, so it cannot tell them apart; choose other "
+        "data.label_words, or another model."
+        for equal in by_tokens
     ]
+    found += [
+        f"{_named(alike)} differ only in case, or in what is not seen, and are different labels; where they are one, "
+        "write them the same way."
+        for alike in by_look
+        if alike not in by_tokens
+    ]
+    count = len(objective.options)
+    if objective.packs is False and count >= MANY_OPTIONS:
+        found.append(
+            f"this model does not take options that share a row, so it reads each prompt {count} times, once for each "
+            "option, in every step and evaluation; a model of another architecture, or fewer labels, take less."
+        )
+    return found
+
+
+def _groups(options: Sequence[str], key: Callable[[str], Hashable]) -> list[list[str]]:
+    """Returns options of equal key, where there are several."""
+    found: dict[Hashable, list[str]] = {}
+    for option in options:
+        found.setdefault(key(option), []).append(option)
+    return [equal for equal in found.values() if len(equal) > 1]
+
+
+def _named(options: Sequence[str]) -> str:
+    return " and ".join(repr(option.strip()) for option in options)
 
 
 def rows_as_read(form: Format, row: Row, objective: Objective, encoded: Encoded) -> tuple[str, str]:
-    """What was made of the rows, in words: their shape with the fields that are read, and one row in tokens.
-
-    Args:
-        form: of the rows.
-        row: one of them.
-        objective: of the model.
-        encoded: the row for the model.
-    """
+    """Tells (the shape of the rows with the fields that are read, one `row` of them as the model reads it)."""
     named = {name: row.column(name) for name in form.columns}
     found = {name: own for name, own in named.items() if own is not None}
     read = [name if own == name else f"{name} (here {own!r})" for name, own in found.items()]
@@ -67,85 +121,3 @@ def rows_as_read(form: Format, row: Row, objective: Objective, encoded: Encoded)
     after = learnt[:MOST_AFTER] + "..." * (len(learnt) > MOST_AFTER)
     tokens = f"{len(ids)} tokens" + f", the last {count} learnt" * (count > 0)
     return shape, f"{example.where}, as the model reads it ({tokens}): {shown!r} -> {after!r}"
-
-
-def _cut_prompts(objective: Objective) -> Iterator[str]:
-    cuts = objective.cuts
-    if cuts.rows:
-        yield (
-            f"{cuts.rows} text(s) are longer than {objective.max_length} tokens ({'; '.join(cuts.examples)}): "
-            f"{cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the limit."
-        )
-
-
-def _unfinished_answers(objective: Objective, most: int) -> Iterator[str]:
-    cut = objective.unfinished
-    if cut.rows and most:
-        yield (
-            f"{cut.rows} of {objective.written} answers were cut at {most} new tokens ({'; '.join(cut.examples)}); "
-            "--max-new-tokens (in Python, max_new_tokens=...) raises the limit."
-        )
-
-
-def _endless_answers(objective: Objective) -> Iterator[str]:
-    endless = objective.endless
-    if endless.rows:
-        yield (
-            f"{endless.rows} answer(s) have no end that is learnt ({'; '.join(endless.examples)}): neither the "
-            "tokenizer nor the model's generation_config names a token that ends a text (eos), so the model will write "
-            "on up to the limit; set eos_token in the tokenizer."
-        )
-
-
-def _unknown_tokens(objective: Objective) -> Iterator[str]:
-    unknown = objective.unknown
-    if unknown.rows:
-        yield (
-            f"{unknown.rows} answer(s) have text that the tokenizer does not know ({'; '.join(unknown.examples)}): the "
-            f"model learns to write {objective.tokenizer.unk_token} for it; reword it, or take another model."
-        )
-
-
-def _split_tokens(objective: Objective) -> Iterator[str]:
-    split = objective.split
-    if split.rows:
-        yield (
-            f"{split.rows} prompt(s) end inside what would be one token with the answer ({'; '.join(split.examples)}), "
-            "so the model reads unusual pieces; where a prompt ends with a space, begin the answer with it instead."
-        )
-
-
-def _equal_options(objective: Objective) -> Iterator[str]:
-    by_tokens = _groups(objective.options, objective.option_tokens)
-    for equal in by_tokens:
-        yield (
-            f"{_named(equal)} are the same tokens for this model, so it cannot tell them apart; "
-            "choose other data.label_words, or another model."
-        )
-    for alike in _groups(objective.options, lambda option: visible(option).casefold()):
-        if alike not in by_tokens:
-            yield (
-                f"{_named(alike)} differ only in case, or in what is not seen, and are different labels; "
-                "where they are one, write them the same way."
-            )
-
-
-def _groups(options: Sequence[str], key: Callable[[str], Hashable]) -> list[list[str]]:
-    """Options of equal key, where there are several."""
-    found: dict[Hashable, list[str]] = {}
-    for option in options:
-        found.setdefault(key(option), []).append(option)
-    return [equal for equal in found.values() if len(equal) > 1]
-
-
-def _named(options: Sequence[str]) -> str:
-    return " and ".join(repr(option.strip()) for option in options)
-
-
-def _repeated_prompts(objective: Objective) -> Iterator[str]:
-    count = len(objective.options)
-    if objective.packs is False and count >= MANY_OPTIONS:
-        yield (
-            f"this model does not take options that share a row, so it reads each prompt {count} times, once for each "
-            "option, in every step and evaluation; a model of another architecture, or fewer labels, take less."
-        )

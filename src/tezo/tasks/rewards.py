@@ -27,12 +27,10 @@ class Reward:
     """The mean score of the completions that a model writes.
 
     Attributes:
-        score: the scorer.
-        name: its name, for messages.
-        digest: of the file that it is in, or of its name where it is an object.
+        score: the scorer, and its name for messages.
+        digest: of the file that the scorer is in, or of its name where it is an object.
         max_new_tokens: maximum length of a completion in tokens.
-        temperature: of sampling; 0: greedy.
-        seed: seed of sampling.
+        temperature: of sampling with `seed`; 0: greedy.
     """
 
     score: Score
@@ -42,23 +40,13 @@ class Reward:
     temperature: float
     seed: int
 
-    def mean(
-        self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int = EVALUATION
-    ) -> float:
-        """The mean score, see `mean_and_completions`."""
-        return self.mean_and_completions(model, objective, encoded, batch_size, step)[0]
-
-    def mean_and_completions(
+    def measure(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int = EVALUATION
     ) -> tuple[float, list[str]]:
-        """(mean score over examples made by `prompt_of`, the completion of each that was scored).
+        """Returns (mean score over examples made by `prompt_of`, the completion of each that was scored).
 
-        Args:
-            model: a causal model; it writes each completion by a forward pass for each token.
-            objective: its objective.
-            encoded: the examples.
-            batch_size: examples per batch.
-            step: whose random numbers it samples with.
+        A causal model writes each completion by a forward pass for each token, sampled with the random numbers of
+        `step`.
 
         Raises:
             RequestError: the scorer raised an error, or returned something other than a finite number.
@@ -82,11 +70,7 @@ class Reward:
 
 
 def prompt_of(form: Format, row: Row) -> Example:
-    """The example of a row whose completion a reward scores: prompt and fields, without its answer.
-
-    Raises:
-        RequestError: the row is not of free text.
-    """
+    """Returns the example of a row whose completion is scored, without its answer; `RequestError` unless free text."""
     example = form.example(row, answered=False)
     if example.options:
         raise RequestError(
@@ -97,7 +81,7 @@ def prompt_of(form: Format, row: Row) -> Example:
 
 
 def load_score(text: str) -> tuple[Score, str]:
-    """(the function that FILE.py:FUNCTION names, digest of the file). The file's code runs.
+    """Returns (the function that FILE.py:FUNCTION names, digest of the file). The file's code runs.
 
     Raises:
         RequestError: there is no such file or function, or the file cannot be run.
@@ -122,6 +106,6 @@ def load_score(text: str) -> tuple[Score, str]:
 
 
 def name_of(score: Score) -> str:
-    """The qualified name of a scorer that is an object."""
+    """Returns the qualified name of a scorer that is an object."""
     named = score if hasattr(score, "__qualname__") else type(score)
     return f"{named.__module__}.{named.__qualname__}"

@@ -1,9 +1,7 @@
-"""The section `data` of a recipe.
+"""Settings of the data, and rows of one file: JSONL, JSON, CSV, TSV, Parquet or plain text, each also as .gz.
 
-Reads rows from one file: JSONL, JSON, CSV, TSV, Parquet or plain text, each also as .gz. Errors name the line.
-
-Lines are read here, and not by the readers of `datasets`, which change what a file has: strings that look like dates
-become dates, "NA" in a CSV file becomes nothing and "007" the number 7; their errors do not give a line of the file.
+Lines are not read by `datasets`, which changes what a file has: strings that look like dates become dates, "NA" in a
+CSV file becomes nothing and "007" the number 7; its errors do not give a line of the file.
 """
 
 import csv
@@ -14,7 +12,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +74,10 @@ class DataConfig:
     max_length: int | None = None
     """Maximum input length in tokens. Default: the model's maximum, at most 2048."""
 
+    def draw_seed(self, run: int) -> int:
+        """Returns the seed of the choice of rows in a run with the seed `run`."""
+        return run if self.seed is None else self.seed
+
 
 TEXT = "text"
 """The field of a row that is a line of plain text."""
@@ -91,7 +93,7 @@ _LIMIT = threading.Lock()
 
 @dataclass(frozen=True)
 class _Content:
-    """The bytes of a file, and what it is called in messages (`path`) and in the places of its rows (`name`)."""
+    """The bytes of a file, with its name in messages (`path`) and in the places of its rows (`name`)."""
 
     data: bytes
     key: str
@@ -110,18 +112,15 @@ class _Content:
 
 
 def kind_of_file(path: Path) -> str | None:
-    """The kind of a file by its name, such as ".csv", without .gz; None if no reader takes it."""
+    """Returns the kind of a file by its name, such as ".csv", without .gz; None if no reader takes it."""
     suffix = Path(path.stem).suffix if path.suffix.lower() == _GZ else path.suffix
     return suffix.lower() if suffix.lower() in _READERS else None
 
 
 def file_rows(path: Path, key: str, name: str | None = None) -> list[Row]:
-    """All rows of a file, in order.
+    """Reads all rows of a file, in order.
 
-    Args:
-        path: the file.
-        key: the setting that it comes from, for messages.
-        name: what it is called in the places of its rows; None: by its name alone.
+    `key` is the setting that it comes from; `name` what the file is called in the places of its rows.
 
     Raises:
         RequestError: the file cannot be read, is not UTF-8 or of an unknown kind, or a line is invalid.
@@ -140,10 +139,7 @@ def file_rows(path: Path, key: str, name: str | None = None) -> list[Row]:
 
 
 def standard_input_rows(key: str) -> list[Row]:
-    """All rows that standard input has: JSON lines, or a JSON array.
-
-    Args:
-        key: the option that asks for them, for messages.
+    """Reads all rows that standard input has: JSON lines, or a JSON array; `key` names the option in messages.
 
     Raises:
         RequestError: there are none, or a line is invalid.
@@ -155,7 +151,7 @@ def standard_input_rows(key: str) -> list[Row]:
 
 
 def _json(content: _Content) -> Iterator[Row]:
-    """JSON lines, one object over several lines, or an array of objects, which may be a field of an object."""
+    """Reads JSON lines, one object over several lines, or an array of objects, which may be a field of an object."""
     text = content.text()
     opening = text.lstrip().partition("\n")[0].rstrip()
     try:
@@ -206,7 +202,7 @@ def _are_columns(whole: dict[str, Any]) -> bool:
 
 
 def _loads(text: str) -> Any:
-    """JSON, where no object has two fields of one name, and NaN is a value that is missing."""
+    """Reads JSON, where no object may have two fields of one name, and NaN is a value that is missing."""
     missing = {"NaN": None}
     return json.loads(text, object_pairs_hook=_object, parse_constant=lambda name: missing.get(name, float(name)))
 
@@ -231,9 +227,7 @@ def _array(content: _Content, items: Iterable[Any]) -> Iterator[Row]:
 
 
 def _jsonl(content: _Content) -> Iterator[Row]:
-    for number, line in enumerate(content.text().split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in _filled_lines(content):
         try:
             fields = _loads(line)
         except (ValueError, RecursionError) as error:
@@ -246,6 +240,11 @@ def _jsonl(content: _Content) -> Iterator[Row]:
         yield Row(fields, f"{content.name}, line {number}")
 
 
+def _filled_lines(content: _Content) -> Iterator[tuple[int, str]]:
+    lines = enumerate(content.text().split("\n"), start=1)
+    return ((number, line) for number, line in lines if line.strip())
+
+
 def _is_text(fields: dict[str, Any]) -> bool:
     """Whether all strings can be encoded: a JSON escape can be half of a surrogate pair."""
     try:
@@ -256,51 +255,40 @@ def _is_text(fields: dict[str, Any]) -> bool:
 
 
 def _lines(content: _Content) -> Iterator[Row]:
-    """Plain text: each line that is not blank."""
-    for number, line in enumerate(content.text().split("\n"), start=1):
-        if line.strip():
-            yield Row({TEXT: line.removesuffix("\r")}, f"{content.name}, line {number}")
+    for number, line in _filled_lines(content):
+        yield Row({TEXT: line.removesuffix("\r")}, f"{content.name}, line {number}")
 
 
 def _separated(content: _Content, delimiter: str) -> Iterator[Row]:
-    """Rows of fields between delimiters; others where the header has none of those that the kind of file has."""
+    """Reads rows of fields between delimiters; others where the header has none of those that the file should have."""
     text = content.text()
     header = text.lstrip("\r\n").partition("\n")[0]
     delimiter = next((sign for sign in (delimiter, ",", ";", "\t") if sign in header), delimiter)
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     names: list[str] = []
-    with _fields_of_any_length():
-        while True:
-            first = lines.line_num + 1
-            try:
-                values = next(lines, None)
-            except csv.Error as error:
-                fault = "a quote that is not closed" if "end of data" in str(error) else error
-                raise content.fault(first, f"is invalid ({fault}); fix that line") from None
-            if values is None:
-                return
-            if not names:
-                check_fields_differ([name.strip() for name in values], f"{content.key}: {content.path}")
-                names = values
-            elif values and len(values) != len(names):
-                raise content.fault(first, f"does not have the {len(names)} columns of the header; fix that line")
-            elif values:
-                yield Row(dict(zip(names, values, strict=True)), f"{content.name}, line {first}")
-
-
-@contextmanager
-def _fields_of_any_length() -> Iterator[None]:
-    """Lifts the limit of 131072 characters that `csv` has for the process, for the time of reading."""
     with _LIMIT:
-        usual = csv.field_size_limit(_ANY_LENGTH)
+        usual = csv.field_size_limit(_ANY_LENGTH)  # from 131072 characters
         try:
-            yield
+            while True:
+                first = lines.line_num + 1
+                values = next(lines, None)
+                if values is None:
+                    return
+                if not names:
+                    check_fields_differ([name.strip() for name in values], f"{content.key}: {content.path}")
+                    names = values
+                elif values and len(values) != len(names):
+                    raise content.fault(first, f"does not have the {len(names)} columns of the header; fix that line")
+                elif values:
+                    yield Row(dict(zip(names, values, strict=True)), f"{content.name}, line {first}")
+        except csv.Error as error:
+            fault = "a quote that is not closed" if "end of data" in str(error) else error
+            raise content.fault(first, f"is invalid ({fault}); fix that line") from None
         finally:
             csv.field_size_limit(usual)
 
 
 def _parquet(content: _Content) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
     try:
@@ -315,19 +303,13 @@ def _parquet(content: _Content) -> Iterator[Row]:
         raise RequestError(
             f"{content.key}: {content.path} is not a Parquet file that can be read ({reason})."
         ) from None
-    yield from rows_of_fields(table, f"{content.name}, ", _classes_in(schema))
+    classes: dict[str, tuple[str, ...]] = {}
+    if b"huggingface" in (schema.metadata or {}):
+        import datasets
 
-
-def _classes_in(schema: Any) -> dict[str, tuple[str, ...]]:
-    """The names of classes that `datasets` has left in the schema of a table."""
-    if b"huggingface" not in (schema.metadata or {}):
-        return {}
-    import datasets
-
-    try:
-        return class_names(datasets.Features.from_arrow_schema(schema))
-    except (ValueError, TypeError, KeyError, AttributeError):  # of a version that writes features otherwise
-        return {}
+        with suppress(ValueError, TypeError, KeyError, AttributeError):  # of a version that writes features otherwise
+            classes = class_names(datasets.Features.from_arrow_schema(schema))
+    yield from rows_of_fields(table, f"{content.name}, ", classes)
 
 
 _READERS: dict[str, Callable[[_Content], Iterator[Row]]] = {

@@ -1,4 +1,4 @@
-"""Where rows are: a file, a folder or a pattern of files, a folder that `save_to_disk` wrote, or a hub data set."""
+"""Reads rows of files, of folders and patterns of files, of folders by `save_to_disk`, and of hub data sets."""
 
 from itertools import islice
 from pathlib import Path
@@ -23,14 +23,10 @@ def is_local(source: str) -> bool:
 def read_rows(
     source: str, *, key: str, split: str = "train", subset: str | None = None, first: int | None = None
 ) -> list[Row]:
-    """All rows of `source`, in an order that depends on nothing but the names of its files.
+    """Reads all rows of `source`, in an order that depends on nothing but the names of its files.
 
-    Args:
-        source: a file, a folder or a pattern (data/*.jsonl) of files, or the name of a data set on the hub.
-        key: the setting that `source` comes from, for messages.
-        split: split of a hub data set.
-        subset: configuration name of a hub data set.
-        first: of a hub data set, stream so many rows from its beginning; None: download all.
+    It is a file, a folder or a pattern (data/*.jsonl) of files, or the name of a data set on the hub, of which `split`
+    of the configuration `subset` is read: the `first` rows are streamed, or, if None, all are downloaded.
 
     Raises:
         RequestError: the file is missing, empty, not UTF-8 or of an unknown kind, or a line is invalid.
@@ -44,7 +40,12 @@ def read_rows(
         elif path.is_dir():
             rows = _in_folder(path, key)
         elif is_pattern(source):
-            rows = _of_files(_matches(path, source, key), key)
+            root = Path(path.anchor)
+            matches = sorted(root.glob(str(path.relative_to(root))))
+            files = [match for match in matches if match.is_file() and match.name[0] != "."]
+            if not files:
+                raise RequestError(f"{key}: no file matches {source}; check the pattern.")
+            rows = _of_files(files, key)
         elif kind_of_file(path) or path.is_absolute() or source.startswith("."):
             raise RequestError(f"{key}: there is no file {source}; check the path.{hint(source)}")
         else:
@@ -54,17 +55,8 @@ def read_rows(
     return rows
 
 
-def _matches(pattern: Path, source: str, key: str) -> list[Path]:
-    root = Path(pattern.anchor)
-    paths = sorted(root.glob(str(pattern.relative_to(root))))
-    found = [path for path in paths if path.is_file() and path.name[0] != "."]
-    if not found:
-        raise RequestError(f"{key}: no file matches {source}; check the pattern.")
-    return found
-
-
 def _of_files(files: list[Path], key: str) -> list[Row]:
-    """The rows of the files in order; each row's place has as much of the path as tells the files apart."""
+    """Reads the rows of files in order; each row's place has as much of the path as tells the files apart."""
     folders = {path.parent for path in files}
     named = [path.name if len(folders) == 1 else path.as_posix() for path in files]
     return [row for path, name in zip(files, named, strict=True) for row in file_rows(path, key, name)]
@@ -88,14 +80,10 @@ def _in_folder(folder: Path, key: str) -> list[Row]:
             f"{key}: {folder} is a folder with files of several kinds ({', '.join(kinds)}); give a pattern, such as "
             f"{folder}/*{kinds[0]}."
         )
-    if len({_split_of(path) for path in splits}) > 1:
+    if len({next(name for name in _SPLITS if path.name.lower().startswith(name)) for path in splits}) > 1:
         names = ", ".join(path.name for path in splits)
         raise RequestError(f"{key}: {folder} is a folder with several splits ({names}); give a file of one.")
     return _of_files(files, key)
-
-
-def _split_of(path: Path) -> str:
-    return next(name for name in _SPLITS if path.name.lower().startswith(name))
 
 
 def _saved(folder: Path, key: str) -> list[Row]:

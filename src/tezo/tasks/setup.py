@@ -1,52 +1,44 @@
-"""Builds the format of the rows and the objective from the data settings and a model."""
+"""Formats and objectives, by the data settings and a model."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tezo.models.kinds import CarriedLabels
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row
-from tezo.tasks.formats import Fields, choose_format, shape_of
+from tezo.tasks.formats import choose_format, shape_of
 from tezo.tasks.objectives import objective_for
 from tezo.tasks.objectives.objective import Objective
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format, Messages
 from tezo.tasks.splits import training_rows
-from tezo.tasks.wordings import Demonstrated, TaskFormat
+from tezo.tasks.wordings import Demonstrated
 
 DEFAULT_LENGTH = 2048
 """Input length in tokens where data.max_length is not set; models that take less have their own maximum."""
 
 
 def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> Format:
-    """The format of the rows, by the settings and the kind of the model."""
+    """Returns the format of the rows, by the settings and the kind of the model.
+
+    Labelled rows whose labels are not given have the labels and the prompt that came with the model.
+    """
     if data.task is not None:
-        entry = task(data.task)
-        return TaskFormat(entry, entry.wording(loaded.kind))
-    named = Fields(**{f.name: getattr(data, f.name) for f in fields(Fields)})
-    return choose_format(
-        rows,
-        loaded.kind,
-        _with_carried(named, loaded.labels, rows[0]),
-        partial(render_chat, loaded.tokenizer),
-        loaded.classes,
-    )
-
-
-def _with_carried(named: Fields, carried: CarriedLabels | None, row: Row) -> Fields:
-    """With the labels and the prompt that came with the model, for labelled rows whose labels are not given."""
-    shape = shape_of(row, named) if named.shape == "auto" else named.shape
-    if carried is None or named.label_words is not None or shape not in ("label", "text"):
-        return named
-    return replace(named, shape="label", label_words=carried.label_words, template=named.template or carried.template)
+        return task(data.task).wording(loaded.kind)
+    carried = loaded.labels
+    if carried is not None and data.label_words is None:
+        shape = shape_of(rows[0], data) if data.shape == "auto" else data.shape
+        if shape in ("label", "text"):
+            template = data.template or carried.template
+            data = replace(data, shape="label", label_words=dict(carried.label_words), template=template)
+    return choose_format(rows, loaded.kind, data, partial(render_chat, loaded.tokenizer), loaded.classes)
 
 
 def with_shots(form: Format, data: DataConfig, loaded: LoadedModel, shots: int, seed: int) -> Format:
-    """The format with `shots` training rows, with their answers, before each question; unchanged for 0 shots."""
+    """Returns the format with `shots` training rows and their answers before each question; itself for 0 shots."""
     if shots == 0:
         return form
     if shots < 0 or loaded.kind != "causal":
@@ -60,7 +52,7 @@ def with_shots(form: Format, data: DataConfig, loaded: LoadedModel, shots: int, 
 
 
 def make_objective(data: DataConfig, loaded: LoadedModel, form: Format, max_new_tokens: int | None = None) -> Objective:
-    """The objective of a model on rows of this format.
+    """Returns the objective of a model on rows of this format.
 
     Prompts are cut so that an answer of `max_new_tokens` fits; None: the maximum of the format.
     """
@@ -79,13 +71,9 @@ def make_objective(data: DataConfig, loaded: LoadedModel, form: Format, max_new_
 
 
 def render_chat(tokenizer: Any, messages: Messages, *, tools: Messages | None = None, whole: bool = False) -> str:
-    """The prompt for the next message, by the tokenizer's chat template; `RequestError` if it has none.
+    """Returns the prompt for the next message, by the tokenizer's chat template; `RequestError` if it has none.
 
-    Args:
-        tokenizer: of the model.
-        messages: before the next one.
-        tools: descriptions of the functions that may be called.
-        whole: the conversation as it stands, without the opening of a next message.
+    `whole`: the conversation as it stands, without the opening of a next message.
     """
     if tokenizer.chat_template is None:
         raise RequestError(

@@ -1,11 +1,7 @@
-"""Tasks: the source of the rows, and a wording (prompts and options) for each kind of model.
+"""Tasks: the source of the rows, and a wording (prompts and options) for each kind of model; demonstrations."""
 
-In-context learning: rows with their answers before the question.
-"""
-
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tezo.directions.random import permutation
@@ -23,6 +19,9 @@ NEW_TOKENS = 50
 MASK = "\0"
 """Stands for the mask in the prompts of masked models; no text of a row may contain this character."""
 
+JOINT = "\n\n"
+"""Separator of demonstrations, as in MeZO and later papers."""
+
 
 @dataclass(frozen=True)
 class Hub:
@@ -34,27 +33,8 @@ class Hub:
     test: str = "validation"
 
 
-class Wording(ABC):
-    """Turns the rows of a task into examples for one kind of model."""
-
-    words: tuple[str, ...] = ()
-    """The options, if all rows have the same; otherwise empty."""
-    labels: tuple[str, ...] = ()
-    """Names of the options in `words`."""
-    writes = False
-    """Whether the model answers in free text."""
-
-    @abstractmethod
-    def example(self, row: Row, *, answered: bool) -> Example:
-        """The example of a row, with its prompt and options; with `answered` also its label, answer and references."""
-
-    def training_example(self, row: Row) -> Example:
-        """The example to train on; by default `example`."""
-        return self.example(row, answered=True)
-
-
-@dataclass(frozen=True)
-class Choice(Wording):
+@dataclass
+class Choice(Format):
     """The same options for every row.
 
     Attributes:
@@ -63,15 +43,15 @@ class Choice(Wording):
         label: name of the field with the number of the correct option.
     """
 
+    shape = "task"
     prompt: Text
     words: tuple[str, ...]
     label: str = "label"
 
-    @property
-    def labels(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(word.strip() for word in self.words)
+    def __post_init__(self) -> None:
+        self.options, self.labels = self.words, tuple(word.strip() for word in self.words)
 
-    def example(self, row: Row, *, answered: bool) -> Example:
+    def example(self, row: Row, *, answered: bool = True) -> Example:
         prompt = self.prompt(row)
         if prompt.count(MASK) > 1:
             raise RequestError(f"{row.where}: the text has a NUL character in it; remove that character.")
@@ -86,26 +66,27 @@ class Choice(Wording):
         return replace(question, answer=self.words[label], label=label)
 
 
-@dataclass(frozen=True)
-class OwnOptions(Wording):
-    """Every row has its own options; the model learns to write the correct one.
+@dataclass
+class OwnOptions(Format):
+    """Options of each row; the model learns to write the correct one.
 
     Attributes:
         prompt: row -> prompt.
-        options: row -> options, leading space included.
+        choices: row -> options, leading space included.
         right: row -> indices of the correct options; the first is learnt.
         names: row -> names of the options in predictions; None: the options without surrounding spaces.
         kept: fields that select the wording of the prompt; the null prompt keeps them.
     """
 
+    shape = "task"
     prompt: Text
-    options: Callable[[Row], Sequence[str]]
+    choices: Callable[[Row], Sequence[str]]
     right: Callable[[Row], Sequence[int]]
     names: Callable[[Row], Sequence[str]] | None = None
     kept: tuple[str, ...] = ()
 
-    def example(self, row: Row, *, answered: bool) -> Example:
-        options = tuple(self.options(row))
+    def example(self, row: Row, *, answered: bool = True) -> Example:
+        options = tuple(self.choices(row))
         names = tuple(self.names(row)) if self.names is not None else ()
         null = self.prompt(blank(row, self.kept))
         question = Example(self.prompt(row), "", options, None, row.where, names=names, null=null)
@@ -116,24 +97,25 @@ class OwnOptions(Wording):
         return replace(question, answer=options[right[0]], label=right[0], right=right, references=references)
 
     def training_example(self, row: Row) -> Example:
-        known = self.example(row, answered=True)
+        known = self.example(row)
         return Example(known.prompt, known.answer, (), None, row.where, ends=False)
 
 
-@dataclass(frozen=True)
-class FreeText(Wording):
-    """The model writes free text, which is compared with one or more references.
+@dataclass
+class FreeText(Format):
+    """Free text, which is compared with one or more references.
 
     Attributes:
         prompt: row -> prompt.
         references: row -> correct answers without leading space; the model learns the first, followed by a newline.
     """
 
+    shape = "task"
     prompt: Text
     references: Callable[[Row], Sequence[str]]
-    writes = True
+    max_new_tokens: int | None = field(default=NEW_TOKENS, kw_only=True)
 
-    def example(self, row: Row, *, answered: bool) -> Example:
+    def example(self, row: Row, *, answered: bool = True) -> Example:
         prompt = self.prompt(row)
         if not answered:
             return Example(prompt, "", (), None, row.where, ends=False)
@@ -157,71 +139,33 @@ class Task:
 
     name: str
     hub: Hub
-    wordings: Mapping[Kind, Wording]
+    wordings: Mapping[Kind, Format]
     metric: Metric = "accuracy"
     measures: tuple[Measure, ...] = ()
     unlabelled: int | None = None
     num_dev: int = 500
 
-    def wording(self, kind: Kind) -> Wording:
-        """The wording for models of this kind; `RequestError` if there is none."""
+    def wording(self, kind: Kind) -> Format:
+        """Returns the format of the rows for models of this kind; `RequestError` if there is none."""
         if kind not in self.wordings:
             raise RequestError(
                 f"data.task: {self.name} is for {' and '.join(self.wordings)} models, but this model is {kind}; "
                 "choose another model or task."
             )
-        return self.wordings[kind]
-
-
-@dataclass(frozen=True)
-class TaskFormat(Format):
-    """The format of a task's rows for one kind of model."""
-
-    shape = "task"
-    task: Task
-    wording: Wording
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return self.wording.labels
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        return self.wording.words
-
-    @property
-    def measures(self) -> tuple[Measure, ...]:
-        return self.task.measures
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        return NEW_TOKENS if self.wording.writes else None
-
-    def example(self, row: Row, *, answered: bool = True) -> Example:
-        return self.wording.example(row, answered=answered)
-
-    def training_example(self, row: Row) -> Example:
-        return self.wording.training_example(row)
+        return replace(self.wordings[kind], measures=self.measures)
 
 
 def index_of(row: Row, field: str, count: int) -> int:
-    """The whole number in `field`; `RequestError` unless it is from 0 to count - 1."""
+    """Returns the whole number in `field`; `RequestError` unless it is from 0 to count - 1."""
     value = row.value(field, int)
     if not 0 <= value < count:
         raise RequestError(f"{row.where}: {field} is {value}; it must be a whole number from 0 to {count - 1}.")
     return value
 
 
-JOINT = "\n\n"
-"""Separator of demonstrations, as in MeZO and later papers."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Demonstrated(Format):
-    """A format whose prompts begin with `count` rows of `pool` and their answers, drawn separately for every row.
-
-    A row is never a demonstration for itself.
-    """
+    """A format whose prompts begin with `count` other rows of `pool` and their answers, drawn for every row."""
 
     shape = "task"
     inner: Format
@@ -229,21 +173,10 @@ class Demonstrated(Format):
     count: int
     seed: int
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return self.inner.labels
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        return self.inner.options
-
-    @property
-    def measures(self) -> tuple[Measure, ...]:
-        return self.inner.measures
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        return self.inner.max_new_tokens
+    def __post_init__(self) -> None:
+        inner = self.inner
+        self.labels, self.options, self.measures = inner.labels, inner.options, inner.measures
+        self.max_new_tokens = inner.max_new_tokens
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         question = self.inner.example(row, answered=answered)

@@ -17,7 +17,7 @@ from tezo.runs.folder import CONFIG, LOG, read_summary
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.system.progress import showing
 from tezo.tasks.rewards import Score
-from tezo.tasks.splits import Rows, is_named, splits_of
+from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
 from tezo.training.config import overlay, parse_config, read_run_config
 from tezo.training.job import Job
@@ -86,8 +86,8 @@ def train(
     score = None if isinstance(reward, str) else reward
     with showing(progress) as line:
         config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
-        objects = {part: rows for part, rows in parts.items() if not is_named(rows)}
-        rows = splits_of(config.data, objects) if objects else None
+        objects = {part: rows for part, rows in parts.items() if not isinstance(rows, str | Path)}
+        rows = read_splits(config.data, objects) if objects else None
         folder = _folder(output, resume=resume)
         watcher = _Watcher()
         told = [*listeners, *([] if line is None else [Screen(line)]), watcher]
@@ -132,7 +132,7 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
             f"{path} is of a run that has not ended (it has no {MANIFEST}); go on with tezo.train(..., resume=True) or "
             f"`tezo train --output {path} --resume`."
         )
-    if model is None or is_named(model):
+    if model is None or isinstance(model, str | Path):
         name = None if model is None else str(model)
         return Run(path, summary, base=name, trust_remote_code=trust_remote_code)
     kind = read_run_config(path / CONFIG, []).model.kind
@@ -169,9 +169,11 @@ def _configured(
     """(the configuration, the base model where it is in memory)."""
     if "train" not in parts and "data.task" not in dict(settings):
         raise RequestError("data is not set; give rows, or the setting task for one of `tezo tasks`.")
-    by_name = is_named(model)
+    by_name = isinstance(model, str | Path)
     name = str(model) if by_name else IN_MEMORY
-    sources = [(f"data.{part}", str(rows) if is_named(rows) else IN_MEMORY) for part, rows in parts.items()]
+    sources = [
+        (f"data.{part}", str(rows) if isinstance(rows, str | Path) else IN_MEMORY) for part, rows in parts.items()
+    ]
     config = parse_config(overlay({}, [("model.name", name), ("method.name", method), *sources, *settings]))
     if not by_name:
         return _with_object(config, model, tokenizer, keep=keep)

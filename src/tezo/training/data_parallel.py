@@ -44,7 +44,7 @@ class SharedRows(RowsClosure):
 
         def own() -> tuple[Tensor, int]:
             sums, count = self.own.totals(copies)
-            return torch.tensor(sums, dtype=torch.float64), count
+            return sums.to("cpu", torch.float64), count
 
         sums_C, count = self._summed(own, (copies,))
         return sums_C / count

@@ -18,7 +18,6 @@ from tezo.system.progress import FORECAST, KEPT, RHO, current
 from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row
 from tezo.tasks.setup import make_objective
-from tezo.tasks.wordings import TaskFormat
 from tezo.training.forecasts import advice, forecasts, memory_of_model
 from tezo.training.job import RunRows, basis_passes, load, make_optimizer
 from tezo.training.opening import run_config
@@ -119,7 +118,7 @@ def _memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
 def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     """Returns the perturbation scale that a run of this configuration would measure, if its rows were `REVIEWS`."""
     entry = task("sst2")
-    form = TaskFormat(entry, entry.wording(loaded.kind))
+    form = entry.wording(loaded.kind)
     objective = make_objective(config.data, loaded, form)
     rows = [Row({"sentence": text, "label": label}, text) for text, label in REVIEWS.items()]
     encoded = [objective.encode(form.example(row)) for row in rows]

@@ -127,7 +127,7 @@ def _timed(job: Job) -> _Pace:
 
 
 def _tokens(job: Job, encoded: Sequence[Encoded]) -> int:
-    return sum(len(row.tokens) for own in job.objective.rows(encoded) for row in own)
+    return sum(len(row.tokens) for own in job.objective.trees(encoded) for row in own)
 
 
 def _new_tokens(job: Job) -> int:

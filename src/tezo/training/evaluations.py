@@ -13,7 +13,7 @@ from tezo.runs.folder import RunFolder
 from tezo.runs.reader import OUTCOMES
 from tezo.system.errors import NonFiniteModelError
 from tezo.system.files import json_text
-from tezo.tasks.evaluation import Metrics, evaluate_and_answer, predict
+from tezo.tasks.evaluation import Metrics, evaluate, predict
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.rewards import EVALUATION
@@ -81,7 +81,7 @@ class Evaluations:
     def _measured(
         self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION
     ) -> tuple[Metrics, list[str]]:
-        return evaluate_and_answer(
+        return evaluate(
             self.job.model,
             self.job.objective,
             encoded,

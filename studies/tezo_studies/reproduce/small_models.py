@@ -43,6 +43,6 @@ def _tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=POSITIONS - 50, **SPECIAL)
     if kind == "masked":  # label words of masked models must be single tokens
         wordings = [task.wordings["masked"] for task in TASKS.values() if "masked" in task.wordings]
-        words = dict.fromkeys(word for wording in wordings for word in wording.words)
+        words = dict.fromkeys(word for wording in wordings for word in wording.options)
         wrapped.add_tokens([AddedToken(word, normalized=False) for word in words])
     return wrapped

@@ -51,7 +51,7 @@ class Column:
 
     def num_rows(self, kind: Kind) -> int | None:
         """Number of training rows for a kind of model; None: not known."""
-        return NUM_TRAIN if self.per_class is None else self.per_class * len(task(self.task).wording(kind).words)
+        return NUM_TRAIN if self.per_class is None else self.per_class * len(task(self.task).wording(kind).options)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,10 @@ from collections.abc import Callable, Sequence
 
 from tezo.models.kinds import Kind
 from tezo.models.loading import LoadedModel
-from tezo.tasks.objectives.batch import Batch as Batch
-from tezo.tasks.objectives.causal import CausalObjective as CausalObjective
-from tezo.tasks.objectives.encoder import ClassifierObjective as ClassifierObjective
-from tezo.tasks.objectives.encoder import EncoderObjective as EncoderObjective
-from tezo.tasks.objectives.masked import MaskedObjective as MaskedObjective
-from tezo.tasks.objectives.objective import BatchClosure as BatchClosure
-from tezo.tasks.objectives.objective import Encoded as Encoded
-from tezo.tasks.objectives.objective import Objective as Objective
+from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.encoder import ClassifierObjective, EncoderObjective
+from tezo.tasks.objectives.masked import MaskedObjective
+from tezo.tasks.objectives.objective import Objective
 
 _OBJECTIVES: dict[Kind, Callable[..., Objective]] = {
     "causal": CausalObjective,
@@ -22,12 +18,9 @@ _OBJECTIVES: dict[Kind, Callable[..., Objective]] = {
 
 
 def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int | None = None) -> Objective:
-    """The objective for a model of this kind.
+    """Returns the objective of a model; `options` are those of labelled examples, empty for free text.
 
-    Args:
-        loaded: the model.
-        options: options of labelled examples; empty for free text.
-        max_length: maximum sequence length in tokens; None: the model's maximum.
+    `max_length`: maximum sequence length in tokens; None: the model's maximum.
     """
     length = min(max_length or loaded.max_length, loaded.max_length)
     head = (loaded.classes,) if loaded.classes else ()

@@ -1,12 +1,4 @@
-"""Token rows of a model's input: one per sequence, or one packed row for sequences with common prefixes.
-
-Test whether a model supports packed rows: options that share one row must get the scores of separate rows.
-
-The model must accept position ids and a four-dimensional mask, and use both. There is no list of model families: the
-signature, the configuration and a numerical test decide.
-
-Batches: encoded examples as tensors.
-"""
+"""Encoded examples as tensors: one row per sequence, or one packed row for sequences with common prefixes."""
 
 import inspect
 from bisect import bisect_left
@@ -22,8 +14,8 @@ from tezo.tasks.objectives.readers import logits_at
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of input: a tree of tokens in depth-first order. A token sees itself and the tokens above it.
+class TokenTree:
+    """The tokens of one row of input, in depth-first order. A token sees itself and the tokens above it.
 
     Attributes:
         tokens: token ids.
@@ -40,17 +32,15 @@ class Row:
     slots: Sequence[Sequence[int]]
 
 
-def plain_row(sequence: Sequence[int], asked: Sequence[int]) -> Row:
-    """The row of one sequence; `asked` holds the positions whose hidden states are needed."""
-    return Row(sequence, range(len(sequence)), [len(sequence)] * len(sequence), asked, [range(len(asked))])
+def plain_tree(sequence: Sequence[int], asked: Sequence[int]) -> TokenTree:
+    """Returns the tree of one sequence, whose hidden states at the positions `asked` are needed."""
+    return TokenTree(sequence, range(len(sequence)), [len(sequence)] * len(sequence), asked, [range(len(asked))])
 
 
-def packed_row(sequences: Sequence[Sequence[int]], asked: Sequence[Sequence[int]]) -> Row:
-    """One row for all `sequences`, each up to its last asked position: prefixes that some share are in it once.
+def packed_tree(sequences: Sequence[Sequence[int]], asked: Sequence[Sequence[int]]) -> TokenTree:
+    """Returns one tree for all `sequences`, each up to its last asked position; shared prefixes are in it once.
 
-    Args:
-        sequences: token ids.
-        asked: for each sequence, the positions whose hidden states are needed, ascending.
+    `asked`: for each sequence, the positions whose hidden states are needed, ascending.
     """
     pairs = zip(sequences, asked, strict=True)
     needed = [tuple(sequence[: places[-1] + 1 if places else 0]) for sequence, places in pairs]
@@ -75,17 +65,17 @@ def packed_row(sequences: Sequence[Sequence[int]], asked: Sequence[Sequence[int]
     placed = [[path[p] for p in places] for path, places in zip(paths, asked, strict=True)]
     reads = sorted({p for places in placed for p in places})
     at = {place: i for i, place in enumerate(reads)}
-    return Row(tokens, positions, ends, reads, [[at[p] for p in places] for places in placed])
+    return TokenTree(tokens, positions, ends, reads, [[at[p] for p in places] for places in placed])
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix of two sequences."""
+    """Returns the length of the longest common prefix of two sequences."""
     most = range(1, min(len(first), len(second)) + 1)
     return bisect_left(most, True, key=lambda length: first[:length] != second[:length])
 
 
 def padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    """The rows padded on the right with `fill`, (N, length of the longest), int64."""
+    """Returns the rows padded on the right with `fill`, (N, length of the longest), int64."""
     table = torch.full((len(rows), max(map(len, rows), default=0)), fill)
     for i, row in enumerate(rows):
         table[i, : len(row)] = torch.tensor(row, dtype=torch.long)
@@ -93,10 +83,7 @@ def padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
 
 
 def tree_mask(ends_RL: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask (R, 1, L, L) to add to attention scores: a token sees itself, and the tokens in whose subtree it is.
-
-    Padding has end 0: no token sees it but itself.
-    """
+    """Returns the mask (R, 1, L, L) to add to attention scores. Padding has end 0: no token sees it but itself."""
     place_L = torch.arange(ends_RL.shape[1], device=ends_RL.device)
     query_L1 = place_L.unsqueeze(1)
     seen_RLL = (place_L <= query_L1) & (query_L1 < ends_RL.unsqueeze(1)) | (place_L == query_L1)
@@ -107,21 +94,20 @@ def tree_mask(ends_RL: Tensor, dtype: torch.dtype) -> Tensor:
 LEAST_TOKENS = 8
 MOST_OPTION_TOKENS = 16
 BOUNDS = ("max_position_embeddings", "sliding_window", "attention_chunk_size", "window_size")
-"""Keys of a configuration. In longer rows a model may go by the index in the row instead of by position and mask."""
+"""Keys of a configuration: in longer rows a model may go by the index in the row, not by position and mask."""
 
 
 def longest_packed(model: Any) -> int | None:
-    """Maximum length in tokens of a packed row, by the model's configuration; None: no limit."""
+    """Returns the maximum length in tokens of a packed row, by the model's configuration; None: no limit."""
     bounds = [getattr(model.config, name, None) for name in BOUNDS]
     return min((bound for bound in bounds if isinstance(bound, int) and bound > 0), default=None)
 
 
 def takes_packed(model: Any, sequence: Sequence[int]) -> bool:
-    """Whether packed rows give the same scores as separate rows, with the model's current weights.
+    """Whether packed rows give the same scores as separate rows, with the current weights of a causal model.
 
-    Args:
-        model: a causal language model of transformers.
-        sequence: token ids for the test, from the data.
+    The model must take position ids and a four-dimensional mask, and use both. There is no list of families: the
+    signature, the configuration and a numerical test on `sequence`, token ids from the data, decide.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -166,10 +152,8 @@ def _agrees(model: Any, sequence: list[int]) -> bool:
 
 
 def _log_probs(model: Any, inputs: dict[str, Tensor], reads_RU: Tensor, expected: list[int]) -> Tensor:
-    """Log-probabilities of the `expected` tokens, (R, U)."""
-    device = device_of(model)
-    placed = {name: value.to(device) for name, value in inputs.items()}
-    log_probs = logits_at(model, placed, reads_RU.to(device)).log_softmax(-1)
+    placed = {name: value.to(device_of(model)) for name, value in inputs.items()}
+    log_probs = logits_at(model, placed, reads_RU).log_softmax(-1)
     targets_RU1 = torch.tensor(expected, device=log_probs.device).expand(len(reads_RU), -1).unsqueeze(-1)
     return log_probs.gather(-1, targets_RU1).squeeze(-1)
 
@@ -180,15 +164,14 @@ MOST_TOKENS = 1 << 13
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows on the model's device.
+    """Padded rows on the model's device; a row holds one sequence or, if packed, several of an example.
 
     B examples of at most O options, S sequences, K answer tokens; R rows of L tokens, U hidden states read per row.
-    A row holds one sequence or, if packed, several of an example.
 
     Attributes:
         input_ids_RL: int64, token ids.
         position_ids_RL: int64, position of each token in its sequence.
-        ends_RL: int64, place in the row where the token's subtree ends, 0 for padding; see `Row`.
+        ends_RL: int64, place in the row where the token's subtree ends, 0 for padding; see `TokenTree`.
         reads_RU: int64, positions in the row whose hidden states are needed.
         row_S: int64, row of each sequence, ascending.
         slots_SK: int64, index into the row's reads of the hidden state that predicts tokens_SK, where valid_SK.
@@ -219,18 +202,17 @@ class Batch:
 
     @property
     def num_terms(self) -> int:
-        """Number of terms of the loss: one for each example with a label, or one for each answer token."""
+        """Number of terms of the loss: one for each example with a label, or for each answer token."""
         return len(self.labels_B) if self.labels_B is not None else int(self.valid_SK.sum())
 
-    @property
     def examples_of_rows(self) -> list[int]:
-        """The example of each row."""
+        """Returns the example of each row."""
         examples = self.row_S.new_zeros(len(self.input_ids_RL))
         examples[self.row_S] = self.example_S
         return [int(i) for i in examples.tolist()]
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Keyword arguments of the forward pass of a model of this dtype."""
+        """Returns the keyword arguments of the forward pass of a model of this dtype."""
         if not self.branching:
             return {"input_ids": self.input_ids_RL, "attention_mask": (self.ends_RL > 0).long()}
         return {
@@ -240,7 +222,7 @@ class Batch:
         }
 
     def passes(self) -> Iterator["Batch"]:
-        """The batch by rows, so many in each part that a forward pass has at most `MOST_TOKENS`; one row at least.
+        """Yields parts of the batch with so many rows that a forward pass has at most `MOST_TOKENS`; at least B rows.
 
         A batch with one row for each example is as large as its maker wants it, and one part.
         """
@@ -250,33 +232,28 @@ class Batch:
             yield self
             return
         row_S = self.row_S.cpu()
+        tensors = self._tensors()
         for start in range(0, rows, many):
-            own = slice(start, start + many)
             first, last = torch.searchsorted(row_S, torch.tensor([start, start + many])).tolist()
-            sequences = slice(first, last)
-            named = {f.name: getattr(self, f.name) for f in fields(self)}
-            part = {name: value[own] for name, value in named.items() if name.endswith(("_RL", "_RU"))}
-            part |= {name: value[sequences] for name, value in named.items() if name.endswith(("_S", "_SK"))}
-            yield replace(self, **part | {"row_S": self.row_S[sequences] - start})
+            part = {name: x[start : start + many] for name, x in tensors.items() if name.endswith(("_RL", "_RU"))}
+            part |= {name: x[first:last] for name, x in tensors.items() if name.endswith(("_S", "_SK"))}
+            yield replace(self, **part | {"row_S": self.row_S[first:last] - start})
 
     def repeated(self, copies: int) -> "Batch":
-        """The batch with all rows and examples repeated `copies` times, block after block."""
+        """Returns the batch with all rows and examples repeated `copies` times, block after block."""
         if copies == 1:
             return self
         (examples, options), rows = self.shape_BO, len(self.input_ids_RL)
-        blocks = torch.arange(copies, device=self.row_S.device).repeat_interleave(len(self.row_S))
-        tiled = self._map(lambda tensor: tensor.repeat(copies, *[1] * (tensor.ndim - 1)))
-        return replace(
-            tiled,
-            row_S=tiled.row_S + rows * blocks,
-            example_S=tiled.example_S + examples * blocks,
-            shape_BO=(copies * examples, options),
-        )
+        block_S = torch.arange(copies, device=self.row_S.device).repeat_interleave(len(self.row_S))
+        tiled = {name: x.repeat(copies, *[1] * (x.ndim - 1)) for name, x in self._tensors().items()}
+        tiled["row_S"] += rows * block_S
+        tiled["example_S"] += examples * block_S
+        return replace(self, **tiled, shape_BO=(copies * examples, options))
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch with its tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device))
+        """Returns the batch with its tensors on `device`."""
+        return replace(self, **{name: x.to(device) for name, x in self._tensors().items()})
 
-    def _map(self, change: Any) -> "Batch":
+    def _tensors(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -10,34 +10,39 @@ from torch import Tensor
 from tezo.models.loading import UNBOUNDED
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
-from tezo.tasks.objectives.batch import Batch, Row, common_prefix, longest_packed, packed_row, padded, takes_packed
+from tezo.tasks.objectives.batch import (
+    Batch,
+    TokenTree,
+    common_prefix,
+    longest_packed,
+    packed_tree,
+    padded,
+    takes_packed,
+)
 from tezo.tasks.objectives.ends import ends_of
 from tezo.tasks.objectives.objective import Encoded, Objective, Terms
 from tezo.tasks.objectives.readers import hidden_at, logits_at
 
 MOST_PACKED = 512
-"""Tokens of options in a packed row, or as many as its prompt has; each token is compared with the whole row."""
+"""Tokens of options in a packed row, or as many as its prompt has: each token is compared with the whole row."""
 
 AT_ONCE = 1 << 16
-"""Characters of prompts that the tokenizer is given at once, if it is more than one prompt."""
+"""Characters of prompts that the tokenizer gets at once, if it is more than one prompt."""
 
 
 class CausalObjective(Objective):
     """The likelihood of the answer after the prompt.
 
-    Free text: the loss is the mean negative log-likelihood of the answer's tokens. With options: each
-    option's score is the mean log-probability of its tokens, and the loss the cross-entropy over scores.
-    The options of an example are packed into one row if `adapt` found that the model supports it.
+    Free text: the loss is the mean negative log-likelihood of the answer's tokens. With options: each option's score is
+    the mean log-probability of its tokens, and the loss the cross-entropy over scores. The options of an example are
+    packed into one row if `adapt` found that the model supports it.
     """
 
     side_cut = "the beginning of the prompt"
 
-    def __init__(
-        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
-    ) -> None:
-        super().__init__(tokenizer, device, max_length, options, model=model)
-        self.ends = ends_of(tokenizer, model)
-        self._first = _put_first(tokenizer)
+    def _prepare(self, model: Any) -> None:
+        self.ends = ends_of(self.tokenizer, model)
+        self._first = _put_first(self.tokenizer)
         self._model: weakref.ref[Any] | None = None
         self._most: int | None = None
 
@@ -51,7 +56,10 @@ class CausalObjective(Objective):
         texts = example.options or (text,)
         (prompt,) = self._tokens([example.prompt], example)
         sequences, answers, split = [], [], False
-        for text, whole in zip(texts, self._wholes(texts, example), strict=True):
+        many = max(1, AT_ONCE // max(1, len(example.prompt)))
+        parts = [texts[start : start + many] for start in range(0, len(texts), many)]
+        wholes = (ids for part in parts for ids in self._tokens([example.prompt + text for text in part], example))
+        for text, whole in zip(texts, wholes, strict=True):
             if whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
                 whole, split = prompt + self._alone(text), not example.chat
             whole[: len(prompt)] = prompt  # the same objects, which thousands of options share
@@ -72,7 +80,7 @@ class CausalObjective(Objective):
         return Encoded(tuple(tuple(s) for s in sequences), tuple(answers), example)
 
     def _whole(self, example: Example) -> Encoded:
-        """A text of which all tokens after the first are learnt; its end is cut where it is too long."""
+        """Encodes a text of which all tokens after the first are learnt; its end is cut where it is too long."""
         text, end = self.ends.within(example.answer, example.answer, chat=False)
         (ids,) = self._tokens([text], example)
         ids = self._ended(ids, 0, end, example)
@@ -85,19 +93,13 @@ class CausalObjective(Objective):
         self._note_unknown(ids, example)
         return Encoded((tuple(ids),), (len(ids) - 1,), example)
 
-    def _wholes(self, texts: Sequence[str], example: Example) -> Iterator[list[int]]:
-        """The tokens of the prompt with each text after it."""
-        many = max(1, AT_ONCE // max(1, len(example.prompt)))
-        for start in range(0, len(texts), many):
-            yield from self._tokens([example.prompt + text for text in texts[start : start + many]], example)
-
     def _tokens(self, texts: Sequence[str], example: Example) -> list[list[int]]:
         found = list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
         first = [] if example.chat else self._first  # a rendered prompt has its special tokens
         return [ids if ids[: len(first)] == first else first + ids for ids in found]
 
     def _ended(self, ids: list[int], start: int, end: int | None, example: Example) -> list[int]:
-        """The tokens with `end` behind them, if the answer, which begins at `start`, does not have an end already."""
+        """Adds the token `end`, if the answer, which begins at `start`, does not have an end already."""
         if not (ids[start:] and ids[-1] in self.ends.marks):
             if end is None:
                 self.endless.add(0, example.where)
@@ -113,7 +115,7 @@ class CausalObjective(Objective):
         return ids
 
     def _alone(self, text: str) -> list[int]:
-        """The tokens of a text behind others, without the space that some tokenizers put before a first word."""
+        """Encodes a text that follows others, without the space that some tokenizers put before a first word."""
         line, whole = (list(self.tokenizer(t, add_special_tokens=False)["input_ids"]) for t in ("\n", f"\n{text}"))
         if whole[: len(line)] == line:
             return whole[len(line) :]
@@ -146,16 +148,15 @@ class CausalObjective(Objective):
             self.packs = takes_packed(model, longest.sequences[0])
             self._most, self._model = longest_packed(model), weakref.ref(model)
 
-    def rows(self, encoded: Sequence[Encoded]) -> list[list[Row]]:
-        if not self.packs:
-            return super().rows(encoded)
-        # A batch has one mask for all rows, so no row is packed if a sequence of it is too long.
-        fits = self._most is None or max(e.length for e in encoded) <= self._most
-        return [[self._packed(e, own) for own in self._groups(e)] for e in encoded] if fits else super().rows(encoded)
+    def trees(self, encoded: Sequence[Encoded]) -> list[list[TokenTree]]:
+        # a batch has one mask for all rows, so no row is packed if a sequence of it is too long
+        if not self.packs or (self._most is not None and max(e.length for e in encoded) > self._most):
+            return super().trees(encoded)
+        return [[self._packed(e, own) for own in self._groups(e)] for e in encoded]
 
     def _groups(self, encoded: Encoded) -> Iterator[slice]:
-        """The sequences that share a row: as many in a row as its bound allows, at least one."""
-        prompt = len(encoded.sequences[0]) - encoded.answers[0]
+        """Yields the sequences that share a row: as many as its bound allows, at least one."""
+        prompt = len(encoded.prompt)
         most = min(prompt + max(prompt, MOST_PACKED), self._most or UNBOUNDED)
         start, tokens = 0, 0
         before: Sequence[int] = ()
@@ -167,14 +168,14 @@ class CausalObjective(Objective):
             tokens, before = tokens + added, sequence
         yield slice(start, len(encoded.sequences))
 
-    def _packed(self, encoded: Encoded, own: slice) -> Row:
+    def _packed(self, encoded: Encoded, own: slice) -> TokenTree:
         sequences, answers = encoded.sequences[own], encoded.answers[own]
-        return packed_row(sequences, [self.asked(s, a)[0] for s, a in zip(sequences, answers, strict=True)])
+        return packed_tree(sequences, [self.asked(s, a)[0] for s, a in zip(sequences, answers, strict=True)])
 
     def log_probs(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the answer tokens, and whether each is the most likely token.
+        """Returns the log-probabilities of the answer tokens, and whether each is the most likely token.
 
-        Returns (float32 or wider, bool), both (copies S, K), 0 and False where not valid.
+        float32 or wider and bool, both (copies S, K), 0 and False where not valid.
         """
         parts = [self._log_probs(model, part.repeated(copies)) for part in batch.passes()]
         chosen, hits = (torch.cat([x.unflatten(0, (copies, -1)) for x in own], 1) for own in zip(*parts, strict=True))
@@ -195,7 +196,7 @@ class CausalObjective(Objective):
         return table
 
     def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
-        prompts = [e.sequences[0][: len(e.sequences[0]) - e.answers[0]] for e in encoded]
+        prompts = [e.prompt for e in encoded]
         ids_BL = padded(prompts, int(self.tokenizer.pad_token_id)).to(self.device)
         last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=self.device)
         mask_BL = (torch.arange(ids_BL.shape[1], device=self.device) <= last_B1).long()
@@ -211,11 +212,11 @@ class CausalObjective(Objective):
     def summands(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
         count = sum(batch.num_terms for batch in batches)
         for batch in batches:
-            yield self.total(model, batch)[0][0] / count
+            yield self.terms(model, batch).values_CT.sum(1)[0] / count
 
 
 def _put_first(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer puts in front of a text; what it puts behind one would stand before the answer."""
+    """Returns the tokens that a tokenizer puts in front of a text; what it puts behind one would precede the answer."""
     whole, own = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
     starts = range(len(whole) - len(own) + 1)
     return whole[: next((start for start in starts if whole[start : start + len(own)] == own), 0)]

@@ -1,7 +1,4 @@
-"""The objective of encoders without a language-model head: they answer by comparing embeddings.
-
-The objective of models with a trained classification head: they answer with the head's logits.
-"""
+"""Objectives of encoders: by comparing embeddings, or by the logits of a trained classification head."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,21 +27,18 @@ class EncoderObjective(WholeTextObjective):
     training is zero-shot accuracy. The tuned model also encodes the descriptions.
     """
 
-    def __init__(
-        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
-    ) -> None:
-        super().__init__(tokenizer, device, max_length, options, model=model)
-        described = tokenizer(list(options), padding=True, return_tensors="pt")
-        for option, mask in zip(options, described["attention_mask"], strict=True):
-            length = int(mask.sum())
-            if length > max_length:
+    def _prepare(self, model: Any) -> None:
+        del model
+        described = self.tokenizer(list(self.options), padding=True, return_tensors="pt")
+        for option, length in zip(self.options, described["attention_mask"].sum(1).tolist(), strict=True):
+            if length > self.max_length:
                 raise RequestError(
-                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the limit of {max_length}; "
+                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the limit of {self.max_length}; "
                     "shorten it, or raise data.max_length if the model takes more."
                 )
         self._check_known(described["input_ids"].flatten().tolist(), "data.label_words")
         self._labels_COD: Tensor | None = None
-        self.descriptions = {name: described[name].to(device) for name in ("input_ids", "attention_mask")}
+        self.descriptions = {name: described[name].to(self.device) for name in ("input_ids", "attention_mask")}
         self.shared_tokens = self.descriptions["input_ids"].numel()
         self.shared_rows = len(self.descriptions["input_ids"])
 
@@ -59,12 +53,11 @@ class EncoderObjective(WholeTextObjective):
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
         examples = batch.shape_BO[0]
         texts_TD = functional.normalize(mean_pooled(model, **batch.repeated(copies).inputs(model.dtype)), dim=-1)
-        if self._apart:  # each text is compared with descriptions that were encoded under its own perturbation
+        if self._labels_COD is None:  # each text is compared with descriptions under its own perturbation
             labels_TOD = functional.normalize(self._described(model, copies * examples), dim=-1)
             return SCALE * (labels_TOD @ texts_TD.unsqueeze(-1)).squeeze(-1)
-        labels_COD = self._labels_COD if self._labels_COD is not None else self._described(model, copies)
         texts_CBD = texts_TD.reshape(copies, examples, -1)
-        scores_CBO: Tensor = SCALE * texts_CBD @ functional.normalize(labels_COD, dim=-1).mT
+        scores_CBO: Tensor = SCALE * texts_CBD @ functional.normalize(self._labels_COD, dim=-1).mT
         return scores_CBO.flatten(0, 1)
 
     def example_passes(self, batch: Batch) -> list[list[int]]:
@@ -75,19 +68,19 @@ class EncoderObjective(WholeTextObjective):
         return mean_pooled(model, **self.collate(encoded).inputs(model.dtype))
 
     def _described(self, model: Any, copies: int) -> Tensor:
-        """The descriptions as encoded by each copy, (copies, O, D)."""
+        """Returns the descriptions as encoded by each copy, (copies, O, D)."""
         repeated = {name: value.repeat(copies, 1) for name, value in self.descriptions.items()}
         return mean_pooled(model, **repeated).reshape(copies, len(self.options), -1)
 
 
 def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean of the last hidden states over the tokens of each row, (B, D), float32 or wider."""
+    """Returns the mean of the last hidden states over the tokens of each row, (B, D), float32 or wider."""
     hidden_BLD = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     return mean_over_tokens(of_text(hidden_BLD, input_ids), attention_mask)
 
 
 def mean_over_tokens(hidden_BLD: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean of hidden states over the tokens of each row, (B, D), float32 or wider."""
+    """Returns the mean of hidden states over the tokens of each row, (B, D), float32 or wider."""
     wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
     weights_BL1 = attention_mask.unsqueeze(-1).to(wide)
     pooled_BD: Tensor = (hidden_BLD.to(wide) * weights_BL1).sum(1) / weights_BL1.sum(1)
@@ -97,9 +90,7 @@ def mean_over_tokens(hidden_BLD: Tensor, attention_mask: Tensor) -> Tensor:
 class ClassifierObjective(WholeTextObjective):
     """An option is a class of the head and its score the logit of that class; the loss is their cross-entropy.
 
-    Args:
-        classes: classes of the head in the order of its logits.
-        others: as for `Objective`; `options` are classes.
+    `classes`: those of the head, in the order of its logits. The other arguments are those of `Objective`.
     """
 
     def __init__(

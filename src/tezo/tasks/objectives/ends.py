@@ -1,4 +1,4 @@
-"""What ends an answer, and where one begins in text: for what is learnt, what is written and what is shown."""
+"""Tokens and texts that end an answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Ends:
     unnamed: frozenset[int] = frozenset()
 
     def within(self, answer: str, before: str, *, chat: bool) -> tuple[str, int | None]:
-        """(an answer with what the template writes after it, once; the token that must then end it, or None).
+        """Returns (an answer with what the template writes after it, once; the token that must then end it, or None).
 
         Args:
             answer: the text, which may have its end already.
@@ -47,7 +47,7 @@ class Ends:
 
 
 def ends_of(tokenizer: Any, model: Any) -> Ends:
-    """The ends by a tokenizer with its chat template, and by a model's generation_config, which may have several."""
+    """Returns the ends by a tokenizer with its chat template and by a model's generation_config."""
     config = getattr(model, "generation_config", None)
     named = getattr(config, "eos_token_id", None)
     configured = [token for token in (named if isinstance(named, list | tuple) else [named]) if token is not None]
@@ -69,7 +69,7 @@ def ends_of(tokenizer: Any, model: Any) -> Ends:
 
 
 def _turn(tokenizer: Any, ends: set[int]) -> tuple[str, int | None]:
-    """(what the chat template writes after the assistant's message, up to the token that ends the turn; that token).
+    """Returns (what the chat template writes after the assistant's message, up to the end of the turn; its token).
 
     The token is one of `ends`, if nothing but tokens comes before it, or else the first. Where there is none, it is one
     of `ends` with which the next turn opens.
@@ -92,7 +92,7 @@ def _turn(tokenizer: Any, ends: set[int]) -> tuple[str, int | None]:
 
 
 def _written_behind(tokenizer: Any, added: Mapping[str, int], *, next_turn: bool = False) -> list[tuple[str, int]]:
-    """Each token that the template writes behind the assistant's message, with the text since the one before."""
+    """Returns each token that the template writes behind the assistant's message, with the text before it."""
     messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
         whole = str(tokenizer.apply_chat_template([*messages, *messages[:next_turn]], tokenize=False))
@@ -108,10 +108,7 @@ def _written_behind(tokenizer: Any, added: Mapping[str, int], *, next_turn: bool
 
 
 def text_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int], *, special: bool) -> str:
-    """The text of tokens behind others, with the space that some tokenizers take from a first word.
-
-    `special`: with the special tokens.
-    """
+    """Returns the text of tokens behind others, with the space that some tokenizers take from a first word."""
 
     def text(tokens: Sequence[int]) -> str:
         # spaces before punctuation, which some tokenizers clean up, are part of an answer

@@ -11,18 +11,18 @@ from tezo.models.kinds import choose_kind
 from tezo.optim.estimators.estimate import RowsClosure
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.objective import whole_rows
-from tezo.tasks.objectives.readers import logits_at
+from tezo.tasks.objectives.readers import base_of, logits_at
 
 NOT_COUNTED = -100
 """The label of tokens without a loss, transformers' own."""
 
 
 class LabelledTensors(RowsClosure):
-    """The loss of a language model on a batch with labels, computed so that a step is as cheap as it can be.
+    """The closure for `optimizer.step` of a language model on a batch with labels.
 
-    It is `model(**batch).loss`, with three differences in how: the output head is applied at the labelled positions
-    only, both signs of a step share a forward pass where that is faster, and an optimizer with
-    `directions="per-example"` gets the loss of each row.
+    `optimizer.step(tezo.closure(model, batch))` is `optimizer.step(lambda: model(**batch).loss)`, up to rounding, in
+    less time: the output head is applied at the labelled positions only, and both signs of a step share a forward pass
+    where that is faster. An optimizer with `directions="per-example"` gets the loss of each row.
 
     Args:
         model: causal or masked language model of transformers.
@@ -36,16 +36,15 @@ class LabelledTensors(RowsClosure):
     def __init__(self, model: Any, batch: Mapping[str, Tensor]) -> None:
         self._model = model
         self._inputs = {key: value for key, value in batch.items() if key != "labels"}
-        labels = batch.get("labels")
         _check(batch)
-        assert labels is not None
-        kind = choose_kind("auto", [type(_base(model)).__name__], model.config)
+        kind = choose_kind("auto", [type(base_of(model)).__name__], model.config)
         if kind not in ("causal", "masked"):
             raise RequestError(
                 f"closure: {type(model).__name__} is no causal or masked language model; give `step` a function that "
                 "returns its loss."
             )
-        counted = labels[:, 1:] != NOT_COUNTED if kind == "causal" else labels != NOT_COUNTED
+        labels = batch["labels"][:, 1:] if kind == "causal" else batch["labels"]
+        counted = labels != NOT_COUNTED
         counts_B = counted.sum(1)
         if not counts_B.all():
             row = int((counts_B == 0).nonzero()[0])
@@ -54,8 +53,7 @@ class LabelledTensors(RowsClosure):
         self._positions_BK = counted.int().argsort(dim=1, descending=True, stable=True)[:, : int(counts_B.max())]
         places = torch.arange(self._positions_BK.shape[1], device=labels.device)
         self._valid_BK = places < counts_B.unsqueeze(1)
-        shifted = labels[:, 1:] if kind == "causal" else labels
-        self._labels_BK = shifted.gather(1, self._positions_BK).masked_fill(~self._valid_BK, 0)
+        self._labels_BK = labels.gather(1, self._positions_BK).masked_fill(~self._valid_BK, 0)
 
     @property
     def tokens(self) -> int:
@@ -66,38 +64,22 @@ class LabelledTensors(RowsClosure):
         return len(self._valid_BK)
 
     def losses(self, copies: int) -> Tensor:
-        """The loss of each copy (copies,), from one pass with `copies` blocks of rows."""
         return self._sums(copies).sum(1) / self._valid_BK.sum()
 
     def example_passes(self) -> list[list[int]]:
-        """The one pass of `example_losses`: the row of each row."""
         return [list(range(self.examples))]
 
     def example_losses(self, copies: int) -> Tensor:
-        """The loss of each row for each copy, (copies, rows), weighted so that their mean is the loss."""
         return self._sums(copies) * (self.examples / self._valid_BK.sum())
 
     def _sums(self, copies: int) -> Tensor:
-        """The sum of the losses of each row's tokens: (copies, rows)."""
+        """Returns the sum of the losses of each row's tokens, (copies, rows)."""
         inputs = {key: torch.cat([value] * copies) if copies > 1 else value for key, value in self._inputs.items()}
         with whole_rows(self._model):
             logits = logits_at(self._model, inputs, self._positions_BK.repeat(copies, 1))
         labels = self._labels_BK.repeat(copies, 1).to(logits.device)
         losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         return (losses.view(copies, *self._valid_BK.shape) * self._valid_BK.to(losses.device)).sum(2)
-
-
-def closure(model: Any, batch: Mapping[str, Tensor]) -> LabelledTensors:
-    """The closure for `optimizer.step` of a language model on a batch with labels.
-
-    `optimizer.step(tezo.closure(model, batch))` is `optimizer.step(lambda: model(**batch).loss)`, up to rounding, in
-    less time; see `LabelledTensors` for arguments and errors.
-    """
-    return LabelledTensors(model, batch)
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper has another name
 
 
 def _check(batch: Mapping[str, Tensor]) -> None:
@@ -116,3 +98,6 @@ def _check(batch: Mapping[str, Tensor]) -> None:
             raise RequestError(
                 f"closure: {key} has no entry for each row of the batch; leave it out, or give its loss."
             )
+
+
+closure = LabelledTensors

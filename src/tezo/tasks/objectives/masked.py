@@ -1,7 +1,4 @@
-"""The objective of masked models: they answer by filling in a mask.
-
-The common part of objectives that read one text of each example, cut at its end.
-"""
+"""Objective of masked models, which answer by filling in a mask, and the base of objectives that read one text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,14 +18,13 @@ class MaskedObjective(Objective):
 
     side_cut = "the longer side of the mask, at its far end"
 
-    def __init__(
-        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
-    ) -> None:
-        super().__init__(tokenizer, device, max_length, options, model=model)
-        if tokenizer.mask_token is None:
+    def _prepare(self, model: Any) -> None:
+        del model
+        if self.tokenizer.mask_token is None:
             raise RequestError("model.kind is masked, but the tokenizer has no mask token; choose another model.")
-        self._check_known([self._word(option) for option in options], "data.label_words")
-        self.words_O = torch.tensor([self._word(option) for option in options], device=device)
+        words = [self._word(option) for option in self.options]
+        self._check_known(words, "data.label_words")
+        self.words_O = torch.tensor(words, device=self.device)
 
     def _word(self, option: str) -> int:
         ids = self.tokenizer(option, add_special_tokens=False)["input_ids"]

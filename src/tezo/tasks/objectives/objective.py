@@ -1,15 +1,8 @@
-"""Several copies of a model in one forward pass: every module must see the rows of all copies.
-
-Divides a batch into parts of similar length, to save time on padding.
-
-Objective: (model, batch) -> a loss in float32 or wider, or a score for each option.
-
-Examples are encoded once, before the first step, so errors in rows are found then.
-"""
+"""Objectives: encode examples, make batches of them, and compute the loss and the scores of their options."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +14,12 @@ from tezo.models.loading import num_embeddings
 from tezo.optim.estimators.estimate import RowsClosure
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
-from tezo.tasks.objectives.batch import Batch, Row, padded, plain_row
+from tezo.tasks.objectives.batch import Batch, TokenTree, padded, plain_tree
 
 
 @contextmanager
 def whole_rows(model: nn.Module) -> Iterator[None]:
-    """While open, embeddings that the model looks up once for all rows, such as positions, are looked up per row.
+    """Widens lookups that a model does once for all rows, such as positions, to one per row, while it is open.
 
     Hooks that assign rows to copies need this. `model` must be called with `input_ids` as a keyword.
     """
@@ -43,13 +36,12 @@ def whole_rows(model: nn.Module) -> Iterator[None]:
             return (args[0].expand(rows, -1), *args[1:])
         return None
 
-    handles = [model.register_forward_pre_hook(note, with_kwargs=True)]
-    handles += [m.register_forward_pre_hook(widen) for m in model.modules() if isinstance(m, nn.Embedding)]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(note, with_kwargs=True))
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                hooks.enter_context(module.register_forward_pre_hook(widen))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 OVERHEAD_TOKENS = {"cpu": 64}
@@ -57,15 +49,10 @@ OVERHEAD_TOKENS = {"cpu": 64}
 
 
 def like_lengths(lengths: Sequence[int], rows: Sequence[int], device: torch.device) -> list[list[int]]:
-    """The division of a batch into parts with the least total cost, as lists of indices.
+    """Returns the division of a batch into parts with the least total cost, as lists of indices.
 
-    A part costs its longest length times its rows, plus `OVERHEAD_TOKENS`. The best parts are contiguous in the order
-    of lengths, so dynamic programming finds the best division of the first j examples from those of fewer.
-
-    Args:
-        lengths: lengths of the examples in tokens.
-        rows: number of rows of each example.
-        device: device of the forward passes.
+    A part costs its longest length in tokens times its rows, plus `OVERHEAD_TOKENS`. The best parts are contiguous in
+    the order of lengths, so dynamic programming finds the best division of the first j examples from those of fewer.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     overhead = OVERHEAD_TOKENS.get(device.type)
@@ -88,17 +75,19 @@ def like_lengths(lengths: Sequence[int], rows: Sequence[int], device: torch.devi
 
 @dataclass(frozen=True)
 class Encoded:
-    """An example in tokens.
+    """An example in tokens: `sequences` of ids, one per option or a single one.
 
-    Attributes:
-        sequences: token ids; one sequence per option, or a single one.
-        answers: for each sequence, the number of tokens at its end that are the answer (causal models).
-        example: the example.
+    `answers`: for each sequence, the number of tokens at its end that are the answer (causal models).
     """
 
     sequences: tuple[tuple[int, ...], ...]
     answers: tuple[int, ...]
     example: Example
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The tokens before the answer, the same in all sequences."""
+        return self.sequences[0][: len(self.sequences[0]) - self.answers[0]]
 
     @property
     def length(self) -> int:
@@ -108,12 +97,9 @@ class Encoded:
 
 @dataclass
 class Cuts:
-    """Texts that the model does not get as they are.
+    """Count of texts (`rows`) that the model does not get as they are, with the places of the first three.
 
-    Attributes:
-        rows: number of texts.
-        tokens: number of tokens that were cut, stand for what is unknown, or are not whole where an answer begins.
-        examples: places of the first three, for messages.
+    `tokens`: those that were cut, stand for what is unknown, or are not whole where an answer begins.
     """
 
     rows: int = 0
@@ -130,12 +116,12 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of the loss on a batch of B examples, whose sum over their number is the loss.
+    """Terms of the loss on a batch: their sum over their number is the loss.
 
     Attributes:
-        values_CT: the terms of each copy, float32 or wider, 0 for padding.
+        values_CT: terms of each copy, float32 or wider, 0 for padding.
         example_T: int64, example of each term.
-        num_examples: B.
+        num_examples: number B of examples.
     """
 
     values_CT: Tensor
@@ -143,13 +129,13 @@ class Terms:
     num_examples: int
 
     def of_examples(self) -> Tensor:
-        """The sum of the terms of each example: (copies, B)."""
+        """Returns the sum of the terms of each example, (copies, B)."""
         sums_CB = self.values_CT.new_zeros(len(self.values_CT), self.num_examples)
         return sums_CB.index_add_(1, self.example_T, self.values_CT)
 
 
 class Objective(ABC):
-    """Turns examples into batches, and batches into losses and scores.
+    """Conversion of examples into batches on a device, and of batches into losses and scores.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -163,8 +149,6 @@ class Objective(ABC):
     """The part of a prompt that is cut, in words."""
     packs: bool | None = None
     """Whether the options of an example share a row; None until `adapt` has tried it on examples."""
-    _apart = False
-    """Whether each example has its own perturbations: then it shares no input with others."""
     shared_tokens: int = 0
     """Tokens, padding included, of the inputs that all batches share (label descriptions)."""
     shared_rows: int = 0
@@ -181,9 +165,14 @@ class Objective(ABC):
         self.endless, self.unfinished, self.written = Cuts(), Cuts(), 0
         self.notes: dict[str, Cuts] = {}
         self._embeddings = None if model is None else num_embeddings(model)
+        self._prepare(model)
+
+    def _prepare(self, model: Any) -> None:
+        """Computes what an objective needs besides; by default nothing."""
+        del model
 
     def encode(self, example: Example) -> Encoded:
-        """The example in tokens.
+        """Returns the example in tokens.
 
         Raises:
             RequestError: it cannot be cut to `max_length`, or the model has no embedding for one of its tokens.
@@ -200,11 +189,9 @@ class Objective(ABC):
         self.notes.setdefault(text, Cuts()).add(0, where)
 
     @abstractmethod
-    def _encode(self, example: Example) -> Encoded:
-        """The example in tokens; `RequestError` if it cannot be cut to `max_length`."""
+    def _encode(self, example: Example) -> Encoded: ...
 
     def _check_known(self, ids: Sequence[int], where: str) -> None:
-        """An error where a token is beyond the embeddings of the model."""
         highest = max(ids, default=0)
         if self._embeddings is not None and highest >= self._embeddings:
             raise RequestError(
@@ -215,82 +202,50 @@ class Objective(ABC):
 
     @abstractmethod
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
-        """Scores of the options, (copies B, O), float32 or wider; a higher score is more likely.
+        """Returns scores of the options, (copies B, O), float32 or wider; a higher score is more likely.
 
-        Only for examples with options. The forward pass has the rows of the batch `copies` times, block after block,
-        and the result has the same order.
+        The forward pass has the rows of the batch `copies` times, block after block, and so has the result.
         """
 
     @abstractmethod
     def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
-        """Features of each example for a linear probe, without its answer: (B, D)."""
+        """Returns features of each example for a linear probe, without its answer, (B, D)."""
 
     def option_tokens(self, option: str) -> tuple[int, ...]:
-        """What the model has of an option; it cannot tell two options apart for which this is equal."""
+        """Returns what the model has of an option; it cannot tell options apart for which this is equal."""
         return tuple(self.tokenizer(option)["input_ids"])
 
     def terms(self, model: Any, batch: Batch, copies: int = 1) -> Terms:
-        """The terms of the loss: one for each example with options, or for each answer token."""
+        """Returns the terms of the loss: one for each example with options, or for each answer token."""
         assert batch.labels_B is not None
         scores = self.scores(model, batch, copies)
         losses = functional.cross_entropy(scores, batch.labels_B.repeat(copies), reduction="none")
         examples = torch.arange(len(batch.labels_B), device=losses.device)
         return Terms(losses.view(copies, -1), examples, len(examples))
 
-    def total(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, int]:
-        """(sum of the terms of each copy (copies,), number of terms)."""
-        return self.terms(model, batch, copies).values_CT.sum(1), batch.num_terms
-
     def losses(self, model: Any, batches: Sequence[Batch], copies: int) -> Tensor:
-        """The mean loss of each copy over the parts of a batch: (copies,), float32 or wider.
-
-        Hooks may perturb each copy differently: the rows of a copy are one block along the leading dimension.
-        """
-        sums, count = self.totals(model, batches, copies)
-        return sums / count
-
-    def totals(self, model: Any, batches: Sequence[Batch], copies: int) -> tuple[Tensor, int]:
-        """Numerator and denominator of `losses`: (sum of each copy (copies,), number of terms)."""
-        with whole_rows(model) if copies > 1 else nullcontext(), self.sharing(model, copies):
-            totals = [self.total(model, batch, copies) for batch in batches]
-        return torch.stack([sums for sums, _ in totals]).sum(0), sum(count for _, count in totals)
-
-    def example_totals(self, model: Any, batches: Sequence[Batch], copies: int) -> tuple[Tensor, int]:
-        """(sum of the terms of each example for each copy (copies, examples), number of all terms).
-
-        Hooks may perturb each example of each copy differently; the rows of a copy are one block, as in `losses`. The
-        examples are in the order in which `batches` was given them.
-        """
-        self._apart = True
-        try:
-            with whole_rows(model):
-                terms = [self.terms(model, batch, copies) for batch in batches]
-        finally:
-            self._apart = False
-        places = [place for batch in batches for place in batch.places]
-        in_order = torch.argsort(torch.tensor(places))
-        sums = torch.cat([own.of_examples() for own in terms], 1)
-        return sums[:, in_order.to(sums.device)], sum(batch.num_terms for batch in batches)
+        """Returns the mean loss of each copy over the parts of a batch, (copies,); see `BatchClosure`."""
+        return self.closure(model, batches).losses(copies)
 
     def example_passes(self, batch: Batch) -> list[list[int]]:
-        """For each forward pass over a batch in `example_totals`, the example of each row of one copy."""
-        return [part.examples_of_rows for part in batch.passes()]
+        """Returns, for each forward pass over a batch outside of `sharing`, the example of each row of one copy."""
+        return [part.examples_of_rows() for part in batch.passes()]
 
     def loss(self, model: Any, *batches: Batch) -> Tensor:
-        """The mean loss over the parts of a batch: scalar, float32 or wider."""
+        """Returns the mean loss over the parts of a batch: scalar, float32 or wider."""
         return self.losses(model, batches, 1)[0]
 
     def summands(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
-        """Terms whose sum is the loss, computed one after another, no two of which share a graph."""
+        """Yields terms whose sum is the loss, one after another, no two of which share a graph."""
         yield self.loss(model, *batches)
 
     def closure(self, model: Any, batches: Sequence[Batch]) -> "BatchClosure":
-        """The loss on the parts of a batch, for one set of parameters or for several copies at once."""
+        """Returns the loss on the parts of a batch as a closure, for one model or for several copies at once."""
         return BatchClosure(self, model, tuple(batches))
 
     @contextmanager
     def sharing(self, model: Any, copies: int = 1) -> Iterator[None]:
-        """While open, the model does not change, so what all batches share is computed only once."""
+        """Computes what all examples share only once, while it is open; outside of it each example has its own."""
         del model, copies
         yield
 
@@ -298,32 +253,34 @@ class Objective(ABC):
         """Tests once whether `model` supports packed rows; call it while the model is not perturbed."""
         del model, encoded
 
-    def rows(self, encoded: Sequence[Encoded]) -> list[list[Row]]:
-        """For each example of a batch its rows; together they hold its sequences in order."""
+    def trees(self, encoded: Sequence[Encoded]) -> list[list[TokenTree]]:
+        """Returns the rows of each example of a batch; together they hold its sequences in order."""
         return [
-            [plain_row(s, self.asked(s, a)[0]) for s, a in zip(e.sequences, e.answers, strict=True)] for e in encoded
+            [plain_tree(s, self.asked(s, a)[0]) for s, a in zip(e.sequences, e.answers, strict=True)] for e in encoded
         ]
 
     def rows_of_pass(self, encoded: Sequence[Encoded], batch_size: int) -> float:
-        """Rows that enter the model when the loss of a batch is evaluated once, by the mean of these examples."""
-        return batch_size * sum(map(len, self.rows(encoded))) / len(encoded) + self.shared_rows
+        """Returns the mean number of rows that one evaluation of the loss of a batch puts into the model."""
+        return batch_size * sum(map(len, self.trees(encoded))) / len(encoded) + self.shared_rows
 
     def batches(self, encoded: Sequence[Encoded]) -> list[Batch]:
-        """The examples in parts of similar length, each collated; see `like_lengths`."""
-        rows = self.rows(encoded)
-        lengths = [max(len(row.tokens) for row in own) for own in rows]
-        parts = like_lengths(lengths, [len(own) for own in rows], self.device)
-        return [self._collated([encoded[i] for i in part], [rows[i] for i in part], part) for part in parts]
+        """Returns the examples in parts of similar length, each collated; see `like_lengths`."""
+        trees = self.trees(encoded)
+        lengths = [max(len(tree.tokens) for tree in own) for own in trees]
+        parts = like_lengths(lengths, [len(own) for own in trees], self.device)
+        return [self._collated([encoded[i] for i in part], [trees[i] for i in part], part) for part in parts]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
-        """The batch of the examples, padded on the right."""
-        return self._collated(encoded, self.rows(encoded), range(len(encoded)))
+        """Returns the batch of the examples, padded on the right."""
+        return self._collated(encoded, self.trees(encoded), range(len(encoded)))
 
-    def _collated(self, encoded: Sequence[Encoded], rows_of: Sequence[Sequence[Row]], places: Sequence[int]) -> Batch:
-        rows = [row for own in rows_of for row in own]
+    def _collated(
+        self, encoded: Sequence[Encoded], trees: Sequence[Sequence[TokenTree]], places: Sequence[int]
+    ) -> Batch:
+        rows = [tree for own in trees for tree in own]
         expected = [self.asked(s, a)[1] for e in encoded for s, a in zip(e.sequences, e.answers, strict=True)]
         labels = [e.example.label for e in encoded if e.example.label is not None]
-        batch = Batch(
+        return Batch(
             input_ids_RL=padded([row.tokens for row in rows], int(self.tokenizer.pad_token_id)),
             position_ids_RL=padded([row.positions for row in rows], 0),
             ends_RL=padded([row.ends for row in rows], 0),
@@ -338,15 +295,12 @@ class Objective(ABC):
             branching=any(end < len(row.tokens) for row in rows for end in row.ends),
             shape_BO=(len(encoded), max(len(e.sequences) for e in encoded)),
             places=tuple(places),
-        )
-        return batch.to(self.device)
+        ).to(self.device)
 
     def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
-        """(positions in the sequence whose hidden states are read, tokens that they must predict).
+        """Returns (positions in the sequence whose hidden states are read, tokens that they must predict).
 
-        Args:
-            sequence: token ids.
-            answer: number of answer tokens at its end.
+        `answer`: number of answer tokens at the end of the sequence.
         """
         del sequence, answer
         return [], []
@@ -354,7 +308,11 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class BatchClosure(RowsClosure):
-    """The loss of a model on the parts of a batch, with the parameters at the time of the call."""
+    """The loss of a model on the parts of a batch, with the parameters at the time of the call.
+
+    Hooks may perturb each copy differently, and in `example_totals` each example of each copy: the rows of a copy are
+    one block along the leading dimension.
+    """
 
     objective: Objective
     model: Any
@@ -364,14 +322,21 @@ class BatchClosure(RowsClosure):
         return self.objective.summands(self.model, self.batches)
 
     def losses(self, copies: int) -> Tensor:
-        return self.objective.losses(self.model, self.batches, copies)
+        sums, count = self.totals(copies)
+        return sums / count
 
-    def totals(self, copies: int) -> tuple[list[float], int]:
-        """(sum of the losses of each copy, number of terms); zeros if there are no rows."""
+    def totals(self, copies: int) -> tuple[Tensor, int]:
+        """Returns (sum of the terms of each copy (copies,), number of terms); zeros if there are no rows."""
         if not self.batches:
-            return [0.0] * copies, 0
-        sums, count = self.objective.totals(self.model, self.batches, copies)
-        return [float(x) for x in sums.tolist()], count
+            return torch.zeros(copies), 0
+        model, objective = self.model, self.objective
+        with whole_rows(model) if copies > 1 else nullcontext(), objective.sharing(model, copies):
+            sums = [objective.terms(model, batch, copies).values_CT.sum(1) for batch in self.batches]
+        return torch.stack(sums).sum(0), self._num_terms
+
+    @property
+    def _num_terms(self) -> int:
+        return sum(batch.num_terms for batch in self.batches)
 
     @property
     def examples(self) -> int:
@@ -388,20 +353,27 @@ class BatchClosure(RowsClosure):
         ]
 
     def example_totals(self, copies: int) -> tuple[Tensor, int]:
-        """(sum of the terms of each example (copies, examples), number of all terms)."""
+        """Returns (sum of the terms of each example (copies, examples), number of all terms).
+
+        The examples are in the order in which the batches were made of them.
+        """
         if not self.batches:
             return torch.zeros(copies, 0), 0
-        return self.objective.example_totals(self.model, self.batches, copies)
+        with whole_rows(self.model):
+            terms = [self.objective.terms(self.model, batch, copies) for batch in self.batches]
+        in_order = torch.argsort(torch.tensor([place for batch in self.batches for place in batch.places]))
+        sums = torch.cat([own.of_examples() for own in terms], 1)
+        return sums[:, in_order.to(sums.device)], self._num_terms
 
     def example_losses(self, copies: int) -> Tensor:
         sums, count = self.example_totals(copies)
         return sums * (self.examples / count)
 
     def row_losses(self) -> Tensor:
-        """The loss of each example (examples,), part by part, where all have the same perturbations; see `losses`."""
+        """Returns the loss of each example (examples,), part by part, where all have the same perturbations."""
         with self.objective.sharing(self.model):
             sums = [self.objective.terms(self.model, batch).of_examples()[0] for batch in self.batches]
-        return torch.cat(sums) * (self.examples / sum(batch.num_terms for batch in self.batches))
+        return torch.cat(sums) * (self.examples / self._num_terms)
 
     @property
     def tokens(self) -> int:
