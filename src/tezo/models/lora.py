@@ -30,7 +30,9 @@ from tezo.forward.low_rank import join
 from tezo.forward.moving_parameter import InStateDict, require_plain
 from tezo.models.identity import Fingerprint, check_model, fingerprint
 from tezo.models.kinds import Kind, kind_of
-from tezo.optim.tuner import LowRankChange, Tuner
+from tezo.optim.base_optimizer import BaseOptimizer
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.tuned_parameters import LowRankChange
 from tezo.system.errors import RequestError
 from tezo.system.files import own_object, plain_file, read_object, write_file
 
@@ -57,10 +59,10 @@ class Adapter:
     pairs: dict[str, tuple[Tensor, Tensor]]
 
 
-def make_adapter(optimizer: Tuner) -> Adapter:
+def make_adapter(optimizer: BaseOptimizer) -> Adapter:
     """The adapter that equals the change an optimizer has trained; `RequestError` if there is none."""
     reason = optimizer.why_no_adapter()
-    if reason is not None:
+    if reason is not None or not isinstance(optimizer, ZerothOrderOptimizer):
         raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
     changes = optimizer.low_rank_changes()
     rank = max(max(change.rank, sum(left.shape[1] for left, _ in change.parts)) for change in changes)

@@ -19,8 +19,8 @@ from tezo.models.kinds import IN_MEMORY, Kind, ModelConfig, kind_of
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import ALLOWED_RANKS, Adapter, for_file, make_adapter, save_adapter, save_base, save_model
 from tezo.models.peft import check_in_peft, why_not_in_peft
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.methods import METHODS
-from tezo.optim.tuner import Tuner
 from tezo.system.files import write_file
 
 CARD = "README.md"
@@ -179,7 +179,7 @@ def _code(text: str, *imports: str, language: str = "python") -> str:
 def save_result(
     config: ModelConfig,
     loaded: LoadedModel,
-    optimizer: Tuner,
+    optimizer: BaseOptimizer,
     place: Callable[[str], AbstractContextManager[Path]],
     tuning: Tuning | None = None,
 ) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def save_peft_adapter(loaded: LoadedModel, folder: Path, config: ModelConfig, tu
     write_card(folder, Saved(config.peft, config.name, loaded.kind), tuning)
 
 
-def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
+def export_adapter(optimizer: BaseOptimizer, folder: str | Path) -> Adapter:
     """Writes the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`, with its card.
 
     Its rank in the file is the next of 8, 16, 32, 64, 128, 256, 320 and 512, which vLLM takes; the rank of what is

@@ -1,8 +1,9 @@
 """The parameters that an optimizer tunes, and their trained changes."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,9 +16,23 @@ from tezo.forward import moving_parameter
 from tezo.forward.blocks import Blocks
 from tezo.forward.interception import DirectReads
 from tezo.forward.moving_parameter import MovingParameter, require_writable
-from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates import State, Update
 from tezo.system.errors import RequestError
+
+
+@dataclass(frozen=True)
+class LowRankChange:
+    """The trained change of one matrix W (M x N): the sum of left @ right^T over its parts.
+
+    Attributes:
+        target: the matrix.
+        rank: rank of its directions.
+        parts: pairs of left (M, K) and right (N, K); empty before the first change.
+    """
+
+    target: Target
+    rank: int
+    parts: Sequence[tuple[Tensor, Tensor]]
 
 
 class TunedParameters:
@@ -137,11 +152,6 @@ class TunedParameters:
             if not moving.writes_weight
         ]
 
-    @property
-    def compression_error(self) -> float:
-        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
-        return max((moving.compression_error for moving in self.moving.values()), default=0.0)
-
     def fold(self) -> None:
         """Adds the changes stored beside the weights to them, and removes the hooks."""
         for moving in self.moving.values():
@@ -156,36 +166,12 @@ class TunedParameters:
             moving.close()
         self.blocks.close()
 
-    def changes(self) -> dict[str, State]:
-        """Parameter name -> tensors of the change stored beside the weights; not copies."""
-        return {name: dict(moving.state()) for name, moving in self.moving.items()}
-
     def weights_below(self) -> dict[str, Tensor]:
-        """Parameter name -> the stored tensor, where it can be written and has a change beside it; not copies."""
-        return {name: m.weight for name, m in self.moving.items() if m.target.is_writable and m.state()}
-
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Restores stored tensors, by parameter name."""
-        for name, weight in weights.items():
-            self.moving[name].weight.copy_(weight)
-
-    def load_changes(self, changes: Mapping[str, State], draw: Callable[[Target, int | None], Direction]) -> None:
-        """Restores the result of `changes`.
-
-        Args:
-            changes: entries for all parameters.
-            draw: (target, refresh step) -> a direction with the fixed factors of that step; None means the last step.
-        """
-        for name, moving in self.moving.items():
-            moving.load_state(partial(draw, moving.target), changes[name])
+        """Returns "weight/NAME" -> the stored tensor, where it can be written and has a change beside it; no copies."""
+        return {f"weight/{name}": m.weight for name, m in self.moving.items() if m.target.is_writable and m.state()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that training changes; not copies.
-
-        Names are "change/NAME/KEY" (coefficients), "weight/NAME" (if the method writes the weight) and
-        "basis/STEP/NAME" (factors computed from data).
-        """
+        """Returns all tensors that training changes, see `ZerothOrderOptimizer.tuned_tensors`."""
         tensors = {f"basis/{key}": value for key, value in self.perturbation.state().items()}
         for name, moving in self.moving.items():
             if self.writes(moving):
@@ -195,14 +181,21 @@ class TunedParameters:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor], draw: Callable[[Target, int | None], Direction]) -> None:
-        """Restores the result of `tensors`; other names are ignored. `draw` is as in `load_changes`."""
+        """Restores the result of `tensors`; other names are ignored.
+
+        Args:
+            tensors: by name.
+            draw: (target, refresh step) -> a direction with the fixed factors of that step; None means the last step.
+        """
         basis = {key.removeprefix("basis/"): value for key, value in tensors.items() if key.startswith("basis/")}
         self.perturbation.load_state(basis)
         changes: dict[str, State] = {name: {} for name in self.moving}
         for key, value in tensors.items():
-            if key.startswith("weight/"):
-                self.load_weights({key.removeprefix("weight/"): value})
-            elif key.startswith("change/"):
-                name, _, role = key.removeprefix("change/").rpartition("/")
+            part, _, rest = key.partition("/")
+            if part == "weight":
+                self.moving[rest].weight.copy_(value)
+            elif part == "change":
+                name, _, role = rest.rpartition("/")
                 changes[name][role] = value
-        self.load_changes(changes, draw)
+        for name, moving in self.moving.items():
+            moving.load_state(partial(draw, moving.target), changes[name])

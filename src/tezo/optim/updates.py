@@ -1,17 +1,4 @@
-"""The interface of update rules: an update rule steps one parameter along an estimate of its gradient.
-
-Plain steps: W -= lr * kappa Z.
-
-Steps along the sign of the estimate, all entries of one size.
-
-Plain steps divided by a running root mean square of the projected gradient, one number per run.
-
-Steps along an exponential moving average of the estimates.
-
-ZO-AdaMU's update; its momentum is part of the perturbation.
-
-Update rules, one file each.
-"""
+"""Update rules, which step one parameter along an estimate of its gradient; the Adam rules are in `adam`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -40,9 +27,10 @@ class Update(ABC):
     takes: tuple[type[Direction], ...] = (Direction,)
     writes_weight = False
 
-    @abstractmethod
     def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
-        """The state before the first step."""
+        """Returns the state before the first step; here empty."""
+        del estimate, moving
+        return {}
 
     @abstractmethod
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
@@ -53,7 +41,7 @@ class Update(ABC):
         del direction, state
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
-        """Smallest number by which a step divides the estimate; it scales the learning rate. Here 1.
+        """Returns the smallest number by which a step divides the estimate; it scales the learning rate. Here 1.
 
         Args:
             kappa_sq: mean square of the projected gradients.
@@ -73,7 +61,7 @@ def check_average(key: str, betas: Sequence[float], eps: float = 0.0) -> None:
 
 
 def zeros_like_coefficient(estimate: ParameterEstimate, moving: MovingParameter) -> Tensor:
-    """Zeros of the shape, dtype and device of the estimate's coefficient."""
+    """Returns zeros of the shape, dtype and device of the estimate's coefficient."""
     direction, target = estimate.direction, moving.target
     if isinstance(direction, FixedFactors):
         return torch.zeros_like(direction.coefficient)
@@ -83,10 +71,6 @@ def zeros_like_coefficient(estimate: ParameterEstimate, moving: MovingParameter)
 class SGD(Update):
     """W_t+1 = W_t - lr * g, with g the estimate; for every type of direction."""
 
-    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
-        del estimate, moving
-        return {}
-
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         del state
         for rows, grad in estimate.tiles():
@@ -95,10 +79,6 @@ class SGD(Update):
 
 class SignSGD(Update):
     """W -= lr * sign(g), on the coefficient of the estimate g, entry by entry."""
-
-    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
-        del estimate, moving
-        return {}
 
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         del state

@@ -110,7 +110,7 @@ def _entry(kind: bytes, content: bytes, crc: int) -> bytes:
 
 
 def _step_content(record: StepRecord, header: dict[str, Any]) -> bytes:
-    kind = header["kinds"].index(record.kind)
+    kind = header["kinds"].index(record.rule)
     fixed = (record.step, record.lr, record.loss, record.forward_passes, kind, len(record.probes))
     probes = (_PROBE.pack(p.loss_plus, p.loss_minus, p.projected_grad) for p in record.probes)
     return _FIXED.pack(*fixed) + b"".join(probes)

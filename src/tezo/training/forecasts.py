@@ -42,7 +42,7 @@ from tezo.optim.estimators.estimate import FEEDBACK, GRADIENT
 from tezo.optim.measured_scale import MeasuredScale, measure_scale, most_passes
 from tezo.optim.memory_forecast import copies_of, first_order_kept, forecast, forecasts
 from tezo.optim.methods import AUTO, METHODS, method
-from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.environment import hardware, memory_for, peak_memory, usable_memory, versions
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import FORECAST, KEPT, RHO, TIMING, current, metered
@@ -142,7 +142,7 @@ def _forecast(config: Config) -> dict[str, Any]:
 def _steps(job: Job) -> dict[str, tuple[int, int]]:
     """Kind of step -> (number of its steps, number of phases of such steps in a row)."""
     settings = job.config.train
-    kinds = [FEEDBACK if is_feedback(step, settings) else job.optimizer.kinds[0] for step in range(settings.num_steps)]
+    kinds = [FEEDBACK if is_feedback(step, settings) else job.optimizer.rules[0] for step in range(settings.num_steps)]
     phases = [kind for kind, _ in groupby(kinds)]
     return {kind: (kinds.count(kind), phases.count(kind)) for kind in dict.fromkeys(kinds)}
 
@@ -222,7 +222,8 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
 
 def _memory(job: Job, before: int) -> Mapping[str, int]:
     """Bytes; the peak is that of the timed pass, with a pass for both signs and what the method keeps beside it."""
-    after, factors, name = peak_memory(job.loaded.device), job.optimizer.factor_bytes, job.config.method.name
+    after, name = peak_memory(job.loaded.device), job.config.method.name
+    factors = job.optimizer.factor_bytes if isinstance(job.optimizer, ZerothOrderOptimizer) else 0
     kept, copies = 0, 1
     if name in METHODS:
         job.optimizer.close()
@@ -485,6 +486,7 @@ def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     )
     optimizer = build(config)
     try:
+        assert isinstance(optimizer, ZerothOrderOptimizer)
         optimizer.set_calibration_passes(basis_passes(loaded, objective, encoded, config.train.seed))
         losses = losses_of(objective.closure(loaded.model, objective.batches(encoded)), optimizer)
         start, rounding = first_scale(loaded.model), known_rounding(loaded.model)

@@ -10,7 +10,7 @@ from tezo.directions.bases.activation import KIND
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
 from tezo.models.saving import save_result
-from tezo.optim.tuner import Tuner
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place
 from tezo.runs.folder import LOG
@@ -54,7 +54,7 @@ def replay(
     loaded = load_for_tuning(config)
     check_model(contents.header["model"], loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, contents.header["untrained"])
-    if not optimizer.replays:
+    if not isinstance(optimizer, ZerothOrderOptimizer):
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
     optimizer.set_factor_store(FactorFiles(run, writes=False, digests=contents.files))
     optimizer.set_calibration_passes(partial(_no_data, run))
@@ -70,7 +70,7 @@ def replay(
     return {"steps": wanted, "result": result, "notices": notices}
 
 
-def take_again(optimizer: Tuner, log: LogContents, steps: int) -> None:
+def take_again(optimizer: ZerothOrderOptimizer, log: LogContents, steps: int) -> None:
     """Takes the first steps of a log again, with the returns to earlier parameters between them."""
     returned_to = {rollback.to for rollback in log.rollbacks.values()}
     kept: dict[int, dict[str, Tensor]] = {}

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from tezo.directions.targets import is_packed
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
 from tezo.optim.methods import AUTO, method
-from tezo.optim.optimizer import PER_EXAMPLE, SHARED
-from tezo.optim.tuner import Tuner
+from tezo.optim.optimizer import PER_EXAMPLE, SHARED, ZerothOrderOptimizer
 from tezo.runs.words import REWARD
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
@@ -35,7 +35,7 @@ from tezo.training.schedule import is_feedback, resolve_feedback
 
 
 def resolve_directions(
-    config: Config, build: Callable[[Config], Tuner], loss: Closure | None, *, rows_share_inputs: bool
+    config: Config, build: Callable[[Config], BaseOptimizer], loss: Closure | None, *, rows_share_inputs: bool
 ) -> tuple[Config, list[str]]:
     """Replaces "auto" in method.directions; returns (configuration, notices for the user).
 
@@ -61,10 +61,11 @@ def resolve_directions(
     try:
         cheap = {"rank": 1, "basis": "gaussian", "lr": 0.0}
         trial = build(found.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
-        trial.own_loss = math.inf  # the steps of the run say what this one would
+        if isinstance(trial, ZerothOrderOptimizer):
+            trial.own_loss = math.inf  # the steps of the run say what this one would
         if loss is not None:
             with current().phase(DIRECTIONS):
-                trial.take_step(loss, trial.kinds[0])
+                trial.step(loss)
     except NonFiniteLossError:
         pass  # the first step of the run says so
     except RequestError as error:
@@ -118,13 +119,13 @@ def known_rounding(model: Any) -> float | None:
     return ROUNDED_BITS * max(torch.finfo(kind).eps for kind in kinds)
 
 
-def losses_of(batch: BatchClosure, optimizer: Tuner) -> Callable[[], Tensor]:
+def losses_of(batch: BatchClosure, optimizer: ZerothOrderOptimizer) -> Callable[[], Tensor]:
     """What `measure_scale` takes of the rows of a step."""
     return batch if optimizer.per_example else batch.row_losses
 
 
 def resolve_rho(
-    config: Config, optimizer: Tuner, losses: Callable[[], Tensor] | None
+    config: Config, optimizer: ZerothOrderOptimizer, losses: Callable[[], Tensor] | None
 ) -> tuple[Config, list[str], MeasuredScale | None]:
     """Replaces "auto" in method.rho; returns (configuration, notices for the user, what was measured).
 
@@ -214,14 +215,14 @@ class Resources:
 
 
 def resolve_before_building(
-    config: Config, resources: Resources, build: Callable[[Config], Tuner]
+    config: Config, resources: Resources, build: Callable[[Config], BaseOptimizer]
 ) -> tuple[Config, list[str]]:
     """Fills in what the optimizer is built with; (configuration, what the user should know of the choices)."""
     few = resources.loss(2) if resources.measuring else None
     return resolve_directions(config, build, few, rows_share_inputs=resources.rows.shared_tokens > 0)
 
 
-def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Config, list[str]]:
+def resolve(config: Config, resources: Resources, optimizer: BaseOptimizer) -> tuple[Config, list[str]]:
     """(the configuration with no open setting, what the user should know of the choices).
 
     The optimizer has the rho and the learning rate of the result. What would be measured stays open if nothing may be.
@@ -234,7 +235,8 @@ def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Con
     train, notices = resolve_feedback(train, config.method.name, optimizer, loss)
     config = replace(config, data=_resolved_data(config.data, resources.format), train=train)
     measured = None
-    if resources.measuring or not is_rho_open(config) or not train.minimises_loss:
+    measures = resources.measuring or not is_rho_open(config) or not train.minimises_loss
+    if measures and isinstance(optimizer, ZerothOrderOptimizer):
         config, more, measured = resolve_rho(config, optimizer, losses_of(resources.batch(0), optimizer))
         notices = [*notices, *more]
     lr, more = _resolved_lr(config, resources, optimizer, measured)
@@ -242,11 +244,11 @@ def resolve(config: Config, resources: Resources, optimizer: Tuner) -> tuple[Con
 
 
 def _resolved_lr(
-    config: Config, resources: Resources, optimizer: Tuner, measured: MeasuredScale | None
+    config: Config, resources: Resources, optimizer: BaseOptimizer, measured: MeasuredScale | None
 ) -> tuple[float | str, list[str]]:
     """(learning rate, notices for the user); the optimizer has the rate. "auto" where it is not to be searched."""
     wanted, default = config.method.options.get("lr", AUTO), float(optimizer.param_groups[0]["lr"])
-    if wanted != AUTO or optimizer.num_directions == 0:
+    if wanted != AUTO or not isinstance(optimizer, ZerothOrderOptimizer):
         return default, []
     reason = None
     if not config.train.minimises_loss:
@@ -270,10 +272,10 @@ def _resolved_lr(
     return found.lr, [found.notice]
 
 
-def search_budget(train: TrainConfig, optimizer: Tuner) -> int:
+def search_budget(train: TrainConfig, optimizer: BaseOptimizer) -> int:
     """Forward passes that the search for a learning rate may take, together with the measurement of rho."""
     feedback = sum(is_feedback(step, train) for step in range(train.num_steps))
-    own = optimizer.passes_of(optimizer.kinds[0], first=False) * (train.num_steps - feedback)
+    own = optimizer.passes_of(optimizer.rules[0], first=False) * (train.num_steps - feedback)
     return int(SEARCH_SHARE * (own + (optimizer.passes_of(FEEDBACK, first=False) * feedback if feedback else 0)))
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from tezo.directions.random import permutation
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import FEEDBACK, Closure
-from tezo.optim.tuner import Tuner
 from tezo.system.errors import RequestError
 from tezo.system.progress import FEEDBACK as LOOKING
 from tezo.system.progress import current
@@ -92,7 +92,7 @@ def default_counts(steps: int) -> tuple[int, int]:
 
 
 def resolve_feedback(
-    train: TrainConfig, method: str, optimizer: Tuner, loss: Closure | None
+    train: TrainConfig, method: str, optimizer: BaseOptimizer, loss: Closure | None
 ) -> tuple[TrainConfig, list[str]]:
     """Replaces None in train.feedback_first and train.feedback_last; returns (settings, notices for the user).
 
@@ -108,7 +108,7 @@ def resolve_feedback(
         RequestError: feedback steps are set, but the method, the objective or the model does not support them.
     """
     asked = [f"train.{key} is {count}" for key in KEYS if (count := getattr(train, key))]
-    available = FEEDBACK in optimizer.kinds
+    available = FEEDBACK in optimizer.rules
     if asked and not available:
         raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use lozo-adam.")
     if asked and not train.minimises_loss:
@@ -120,7 +120,7 @@ def resolve_feedback(
     ):
         try:
             with current().phase(LOOKING):
-                optimizer.check_kind(FEEDBACK, loss)
+                optimizer.check_rule(FEEDBACK, loss)
         except RequestError as reason:
             if asked:
                 raise

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.step_log import Rollback
 from tezo.runs.words import metric_text
 from tezo.system.progress import STEPS, StatusLine
@@ -73,11 +74,12 @@ def _start_lines(job: Job) -> list[str]:
     ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})
     span = "" if not ranks else f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
     moved = sorted({row["moved"] for row in trained})
+    factors = job.optimizer.factor_bytes if isinstance(job.optimizer, ZerothOrderOptimizer) else 0
     model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
     lines = [
         f"{job.config.method.name} on {model}",
         f"{len(trained)} of {len(parameters)} parameters are trained{span}, moved {' and '.join(moved)}"
-        + (f"; fixed factors take {job.optimizer.factor_bytes / 2**20:.1f} MiB" if ranks else ""),
+        + (f"; fixed factors take {factors / 2**20:.1f} MiB" if ranks else ""),
         f"{rows['train']} training rows, {rows['dev']} dev, {rows['test']} test",
         *job.rows_as_read,
     ]

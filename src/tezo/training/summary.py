@@ -10,6 +10,7 @@ from typing import Any
 
 from tezo.models.quantization import stored_bytes
 from tezo.models.saving import Tuning
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.runs.folder import SUMMARY, read_summary
 from tezo.runs.step_log import Rollback
@@ -138,7 +139,9 @@ def summarize(
         phases: seconds and forward passes of each phase; see `tezo.system.progress`.
     """
     optimizer = job.optimizer
-    calls, seconds = optimizer.cost_of_basis
+    calls, seconds, error = 0, 0.0, 0.0
+    if isinstance(optimizer, ZerothOrderOptimizer):
+        (calls, seconds), error = optimizer.cost_of_basis, optimizer.compression_error
     summary = {
         "method": job.config.method.name,
         "model": job.config.model.name,
@@ -158,7 +161,7 @@ def summarize(
         "basis_passes": calls,
         "seconds_stepping": round(outcome.seconds, 3),
         "seconds_on_basis": round(seconds, 3),
-        "compression_error": optimizer.compression_error,
+        "compression_error": error,
         "peak_memory": peak_memory(job.loaded.device),
         "model_bytes": stored_bytes(job.model),
         "parameters": parameter_counts(plan(job.model, optimizer)),

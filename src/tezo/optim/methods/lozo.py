@@ -95,7 +95,7 @@ def lozo_adam(
     number of steps; A V^T is then folded into W (with `frozen_rank`: stored beside W), and m is carried over by
     projection. `lr` and `rank` are from the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
 
-    Feedback steps, `step(closure, kind="feedback")`, update A along the error at the last hidden states, with the
+    Feedback steps, `step(closure, rule="feedback")`, update A along the error at the last hidden states, with the
     learning rate `feedback_scale * lr` (`tezo.optim.estimators.feedback`). A run takes them according to
     `train.feedback_first` and `train.feedback_last`; those at the start have three times that rate.
     """

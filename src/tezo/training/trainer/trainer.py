@@ -133,7 +133,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
                 self._settings = resolve_scale(
                     self._settings, self.tuner, self._loss_of_rows(self.args.train_batch_size)
                 )
-            self.tuner.warn_by(logger.warning)
+            self.tuner.warn = logger.warning
             self.optimizer = OptimizerView(self.tuner)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
@@ -184,7 +184,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         batches, self._micro_batches = self._micro_batches, []
         assert self.tuner is not None
         closure = closure_of(self._settings.method, StepLoss(self, batches, num_items_in_batch))
-        return torch.tensor(self.tuner.take_step(closure, self.tuner.kinds[0]), device=self.args.device)
+        return torch.tensor(self.tuner.step(closure), device=self.args.device)
 
     def train(self, *args: Any, **named: Any) -> Any:
         self._micro_batches = []  # a run that was stopped between two of them
