@@ -64,7 +64,7 @@ def make_adapter(optimizer: BaseOptimizer) -> Adapter:
     reason = optimizer.why_no_adapter()
     if reason is not None or not isinstance(optimizer, ZerothOrderOptimizer):
         raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
-    changes = optimizer.low_rank_changes()
+    changes = optimizer.parameters.low_rank_changes()
     rank = max(max(change.rank, sum(left.shape[1] for left, _ in change.parts)) for change in changes)
     return Adapter(rank, {change.target.sites[0].name: _pair(change, rank) for change in changes})
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.products import multiplies_bfloat16, row_slices, scratch
-from tezo.directions.spaces import CP, Core, Dense, Direction, FixedFactors, LowRank
+from tezo.directions.spaces import CP, Core, Dense, Direction, LowRank
 from tezo.forward import rounding
 from tezo.forward.moving_parameter import MovingParameter
 from tezo.optim.estimators.estimate import ParameterEstimate
@@ -136,10 +136,6 @@ class Adam(Update):
 
     def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         return {name: zeros_like_coefficient(estimate, moving) for name in ("exp_avg", "exp_avg_sq")}
-
-    def carry_over(self, direction: Direction, state: State) -> None:
-        if isinstance(direction, FixedFactors):
-            state["exp_avg"] = direction.carry_over(state["exp_avg"])
 
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         self.carry_over(estimate.direction, state)

@@ -194,7 +194,7 @@ class _Search:
         self.start = self.optimizer.tuned_state()  # after the first draw: it has a basis that is computed from data
         if kappa_sq == 0 or loss == 0:
             return None, ()
-        divisor = self.optimizer.step_divisor(kappa_sq)
+        divisor = self.optimizer.update.divisor(kappa_sq, directions)
         by_curvature = divisor / curvature if curvature > 0 else 0.0
         first = FIRST_DECREASE * abs(loss) * divisor / kappa_sq
         if self.budget < MOST_PASSES * directions:  # not enough to grow from far below

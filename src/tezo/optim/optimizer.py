@@ -3,6 +3,7 @@
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypedDict, overload
@@ -31,7 +32,7 @@ from tezo.optim.estimators.estimate import (
 )
 from tezo.optim.estimators.per_example import PerExample
 from tezo.optim.estimators.two_point import TwoPoint
-from tezo.optim.tuned_parameters import LowRankChange, TunedParameters
+from tezo.optim.tuned_parameters import TunedParameters
 from tezo.optim.updates import State, Update
 from tezo.system.errors import PerturbationWarning, RequestError
 from tezo.system.ranks import Ranks
@@ -72,11 +73,6 @@ class StepRule:
     update: Update
     lr_scale: float = 1.0
     restarts: bool = False
-
-
-def is_far_above(loss: float, own: float) -> bool:
-    """Whether the loss at a perturbed point is far above the model's own; never of a reward, which is negated."""
-    return own > 0 and loss - own > max(FAR_ABOVE * own, FAR_AT_LEAST)
 
 
 class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
@@ -121,6 +117,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
     closure nothing is compared until `own_loss` is set.
 
     Attributes:
+        per_example: whether each example of a batch has directions of its own.
         moving: parameter name -> the object that perturbs and updates the parameter.
         moments: rule -> parameter name -> the state of the rule's update.
         counts: rule -> number of estimates in its moments.
@@ -166,6 +163,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         self.perturbation = perturbation
         self.update = update
         self.num_directions = num_directions
+        self.per_example = directions != SHARED
         self.seed = seed
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
@@ -177,11 +175,9 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         )
         self.moving = self.parameters.moving
         try:
-            if directions == SHARED:
-                self._two_point = estimator(rho)
-            else:
+            if self.per_example:
                 self._check_per_example(directions, estimator)
-                self._two_point = PerExample(rho, self.parameters.blocks)
+            self._two_point = PerExample(rho, self.parameters.blocks) if self.per_example else estimator(rho)
             self._rules = {rule.estimator.rule: rule for rule in (StepRule(self._two_point, update), *more_rules)}
             for rule in self._rules.values():
                 rule.estimator.prepare(model, self.moving, seed)
@@ -236,13 +232,15 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         check_rate("lr", self._rate(name))
         if self._stepping:  # it would move the parameters that the outer step measures
             raise RequestError("step() was called by the closure of a step; call it after that step has returned.")
+        self._closure = closure
         if not self._calibrated:
-            self._calibrate_with(lambda _: closure())
+            self.set_calibration_passes(lambda _: self._closure())
         self._stepping = True
         try:
             with uninterrupted():
                 draw = self.draw(name)
-                with self.parameters.refusing_direct_reads():
+                first = not self.parameters.reads_checked
+                with self.parameters.refusing_direct_reads() if first else nullcontext():
                     estimate = estimator.estimate(closure, draw)
                 self._compare_with_own(closure, estimate.probes)
                 let_interrupt(last=True)
@@ -257,15 +255,19 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
     def _compare_with_own(self, closure: Closure, probes: Sequence[Probe]) -> None:
         """Warns, once, where the losses of a step are far above `own_loss`, and above the model's own on its rows."""
+
+        def is_far_above(own: float) -> bool:  # never of a reward, which is negated
+            return own > 0 and highest - own > max(FAR_ABOVE * own, FAR_AT_LEAST)
+
         if self._has_warned or not probes or (self.own_loss is None and not isinstance(closure, RowsClosure)):
             return
         highest = max(statistics.fmean(getattr(p, sign) for p in probes) for sign in ("loss_plus", "loss_minus"))
-        if self.own_loss is not None and not is_far_above(highest, self.own_loss):
+        if self.own_loss is not None and not is_far_above(self.own_loss):
             return
         with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
             own = float(torch.as_tensor(precise(closure())).mean())
         self.own_loss = own if self.own_loss is None else max(own, self.own_loss)
-        if is_far_above(highest, own):
+        if is_far_above(own):
             self._has_warned = True
             self.warn(
                 f"step {self.num_steps}: with method.rho {self.rho:g} the loss at a perturbed point is {highest:.4g}, "
@@ -335,15 +337,13 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             passes: function of the refresh step that runs the model on some training rows; the basis is computed from
                 the inputs of each layer. It is called when factors are first needed, and at every refresh.
         """
-        self._calibrate_with(passes)
-        self._calibrated = True
 
-    def _calibrate_with(self, passes: Passes) -> None:
         def as_in_a_step(refresh_step: int) -> object:
             with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
                 return passes(refresh_step)
 
         self.perturbation.set_calibration_passes(self.model, as_in_a_step)
+        self._calibrated = True
 
     def set_factor_store(self, store: FactorStore) -> None:
         """Sets the store for tensors computed from data, so that steps can be replayed without the data."""
@@ -414,15 +414,6 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         self._two_point.rho = rho
 
     @property
-    def per_example(self) -> bool:
-        """Whether each example of a batch has directions of its own."""
-        return isinstance(self._two_point, PerExample)
-
-    def step_divisor(self, kappa_sq: float) -> float:
-        """Returns the smallest number by which a step divides the estimate, given E[kappa^2]; see `Update.divisor`."""
-        return self.update.divisor(kappa_sq, self.num_directions)
-
-    @property
     def cost_of_basis(self) -> tuple[int, float]:
         """(calls of the model, seconds) spent on a data-dependent basis so far."""
         return self.perturbation.cost_of_basis
@@ -445,10 +436,6 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
     def why_no_adapter(self) -> str | None:
         return self.parameters.why_no_adapter()
-
-    def low_rank_changes(self) -> list[LowRankChange]:
-        """Returns the trained change of each matrix that is perturbed in the forward pass."""
-        return self.parameters.low_rank_changes()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -528,7 +515,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         self._load_moments({})
 
     def resumable_state(self) -> dict[str, Tensor]:
-        """Returns `tuned_tensors` and the moments: "update/NAME/KEY" by the first rule, "RULE/NAME/KEY" by others."""
+        """Returns `tuned_tensors` and the moments: "update/NAME/KEY" of two-point steps, "RULE/NAME/KEY" of others."""
         return self.tuned_tensors() | {
             f"{_prefix(rule)}{name}/{key}": value
             for rule, moments in self.moments.items()

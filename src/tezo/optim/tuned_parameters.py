@@ -51,6 +51,7 @@ class TunedParameters:
         moving: parameter name -> the object that perturbs and updates the parameter.
         merged: whether the trained changes were added to the weights.
         closed: whether the hooks are removed.
+        reads_checked: whether `refusing_direct_reads` has been open without an error.
 
     Raises:
         RequestError: a parameter cannot be tuned this way; the model is unchanged.
@@ -67,41 +68,35 @@ class TunedParameters:
         frozen_rank: int | None,
     ) -> None:
         self.model, self.perturbation, self.update = model, perturbation, update
-        self.merged = self.closed = self._reads_checked = False
+        self.merged = self.closed = self.reads_checked = False
         self.blocks = Blocks(model)
         weakref.finalize(self, self.blocks.close).atexit = False  # what is left has no use for them
         self.moving: dict[str, MovingParameter] = {}
         try:
             for target in targets:
-                self.moving[target.name] = self._moving(target, in_forward, frozen_rank)
+                kind = perturbation.direction_type(target)
+                if not issubclass(kind, update.takes):
+                    accepted = ", ".join(kind.__name__ for kind in update.takes)
+                    raise RequestError(
+                        f"{type(update).__name__} takes directions of type {accepted}; "
+                        f"{type(perturbation).__name__} draws {kind.__name__} for {target.name}."
+                    )
+                if update.writes_weight:
+                    require_writable(target, "this method")
+                moving = moving_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+                self.moving[target.name] = moving
+                moving.owner = weakref.ref(self)
         except BaseException:
             self.close()
             raise
 
-    def _moving(self, target: Target, in_forward: bool, frozen_rank: int | None) -> MovingParameter:
-        kind = self.perturbation.direction_type(target)
-        if not issubclass(kind, self.update.takes):
-            accepted = ", ".join(kind.__name__ for kind in self.update.takes)
-            raise RequestError(
-                f"{type(self.update).__name__} takes directions of type {accepted}; "
-                f"{type(self.perturbation).__name__} draws {kind.__name__} for {target.name}."
-            )
-        if self.update.writes_weight:
-            require_writable(target, "this method")
-        moving = moving_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
-        moving.owner = weakref.ref(self)
-        return moving
-
     @contextmanager
     def refusing_direct_reads(self) -> Iterator[None]:
-        """While open for the first time, reads of parameters past their modules, where no perturbation is, are noted.
+        """Context that notes reads of parameters past their modules, where no perturbation is.
 
         Raises:
             RequestError: at the end, if there were any.
         """
-        if self._reads_checked:
-            yield
-            return
         by_hooks = [moving for moving in self.moving.values() if not moving.in_storage]
         # without it a compiled model would be compiled twice
         with torch.compiler.set_stance("force_eager"), DirectReads([moving.target for moving in by_hooks]) as reads:
@@ -113,7 +108,7 @@ class TunedParameters:
             )
         for moving in by_hooks:
             moving.was_called = False  # what was compiled before there were hooks does not call them
-        self._reads_checked = True
+        self.reads_checked = True
 
     def writes(self, moving: MovingParameter) -> bool:
         """Whether this method changes the stored tensor of a parameter at any time."""
@@ -121,7 +116,7 @@ class TunedParameters:
         return moving.writes_weight or self.update.writes_weight or folds
 
     def drawn_on_the_device(self) -> str | None:
-        """Name of a parameter whose noise or rounding depends on the device type; None if there is none."""
+        """Returns the name of a parameter whose noise or rounding depends on the device type, if there is one."""
         for name, moving in self.moving.items():
             target = moving.target
             kind = self.perturbation.direction_type(target)
@@ -131,7 +126,7 @@ class TunedParameters:
         return None
 
     def why_no_adapter(self) -> str | None:
-        """None if the trained change is an exact LoRA adapter; else the reason, in words, why it is not."""
+        """Returns why, in words, the trained change is no exact LoRA adapter; None if it is."""
         if self.merged:
             return "the trained change is in the weights since merge()"
         if getattr(self.model, "peft_config", None):
@@ -145,7 +140,7 @@ class TunedParameters:
         return None
 
     def low_rank_changes(self) -> list[LowRankChange]:
-        """The trained change of each matrix that is perturbed in the forward pass."""
+        """Returns the trained change of each matrix that is perturbed in the forward pass."""
         return [
             LowRankChange(moving.target, self.perturbation.rank_of(name) or 1, moving.trained())
             for name, moving in self.moving.items()

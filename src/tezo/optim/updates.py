@@ -37,8 +37,9 @@ class Update(ABC):
         """Updates the parameter, W_t -> W_t+1, and `state` in place."""
 
     def carry_over(self, direction: Direction, state: State) -> None:
-        """Projects moments, in place, onto the space of `direction` if its fixed factors are new; here no moments."""
-        del direction, state
+        """Projects the first moment onto the space of `direction`, in place, if its fixed factors are new."""
+        if isinstance(direction, FixedFactors) and "exp_avg" in state:
+            state["exp_avg"] = direction.carry_over(state["exp_avg"])
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
         """Returns the smallest number by which a step divides the estimate; it scales the learning rate. Here 1.
@@ -137,10 +138,6 @@ class Momentum(Update):
 
     def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         return {"exp_avg": zeros_like_coefficient(estimate, moving)}
-
-    def carry_over(self, direction: Direction, state: State) -> None:
-        if isinstance(direction, FixedFactors):
-            state["exp_avg"] = direction.carry_over(state["exp_avg"])
 
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         direction = estimate.direction
