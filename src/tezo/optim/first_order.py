@@ -150,7 +150,7 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
-        self._check_rule(rule or GRADIENT)
+        self.check_rule(rule or GRADIENT, closure)
         self.check_bound()
         lr = float(self.param_groups[0]["lr"])
         check_rate("lr", lr)
@@ -167,8 +167,7 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
         return value
 
     def passes_of(self, rule: str, *, first: bool) -> int:
-        del first
-        self._check_rule(rule)
+        del rule, first
         return 1  # the gradient is beside it
 
     def _step_in_float32(self) -> None:
@@ -194,7 +193,7 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
                 )
 
     def _measure_gradients(self, closure: Closure) -> float:
-        """The loss; its gradients are left at the weights.
+        """Returns the loss; its gradients are left at the weights.
 
         Raises:
             NonFiniteLossError: the loss is not finite.
@@ -217,15 +216,12 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
                 )
         return value
 
-    def _check_rule(self, rule: str) -> None:
+    def check_rule(self, rule: str, closure: Closure) -> None:
+        del closure
         if rule != GRADIENT:
             raise RequestError(
                 f"method.name is adam, which takes gradient steps, not steps of kind {rule}; use lozo-adam."
             )
-
-    def check_rule(self, rule: str, closure: Closure) -> None:
-        del closure
-        self._check_rule(rule)
 
     def drawn_on_the_device(self) -> str | None:
         return self.targets[0].name  # the steps of all parameters depend on the device type

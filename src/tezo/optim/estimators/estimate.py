@@ -47,22 +47,22 @@ class RowsClosure(ABC):
 
     @abstractmethod
     def losses(self, copies: int) -> Tensor:
-        """The loss of each of `copies` models: (copies,), float32 or wider."""
+        """Returns the loss of each of `copies` models: (copies,), float32 or wider."""
 
     @abstractmethod
     def example_passes(self) -> Sequence[Sequence[int]]:
-        """For each forward pass of `example_losses`, the example of each row of one copy."""
+        """Returns, for each forward pass of `example_losses`, the example of each row of one copy."""
 
     @abstractmethod
     def example_losses(self, copies: int) -> Tensor:
-        """The loss of each example for each copy, (copies, examples); their mean over examples is the objective."""
+        """Returns the loss of each example for each copy, (copies, examples); their mean is the objective."""
 
     def summands(self) -> Iterator[Tensor]:
-        """Terms whose sum is the objective, computed one after another, no two of which share a graph."""
+        """Yields terms whose sum is the objective, computed one after another, no two of which share a graph."""
         yield self()
 
     def __call__(self) -> Tensor:
-        """The loss of one model: scalar, float32 or wider."""
+        """Returns the loss of one model: scalar, float32 or wider."""
         return self.losses(1)[0]
 
 
