@@ -54,7 +54,7 @@ def peak(kind: str, shape: str, dtype: str, rows: int, longest: int) -> dict[str
     else:
         optimizer = head_feedback(model, basis="gaussian", directions="per-example")
         for _ in range(STEPS):
-            optimizer.take_step(closure, kind)
+            optimizer.step(closure, rule=kind)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return {"peak": peak_now(device), "model": weights, "parts": len(closure.batches)}
 

@@ -85,7 +85,7 @@ def points_of(settings: list[tuple[str, str]], steps: int) -> dict[str, Any]:
         closure = job.objective.closure(job.model, job.batches(sampler.rows(step)))
         with torch.no_grad(), evaluation_mode(job.model), float32_on_emulating_cpu(job.model):
             own = float(closure())
-        job.optimizer.take_step(closure, job.optimizer.kinds[0])
+        job.optimizer.step(closure)
         record = job.optimizer.last_step
         assert record is not None
         plus, minus = (fmean(getattr(probe, f"loss_{sign}") for probe in record.probes) for sign in ("plus", "minus"))

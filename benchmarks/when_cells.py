@@ -78,7 +78,7 @@ def step_of(cell: dict[str, Any], work: Work) -> Callable[[], object]:
         return torch.no_grad()(work.needed_loss(work.model))
     model = trainable(work.model, cell["peft"], checkpointed=cell["checkpointed"])
     optimizer, closure = method(cell["method"]).build(model), work.closure(model)
-    return lambda: optimizer.take_step(closure, optimizer.kinds[0])
+    return lambda: optimizer.step(closure)
 
 
 class Curve(Listener):

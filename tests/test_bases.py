@@ -75,7 +75,7 @@ def test_directions_have_unit_variance_whatever_the_basis(name, method):
     total, count = 0.0, 0
     drawn = optimizer.draw().directions
     for step in range(300):
-        optimizer.progress.num_steps = step
+        optimizer.num_steps = step
         drawn = optimizer.draw().directions
         for (direction,) in drawn.values():
             left, right = direction.factors()

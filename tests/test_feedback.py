@@ -124,11 +124,11 @@ def test_a_phase_that_tells_no_layers_apart_has_those_of_the_start(tmp_path):
         optimizer, closure, store = built(model), closure_of(model, batch=16), FactorFiles(tmp_path, writes=True)
         optimizer.set_factor_store(store)
         if checked:
-            optimizer.check_kind("feedback", closure)
+            optimizer.check_rule("feedback", closure)
         with torch.no_grad():  # the outputs of attention drown what they are added to, and differ by a constant alone
             for name, weight in model.named_parameters():
                 weight.mul_(1e12 if name.endswith("dense.weight") else 0.0 if name.endswith("dense.bias") else 1.0)
-        optimizer.step(closure, kind="feedback")
+        optimizer.step(closure, rule="feedback")
         return list(store.load("feedback", 0).factors)
 
     assert sorted({name.split(".", 4)[-1] for name in grown(checked=True)}) == [
@@ -154,7 +154,7 @@ def test_of_the_last_layer_the_gradient_is_the_true_one(dtype, tmp_path):
     optimizer.set_factor_store(FactorFiles(tmp_path, writes=True))
     loss = closure()
     (whole,) = torch.autograd.grad(loss, model.get_parameter(name))
-    assert optimizer.step(closure, kind="feedback") == pytest.approx(float(loss.detach()))
+    assert optimizer.step(closure, rule="feedback") == pytest.approx(float(loss.detach()))
     found = FactorFiles(tmp_path, writes=False).load("feedback", 0).factors
     torch.testing.assert_close(found[name], whole @ optimizer.moving[name].change.v_NR, rtol=1e-4, atol=1e-6)
     assert set(found) == {n for n in optimizer.moving if n.endswith(("out_proj.weight", "fc2.weight"))}
@@ -165,7 +165,7 @@ def test_steps_are_those_of_torchs_adam_on_the_coefficients(tmp_path):
     optimizer, store = built(model, weight_decay=0.1), FactorFiles(tmp_path, writes=True)
     optimizer.set_factor_store(store)
     for step in range(4):
-        optimizer.step(closure_of(model, seed=step, batch=16), kind="feedback")
+        optimizer.step(closure_of(model, seed=step, batch=16), rule="feedback")
     for name, g in store.load("feedback", 0).factors.items():
         a_MR = nn.Parameter(torch.zeros_like(g))
         reference = torch.optim.AdamW([a_MR], lr=LR * SCALE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -193,9 +193,9 @@ def test_new_factors_in_a_phase_take_the_moments_of_zeroth_order_steps_along():
     model = tiny_opt()
     optimizer = built(model, lazy_update_interval=3)
     walk(optimizer, model, "zzz")
-    before = {name: state["exp_avg"].clone() for name, state in optimizer.progress.moments["two-point"].items()}
+    before = {name: state["exp_avg"].clone() for name, state in optimizer.moments["two-point"].items()}
     walk(optimizer, model, "f", 3)
-    for name, state in optimizer.progress.moments["two-point"].items():
+    for name, state in optimizer.moments["two-point"].items():
         direction = optimizer.perturbation.direction(optimizer.moving[name].target, DrawKey(0, 3), {})
         torch.testing.assert_close(state["exp_avg"], direction.carry_over(before[name]))
         assert not torch.allclose(state["exp_avg"], before[name])
@@ -206,7 +206,7 @@ def test_it_lowers_the_loss_and_zeroth_order_steps_go_on_from_there(make):
     model = make()
     closure = closure_of(model, batch=16)
     optimizer = built(model, feedback_scale=0.1)
-    losses = [optimizer.step(closure, kind="feedback") for _ in range(10)]
+    losses = [optimizer.step(closure, rule="feedback") for _ in range(10)]
     assert losses[-1] < losses[0]
     after = float(closure().detach())
     # LOZO-Adam's first step measures around the point where feedback ended
@@ -223,7 +223,7 @@ def test_every_call_of_the_closure_is_counted_and_a_phase_ends_with_a_step_of_an
         return inner()
 
     for kind in "ffzfffzz":
-        optimizer.step(closure, kind="feedback" if kind == "f" else "two-point")
+        optimizer.step(closure, rule="feedback" if kind == "f" else "two-point")
         assert optimizer.num_forward_passes == len(calls)
     assert len(calls) == 5 + 2 * 2 + 3 * 4
     assert not any(key.endswith("exp_avg") for key in optimizer.resumable_state() if key.startswith("feedback/"))
@@ -233,7 +233,7 @@ def walk(optimizer, model, kinds: str, start: int = 0) -> list[StepRecord]:
     records = []
     for step, kind in enumerate(kinds, start):
         closure = closure_of(model, seed=step, batch=16)
-        optimizer.step(closure, kind="feedback" if kind == "f" else "two-point")
+        optimizer.step(closure, rule="feedback" if kind == "f" else "two-point")
         records.append(optimizer.last_step)
     return records
 
@@ -295,7 +295,7 @@ def test_a_compiled_model_takes_the_steps_of_a_plain_one():
         optimizer = built(model, feedback_scale=0.1)
         called = torch.compile(model, backend="eager") if compiled else model
         closure = lm_loss(called, ids)
-        losses.append([optimizer.step(closure, kind="feedback") for _ in range(4)])
+        losses.append([optimizer.step(closure, rule="feedback") for _ in range(4)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -325,20 +325,20 @@ def test_an_adapter_of_peft_takes_feedback_where_it_ends_in_the_residual_stream(
 def test_what_cannot_be_done_is_said_and_nothing_moves():
     regression = Regression()
     with pytest.raises(RequestError, match="last hidden states, and no part of Regression does"):
-        built(regression, rank=2, basis="gaussian").step(regression.loss, kind="feedback")
+        built(regression, rank=2, basis="gaussian").step(regression.loss, rule="feedback")
     model = tiny_opt()
     optimizer = built(model)
     for closure in (lambda: closure_of(model)().item(), lambda: closure_of(model)().detach()):
         with pytest.raises(RequestError, match="a tensor and differentiable"):
-            optimizer.step(closure, kind="feedback")
+            optimizer.step(closure, rule="feedback")
     with pytest.raises(NonFiniteLossError):
-        optimizer.step(lambda: closure_of(model)() * math.nan, kind="feedback")
+        optimizer.step(lambda: closure_of(model)() * math.nan, rule="feedback")
     assert optimizer.num_steps == optimizer.num_forward_passes == 0
     assert not any(moving.trained() for moving in optimizer.moving.values())
     optimizer.close()
     with pytest.raises(RequestError, match="no tuned layer"):
-        built(model, targets=["q_proj"]).step(closure_of(model), kind="feedback")
+        built(model, targets=["q_proj"]).step(closure_of(model), rule="feedback")
     with pytest.raises(RequestError, match=r"method\.feedback_scale is -1"):
         built(tiny_opt(), feedback_scale=-1.0)
     with pytest.raises(RequestError, match="with 0 directions"):
-        built(tiny_opt()).replay(StepRecord(1, 0.0, LR, kind="feedback"))
+        built(tiny_opt()).replay(StepRecord(1, 0.0, LR, rule="feedback"))

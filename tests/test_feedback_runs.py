@@ -92,7 +92,7 @@ def test_the_log_tells_steps_apart_and_passes_are_counted_from_it(home, tmp_path
     assert run.passes == [0, 3, 4, 5, 9, 11, 14, 15, 16, 17] and run.passes[-1] == summary["num_forward_passes"]
     assert [line["projected_grads"] == [] for line in read_jsonl(tmp_path / "run/metrics.jsonl")
             if "seconds" in line] == [True, False, True, True]  # fmt: skip
-    assert [record.kind for record in steps] == ["feedback" if not record.probes else "two-point" for record in steps]
+    assert [record.rule for record in steps] == ["feedback" if not record.probes else "two-point" for record in steps]
     assert tezo("report", tmp_path / "run", "--output", tmp_path / "report.html").code == 0
 
 

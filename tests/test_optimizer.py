@@ -16,7 +16,6 @@ from tezo.directions.perturbation import DrawKey
 from tezo.directions.ranks import FixedRank
 from tezo.directions.targets import Target
 from tezo.optim.adam import Adam, FactoredAdam
-from tezo.optim.estimators.two_point import two_point
 from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.updates import SGD, AdaMU
@@ -113,12 +112,15 @@ def test_an_objective_need_not_be_differentiable(case):
 
 @pytest.mark.parametrize("make", [float, torch.tensor, lambda x: torch.tensor([[x]]), torch.DoubleTensor([1]).mul])
 def test_any_scalar_is_a_loss_and_kappa_is_a_double(make):
-    losses = iter([2.5, 1.25])
-    scales = []
-    (probe,) = two_point(lambda: make(next(losses)), scales.append, 1e-3, directions=[0], copies=1)
+    model, losses, scales = Regression(), iter([2.5, 1.25]), []
+    optimizer = CASES["mezo"].build(model)
+    (moving,) = optimizer.moving.values()
+    perturb = moving.set_perturbations
+    moving.set_perturbations = lambda shifts: (scales.append([shift.scale for shift in shifts]), perturb(shifts))
+    (probe,) = optimizer.measure(lambda: (model.loss(), make(next(losses)))[1], 1e-3)
     assert (probe.loss_plus, probe.loss_minus) == (2.5, 1.25)
     assert probe.projected_grad == 1.25 / 2e-3
-    assert scales == [[(0, 1e-3)], [(0, -1e-3)], []]
+    assert scales == [[1e-3], [-1e-3], []]
 
 
 def test_a_step_is_recorded_as_it_was():

@@ -494,7 +494,7 @@ def test_a_run_shares_directions_where_a_trial_is_refused_and_says_why(home, tmp
     assert notice.startswith("directions are shared by the rows of a batch: ") and "experts" in notice
     assert job.optimizer.num_steps == 0
     for _ in range(2):
-        job.optimizer.take_step(job.objective.closure(job.model, job.batches([0, 1])), "two-point")
+        job.optimizer.step(job.objective.closure(job.model, job.batches([0, 1])))
 
 
 def test_what_has_no_loss_for_each_row_is_refused(home, tmp_path):

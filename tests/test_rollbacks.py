@@ -84,8 +84,8 @@ def test_a_return_is_the_earlier_state_with_the_directions_of_the_later_step(cas
     run(went, FIRST, THEN)
     went.roll_back(tuned, FIRST)
     run(jumped, 0, FIRST)
-    jumped.progress.drop_moments()
-    jumped.progress.num_steps = THEN
+    jumped.drop_moments()
+    jumped.num_steps = THEN
     for name, weight in effective_weights(jumped).items():
         assert torch.equal(effective_weights(went)[name], weight), name
     assert run(went, THEN, THEN + 6) == run(jumped, THEN, THEN + 6)
@@ -496,11 +496,11 @@ def test_rollbacks_are_entries_in_their_place(tmp_path):
     path, header = tmp_path / "steps.log", {"directions": 0, "kinds": ["gradient"]}
     log = StepLog(path, header)
     for step in range(3):
-        log.append(StepRecord(step, 1.0, 1e-3, kind="gradient"))
+        log.append(StepRecord(step, 1.0, 1e-3, rule="gradient"))
     made = Rollback(3, 1, 0.25, STEPS_ROSE)
     log.append_rollback(made)
     log.append_rollback(made)
-    log.append(StepRecord(3, 1.0, 1e-3, kind="gradient"))
+    log.append(StepRecord(3, 1.0, 1e-3, rule="gradient"))
     log.close()
     assert read_log(path).rollbacks == {3: made} and len(read_log(path).steps) == 4
     data = path.read_bytes()
@@ -518,9 +518,9 @@ def test_a_forged_rollback_is_no_entry(tmp_path, forged):
     path = tmp_path / "steps.log"
     log = StepLog(path, {"directions": 0, "kinds": ["gradient"]})
     for step in range(3):
-        log.append(StepRecord(step, 1.0, 1e-3, kind="gradient"))
+        log.append(StepRecord(step, 1.0, 1e-3, rule="gradient"))
     log.append_rollback(forged)
-    log.append(StepRecord(3, 1.0, 1e-3, kind="gradient"))
+    log.append(StepRecord(3, 1.0, 1e-3, rule="gradient"))
     log.close()
     with pytest.raises(RequestError, match="damaged after step 3"):
         read_log(path)

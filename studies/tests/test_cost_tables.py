@@ -27,7 +27,7 @@ from tezo.directions.targets import ALL, select_targets
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
-from tezo.optim.first_order import stepped_weight
+from tezo.optim.first_order import SteppedWeight
 from tezo.optim.methods import METHODS
 from tezo.optim.methods.first_order import adam
 from tezo.system.errors import RequestError
@@ -135,7 +135,7 @@ def test_first_order_keeps_what_is_forecast(dtype):
     kept = {k: v for k, v in optimizer.resumable_state().items() if not k.startswith("weight/") and "/step" not in k}
     expected, gradients = first_order_kept(meta_model(Settings(model="tiny", dtype=dtype)))
     assert sum(value.nbytes for value in kept.values()) == expected
-    weights = [stepped_weight(target, master=True) for target in select_targets(work.model, (ALL,))]
+    weights = [SteppedWeight(target, master=True) for target in select_targets(work.model, (ALL,))]
     work.closure(work.model)().backward()
     for weight in weights:
         weight.begin_step()

@@ -18,8 +18,8 @@ from tezo.models.kinds import IN_MEMORY, Kind, ModelConfig, kind_of
 from tezo.models.loading import CLASSES, LoadedModel
 from tezo.models.lora import ALLOWED_RANKS, BASE, Adapter, make_adapter, next_allowed, save_adapter, save_model
 from tezo.models.peft import check_in_peft, why_not_in_peft
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.methods import METHODS
-from tezo.optim.tuner import Tuner
 from tezo.system.files import write_file
 
 CARD = "README.md"
@@ -152,7 +152,7 @@ def _code(text: str, language: str = "python") -> str:
 def save_result(
     config: ModelConfig,
     loaded: LoadedModel,
-    optimizer: Tuner,
+    optimizer: BaseOptimizer,
     place: Callable[[str], AbstractContextManager[Path]],
     tuning: Tuning | None = None,
 ) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def save_peft_adapter(loaded: LoadedModel, folder: Path, config: ModelConfig, tu
     write_file(folder / CARD, card_text(Saved(config.peft, config.name, loaded.kind), tuning).encode())
 
 
-def export_adapter(optimizer: Tuner, folder: str | Path) -> Adapter:
+def export_adapter(optimizer: BaseOptimizer, folder: str | Path) -> Adapter:
     """Writes the adapter that an optimizer has trained, for `PeftModel.from_pretrained(base, folder)`, with its card.
 
     Its rank in the file is the next of 8, 16, 32, 64, 128, 256, 320 and 512, which vLLM takes; the rank of what is

@@ -1,24 +1,21 @@
-"""The two moments of TeZO-Adam in factored form.
-
-TeZO-Adam's dense write: W -= lr m / sqrt(v + eps), with m and v computed from their factors tile by tile.
-
-Adam on coefficients, and TeZO-Adam, which applies factored moments to the whole matrix.
-"""
+"""Adam on coefficients, and TeZO-Adam, which applies factored moments to the whole matrix."""
 
 import functools
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tezo.directions.products import multiplies_bfloat16, row_slices, scratch
-from tezo.directions.spaces import CP, Core, Dense, Direction, FixedFactors, LowRank
+from tezo.directions.spaces import CP, Core, Dense, Direction, LowRank
 from tezo.forward import rounding
 from tezo.forward.moving_parameter import MovingParameter
 from tezo.optim.estimators.estimate import ParameterEstimate
 from tezo.optim.updates import State, Update, check_average, zeros_like_coefficient
+
+TILE = 3 << 18
+"""Entries of a tile on a CPU: two float32 tiles, a bfloat16 one and the rounding noise, 11 MB."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,8 @@ class AdamFactors:
 
     @property
     def transposed(self) -> "AdamFactors":
-        """The factors of the step for W^T."""
+        """Factors of the step for W^T."""
         return AdamFactors(self.v_NR, self.u_MR, self.tau_m_R, self.tau_v_R, self.eps, self.eps_in_sqrt)
-
-
-TILE = 3 << 18
-"""Entries of a tile on a CPU: two float32 tiles, a bfloat16 one and the rounding noise, 11 MB."""
 
 
 def factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, draw: torch.Generator) -> None:
@@ -65,16 +58,12 @@ def factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, draw: tor
     """
     if weight_MN.stride(0) < weight_MN.stride(1):  # process W^T, whose rows are contiguous
         weight_MN, factors = weight_MN.T, factors.transposed
-    if _takes_triton(weight_MN):
+    if weight_MN.is_cuda and weight_MN.dtype != torch.float64 and _has_triton():
         from tezo.optim.triton_adam import triton_factored_adam_
 
         triton_factored_adam_(weight_MN, factors, lr, draw.initial_seed())
     else:
-        torch_factored_adam_(weight_MN, factors, lr, draw)
-
-
-def _takes_triton(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.dtype != torch.float64 and _has_triton()
+        _torch_factored_adam_(weight_MN, factors, lr, draw)
 
 
 @functools.cache
@@ -82,7 +71,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def torch_factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, draw: torch.Generator) -> None:
+def _torch_factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, draw: torch.Generator) -> None:
     """`factored_adam_` in plain torch: a few rows at a time, in reused buffers.
 
     The products are computed in the dtype of the temporal coefficients, or in bfloat16 where the weight is bfloat16 and
@@ -90,23 +79,21 @@ def torch_factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, dra
     """
     dtype = factors.tau_m_R.dtype
     v_RN = factors.v_NR.to(dtype).T
-    v_squared_RN = v_RN.square()
     minus_tau_R = factors.tau_m_R * -lr
     narrow = torch.bfloat16 if multiplies_bfloat16(weight_MN) else dtype
-    right_RN, right_squared_RN = v_RN.to(narrow), v_squared_RN.to(narrow)
-    for rows, root, delta in _tiles(weight_MN, dtype):
-        u_TR = factors.u_MR[rows].to(dtype)
+    right_RN, right_squared_RN = v_RN.to(narrow), v_RN.square().to(narrow)
+    for rows in row_slices(weight_MN.shape, TILE):
+        weight, u_TR = weight_MN[rows], factors.u_MR[rows].to(dtype)
+        root, delta = scratch("factored-adam", (2, *weight.shape), dtype, weight.device)
         _product((u_TR * minus_tau_R).to(narrow), right_RN, out=delta)
         _product(u_TR.square().mul_(factors.tau_v_R).to(narrow), right_squared_RN, out=root)
-        _reciprocal_root_(root, factors)
-        _write_(weight_MN[rows], root, delta, draw)
-
-
-def _tiles(weight_MN: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields (rows, buffer, buffer); both buffers have the shape of the rows and are reused for every tile."""
-    for rows in row_slices(weight_MN.shape, TILE):
-        buffers = scratch("factored-adam", (2, *weight_MN[rows].shape), dtype, weight_MN.device)
-        yield rows, buffers[0], buffers[1]
+        _reciprocal_root_(root, factors.eps, factors.eps_in_sqrt)
+        if weight.dtype == dtype:
+            weight.addcmul_(root, delta)
+        else:
+            delta.mul_(root)
+            root.copy_(weight)  # convert first, then add: faster than adding tensors of two dtypes
+            rounding.store_(weight, root.add_(delta), draw)
 
 
 def _product(left_TR: Tensor, right_RN: Tensor, out: Tensor) -> None:
@@ -118,22 +105,9 @@ def _product(left_TR: Tensor, right_RN: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(left_TR, right_RN, out=narrow))
 
 
-def _reciprocal_root_(v: Tensor, factors: AdamFactors) -> None:
+def _reciprocal_root_(v: Tensor, eps: float, eps_in_sqrt: bool) -> Tensor:
     """V <- 1 / sqrt(v + eps), or 1 / (sqrt(v) + eps)."""
-    if factors.eps_in_sqrt:
-        v.add_(factors.eps).rsqrt_()
-    else:
-        v.sqrt_().add_(factors.eps).reciprocal_()
-
-
-def _write_(weight: Tensor, root: Tensor, delta: Tensor, draw: torch.Generator) -> None:
-    """Weight += root * delta; overwrites `root` and `delta`."""
-    if weight.dtype == root.dtype:
-        weight.addcmul_(root, delta)
-        return
-    delta.mul_(root)
-    root.copy_(weight)  # convert first, then add: faster than adding tensors of two dtypes
-    rounding.store_(weight, root.add_(delta), draw)
+    return v.add_(eps).rsqrt_() if eps_in_sqrt else v.sqrt_().add_(eps).reciprocal_()
 
 
 class Adam(Update):
@@ -163,10 +137,6 @@ class Adam(Update):
     def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         return {name: zeros_like_coefficient(estimate, moving) for name in ("exp_avg", "exp_avg_sq")}
 
-    def carry_over(self, direction: Direction, state: State) -> None:
-        if isinstance(direction, FixedFactors):
-            state["exp_avg"] = direction.carry_over(state["exp_avg"])
-
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         self.carry_over(estimate.direction, state)
         for rows, grad in estimate.tiles():
@@ -180,31 +150,22 @@ class Adam(Update):
         exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
-    def corrected(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Both moments as new tensors, with bias correction if configured."""
-        first, second = self._corrections(step)
-        return exp_avg / first, exp_avg_sq / second
-
-    def _corrections(self, step: int) -> tuple[float, float]:
-        """What bias correction divides m and v by."""
+    def corrections(self, step: int) -> tuple[float, float]:
+        """Returns what bias correction divides m and v by; 1 if it is not configured."""
         if not self.bias_correction:
             return 1.0, 1.0
         beta1, beta2 = self.betas
         return 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)
 
     def ratio(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
-        """The step m / sqrt(v + eps) or m / (sqrt(v) + eps), with bias correction if configured.
+        """Returns the step m / sqrt(v + eps) or m / (sqrt(v) + eps), with bias correction if configured.
 
         It is in a scratch buffer that the next call overwrites.
         """
-        first, second = self._corrections(step)
+        first, second = self.corrections(step)
         out = scratch("adam", tuple(exp_avg.shape), exp_avg.dtype, exp_avg.device)
         torch.div(exp_avg_sq, second, out=out)
-        if self.eps_in_sqrt:
-            out.add_(self.eps).rsqrt_()
-        else:
-            out.sqrt_().add_(self.eps).reciprocal_()
-        return out.mul_(exp_avg).div_(first)
+        return _reciprocal_root_(out, self.eps, self.eps_in_sqrt).mul_(exp_avg).div_(first)
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
         # the divisor of the largest step: without bias correction m grows before v does, so early steps are larger
@@ -230,9 +191,11 @@ class FactoredAdam(Adam):
         if not isinstance(point, CP):
             super().step(moving, estimate, state, lr)
             return
-        tau_exp_avg, tau_exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        tau_m_R, tau_v_R = state["exp_avg"], state["exp_avg_sq"]
         for _, grad in estimate.tiles():
-            self.average_(tau_exp_avg, tau_exp_avg_sq, grad)
-        tau_m, tau_v = self.corrected(tau_exp_avg, tau_exp_avg_sq, estimate.count)
-        factors = AdamFactors(point.u_MR, point.v_NR, tau_m, tau_v, self.eps, self.eps_in_sqrt)
+            self.average_(tau_m_R, tau_v_R, grad)
+        first, second = self.corrections(estimate.count)
+        factors = AdamFactors(
+            point.u_MR, point.v_NR, tau_m_R / first, tau_v_R / second, self.eps, eps_in_sqrt=self.eps_in_sqrt
+        )
         factored_adam_(moving.weight, factors, lr, moving.rounding)

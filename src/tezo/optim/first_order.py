@@ -1,14 +1,8 @@
-"""The tensors that a first-order step changes in float32: the weight itself, a copy of it, or its values for one step.
-
-A float16 or bfloat16 weight cannot take the steps itself: an update is smaller than the spacing of its values.
-
-First-order Adam with the interface of the zeroth-order optimizer, as a baseline in the same training loop.
-"""
+"""First-order Adam with the interface of the zeroth-order optimizer, as a baseline in the same training loop."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,44 +11,70 @@ from tezo.directions.random import generator, seed_of
 from tezo.directions.targets import ALL, Target, select_targets
 from tezo.forward import rounding
 from tezo.forward.moving_parameter import let_interrupt, uninterrupted
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import GRADIENT, Closure, StepRecord
 from tezo.optim.optimizer import check_rate
-from tezo.optim.tuner import OptimizerState, Tuner
 from tezo.optim.updates import check_average
 from tezo.system.errors import RequestError, RunError
 
+MOST = 10.0
+"""Bound of an entry of Adam's step in units of lr, for betas near the default. By Cauchy-Schwarz
+|m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), which is 7.3 for 0.9 and 0.999."""
+
+_COPY = "copy"
+"""Key of a weight's float32 copy beside the keys of Adam's state."""
+
 
 class SteppedWeight:
-    """A weight in float32 or wider, which takes the steps itself.
+    """A weight, and the tensor that the optimizer steps in its place.
+
+    In float32 or wider this is the weight itself. An update is smaller than the spacing of values in half precision:
+    there it is a float32 copy, of which the weight is the rounded value, or, without a copy, the values for the length
+    of a step, which are then rounded stochastically.
 
     Args:
         target: the weight.
-        stepped: the tensor that the optimizer steps; None: the weight itself.
+        master: whether a weight in half precision has a float32 copy.
 
     Attributes:
-        stepped: as above.
+        target: as above.
+        stepped: the tensor that the optimizer steps; empty between steps if it has the values for a step only.
+        has_copy: whether it is a float32 copy.
+        takes_memory: whether it has its values between steps.
     """
 
-    takes_memory = True
-    """Whether `stepped` has its values between steps."""
-
-    def __init__(self, target: Target, stepped: Tensor | None = None) -> None:
+    def __init__(self, target: Target, *, master: bool) -> None:
         self.target = target
-        self.stepped = target.parameter if stepped is None else nn.Parameter(stepped)
+        is_weight = target.parameter.element_size() >= torch.float32.itemsize
+        self.has_copy = master and not is_weight
+        self.takes_memory = is_weight or self.has_copy
+        self.stepped = target.parameter if is_weight else nn.Parameter(self._values() if master else self._nothing())
 
-    def copy(self) -> Tensor | None:
-        """The float32 values that the weight is rounded from; not a copy of them. None: there are none."""
-        return None
+    def _values(self) -> Tensor:
+        return self.target.parameter.detach().float()
 
-    def load(self) -> None:
-        """Called after the weight was loaded."""
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, device=self.target.device)
 
     def begin_step(self) -> None:
         """Moves the gradient of the weight, and its values if they are not there, to `stepped`."""
+        gradient = self.target.parameter.grad
+        if self.stepped is self.target.parameter or gradient is None:
+            return
+        if not self.takes_memory:
+            self.stepped.data = self._values()
+        self.stepped.grad = gradient.float()
 
     def end_step(self, seed: int, step: int) -> None:
         """Writes `stepped` to the weight and drops the gradient; rounding is a function of (seed, step, name)."""
-        del seed, step
+        weight = self.target.parameter.data
+        if self.has_copy:
+            weight.copy_(self.stepped.data)
+        elif not self.takes_memory:
+            if self.stepped.grad is not None:
+                draw = generator(self.target.device, seed=seed, step=step, name=self.target.name, role="rounding")
+                rounding.store_(weight, self.stepped.data, draw)
+            self.stepped.data = self._nothing()
         self.drop_gradient()
 
     def drop_gradient(self) -> None:
@@ -62,62 +82,7 @@ class SteppedWeight:
         self.stepped.grad = self.target.parameter.grad = None
 
 
-class MasterWeight(SteppedWeight):
-    """A float32 copy of a weight in half precision; the weight is the copy, rounded to nearest."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target, target.parameter.detach().float())
-
-    def copy(self) -> Tensor:
-        return self.stepped.data
-
-    def load(self) -> None:
-        self.stepped.data.copy_(self.target.parameter.data)
-
-    def begin_step(self) -> None:
-        gradient = self.target.parameter.grad
-        self.stepped.grad = None if gradient is None else gradient.float()
-
-    def end_step(self, seed: int, step: int) -> None:
-        super().end_step(seed, step)
-        self.target.parameter.data.copy_(self.stepped.data)
-
-
-class RoundedWeight(SteppedWeight):
-    """The values of a weight in half precision for the length of a step; the weight is rounded stochastically."""
-
-    takes_memory = False
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target, torch.empty(0, device=target.device))
-
-    def begin_step(self) -> None:
-        gradient = self.target.parameter.grad
-        if gradient is not None:
-            self.stepped.data = self.target.parameter.detach().float()
-            self.stepped.grad = gradient.float()
-
-    def end_step(self, seed: int, step: int) -> None:
-        if self.stepped.grad is not None:
-            draw = generator(self.target.device, seed=seed, step=step, name=self.target.name, role="rounding")
-            rounding.store_(self.target.parameter.data, self.stepped.data, draw)
-        super().end_step(seed, step)
-        self.stepped.data = torch.empty(0, device=self.target.device)
-
-
-def stepped_weight(target: Target, *, master: bool) -> SteppedWeight:
-    """The stepped tensor of a weight.
-
-    Args:
-        target: the weight.
-        master: whether a weight in half precision has a float32 copy.
-    """
-    if target.parameter.element_size() >= torch.float32.itemsize:
-        return SteppedWeight(target)
-    return MasterWeight(target) if master else RoundedWeight(target)
-
-
-class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
+class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
     """AdamW by backpropagation; a step is one forward and one backward pass, in training mode (with dropout).
 
     Moments are float32, and steps are computed in float32: in float16, eps = 1e-8 is 0 and the square of a small
@@ -141,7 +106,7 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
         RunError: raised by `step` where a gradient is not finite; the parameters are unchanged.
     """
 
-    needs_gradient = True
+    rules = (GRADIENT,)
 
     def __init__(
         self,
@@ -159,7 +124,6 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
         check_average("betas", betas, eps)
         self.model = model
         self.seed = seed
-        self.progress = OptimizerState(counts={GRADIENT: 0})
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
         for target in self.targets:
@@ -171,27 +135,25 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
         chosen = {id(target.parameter) for target in self.targets}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
-        self._weights = [stepped_weight(target, master=master_weights) for target in self.targets]
+        self._weights = [SteppedWeight(target, master=master_weights) for target in self.targets]
         super().__init__(
             [weight.stepped for weight in self._weights], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
         )
 
-    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+    @torch.inference_mode(False)
+    def step(self, closure: Closure | None = None, *, rule: str | None = None) -> float | None:  # type: ignore[override]
         """Takes one step and returns the loss before it.
 
         Args:
             closure: evaluates the objective on this step's batch; the loss must be differentiable.
+            rule: `GRADIENT`, or None for the same.
         """
         if closure is None:
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
-        return self.take_step(closure, GRADIENT)
-
-    @torch.inference_mode(False)
-    def take_step(self, closure: Closure, kind: str) -> float:
-        self._check_kind(kind)
+        self.check_rule(rule or GRADIENT, closure)
         self.check_bound()
-        check_rate("lr", float(self.param_groups[0]["lr"]))
         lr = float(self.param_groups[0]["lr"])
+        check_rate("lr", lr)
         with uninterrupted():
             try:
                 value = self._measure_gradients(closure)
@@ -201,15 +163,12 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
             finally:
                 for weight in self._weights:
                     weight.drop_gradient()
-            passes = self.passes_of(kind, first=False)
-            self.progress.add(StepRecord(self.num_steps, value, lr, kind=GRADIENT, forward_passes=passes), ())
+            self.count(StepRecord(self.num_steps, value, lr, rule=GRADIENT, forward_passes=1))
         return value
 
-    def passes_of(self, kind: str, *, first: bool) -> int:
-        """One, and the gradient's beside it."""
-        del first
-        self._check_kind(kind)
-        return 1
+    def passes_of(self, rule: str, *, first: bool) -> int:
+        del rule, first
+        return 1  # the gradient is beside it
 
     def _step_in_float32(self) -> None:
         # weights without a tensor in float32 get one for their own step alone
@@ -217,7 +176,7 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
         for weights in (together, *([weight] for weight in self._weights if not weight.takes_memory)):
             for weight in weights:
                 weight.begin_step()
-            super().step()
+            torch.optim.AdamW.step(self)
             for weight in weights:
                 weight.end_step(self.seed, self.num_steps)
 
@@ -234,7 +193,7 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
                 )
 
     def _measure_gradients(self, closure: Closure) -> float:
-        """The loss; its gradients are left at the weights.
+        """Returns the loss; its gradients are left at the weights.
 
         Raises:
             NonFiniteLossError: the loss is not finite.
@@ -257,19 +216,12 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
                 )
         return value
 
-    def _check_kind(self, kind: str) -> None:
-        if kind != GRADIENT:
-            raise RequestError(
-                f"method.name is adam, which takes gradient steps, not steps of kind {kind}; use head-feedback."
-            )
-
-    def check_kind(self, kind: str, closure: Closure) -> None:
+    def check_rule(self, rule: str, closure: Closure) -> None:
         del closure
-        self._check_kind(kind)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return (GRADIENT,)
+        if rule != GRADIENT:
+            raise RequestError(
+                f"method.name is adam, which takes gradient steps, not steps of kind {rule}; use head-feedback."
+            )
 
     def drawn_on_the_device(self) -> str | None:
         return self.targets[0].name  # the steps of all parameters depend on the device type
@@ -281,10 +233,7 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
     def why_no_adapter(self) -> str | None:
         return "gradients change whole weights"
 
-    def tuned_state(self) -> dict[str, Tensor]:
-        return {key: weight.detach().cpu().clone() for key, weight in self._stored().items()}
-
-    def _stored(self) -> dict[str, Tensor]:
+    def tuned_tensors(self) -> dict[str, Tensor]:
         return {f"weight/{target.name}": target.parameter.data for target in self.targets}
 
     @torch.no_grad()
@@ -292,19 +241,19 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
         del num_steps
         for weight in self._weights:
             weight.target.parameter.copy_(tuned[f"weight/{weight.target.name}"])
-            weight.load()
+            if weight.has_copy:
+                weight.stepped.copy_(weight.target.parameter)
 
     def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
         self.load_tuned_state(tuned, num_steps)
         self.state.clear()
 
     def resumable_state(self) -> dict[str, Tensor]:
-        """The weights as "weight/NAME", Adam's state as "update/NAME/KEY", float32 copies under "copy"; not copies."""
-        tensors = self._stored()
+        """Returns `tuned_tensors`, Adam's state as "update/NAME/KEY" and float32 copies under the key "copy"."""
+        tensors = self.tuned_tensors()
         for weight in self._weights:
-            name, copy = weight.target.name, weight.copy()
-            tensors |= {f"update/{name}/{key}": value for key, value in self.state[weight.stepped].items()}
-            tensors |= {} if copy is None else {f"update/{name}/{_COPY}": copy}
+            own = {**self.state[weight.stepped], **({_COPY: weight.stepped.data} if weight.has_copy else {})}
+            tensors |= {f"update/{weight.target.name}/{key}": value for key, value in own.items()}
         return tensors
 
     @torch.no_grad()
@@ -314,29 +263,21 @@ class FirstOrderOptimizer(Tuner, torch.optim.AdamW):
         del moments_since  # Adam's state has its own count of steps
         self.load_tuned_state(state, len(records))
         for weight in self._weights:
-            start, copy, stepped = f"update/{weight.target.name}/", weight.copy(), weight.stepped
+            start, stepped = f"update/{weight.target.name}/", weight.stepped
             own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
             saved = own.pop(_COPY, None)
-            if saved is not None and copy is not None:
-                copy.copy_(saved)
+            if saved is not None and weight.has_copy:
+                stepped.copy_(saved)
             self.state[stepped] = {
                 k: v.clone() if k == "step" else v.to(stepped.device, stepped.dtype).clone() for k, v in own.items()
             }
-        self.progress.load_records(records, ())
-
-
-MOST = 10.0
-"""Bound of an entry of Adam's step in units of lr, for betas near the default. By Cauchy-Schwarz
-|m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), which is 7.3 for 0.9 and 0.999."""
-
-_COPY = "copy"
-"""Key of a weight's float32 copy beside the keys of Adam's state."""
+        self.count_again(records)
 
 
 @contextmanager
 def _training(model: nn.Module, seed: int, step: int) -> Iterator[None]:
     """Context with the model in training mode and dropout as a function of (seed, step); restores both afterwards."""
-    modes: dict[nn.Module, Any] = {module: module.training for module in model.modules()}
+    modes = {module: module.training for module in model.modules()}
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed_of(seed, step, "dropout"))

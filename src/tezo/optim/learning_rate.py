@@ -24,17 +24,16 @@ If `ENOUGH` trials neither failed nor lowered the loss, they are too short to te
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.forward.moving_parameter import evaluation_mode
 from tezo.optim.estimators.estimate import Closure
 from tezo.optim.measured_scale import MeasuredScale, Progress, untold
-from tezo.optim.tuner import Tuner
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError
 
 T = TypeVar("T")
@@ -97,7 +96,7 @@ class ChosenRate:
 
 
 def choose_lr(
-    optimizer: Tuner,
+    optimizer: ZerothOrderOptimizer,
     batch: Callable[[int], Closure],
     held_out: Callable[[], Sequence[float]],
     held_out_passes: int,
@@ -109,7 +108,7 @@ def choose_lr(
     """Chooses a learning rate; the optimizer is then as before its first step, with this rate.
 
     Args:
-        optimizer: a zeroth-order optimizer that has taken no step.
+        optimizer: has taken no step.
         batch: step -> the objective on the rows of that step of the run.
         held_out: the losses of rows that the trials' steps do not see; their mean is the objective.
         held_out_passes: its cost in forward passes of a batch.
@@ -123,7 +122,7 @@ def choose_lr(
     """
     default = float(optimizer.param_groups[0]["lr"])
     most = MOST_PASSES * optimizer.num_directions if budget is None else budget
-    search = _Search(optimizer, batch, held_out, held_out_passes, steps, most, progress)
+    search = _Search(optimizer, batch, held_out, held_out_passes, max(2, min(TRIAL_STEPS, steps // 5)), most, progress)
     known, optimizer.own_loss = optimizer.own_loss, math.inf  # a rate that destroys the model is no surprise here
     try:
         bound, trials = search.run(measured)
@@ -132,88 +131,90 @@ def choose_lr(
     lr, how = _choice(bound, trials, default)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    return ChosenRate(lr, trials, search.passes, _notice(lr, how, trials, search.passes))
+    if not trials:
+        return ChosenRate(lr, trials, search.passes, f"method.lr: {lr:.1e}, {how}.")
+    tried = ", ".join(f"{trial.lr:.1e}: {trial.change:+.3f}" for trial in trials)
+    notice = (
+        f"method.lr: {lr:.1e} was chosen by {len(trials)} trials ({search.passes} forward passes) of at most "
+        f"{max(trial.steps for trial in trials)} steps; change of the held-out loss by rate: {tried}"
+        + (f"; {how}." if how else ".")
+    )
+    return ChosenRate(lr, trials, search.passes, notice)
 
 
 def _choice(bound: float | None, trials: tuple[Trial, ...], default: float) -> tuple[float, str]:
-    """(learning rate, how it was chosen in words; "" by the best trial)."""
+    """Returns (learning rate, how it was chosen in words; "" by the best trial)."""
     if bound is None:
         return default, "the method's default, because the loss does not change along its directions"
     if bound <= 0:
         return default, "the method's default, because the run has too few steps to try rates"
-    if not trials:
-        return float(f"{CAUTION**2 * bound:.1e}"), "by curvature, because the run has too few steps to try rates"
-    best = min(trials, key=lambda trial: trial.change)
+    best = min(trials, key=lambda trial: trial.change, default=None)
     sound = [trial.lr for trial in trials if not trial.failed]
-    if best.change < 0:
+    if best is None:
+        lr, how = CAUTION**2 * bound, "by curvature, because the run has too few steps to try rates"
+    elif best.change < 0:
         lr, how = CAUTION * best.lr, ""
     elif sound:
-        lr, how = (
-            CAUTION**2 * max(sound),
-            "no trial lowered the loss, so it is below the highest that did not fail",
-        )
+        lr, how = CAUTION**2 * max(sound), "no trial lowered the loss, so it is below the highest that did not fail"
     else:
         lr, how = CAUTION * trials[-1].lr, "all trials failed, so it is below the lowest"
     return float(f"{lr:.1e}"), how
 
 
-def _notice(lr: float, how: str, trials: tuple[Trial, ...], passes: int) -> str:
-    if not trials:
-        return f"method.lr: {lr:.1e}, {how}."
-    tried = ", ".join(f"{trial.lr:.1e}: {trial.change:+.3f}" for trial in trials)
-    return (
-        f"method.lr: {lr:.1e} was chosen by {len(trials)} trials ({passes} forward passes) of at most "
-        f"{max(trial.steps for trial in trials)} steps; change of the held-out loss by rate: {tried}"
-        + (f"; {how}." if how else ".")
-    )
-
-
 @dataclass
 class _Search:
-    """The trials of one call of `choose_lr`, whose arguments it has."""
+    """The trials of one call of `choose_lr`, whose arguments it has.
 
-    optimizer: Tuner
+    Attributes:
+        longest: steps of a trial, at most.
+        passes: forward passes so far.
+    """
+
+    optimizer: ZerothOrderOptimizer
     batch: Callable[[int], Closure]
     held_out: Callable[[], Sequence[float]]
     held_out_passes: int
-    steps: int
+    longest: int
     budget: int
     progress: Progress
     passes: int = 0
-    start: dict[str, Tensor] = field(default_factory=dict)
 
     def run(self, measured: MeasuredScale | None) -> tuple[float | None, tuple[Trial, ...]]:
-        """(rate that bounds the search from above, its trials).
+        """Returns (rate that bounds the search from above, its trials).
 
         The rate is None where the loss does not change along the directions, and 0 where nothing is known of it.
         """
-        if measured is None and self._cost(0) + 1 > self.budget:
+        directions = self.optimizer.num_directions
+        if measured is not None:
+            loss, kappa_sq, curvature = measured.loss, measured.kappa_sq, measured.second_derivative
+        elif 2 * directions + 1 > self.budget:
             return 0.0, ()
-        loss, kappa_sq, curvature = self._slope() if measured is None else _slope_of(measured)
+        else:
+            loss, kappa_sq, curvature = self._slope()
         self.start = self.optimizer.tuned_state()  # after the first draw: it has a basis that is computed from data
         if kappa_sq == 0 or loss == 0:
             return None, ()
-        divisor = self.optimizer.step_divisor(kappa_sq)
+        divisor = self.optimizer.update.divisor(kappa_sq, directions)
         by_curvature = divisor / curvature if curvature > 0 else 0.0
         first = FIRST_DECREASE * abs(loss) * divisor / kappa_sq
-        if self.budget < MOST_PASSES * self.optimizer.num_directions:  # not enough to grow from far below
+        if self.budget < MOST_PASSES * directions:  # not enough to grow from far below
             first = max(first, by_curvature / GROWTH**2)
-        bound = self._bound(first) if self._cost(2) + 3 <= self._growth_end else by_curvature
-        trial_steps = self._trial_steps()
-        if bound <= 0 or trial_steps == 0:
+        bound = self._bound(first) if self._cost(2) + 3 <= GROWTH_SHARE * self.budget else by_curvature
+        steps = self._trial_steps()
+        if bound <= 0 or steps == 0:
             return bound, ()
-        start = self._held_out()
+        start = self._evaluate(self.held_out, self.held_out_passes)
         if not all(map(math.isfinite, start)):
             dtype = next(p.dtype for p in self.optimizer.model.parameters() if p.is_floating_point())
             raise NonFiniteModelError("the loss of the untuned model", statistics.fmean(start), dtype)
         trials: list[Trial] = []
-        factor = FINE if trial_steps == min(TRIAL_STEPS, self._longest) else COARSE
-        while len(trials) < MOST_TRIALS and not self._is_found(trials) and self._affords(trial_steps):
-            trials.append(self._trial(bound / factor ** len(trials), start, trial_steps))
+        factor = FINE if steps == self.longest else COARSE
+        while len(trials) < MOST_TRIALS and not _ends(trials) and self._trial_cost(steps) <= self.budget - self.passes:
+            trials.append(self._trial(bound / factor ** len(trials), start, steps))
         return bound, tuple(trials)
 
     def _slope(self) -> tuple[float, float, float]:
-        """(loss, mean square of the projected gradients, curvature), along the directions of the first step."""
+        """Returns (loss, mean square of the projected gradients, curvature), along the first step's directions."""
         own = self._loss(self.batch(0))
         probes, directions = self.optimizer.measure(self.batch(0)), self.optimizer.num_directions
         self._count(2 * directions)
@@ -223,57 +224,13 @@ class _Search:
         rho = self.optimizer.rho
         return own, kappa_sq, 2 * (sum(means) / len(means) - own) / rho**2 if rho else 0.0
 
-    @property
-    def _longest(self) -> int:
-        """Steps of a trial, at most: a short run has shorter ones."""
-        return max(2, min(TRIAL_STEPS, self.steps // 5))
-
-    def _cost(self, steps: int) -> int:
-        """Forward passes of so many first steps, or of a measurement along their directions."""
-        kind = self.optimizer.kinds[0]
-        first, other = (self.optimizer.passes_of(kind, first=first) for first in (True, False))
-        return first + other * (steps - 1) if steps else 2 * self.optimizer.num_directions
-
-    def _trial_steps(self) -> int:
-        """Steps of each trial, so that there are passes for `TRIALS`; 0 if there are not for one."""
-        wanted = [steps for steps in range(self._longest, 1, -1) if self._all_trials(steps, TRIALS) <= self._left]
-        steps = wanted[0] if wanted else 0
-        fewest = min(FEWEST_STEPS, self._longest)
-        if steps >= fewest:
-            return steps
-        return fewest if self._all_trials(fewest, 1) <= self._left else 0
-
-    def _all_trials(self, steps: int, count: int) -> int:
-        return self.held_out_passes + count * (self._cost(steps) + len(_stops(steps)) * self.held_out_passes)
-
-    def _affords(self, steps: int) -> bool:
-        return self._all_trials(steps, 1) - self.held_out_passes <= self._left
-
-    @property
-    def _left(self) -> int:
-        return self.budget - self.passes
-
-    @property
-    def _growth_end(self) -> float:
-        return GROWTH_SHARE * self.budget
-
-    def _count(self, passes: int) -> None:
-        self.passes += passes
-        self.progress(self.passes, self.budget)
-
-    def _is_found(self, trials: Sequence[Trial]) -> bool:
-        sound = [trial for trial in trials if not trial.failed]
-        if any(trial.change < 0 for trial in sound):
-            return len(trials) > 1 and trials[-2].change < min(0.0, trials[-1].change)
-        return len(sound) == ENOUGH
-
     def _bound(self, lr: float) -> float:
-        """The last of the growing rates before the loss rose; if it never did, the one with the lowest loss."""
+        """Returns the last growing rate before the loss rose; if it never did, the one with the lowest loss."""
         fixed = self.batch(0)
         start = lowest = self._loss(fixed)
         largest_fall, flat, best = 0.0, 0, lr
         for grown in range(MOST_GROWTH):
-            if grown and self.passes + self._cost(1) + 1 > self._growth_end:
+            if grown and self.passes + self._cost(1) + 1 > GROWTH_SHARE * self.budget:
                 break
             self._step(fixed, lr)
             loss = self._loss(fixed)
@@ -289,7 +246,7 @@ class _Search:
                 lowest, best = loss, lr
             largest_fall = max(largest_fall, fall)
             lr *= GROWTH
-        self._restart()
+        self.optimizer.load_resumable_state(self.start, [])
         return best
 
     def _left_out(self) -> bool:
@@ -298,63 +255,76 @@ class _Search:
         probes = record.probes if record is not None else ()
         return any(probe.projected_grad == 0 and probe.loss_plus != probe.loss_minus for probe in probes)
 
+    def _cost(self, steps: int) -> int:
+        """Returns the forward passes of so many first steps."""
+        first, other = (self.optimizer.passes_of(self.optimizer.rules[0], first=first) for first in (True, False))
+        return first + other * (steps - 1)
+
+    def _trial_cost(self, steps: int) -> int:
+        return self._cost(steps) + len(_stops(steps)) * self.held_out_passes
+
+    def _trial_steps(self) -> int:
+        """Returns the steps of each trial, so that there are passes for `TRIALS`; 0 if there are not for one."""
+        left, fewest = self.budget - self.passes - self.held_out_passes, min(FEWEST_STEPS, self.longest)
+        for steps in range(self.longest, fewest - 1, -1):
+            if TRIALS * self._trial_cost(steps) <= left:
+                return steps
+        return fewest if self._trial_cost(fewest) <= left else 0
+
     def _trial(self, lr: float, start: Sequence[float], steps: int) -> Trial:
         change, taken, failed = 0.0, 0, False
         for stop in _stops(steps):
             if not all(self._step(self.batch(step), lr) for step in range(taken, stop)):
                 change, failed = math.inf, True
                 break
-            taken = stop
-            changes = [after - before for after, before in zip(self._held_out(), start, strict=True)]
-            change = statistics.fmean(changes) if all(map(math.isfinite, changes)) else math.inf
-            failed = change > 2 * standard_error(changes)
+            taken, now = stop, self._evaluate(self.held_out, self.held_out_passes)
+            changes = [after - before for after, before in zip(now, start, strict=True)]
+            finite = all(map(math.isfinite, changes))
+            change = statistics.fmean(changes) if finite else math.inf
+            error = statistics.stdev(changes) / math.sqrt(len(changes)) if finite and len(changes) > 1 else 0.0
+            failed = change > 2 * error
             if failed:
                 break
-        self._restart()
+        self.optimizer.load_resumable_state(self.start, [])
         return Trial(lr, taken, change, failed)
 
     def _step(self, closure: Closure, lr: float) -> bool:
         """Takes a step; whether its losses were finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        before = self.optimizer.num_forward_passes
         try:
-            self.optimizer.take_step(closure, self.optimizer.kinds[0])
+            self.optimizer.step(closure)
         except NonFiniteLossError:
             return False
-        record = self.optimizer.last_step
-        self._count(record.forward_passes if record is not None else 0)
+        self._count(self.optimizer.num_forward_passes - before)
         return True
 
     def _loss(self, closure: Closure) -> float:
-        return float(self._evaluated(closure, 1))
+        return float(self._evaluate(closure, 1))
 
-    def _held_out(self) -> Sequence[float]:
-        return self._evaluated(self.held_out, self.held_out_passes)
-
-    def _evaluated(self, losses: Callable[[], T], passes: int) -> T:
-        """Losses at the parameters between two steps."""
+    def _evaluate(self, losses: Callable[[], T], passes: int) -> T:
+        """Returns losses at the parameters between two steps."""
         self._count(passes)
         model = self.optimizer.model
         with torch.no_grad(), evaluation_mode(model), float32_on_emulating_cpu(model):
             return losses()
 
-    def _restart(self) -> None:
-        self.optimizer.load_resumable_state(self.start, [])
-
-
-def _slope_of(measured: MeasuredScale) -> tuple[float, float, float]:
-    return measured.loss, measured.kappa_sq, measured.second_derivative
+    def _count(self, passes: int) -> None:
+        self.passes += passes
+        self.progress(self.passes, self.budget)
 
 
 def _stops(steps: int) -> list[int]:
-    """Numbers of steps after which a trial is judged."""
-    return sorted(
-        {max(1, steps // 4), max(1, steps // 2), steps} if steps > 2 * FEWEST_STEPS else {(steps + 1) // 2, steps}
-    )
+    """Returns after which numbers of steps a trial is judged."""
+    if steps <= 2 * FEWEST_STEPS:
+        return sorted({(steps + 1) // 2, steps})
+    return [steps // 4, steps // 2, steps]
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 for a single value, or where one is not finite."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return 0.0
-    return statistics.stdev(values) / math.sqrt(len(values))
+def _ends(trials: Sequence[Trial]) -> bool:
+    """Whether the last trial was worse than the one before, or enough of them did not lower the loss."""
+    sound = [trial for trial in trials if not trial.failed]
+    if any(trial.change < 0 for trial in sound):
+        return len(trials) > 1 and trials[-2].change < min(0.0, trials[-1].change)
+    return len(sound) == ENOUGH

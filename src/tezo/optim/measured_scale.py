@@ -24,7 +24,7 @@ from torch import Tensor
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.forward.moving_parameter import evaluation_mode
 from tezo.optim.estimators.estimate import RowsClosure, precise
-from tezo.optim.tuner import Tuner
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError
 
 SCALES = tuple(float(f"{digit}e-{power}") for power in range(1, 8) for digit in (3, 1))[1:]
@@ -100,12 +100,12 @@ class MeasuredScale:
 
 
 def most_passes(num_directions: int) -> int:
-    """Forward passes of `measure_scale`, at most; the first scale alone takes three with one direction."""
+    """Returns the forward passes of `measure_scale`, at most; the first scale takes three with one direction."""
     return 1 + 2 * num_directions * (MOST_TRIALS + 2)
 
 
 def measure_scale(
-    optimizer: Tuner,
+    optimizer: ZerothOrderOptimizer,
     losses: Callable[[], Tensor | float],
     start: float,
     progress: Progress = untold,
@@ -128,92 +128,95 @@ def measure_scale(
     Raises:
         NonFiniteLossError: a loss at W is NaN or infinite, or at every scale that was tried.
     """
-    return _Measurement(optimizer, losses, progress, rounding).run(start)
+    rows = _Rows(optimizer, losses, progress)
+    tried: list[ScaleError] = []
+    rho = start
+    while len(tried) < MOST_TRIALS:
+        tried.append(rows.error(rho))
+        curvature = tried[-1].curvature
+        is_noise = len(tried) > 1 and math.isfinite(curvature) and curvature > tried[-2].curvature
+        if curvature <= MOST_CURVATURE or is_noise or rho <= SCALES[-1]:
+            break
+        wanted = rho * max(STEEPEST, MOST_CURVATURE / curvature)
+        rho = next((scale for scale in SCALES if scale <= wanted and scale < rho), SCALES[-1])
+    best = min(tried, key=lambda at: at.curvature)
+    if best.rho not in rows.odd:
+        raise NonFiniteLossError(0, math.inf, float(rows.own.mean()))
+    sound = next((at for at in tried if at.curvature <= MOST_CURVATURE), best)
+    noise, taken_off = rows.noise(sound.rho, rounding)
+    tried = [rows.with_rounding(at, noise, taken_off) for at in tried]
+    between = balanced(tried)
+    if between is not None:
+        tried.append(rows.with_rounding(rows.error(between), noise, taken_off))
+    chosen = min(tried, key=lambda at: at.badness)
+    second = float(2 * rows.even[chosen.rho].mean() / chosen.rho**2)
+    kappas = rows.odd[chosen.rho] / chosen.rho
+    if optimizer.per_example:
+        kappa_sq = float(kappas.square().mean()) / kappas.shape[1]
+    else:
+        kappa_sq = float(kappas.mean(1).square().mean())
+    return MeasuredScale(chosen, tuple(tried), float(rows.own.mean()), kappa_sq, second, rows.passes)
 
 
-class _Measurement:
+class _Rows:
+    """The losses of the rows of a measurement; the arguments are those of `measure_scale`.
+
+    Attributes:
+        own: the losses at W, (rows,).
+        odd: scale -> the odd parts, (directions, rows), where the losses are finite.
+        even: the even parts.
+        passes: forward passes so far.
+    """
+
     def __init__(
-        self, optimizer: Tuner, losses: Callable[[], Tensor | float], progress: Progress, rounding: float | None
+        self, optimizer: ZerothOrderOptimizer, losses: Callable[[], Tensor | float], progress: Progress
     ) -> None:
-        self._rounding = rounding
-        self._taken_off = 0.0
-        self._optimizer = optimizer
-        self._losses = losses
-        self._progress = progress
-        self._passes = 0
-        self._odd: dict[float, Tensor] = {}
-        self._even: dict[float, Tensor] = {}
-        self._own = torch.zeros(())
+        self._optimizer, self._losses, self._progress = optimizer, losses, progress
+        self.passes = 0
+        self.odd: dict[float, Tensor] = {}
+        self.even: dict[float, Tensor] = {}
+        with torch.no_grad(), evaluation_mode(optimizer.model), float32_on_emulating_cpu(optimizer.model):
+            self.own = self._evaluate()
+        self._count(1)
+        if not bool(self.own.isfinite().all()):
+            raise NonFiniteLossError(0, float(self.own.mean()), None)
 
-    def run(self, start: float) -> MeasuredScale:
-        self._own = self._at_own()
-        tried = self._go_down(start)
-        best = min(tried, key=lambda at: at.curvature)
-        if best.rho not in self._odd:
-            raise NonFiniteLossError(0, math.inf, float(self._own.mean()))
-        chosen = next((at for at in tried if at.curvature <= MOST_CURVATURE), best)
-        noise = self._noise(chosen.rho)
-        tried = [self._with_rounding(at, noise) for at in tried]
-        between = balanced(tried)
-        if between is not None:
-            tried.append(self._with_rounding(self._error(between), noise))
-        chosen = min(tried, key=lambda at: at.badness)
-        second = float(2 * self._even[chosen.rho].mean() / chosen.rho**2)
-        kappa_sq = self._kappa_sq(chosen.rho)
-        return MeasuredScale(chosen, tuple(tried), float(self._own.mean()), kappa_sq, second, self._passes)
-
-    def _kappa_sq(self, rho: float) -> float:
-        kappas = self._odd[rho] / rho
-        if self._optimizer.per_example:
-            return float(kappas.square().mean()) / kappas.shape[1]
-        return float(kappas.mean(1).square().mean())
-
-    def _go_down(self, rho: float) -> list[ScaleError]:
-        tried: list[ScaleError] = []
-        while len(tried) < MOST_TRIALS:
-            tried.append(self._error(rho))
-            curvature = tried[-1].curvature
-            is_noise = len(tried) > 1 and math.isfinite(curvature) and curvature > tried[-2].curvature
-            if curvature <= MOST_CURVATURE or is_noise or rho <= SCALES[-1]:
-                break
-            wanted = rho * max(STEEPEST, MOST_CURVATURE / curvature)
-            rho = next((scale for scale in SCALES if scale <= wanted and scale < rho), SCALES[-1])
-        return tried
-
-    def _error(self, rho: float) -> ScaleError:
+    def error(self, rho: float) -> ScaleError:
+        """Measures the odd and even parts at a scale."""
         try:
             plus, minus = self._points(rho)
         except NonFiniteLossError:
             return ScaleError(rho, math.inf)
-        self._odd[rho], self._even[rho] = (plus - minus) / 2, (plus + minus) / 2 - self._own
-        rise = float(torch.maximum(plus.mean(1), minus.mean(1)).max() - self._own.mean())
-        size = max(abs(float(self._own.mean())), 1e-300)
-        return ScaleError(rho, _rms(self._even[rho]) / max(_rms(self._odd[rho]), 1e-300), rise=rise / size)
+        self.odd[rho], self.even[rho] = (plus - minus) / 2, (plus + minus) / 2 - self.own
+        own = float(self.own.mean())
+        rise = float(torch.maximum(plus.mean(1), minus.mean(1)).max() - own) / max(abs(own), 1e-300)
+        return ScaleError(rho, _rms(self.even[rho]) / max(_rms(self.odd[rho]), 1e-300), rise=rise)
 
-    def _noise(self, rho: float) -> float:
-        bound = math.inf if self._rounding is None else self._rounding * float(self._own.abs().max())
-        if bound <= MOST_ROUNDING * _rms(self._odd[rho]):
-            return bound
+    def noise(self, rho: float, bound: float | None) -> tuple[float, float]:
+        """Returns (rounding noise or its bound, what is to be taken off the even parts for it)."""
+        bound = math.inf if bound is None else bound * float(self.own.abs().max())
+        if bound <= MOST_ROUNDING * _rms(self.odd[rho]):
+            return bound, 0.0
         plus, minus = self._points(CLOSE * rho)
-        self._taken_off = _rms((plus - minus) / 2 / CLOSE - self._odd[rho]) / math.sqrt(1 + CLOSE**-2)
-        return self._taken_off
+        measured = _rms((plus - minus) / 2 / CLOSE - self.odd[rho]) / math.sqrt(1 + CLOSE**-2)
+        return measured, measured
 
-    def _with_rounding(self, at: ScaleError, noise: float) -> ScaleError:
-        if at.rho not in self._odd:
+    def with_rounding(self, at: ScaleError, noise: float, taken_off: float) -> ScaleError:
+        """Returns the errors at a scale with those of rounding."""
+        if at.rho not in self.odd:
             return at
-        odd, even = max(_rms(self._odd[at.rho]), 1e-300), _rms(self._even[at.rho])
-        return replace(at, rounding=noise / odd, curvature=math.sqrt(max(0.0, even**2 - 3 * self._taken_off**2)) / odd)
+        odd, even = max(_rms(self.odd[at.rho]), 1e-300), _rms(self.even[at.rho])
+        return replace(at, rounding=noise / odd, curvature=math.sqrt(max(0.0, even**2 - 3 * taken_off**2)) / odd)
 
     def _points(self, rho: float) -> tuple[Tensor, Tensor]:
         """(directions, rows), twice: the losses of the rows at both signs of each direction."""
         seen: list[Tensor] = []
 
         def mean() -> Tensor:
-            values = self._rows()
-            seen.append(values)
-            return values.mean()
+            seen.append(self._evaluate())
+            return seen[-1].mean()
 
-        directions = max(1, self._optimizer.num_directions)
+        directions = self._optimizer.num_directions
         try:
             probes = self._optimizer.measure(self._losses if self._optimizer.per_example else mean, rho)
         finally:
@@ -223,16 +226,7 @@ class _Measurement:
             seen = list(points.view(-1, 2 * directions).T)
         return torch.stack(seen[::2]), torch.stack(seen[1::2])
 
-    def _at_own(self) -> Tensor:
-        model = self._optimizer.model
-        with torch.no_grad(), evaluation_mode(model), float32_on_emulating_cpu(model):
-            values = self._rows()
-        self._count(1)
-        if not bool(values.isfinite().all()):
-            raise NonFiniteLossError(0, float(values.mean()), None)
-        return values
-
-    def _rows(self) -> Tensor:
+    def _evaluate(self) -> Tensor:
         if self._optimizer.per_example and isinstance(self._losses, RowsClosure):
             found: Tensor | float = self._losses.example_losses(1)
         else:
@@ -241,12 +235,12 @@ class _Measurement:
         return values.detach().double().cpu().flatten()
 
     def _count(self, passes: int) -> None:
-        self._passes += passes
-        self._progress(self._passes, most_passes(max(1, self._optimizer.num_directions)))
+        self.passes += passes
+        self._progress(self.passes, most_passes(self._optimizer.num_directions))
 
 
 def balanced(tried: Sequence[ScaleError]) -> float | None:
-    """The scale to try where none obeys both bounds, or None: between the best one and the one beside it.
+    """Returns the scale to try where none obeys both bounds, or None: between the best one and the one beside it.
 
     It is on the side where what exceeds its bound by more is less: rounding falls and curvature grows in proportion to
     the scale. Where nothing was tried on that side it is where both should exceed their bounds alike, or rounding none.
@@ -269,7 +263,7 @@ def _rms(values: Tensor) -> float:
 
 
 def in_words(found: MeasuredScale, dtype: str) -> str:
-    """What the user should know of a measured scale.
+    """Returns what the user should know of a measured scale.
 
     Args:
         found: the scale.

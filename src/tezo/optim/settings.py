@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer
-from tezo.optim.tuner import Tuner
 
 P = ParamSpec("P")
-T = TypeVar("T", bound=Tuner)
+T = TypeVar("T", bound=BaseOptimizer)
 
 GIVEN, DEFAULT, MEASURED = "given", "default", "measured"
 

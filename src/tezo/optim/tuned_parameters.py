@@ -1,8 +1,9 @@
 """The parameters that an optimizer tunes, and their trained changes."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,9 +16,23 @@ from tezo.forward import moving_parameter
 from tezo.forward.blocks import Blocks
 from tezo.forward.interception import DirectReads
 from tezo.forward.moving_parameter import MovingParameter, require_writable
-from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates import State, Update
 from tezo.system.errors import RequestError
+
+
+@dataclass(frozen=True)
+class LowRankChange:
+    """The trained change of one matrix W (M x N): the sum of left @ right^T over its parts.
+
+    Attributes:
+        target: the matrix.
+        rank: rank of its directions.
+        parts: pairs of left (M, K) and right (N, K); empty before the first change.
+    """
+
+    target: Target
+    rank: int
+    parts: Sequence[tuple[Tensor, Tensor]]
 
 
 class TunedParameters:
@@ -36,6 +51,7 @@ class TunedParameters:
         moving: parameter name -> the object that perturbs and updates the parameter.
         merged: whether the trained changes were added to the weights.
         closed: whether the hooks are removed.
+        reads_checked: whether `refusing_direct_reads` has been open without an error.
 
     Raises:
         RequestError: a parameter cannot be tuned this way; the model is unchanged.
@@ -52,41 +68,35 @@ class TunedParameters:
         frozen_rank: int | None,
     ) -> None:
         self.model, self.perturbation, self.update = model, perturbation, update
-        self.merged = self.closed = self._reads_checked = False
+        self.merged = self.closed = self.reads_checked = False
         self.blocks = Blocks(model)
         weakref.finalize(self, self.blocks.close).atexit = False  # what is left has no use for them
         self.moving: dict[str, MovingParameter] = {}
         try:
             for target in targets:
-                self.moving[target.name] = self._moving(target, in_forward, frozen_rank)
+                kind = perturbation.direction_type(target)
+                if not issubclass(kind, update.takes):
+                    accepted = ", ".join(kind.__name__ for kind in update.takes)
+                    raise RequestError(
+                        f"{type(update).__name__} takes directions of type {accepted}; "
+                        f"{type(perturbation).__name__} draws {kind.__name__} for {target.name}."
+                    )
+                if update.writes_weight:
+                    require_writable(target, "this method")
+                moving = moving_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+                self.moving[target.name] = moving
+                moving.owner = weakref.ref(self)
         except BaseException:
             self.close()
             raise
 
-    def _moving(self, target: Target, in_forward: bool, frozen_rank: int | None) -> MovingParameter:
-        kind = self.perturbation.direction_type(target)
-        if not issubclass(kind, self.update.takes):
-            accepted = ", ".join(kind.__name__ for kind in self.update.takes)
-            raise RequestError(
-                f"{type(self.update).__name__} takes directions of type {accepted}; "
-                f"{type(self.perturbation).__name__} draws {kind.__name__} for {target.name}."
-            )
-        if self.update.writes_weight:
-            require_writable(target, "this method")
-        moving = moving_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
-        moving.owner = weakref.ref(self)
-        return moving
-
     @contextmanager
     def refusing_direct_reads(self) -> Iterator[None]:
-        """While open for the first time, reads of parameters past their modules, where no perturbation is, are noted.
+        """Context that notes reads of parameters past their modules, where no perturbation is.
 
         Raises:
             RequestError: at the end, if there were any.
         """
-        if self._reads_checked:
-            yield
-            return
         by_hooks = [moving for moving in self.moving.values() if not moving.in_storage]
         # without it a compiled model would be compiled twice
         with torch.compiler.set_stance("force_eager"), DirectReads([moving.target for moving in by_hooks]) as reads:
@@ -98,7 +108,7 @@ class TunedParameters:
             )
         for moving in by_hooks:
             moving.was_called = False  # what was compiled before there were hooks does not call them
-        self._reads_checked = True
+        self.reads_checked = True
 
     def writes(self, moving: MovingParameter) -> bool:
         """Whether this method changes the stored tensor of a parameter at any time."""
@@ -106,7 +116,7 @@ class TunedParameters:
         return moving.writes_weight or self.update.writes_weight or folds
 
     def drawn_on_the_device(self) -> str | None:
-        """Name of a parameter whose noise or rounding depends on the device type; None if there is none."""
+        """Returns the name of a parameter whose noise or rounding depends on the device type, if there is one."""
         for name, moving in self.moving.items():
             target = moving.target
             kind = self.perturbation.direction_type(target)
@@ -116,7 +126,7 @@ class TunedParameters:
         return None
 
     def why_no_adapter(self) -> str | None:
-        """None if the trained change is an exact LoRA adapter; else the reason, in words, why it is not."""
+        """Returns why, in words, the trained change is no exact LoRA adapter; None if it is."""
         if self.merged:
             return "the trained change is in the weights since merge()"
         if getattr(self.model, "peft_config", None):
@@ -130,17 +140,12 @@ class TunedParameters:
         return None
 
     def low_rank_changes(self) -> list[LowRankChange]:
-        """The trained change of each matrix that is perturbed in the forward pass."""
+        """Returns the trained change of each matrix that is perturbed in the forward pass."""
         return [
             LowRankChange(moving.target, self.perturbation.rank_of(name) or 1, moving.trained())
             for name, moving in self.moving.items()
             if not moving.writes_weight
         ]
-
-    @property
-    def compression_error(self) -> float:
-        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
-        return max((moving.compression_error for moving in self.moving.values()), default=0.0)
 
     def fold(self) -> None:
         """Adds the changes stored beside the weights to them, and removes the hooks."""
@@ -156,36 +161,12 @@ class TunedParameters:
             moving.close()
         self.blocks.close()
 
-    def changes(self) -> dict[str, State]:
-        """Parameter name -> tensors of the change stored beside the weights; not copies."""
-        return {name: dict(moving.state()) for name, moving in self.moving.items()}
-
     def weights_below(self) -> dict[str, Tensor]:
-        """Parameter name -> the stored tensor, where it can be written and has a change beside it; not copies."""
-        return {name: m.weight for name, m in self.moving.items() if m.target.is_writable and m.state()}
-
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Restores stored tensors, by parameter name."""
-        for name, weight in weights.items():
-            self.moving[name].weight.copy_(weight)
-
-    def load_changes(self, changes: Mapping[str, State], draw: Callable[[Target, int | None], Direction]) -> None:
-        """Restores the result of `changes`.
-
-        Args:
-            changes: entries for all parameters.
-            draw: (target, refresh step) -> a direction with the fixed factors of that step; None means the last step.
-        """
-        for name, moving in self.moving.items():
-            moving.load_state(partial(draw, moving.target), changes[name])
+        """Returns "weight/NAME" -> the stored tensor, where it can be written and has a change beside it; no copies."""
+        return {f"weight/{name}": m.weight for name, m in self.moving.items() if m.target.is_writable and m.state()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that training changes; not copies.
-
-        Names are "change/NAME/KEY" (coefficients), "weight/NAME" (if the method writes the weight) and
-        "basis/STEP/NAME" (factors computed from data).
-        """
+        """Returns all tensors that training changes, see `ZerothOrderOptimizer.tuned_tensors`."""
         tensors = {f"basis/{key}": value for key, value in self.perturbation.state().items()}
         for name, moving in self.moving.items():
             if self.writes(moving):
@@ -195,14 +176,21 @@ class TunedParameters:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor], draw: Callable[[Target, int | None], Direction]) -> None:
-        """Restores the result of `tensors`; other names are ignored. `draw` is as in `load_changes`."""
+        """Restores the result of `tensors`; other names are ignored.
+
+        Args:
+            tensors: by name.
+            draw: (target, refresh step) -> a direction with the fixed factors of that step; None means the last step.
+        """
         basis = {key.removeprefix("basis/"): value for key, value in tensors.items() if key.startswith("basis/")}
         self.perturbation.load_state(basis)
         changes: dict[str, State] = {name: {} for name in self.moving}
         for key, value in tensors.items():
-            if key.startswith("weight/"):
-                self.load_weights({key.removeprefix("weight/"): value})
-            elif key.startswith("change/"):
-                name, _, role = key.removeprefix("change/").rpartition("/")
+            part, _, rest = key.partition("/")
+            if part == "weight":
+                self.moving[rest].weight.copy_(value)
+            elif part == "change":
+                name, _, role = rest.rpartition("/")
                 changes[name][role] = value
-        self.load_changes(changes, draw)
+        for name, moving in self.moving.items():
+            moving.load_state(partial(draw, moving.target), changes[name])

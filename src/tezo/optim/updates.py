@@ -1,17 +1,4 @@
-"""The interface of update rules: an update rule steps one parameter along an estimate of its gradient.
-
-Plain steps: W -= lr * kappa Z.
-
-Steps along the sign of the estimate, all entries of one size.
-
-Plain steps divided by a running root mean square of the projected gradient, one number per run.
-
-Steps along an exponential moving average of the estimates.
-
-ZO-AdaMU's update; its momentum is part of the perturbation.
-
-Update rules, one file each.
-"""
+"""Update rules, which step one parameter along an estimate of its gradient; the Adam rules are in `adam`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -40,20 +27,22 @@ class Update(ABC):
     takes: tuple[type[Direction], ...] = (Direction,)
     writes_weight = False
 
-    @abstractmethod
     def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
-        """The state before the first step."""
+        """Returns the state before the first step; here empty."""
+        del estimate, moving
+        return {}
 
     @abstractmethod
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         """Updates the parameter, W_t -> W_t+1, and `state` in place."""
 
     def carry_over(self, direction: Direction, state: State) -> None:
-        """Projects moments, in place, onto the space of `direction` if its fixed factors are new; here no moments."""
-        del direction, state
+        """Projects the first moment onto the space of `direction`, in place, if its fixed factors are new."""
+        if isinstance(direction, FixedFactors) and "exp_avg" in state:
+            state["exp_avg"] = direction.carry_over(state["exp_avg"])
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
-        """Smallest number by which a step divides the estimate; it scales the learning rate. Here 1.
+        """Returns the smallest number by which a step divides the estimate; it scales the learning rate. Here 1.
 
         Args:
             kappa_sq: mean square of the projected gradients.
@@ -73,7 +62,7 @@ def check_average(key: str, betas: Sequence[float], eps: float = 0.0) -> None:
 
 
 def zeros_like_coefficient(estimate: ParameterEstimate, moving: MovingParameter) -> Tensor:
-    """Zeros of the shape, dtype and device of the estimate's coefficient."""
+    """Returns zeros of the shape, dtype and device of the estimate's coefficient."""
     direction, target = estimate.direction, moving.target
     if isinstance(direction, FixedFactors):
         return torch.zeros_like(direction.coefficient)
@@ -83,10 +72,6 @@ def zeros_like_coefficient(estimate: ParameterEstimate, moving: MovingParameter)
 class SGD(Update):
     """W_t+1 = W_t - lr * g, with g the estimate; for every type of direction."""
 
-    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
-        del estimate, moving
-        return {}
-
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         del state
         for rows, grad in estimate.tiles():
@@ -95,10 +80,6 @@ class SGD(Update):
 
 class SignSGD(Update):
     """W -= lr * sign(g), on the coefficient of the estimate g, entry by entry."""
-
-    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
-        del estimate, moving
-        return {}
 
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         del state
@@ -157,10 +138,6 @@ class Momentum(Update):
 
     def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
         return {"exp_avg": zeros_like_coefficient(estimate, moving)}
-
-    def carry_over(self, direction: Direction, state: State) -> None:
-        if isinstance(direction, FixedFactors):
-            state["exp_avg"] = direction.carry_over(state["exp_avg"])
 
     def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         direction = estimate.direction

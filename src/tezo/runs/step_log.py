@@ -279,7 +279,7 @@ class StepLog:
         Raises:
             RunError: it cannot be written; the log ends with the step before.
         """
-        kind = self.contents.header["kinds"].index(record.kind)
+        kind = self.contents.header["kinds"].index(record.rule)
         content = _FIXED.pack(record.step, record.lr, record.loss, record.forward_passes, kind, len(record.probes))
         content += b"".join(_PROBE.pack(p.loss_plus, p.loss_minus, p.projected_grad) for p in record.probes)
         self._append(_STEP, content)

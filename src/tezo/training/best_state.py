@@ -62,7 +62,7 @@ class GoodState:
     Attributes:
         step: number of steps after which the run had it.
         loss: on the dev rows; without these the mean loss of the steps before.
-        state: the parameters, see `Tuner.tuned_state`; None: they are not kept.
+        state: the parameters, see `BaseOptimizer.tuned_state`; None: they are not kept.
     """
 
     step: int

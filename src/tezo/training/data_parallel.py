@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tezo.forward.blocks import NotInBlocksError
 from tezo.optim.estimators.estimate import RowsClosure
-from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
 from tezo.tasks.objectives.objective import BatchClosure
@@ -97,7 +97,7 @@ def check_shareable(job: Job, processes: ProcessGroup) -> None:
     if processes.size == 1:
         return
     train = job.config.train
-    if job.optimizer.needs_gradient:
+    if not isinstance(job.optimizer, ZerothOrderOptimizer):
         raise RequestError(
             f"method.name is {job.config.method.name}, which runs in one process; start it without torchrun."
         )

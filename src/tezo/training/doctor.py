@@ -9,9 +9,10 @@ import torch
 from tezo.directions.targets import find_targets, select_targets
 from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.quantization import bytes_of, stored_bytes
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.measured_scale import MeasuredScale
 from tezo.optim.methods import AUTO
-from tezo.optim.tuner import Tuner
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, usable_memory, versions
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import FORECAST, KEPT, RHO, current
@@ -124,13 +125,15 @@ def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     encoded = [objective.encode(form.example(row)) for row in rows]
     seen = RunRows(config.train, loaded.model, objective, encoded, ())
 
-    def build(settings: Config) -> Tuner:
+    def build(settings: Config) -> BaseOptimizer:
         optimizer = make_optimizer(settings, loaded, untrained=())
-        optimizer.set_calibration_passes(basis_passes(loaded, objective, encoded, config.train.seed))
+        if isinstance(optimizer, ZerothOrderOptimizer):
+            optimizer.set_calibration_passes(basis_passes(loaded, objective, encoded, config.train.seed))
         return optimizer
 
     config, _ = with_directions(config.with_options(rho=AUTO), seen, build, measuring=True)
     optimizer = build(config)
+    assert isinstance(optimizer, ZerothOrderOptimizer)  # it has a rho
     try:
         _, _, found = resolve_rho(config, optimizer, seen)
     finally:

@@ -22,7 +22,7 @@ from tezo.models.quantization import stored_bytes
 from tezo.optim.estimators.estimate import FEEDBACK, GRADIENT
 from tezo.optim.measured_scale import most_passes
 from tezo.optim.methods import AUTO, METHODS, method
-from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.environment import hardware, memory_for, peak_memory
 from tezo.system.errors import RequestError
 from tezo.system.progress import TIMING, current, metered
@@ -106,7 +106,7 @@ def dry_run(config: Config) -> dict[str, Any]:
 def _steps(job: Job) -> dict[str, tuple[int, int]]:
     """Returns kind of step -> (steps that are the first of a row of such, and compute what it shares; all others)."""
     settings = job.config.train
-    kinds = [FEEDBACK if is_feedback(step, settings) else job.optimizer.kinds[0] for step in range(settings.num_steps)]
+    kinds = [FEEDBACK if is_feedback(step, settings) else job.optimizer.rules[0] for step in range(settings.num_steps)]
     first = [kind for kind, _ in groupby(kinds)]
     return {kind: (first.count(kind), kinds.count(kind) - first.count(kind)) for kind in dict.fromkeys(kinds)}
 
@@ -178,7 +178,8 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
 
 def _memory(job: Job, before: int) -> dict[str, int]:
     """Returns bytes; the peak is that of the timed pass, made for both signs, and what the method keeps beside it."""
-    after, factors, name = peak_memory(job.loaded.device), job.optimizer.factor_bytes, job.config.method.name
+    after, name = peak_memory(job.loaded.device), job.config.method.name
+    factors = job.optimizer.factor_bytes if isinstance(job.optimizer, ZerothOrderOptimizer) else 0
     if name in METHODS:
         job.optimizer.close()
         options = {key: value for key, value in job.config.method.options.items() if value != AUTO and key != "targets"}

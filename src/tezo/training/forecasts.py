@@ -32,7 +32,7 @@ from tezo.models.peft import add_adapter
 from tezo.models.quantization import stored_bytes
 from tezo.optim.estimators.estimate import ParameterEstimate
 from tezo.optim.estimators.two_point import fitting_copies
-from tezo.optim.first_order import stepped_weight
+from tezo.optim.first_order import SteppedWeight
 from tezo.optim.methods import METHODS, Method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
@@ -142,7 +142,7 @@ def first_order_kept(model: nn.Module) -> tuple[int, int]:
     """
     kept = gradients = 0
     for target in select_targets(model, (ALL,)):
-        stepped = stepped_weight(target, master=True).stepped
+        stepped = SteppedWeight(target, master=True).stepped
         copy = 0 if stepped is target.parameter else stepped.nbytes
         kept += copy + 2 * stepped.nbytes
         gradients += target.parameter.nbytes + copy

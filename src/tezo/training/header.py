@@ -7,8 +7,8 @@ from typing import Any
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
 from tezo.models.local_names import is_gone
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.methods import AUTO, method
-from tezo.optim.tuner import Tuner
 from tezo.runs.environment import versions
 from tezo.runs.files import check_complete, check_place, check_rows, check_settings, hash_of
 from tezo.system.errors import RequestError
@@ -34,7 +34,7 @@ def log_header(job: Job) -> dict[str, Any]:
     return {
         **reward,
         "directions": job.optimizer.num_directions,
-        "kinds": list(job.optimizer.kinds),
+        "kinds": list(job.optimizer.rules),
         "config": json.loads(json.dumps(to_tree(job.config))),  # tuples become lists, as JSON has them
         "untrained": list(job.untrained),
         "model": dict(job.loaded.fingerprint),
@@ -53,7 +53,7 @@ def _answer(row: Encoded) -> tuple[Any, ...]:
     return (*answer, tuple(sorted(example.fields.items()))) if example.fields else answer
 
 
-def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Tuner) -> list[str]:
+def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: BaseOptimizer) -> list[str]:
     """Returns what the user should know before a run goes on.
 
     Args:

@@ -24,9 +24,10 @@ from tezo.forward.interception import DirectReads
 from tezo.models.kinds import IN_MEMORY, is_unused
 from tezo.models.loading import LoadedModel, check_head_not_tied, load_model
 from tezo.models.peft import add_adapter
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, method
-from tezo.optim.tuner import Tuner
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.words import REWARD
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError
 from tezo.system.progress import CHECKING, ENCODING, current, tracked
@@ -46,7 +47,7 @@ from tezo.training.resolution import Rows, resolve, with_steps
 from tezo.training.schedule import BatchSampler
 
 
-def plan(model: Any, optimizer: Tuner) -> list[dict[str, Any]]:
+def plan(model: Any, optimizer: BaseOptimizer) -> list[dict[str, Any]]:
     """One entry per parameter of the model.
 
     Each has "name", "shape" and "trained". A trained parameter also has "kind", "rank", "moved" (how it is perturbed
@@ -156,7 +157,7 @@ class Job:
     train: list[Encoded]
     dev: list[Encoded]
     test: list[Encoded]
-    optimizer: Tuner
+    optimizer: BaseOptimizer
     untrained: tuple[str, ...] = ()
     reward: Reward | None = None
     rows_as_read: tuple[str, ...] = ()
@@ -210,9 +211,10 @@ def prepare(
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
 
-    def build(settings: Config) -> Tuner:
+    def build(settings: Config) -> BaseOptimizer:
         optimizer = make_optimizer(settings, loaded, untrained)
-        optimizer.set_calibration_passes(passes)
+        if isinstance(optimizer, ZerothOrderOptimizer):
+            optimizer.set_calibration_passes(passes)
         return optimizer
 
     train = with_steps(config.train, len(used.train))
@@ -371,7 +373,7 @@ def _untrained_notice(names: Sequence[str]) -> list[str]:
     )
 
 
-def _left_out_notice(config: Config, optimizer: Tuner, untrained: Collection[str]) -> list[str]:
+def _left_out_notice(config: Config, optimizer: BaseOptimizer, untrained: Collection[str]) -> list[str]:
     """On matrices that the loss depends on and that all-linear leaves out, such as the experts of a mixture."""
     if ALL_LINEAR not in config.method.options.get("targets", method(config.method.name).defaults()["targets"]):
         return []
@@ -384,7 +386,7 @@ def _left_out_notice(config: Config, optimizer: Tuner, untrained: Collection[str
             f"({share:.0%} of the model); method.targets=all, or their names, trains them too."]  # fmt: skip
 
 
-def _rank_notice(config: Config, optimizer: Tuner) -> list[str]:
+def _rank_notice(config: Config, optimizer: BaseOptimizer) -> list[str]:
     defaults = method(config.method.name).defaults()
     wanted = config.method.options.get("rank", defaults.get("rank"))
     if "rank_rule" in defaults and wanted is None:
@@ -394,7 +396,7 @@ def _rank_notice(config: Config, optimizer: Tuner) -> list[str]:
     return [f"method.rank is {wanted}, lowered to the smaller side of: {_some(lower)}."] if lower else []
 
 
-def _chosen_ranks_notice(rule: str, optimizer: Tuner) -> list[str]:
+def _chosen_ranks_notice(rule: str, optimizer: BaseOptimizer) -> list[str]:
     """On the ranks that Eq. 7 chose, before the first step."""
     matrices = [target for target in optimizer.targets if target.is_matrix]
     ranks = sorted({optimizer.application(target.name)[0] or 0 for target in matrices})
@@ -420,7 +422,7 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
     return passes
 
 
-def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> Tuner:
+def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:
     """The method of a configuration on a model; `untrained` parameters are left alone."""
     options = {key: value for key, value in config.method.options.items() if value != AUTO}
     if config.model.peft != "none":

@@ -12,7 +12,7 @@ from torch import Tensor
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import Tuning, save_result
 from tezo.optim.estimators.estimate import FEEDBACK, Closure
-from tezo.optim.optimizer import PER_EXAMPLE
+from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
@@ -159,8 +159,9 @@ class Loop:
             listener.started(self.job)
         with self.meter.phase(BEFORE):
             before = self.evaluations.of("test", 0)
-        (self.job.optimizer.own_loss,) = self.processes.first([before["loss"]])
-        self.job.optimizer.warn_by(self._warn)
+        (own_loss,) = self.processes.first([before["loss"]])
+        if isinstance(self.job.optimizer, ZerothOrderOptimizer):
+            self.job.optimizer.own_loss, self.job.optimizer.warn = own_loss, self._warn
         with self.meter.phase(STEPS):
             steps = self._steps(start, before)
         self._check_ranks(steps)
@@ -183,7 +184,8 @@ class Loop:
         state = self.folder.open(header)
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
-        job.optimizer.set_factor_store(self.folder.factor_files)
+        if isinstance(job.optimizer, ZerothOrderOptimizer):
+            job.optimizer.set_factor_store(self.folder.factor_files)
         self.meter.add_earlier(state.elapsed, state.passes)
         self.job = replace(job, notices=(*job.notices, *notices, *state.notices))
         return state
@@ -215,7 +217,7 @@ class Loop:
             ended = self.resumed.end is not None and steps == self.resumed.end.steps
             ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
             self.best.note(steps, last=ends)
-            if self.best.dev_loss is not None:
+            if self.best.dev_loss is not None and isinstance(self.job.optimizer, ZerothOrderOptimizer):
                 known = self.job.optimizer.own_loss
                 self.job.optimizer.own_loss = self.best.dev_loss if known is None else min(known, self.best.dev_loss)
             if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
@@ -245,7 +247,7 @@ class Loop:
             listener.stepping(step)
         optimizer = self.job.optimizer
         self.best.repeat_rollback(step)
-        if step < len(self.resumed.steps) and optimizer.replays:
+        if step < len(self.resumed.steps) and isinstance(optimizer, ZerothOrderOptimizer):
             optimizer.replay(self.resumed.steps[step])
         else:
             self._measured_step(step)
@@ -304,9 +306,9 @@ class Loop:
         for group in optimizer.param_groups:
             group["lr"] = self.lr * self.lr_factor(step) * self.best.lr_scale
         if is_feedback(step, self.settings):  # every rank takes it on all rows
-            optimizer.take_step(job.objective.closure(job.model, job.batches(indices)), FEEDBACK)
+            optimizer.step(job.objective.closure(job.model, job.batches(indices)), rule=FEEDBACK)
         else:
-            optimizer.take_step(self._closure(step, indices), optimizer.kinds[0])
+            optimizer.step(self._closure(step, indices))
 
     def _closure(self, step: int, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""
@@ -323,7 +325,7 @@ class Loop:
         name, optimizer = self.settings.objective, self.job.optimizer
         if name == LOSS:
             return
-        if optimizer.needs_gradient:
+        if not isinstance(optimizer, ZerothOrderOptimizer):
             raise RequestError(f"train.objective is {name}, which has no gradient; use a zeroth-order method.")
         if self.job.config.method.options.get("directions") == PER_EXAMPLE:
             raise RequestError(

@@ -10,6 +10,7 @@ from tezo.directions.bases.activation import KIND
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
 from tezo.models.saving import save_result
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place
 from tezo.runs.folder import LOG
@@ -56,7 +57,7 @@ def replay(
     loaded = load_for_tuning(config)
     check_model(log.header["model"], loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, log.header["untrained"])
-    if not optimizer.replays:
+    if not isinstance(optimizer, ZerothOrderOptimizer):
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
     optimizer.set_factor_store(FactorFiles(run, writes=False, digests=log.files))
     optimizer.set_calibration_passes(partial(_no_data, run))

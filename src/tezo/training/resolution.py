@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from tezo.directions.targets import is_packed
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
 from tezo.optim.methods import AUTO, HEAD_FEEDBACK, method
-from tezo.optim.optimizer import PER_EXAMPLE, SHARED
+from tezo.optim.optimizer import PER_EXAMPLE, SHARED, ZerothOrderOptimizer
 from tezo.optim.settings import MEASURED, Setting, Settings
-from tezo.optim.tuner import Tuner
 from tezo.runs.words import REWARD
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
@@ -91,11 +91,13 @@ class Resolved:
     """A configuration with no open setting, the optimizer that has it, and what the user should know of the choices."""
 
     config: Config
-    optimizer: Tuner
+    optimizer: BaseOptimizer
     notices: tuple[str, ...]
 
 
-def resolve(config: Config, rows: Rows | None, build: Callable[[Config], Tuner], *, measuring: bool = True) -> Resolved:
+def resolve(
+    config: Config, rows: Rows | None, build: Callable[[Config], BaseOptimizer], *, measuring: bool = True
+) -> Resolved:
     """Fills in the open settings of a configuration, and builds its optimizer.
 
     Args:
@@ -116,7 +118,8 @@ def resolve(config: Config, rows: Rows | None, build: Callable[[Config], Tuner],
         config = replace(config, train=replace(train, guard=guard))
         notices += more
         measured = None
-        if measuring or not is_rho_open(config) or not train.minimises_loss:
+        measures = measuring or not is_rho_open(config) or not train.minimises_loss
+        if measures and isinstance(optimizer, ZerothOrderOptimizer):
             config, more, measured = resolve_rho(config, optimizer, rows)
             notices += more
         lr, more = _resolved_lr(config, rows, optimizer, measured, measuring=measuring)
@@ -125,7 +128,7 @@ def resolve(config: Config, rows: Rows | None, build: Callable[[Config], Tuner],
         optimizer.close()  # a model that the caller has is free again
         raise
     chosen = {key: config.method.options.get(key, AUTO) for key, value in given.items() if value == AUTO}
-    chosen |= {key: getattr(config.train, key) for key in KEYS if FEEDBACK in optimizer.kinds}
+    chosen |= {key: getattr(config.train, key) for key in KEYS if FEEDBACK in optimizer.rules}
     optimizer.settings = Settings(
         {**optimizer.settings, **{key: Setting(value, MEASURED) for key, value in chosen.items()}}
     )
@@ -133,7 +136,7 @@ def resolve(config: Config, rows: Rows | None, build: Callable[[Config], Tuner],
 
 
 def with_directions(
-    config: Config, rows: Rows | None, build: Callable[[Config], Tuner], *, measuring: bool
+    config: Config, rows: Rows | None, build: Callable[[Config], BaseOptimizer], *, measuring: bool
 ) -> tuple[Config, list[str]]:
     """Replaces "auto" in method.directions; returns (configuration, notices for the user).
 
@@ -151,10 +154,11 @@ def with_directions(
     cheap = {"rank": 1, "basis": "gaussian", "lr": 0.0}
     try:
         trial = build(found.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
-        trial.own_loss = math.inf  # the steps of the run say what this one would
+        if isinstance(trial, ZerothOrderOptimizer):
+            trial.own_loss = math.inf  # the steps of the run say what this one would
         if measuring:
             with current().phase(DIRECTIONS):
-                trial.take_step(rows.few(), trial.kinds[0])
+                trial.step(rows.few())
     except NonFiniteLossError:
         pass  # the first step of the run says so
     except RequestError as error:
@@ -166,7 +170,7 @@ def with_directions(
 
 
 def resolve_feedback(
-    train: TrainConfig, method: str, optimizer: Tuner, rows: Rows | None, *, measuring: bool
+    train: TrainConfig, method: str, optimizer: BaseOptimizer, rows: Rows | None, *, measuring: bool
 ) -> tuple[TrainConfig, list[str]]:
     """Replaces None in train.feedback_first and train.feedback_last; returns (settings, notices for the user).
 
@@ -177,7 +181,7 @@ def resolve_feedback(
         RequestError: feedback steps are set, but the method, the objective or the model does not support them.
     """
     asked = [f"train.{key} is {count}" for key in KEYS if (count := getattr(train, key))]
-    available = FEEDBACK in optimizer.kinds
+    available = FEEDBACK in optimizer.rules
     if asked and not available:
         raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use {HEAD_FEEDBACK}.")
     if asked and not train.minimises_loss:
@@ -189,7 +193,7 @@ def resolve_feedback(
     if measuring and rows is not None and (asked or wanted):
         try:
             with current().phase(LOOKING):
-                optimizer.check_kind(FEEDBACK, rows.step(0, per_example=False))
+                optimizer.check_rule(FEEDBACK, rows.step(0, per_example=False))
         except RequestError as reason:
             if asked:
                 raise
@@ -229,7 +233,9 @@ def known_rounding(model: Any) -> float | None:
     return ROUNDED_BITS * max(torch.finfo(kind).eps for kind in kinds)
 
 
-def resolve_rho(config: Config, optimizer: Tuner, rows: Rows | None) -> tuple[Config, list[str], MeasuredScale | None]:
+def resolve_rho(
+    config: Config, optimizer: ZerothOrderOptimizer, rows: Rows | None
+) -> tuple[Config, list[str], MeasuredScale | None]:
     """Replaces "auto" in method.rho; returns (configuration, notices for the user, what was measured).
 
     It is measured along the directions that the run draws; see `tezo.optim.measured_scale`. For a reward or a
@@ -251,12 +257,12 @@ def resolve_rho(config: Config, optimizer: Tuner, rows: Rows | None) -> tuple[Co
 
 
 def _resolved_lr(
-    config: Config, rows: Rows | None, optimizer: Tuner, measured: MeasuredScale | None, *, measuring: bool
+    config: Config, rows: Rows | None, optimizer: BaseOptimizer, measured: MeasuredScale | None, *, measuring: bool
 ) -> tuple[float | str, list[str]]:
     """(learning rate, notices for the user); the optimizer has the rate. "auto" where it is not to be searched."""
     wanted = config.method.options.get("lr", method(config.method.name).defaults()["lr"])
     default = float(optimizer.param_groups[0]["lr"])
-    if wanted != AUTO or optimizer.num_directions == 0:
+    if wanted != AUTO or not isinstance(optimizer, ZerothOrderOptimizer):
         return default, []
     reason = None
     if not config.train.minimises_loss:
@@ -280,10 +286,10 @@ def _resolved_lr(
     return found.lr, [found.notice]
 
 
-def search_budget(train: TrainConfig, optimizer: Tuner) -> int:
+def search_budget(train: TrainConfig, optimizer: BaseOptimizer) -> int:
     """Forward passes that the search for a learning rate may take, together with the measurement of rho."""
     feedback = sum(is_feedback(step, train) for step in range(train.num_steps))
-    own = optimizer.passes_of(optimizer.kinds[0], first=False) * (train.num_steps - feedback)
+    own = optimizer.passes_of(optimizer.rules[0], first=False) * (train.num_steps - feedback)
     return int(SEARCH_SHARE * (own + (optimizer.passes_of(FEEDBACK, first=False) * feedback if feedback else 0)))
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tezo.directions.ranks import squared_singular_values
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
-from tezo.optim.estimators.estimate import GRADIENT
 from tezo.system.errors import RequestError
 from tezo.training.job import Job, prepare
 from tezo.training.recipe import MethodConfig
@@ -74,7 +73,7 @@ def watched_run(
     try:
         for step in range(options.steps):
             batches = job.batches(sampler.rows(step))
-            job.optimizer.take_step(partial(job.objective.loss, job.model, *batches), GRADIENT)
+            job.optimizer.step(partial(job.objective.loss, job.model, *batches))
             assert job.optimizer.last_step is not None
             losses.append(job.optimizer.last_step.loss)
     finally:

@@ -74,16 +74,16 @@ class LibraryCase(Case):
         self._closure = _closure_of(label, work)(self._model)
 
     def run(self) -> None:
-        past_refresh(self._optimizer.progress, self.interval)
+        past_refresh(self._optimizer, self.interval)
         self._optimizer.step(self._closure)
 
     def run_refresh(self) -> None:
-        to_refresh(self._optimizer.progress, self.interval)
+        to_refresh(self._optimizer, self.interval)
         self._optimizer.step(self._closure)
 
     def state_bytes(self) -> int:
         optimizer, model = self._optimizer, self._model
-        roots = (optimizer.perturbation, optimizer.moving, optimizer.progress.moments)
+        roots = (optimizer.perturbation, optimizer.moving, optimizer.moments)
         return stored_bytes(roots, (*model.parameters(), *model.buffers()))
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class GradientCase(Case):
         super().__init__(label, trained=sum(target.parameter.numel() for target in self._optimizer.targets))
 
     def run(self) -> None:
-        self._optimizer.take_step(self._closure, self._optimizer.kinds[0])
+        self._optimizer.step(self._closure)
 
     def state_bytes(self) -> int:
         return stored_bytes(self._optimizer.resumable_state())

@@ -63,7 +63,7 @@ def peak_of_tuning(line: CostLine, settings: Settings) -> int:
     optimizer = method(line.method).build(model, **line.options)
     closure = work.closure(model)
     for _ in range(STEPS):
-        optimizer.take_step(closure, optimizer.kinds[0])
+        optimizer.step(closure)
     work.synchronize()
     optimizer.close()
     return peak_now(work.device)

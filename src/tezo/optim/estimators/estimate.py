@@ -1,9 +1,5 @@
-"""The data types of estimators: closures, measurements, directions of a step, gradient estimates, step records.
+"""The interface of estimators and its data: closures, directions of a step, measurements, estimates, step records."""
 
-The interface of estimators: an estimator evaluates a closure and returns an estimate of the gradient.
-"""
-
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +20,7 @@ MOST_DIRECTIONS = 1 << 12
 """Largest number of directions per step. A step log with more is refused."""
 
 TWO_POINT, FEEDBACK, GRADIENT = "two-point", "feedback", "gradient"
-"""Kinds of step: with random directions, with the error at the last hidden states, with backpropagation."""
+"""Names of step rules: with random directions, with the error at the last hidden states, with backpropagation."""
 
 
 class RowsClosure(ABC):
@@ -51,22 +47,22 @@ class RowsClosure(ABC):
 
     @abstractmethod
     def losses(self, copies: int) -> Tensor:
-        """The loss of each of `copies` models: (copies,), float32 or wider."""
+        """Returns the loss of each of `copies` models: (copies,), float32 or wider."""
 
     @abstractmethod
     def example_passes(self) -> Sequence[Sequence[int]]:
-        """For each forward pass of `example_losses`, the example of each row of one copy."""
+        """Returns, for each forward pass of `example_losses`, the example of each row of one copy."""
 
     @abstractmethod
     def example_losses(self, copies: int) -> Tensor:
-        """The loss of each example for each copy, (copies, examples); their mean over examples is the objective."""
+        """Returns the loss of each example for each copy, (copies, examples); their mean is the objective."""
 
     def summands(self) -> Iterator[Tensor]:
-        """Terms whose sum is the objective, computed one after another, no two of which share a graph."""
+        """Yields terms whose sum is the objective, computed one after another, no two of which share a graph."""
         yield self()
 
     def __call__(self) -> Tensor:
-        """The loss of one model: scalar, float32 or wider."""
+        """Returns the loss of one model: scalar, float32 or wider."""
         return self.losses(1)[0]
 
 
@@ -84,11 +80,6 @@ class Probe:
     loss_minus: float
     projected_grad: float
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all three numbers are finite: the difference of two finite losses can overflow."""
-        return all(map(math.isfinite, (self.loss_plus, self.loss_minus, self.projected_grad)))
-
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -99,7 +90,7 @@ class StepRecord:
         loss: mean of all evaluations; it is the loss at W_t, for two-point estimates up to terms in rho^2.
         lr: learning rate of the step.
         probes: one per direction; empty for steps without random directions.
-        kind: kind of the step, such as `TWO_POINT`.
+        rule: name of its rule, such as `TWO_POINT`.
         forward_passes: number of closure evaluations of the step.
     """
 
@@ -107,31 +98,21 @@ class StepRecord:
     loss: float
     lr: float
     probes: tuple[Probe, ...] = ()
-    kind: str = TWO_POINT
+    rule: str = TWO_POINT
     forward_passes: int = 0
 
     @property
     def projected_grads(self) -> tuple[float, ...]:
-        """The projected gradient kappa of each direction."""
+        """Projected gradient kappa of each direction."""
         return tuple(probe.projected_grad for probe in self.probes)
 
 
-def evaluate(closure: Closure, copies: int) -> list[float]:
-    """The losses of the `copies` models whose perturbations are set, one per model."""
-    if copies == 1:
-        loss = precise(closure())
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise RequestError(
-                f"the closure returned {loss.numel()} losses; return their mean, or make the optimizer with "
-                "directions='per-example'."
-            )
-        return [float(loss)]
-    assert isinstance(closure, RowsClosure)
-    return [float(loss) for loss in precise(closure.losses(copies)).tolist()]
-
-
 def precise(loss: Any) -> Any:
-    """The loss; a `RequestError` if its dtype is too coarse for the difference of two losses."""
+    """Returns the loss.
+
+    Raises:
+        RequestError: its dtype is too coarse for the difference of two losses.
+    """
     if isinstance(loss, Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
         raise RequestError(
             f"the closure's loss is {loss.dtype}, too coarse for the difference of two of them; compute it in "
@@ -140,13 +121,28 @@ def precise(loss: Any) -> Any:
     return loss
 
 
+def mean_loss(closure: Closure) -> float:
+    """Returns what a closure that is called without arguments says of one model.
+
+    Raises:
+        RequestError: it is several losses, or of too coarse a dtype.
+    """
+    loss = precise(closure())
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise RequestError(
+            f"the closure returned {loss.numel()} losses; return their mean, or make the optimizer with "
+            "directions='per-example'."
+        )
+    return float(loss)
+
+
 @dataclass(frozen=True)
 class StepDraw:
     """The random directions of a step.
 
     Attributes:
         step: number of the step, from 0.
-        count: number of earlier estimates of the same kind in the update rule's moments.
+        count: number of earlier estimates in the moments of the step's rule.
         lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
     """
@@ -167,7 +163,7 @@ class ParameterEstimate:
     Attributes:
         directions: the q directions; the j-th has Z_ij for each example i.
         projected_grads: kappa_ij at place i q + j.
-        count: number of earlier estimates of the same kind, as used by Adam's bias correction.
+        count: number of earlier estimates in the rule's moments, as used by Adam's bias correction.
     """
 
     directions: Sequence[Direction]
@@ -176,7 +172,7 @@ class ParameterEstimate:
 
     @property
     def direction(self) -> Direction:
-        """The first direction; all directions share type and fixed factors."""
+        """First direction; all directions share type and fixed factors."""
         return self.directions[0]
 
     def tiles(self) -> Iterator[Tile]:
@@ -206,11 +202,18 @@ class Estimate:
     probes: tuple[Probe, ...] = ()
 
 
+def average(loss: float, probes: tuple[Probe, ...], passes: int, draw: StepDraw) -> Estimate:
+    """Returns the estimate that averages kappa Z over all directions of a step."""
+    kappas = [probe.projected_grad for probe in probes]
+    gradients = {name: ParameterEstimate(own, kappas, draw.count) for name, own in draw.directions.items()}
+    return Estimate(loss, gradients, passes, probes)
+
+
 class Estimator(ABC):
     """A method of estimating the gradient."""
 
-    kind: ClassVar[str]
-    """Name of its kind of step in records and step logs."""
+    rule: ClassVar[str]
+    """Name in records and step logs of the steps that it is for."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
@@ -218,7 +221,7 @@ class Estimator(ABC):
 
     @abstractmethod
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
-        """The estimate at W_t. No perturbation remains set when it returns or raises.
+        """Returns the estimate at W_t. No perturbation remains set when it returns or raises.
 
         Args:
             closure: evaluates the objective on the batch of the step.
@@ -230,25 +233,25 @@ class Estimator(ABC):
         """
 
     def passes(self, directions: int, *, first: bool) -> int:
-        """Number of closure evaluations of a step: two for each direction, unless an estimator says otherwise.
+        """Returns the closure evaluations of a step: two for each direction, unless an estimator says otherwise.
 
         Args:
             directions: number of directions of a step, or of each example.
-            first: whether the step has none of its kind before it in the update rule's moments.
+            first: whether no estimate is before it in the rule's moments.
         """
         del first
         return 2 * directions
 
     @abstractmethod
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
-        """The estimate of a finished step from its record and the factor store, without evaluating a closure.
+        """Returns the estimate of a finished step from its record and the factor store, without evaluating a closure.
 
         Raises:
             RequestError: the record does not match, or the stored tensors are missing.
         """
 
     def accepts(self, probes: int, num_directions: int) -> bool:
-        """Whether a step of this kind can have so many probes, with `num_directions` directions a step or example."""
+        """Whether a step can have so many probes, with `num_directions` directions a step or example."""
         del num_directions
         return probes == 0
 
@@ -261,7 +264,7 @@ class Estimator(ABC):
         del store
 
     def resume(self, names: Sequence[str]) -> None:
-        """Called after a state is loaded, with the names of the parameters that have moments of this kind of step."""
+        """Called after a state is loaded, with the names of the parameters that have moments."""
         del names
 
     def share_directions(self, processes: ProcessGroup) -> None:

@@ -1,25 +1,4 @@
-"""Finding the layers that write the residual stream, in two forward passes.
-
-The outputs y_l of K layers are perturbed simultaneously by independent noise, y_l + rho_l n_l. Let d be the resulting
-change of the last hidden states h. Then
-
-    alpha_l = <d, n_l> / (rho_l |n_l|^2)
-
-estimates the mean of the diagonal of dh/dy_l: the fraction of a layer's output that reaches h unchanged. If the output
-is added to the residual stream, this is 1, times the scale of later norms. If an attention or a matrix product follows
-first, it is close to 0. If d were independent of n_l, <d, n_l> would be normal with standard deviation |d|. A layer is
-accepted if <d, n_l> is at least `DEVIATIONS` standard deviations and alpha_l at least `SHARE` of the largest alpha.
-
-The gradient of a loss with respect to the last hidden states, without backpropagation through a layer.
-
-A loss L is computed from the last hidden states h_t of the base model by a small readout: a mean and a cosine, or the
-output head. Its gradient at h_t,
-
-    e_t = dL / dh_t,
-
-needs backpropagation through this readout only. The layers run as in inference: they record no graph.
-
-Direct feedback: steps along the error at the last hidden states, combined with zeroth-order steps.
+"""Direct feedback: steps along the error at the last hidden states, combined with zeroth-order steps.
 
 The gradient of a linear layer is G = sum_t delta_t x_t^T, with delta_t the gradient at its output. The output of a
 layer that writes the residual stream is a summand of the last hidden states h_t, next to the contributions of later
@@ -28,20 +7,29 @@ alignment, Nokland 2016, with the identity instead of its random matrices):
 
     G ~ sum_t e_t x_t^T.
 
-Computing e_t needs no backward pass through a layer; which layers write the residual stream
-is measured (`tezo.optim.estimators.feedback`). For W_t = W_0 + A V^T, with V the leading directions of the layer's
-inputs, a step is Adam on
+e_t needs backpropagation through the readout of h_t only, a mean and a cosine or the output head; the layers run as in
+inference. For W_t = W_0 + A V^T, with V the leading directions of the layer's inputs, a step is Adam on
 
     g = sum_t e_t (V^T x_t)^T,   M x r,
 
 for which V^T x_t is stored for each layer, r numbers per position. One forward pass gives the whole g, whereas two
 passes give one number kappa, so early steps make fast progress. But g is biased, because it ignores the later layers.
 Once the bias dominates, feedback steps make no progress; zeroth-order steps, which are unbiased, continue from there.
+
+Which layers write the residual stream is measured in two passes. The outputs y_l of K layers are perturbed together by
+independent noise, y_l + rho_l n_l. With d the resulting change of h,
+
+    alpha_l = <d, n_l> / (rho_l |n_l|^2)
+
+estimates the mean of the diagonal of dh/dy_l: the fraction of a layer's output that reaches h unchanged. If the output
+is added to the residual stream, this is 1, times the scale of later norms. If an attention or a matrix product follows
+first, it is close to 0. If d were independent of n_l, <d, n_l> would be normal with standard deviation |d|. A layer is
+accepted if <d, n_l> is at least `DEVIATIONS` standard deviations and alpha_l at least `SHARE` of the largest alpha.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +38,7 @@ from torch import Tensor, nn
 
 from tezo.directions.bases.basis import CollectedFactors, FactorStore, Role
 from tezo.directions.random import fill_normal_
-from tezo.directions.spaces import Direction, LowRank, Tile
+from tezo.directions.spaces import LowRank, Tile
 from tezo.directions.targets import Target, only_input
 from tezo.forward.interception import untraced
 from tezo.forward.moving_parameter import MovingParameter, evaluation_mode
@@ -67,7 +55,7 @@ from tezo.optim.estimators.estimate import (
 from tezo.system.errors import RequestError
 
 PASSES = 2
-"""Number of forward passes."""
+"""Forward passes that find the layers."""
 SIZE = 0.05
 """Standard deviation of the noise, as a fraction of the root mean square of a layer's output."""
 DEVIATIONS = 5.0
@@ -75,12 +63,15 @@ DEVIATIONS = 5.0
 SHARE = 0.05
 """Smallest accepted fraction of the largest alpha: below it the contribution is significant but negligible."""
 
+Tap = tuple[Sequence[nn.Module], Callable[[Tensor], Tensor]]
+"""Modules, and the function of the inputs (..., N) whose result is stored for each of their calls."""
+
 
 @torch.no_grad()
 def residual_writers(
     model: nn.Module, targets: Sequence[Target], run: Callable[[], object], seed: int
 ) -> tuple[nn.Module, list[Target]]:
-    """(base model, the subset of `targets` that writes its residual stream), in two forward passes.
+    """Returns (base model, the subset of `targets` that writes its residual stream), in two forward passes.
 
     Args:
         model: a transformers model, or an adapter around one.
@@ -94,8 +85,7 @@ def residual_writers(
     linear = [target for target in targets if target.input_role is not None]
     outputs: dict[str, list[tuple[int, float]]] = {target.name: [] for target in linear}
 
-    def measure(name: str, call: int, output: Tensor) -> Tensor:
-        del call
+    def measure(name: str, output: Tensor) -> Tensor:
         outputs[name].append((output.numel(), float(output.float().square().mean().sqrt())))
         return output
 
@@ -104,14 +94,16 @@ def residual_writers(
     sizes = [hidden.numel() for hidden in plain]
     linear = [target for target in linear if [numel for numel, _ in outputs[target.name]] == sizes]
     scale = {target.name: SIZE * max(rms for _, rms in outputs[target.name]) for target in linear}
+    calls = dict.fromkeys(scale, 0)
 
-    def perturb(name: str, call: int, output: Tensor) -> Tensor:
-        return output + (scale[name] * noise(output, seed, name, call)).to(output.dtype)
+    def perturb(name: str, output: Tensor) -> Tensor:
+        calls[name] += 1
+        return output + (scale[name] * _noise(output, seed, name, calls[name] - 1)).to(output.dtype)
 
     with _outputs(linear, perturb):
         _, perturbed = last_hidden(model, run)
     change = [after.double() - before.double() for before, after in zip(plain, perturbed, strict=True)]
-    alphas = {t.name: _alpha(change, scale[t.name], seed, t.name) for t in linear}
+    alphas = {name: _alpha(change, scale[name], seed, name) for name in scale}
     least = SHARE * max([alpha for alpha, _ in alphas.values()], default=0.0)
     return base, [t for t in linear if alphas[t.name][1] >= DEVIATIONS and alphas[t.name][0] >= least]
 
@@ -120,41 +112,59 @@ def _alpha(change: Sequence[Tensor], scale: float, seed: int, name: str) -> tupl
     """(alpha, <d, n> / |d|) of a layer; the second number is the significance in standard deviations."""
     along = noise_sq = 0.0
     for call, d in enumerate(change):
-        n = noise(d, seed, name, call).double()
+        n = _noise(d, seed, name, call).double()
         along, noise_sq = along + float((d * n).sum()), noise_sq + float(n.square().sum())
     length = sum(float(d.square().sum()) for d in change) ** 0.5
     return (along / (scale * noise_sq), along / length) if scale and length else (0.0, 0.0)
 
 
-def noise(like: Tensor, seed: int, name: str, call: int) -> Tensor:
+def _noise(like: Tensor, seed: int, name: str, call: int) -> Tensor:
     """The noise for one call of a layer: standard normal, float32, in the shape of the output `like`."""
     n_TD = torch.empty((like.numel() // like.shape[-1], like.shape[-1]), dtype=torch.float32, device=like.device)
     return fill_normal_(n_TD, seed=seed, step=call, name=name, role="writers").view(like.shape)
 
 
 @contextmanager
-def _outputs(targets: Sequence[Target], change: Callable[[str, int, Tensor], Tensor]) -> Iterator[None]:
-    """Context in which each output of the targets' layers is replaced by `change(name, number of the call, output)`."""
-    calls = dict.fromkeys((target.name for target in targets), 0)
+def _outputs(targets: Sequence[Target], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Context in which each output of the targets' layers is replaced by `change(name, output)`."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-        def changed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            del module, args
-            calls[name] += 1
-            return change(name, calls[name] - 1, output)
+        return lambda _module, _args, output: change(name, output)
 
-        return changed
-
-    handles = [site.module.register_forward_hook(untraced(hook(t.name))) for t in targets for site in t.sites]
-    try:
+    with ExitStack() as hooks:
+        for target in targets:
+            for site in target.sites:
+                hooks.enter_context(site.module.register_forward_hook(untraced(hook(target.name))))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-Tap = tuple[Sequence[nn.Module], Callable[[Tensor], Tensor]]
-"""Modules, and the function of the inputs (..., N) whose result is stored for each of their calls."""
+def last_hidden(model: nn.Module, run: Callable[[], object]) -> tuple[nn.Module, list[Tensor]]:
+    """Returns (base model, its last hidden states (B, L, D) for each call made by `run`).
+
+    The base model is the outermost module that returns last hidden states: the model without its head.
+
+    Raises:
+        RequestError: no module returns last hidden states.
+    """
+    outputs: list[tuple[nn.Module, Tensor]] = []
+
+    def note(module: nn.Module, args: object, output: Any) -> None:
+        del args
+        hidden = getattr(output, "last_hidden_state", None)
+        if hidden is not None:
+            outputs.append((module, hidden))
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(untraced(note)))
+        run()
+    if not outputs:
+        raise RequestError(
+            f"a feedback step needs a transformers model that returns its last hidden states, and no part of "
+            f"{type(model).__name__} does; set train.feedback_first=0 and train.feedback_last=0."
+        )
+    base = outputs[-1][0]
+    return base, [hidden for module, hidden in outputs if module is base]
 
 
 @dataclass
@@ -170,41 +180,10 @@ class BaseCall:
     leaf: Tensor | None = None
 
 
-def last_hidden(model: nn.Module, run: Callable[[], object]) -> tuple[nn.Module, list[Tensor]]:
-    """(base model, its last hidden states (B, L, D) for each call made by `run`).
-
-    The base model is the outermost module that returns last hidden states: the model without its head.
-
-    Raises:
-        RequestError: no module returns last hidden states.
-    """
-    outputs: list[tuple[nn.Module, Tensor]] = []
-
-    def note(module: nn.Module, args: object, output: Any) -> None:
-        del args
-        hidden = getattr(output, "last_hidden_state", None)
-        if hidden is not None:
-            outputs.append((module, hidden))
-
-    handles = [module.register_forward_hook(untraced(note)) for module in model.modules()]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not outputs:
-        raise RequestError(
-            f"a feedback step needs a transformers model that returns its last hidden states, and no part of "
-            f"{type(model).__name__} does; set train.feedback_first=0 and train.feedback_last=0."
-        )
-    base = outputs[-1][0]
-    return base, [hidden for module, hidden in outputs if module is base]
-
-
 def last_errors(
     base: nn.Module, closure: Closure, taps: Mapping[str, Tap]
 ) -> tuple[Tensor, list[tuple[dict[str, list[Tensor]], Tensor]]]:
-    """(L, [(tap results by name, e (B, L, D)), ...] for each call of `base`); calls that do not affect L are omitted.
+    """Returns (L, [(tap results by name, e (B, L, D)), ...] for each call of `base` that affects L).
 
     The graph of a summand of L is freed before the next one is computed: it has the logits of one part of the batch.
 
@@ -258,15 +237,14 @@ def _recording(base: nn.Module, taps: Mapping[str, Tap]) -> Iterator[list[BaseCa
 
         return take
 
-    handles = [base.register_forward_pre_hook(untraced(enter)), base.register_forward_hook(untraced(leave))]
-    for name, (modules, keep) in taps.items():
-        hook = untraced(tap(name, keep))
-        handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(base.register_forward_pre_hook(untraced(enter)))
+        hooks.enter_context(base.register_forward_hook(untraced(leave)))
+        for name, (modules, keep) in taps.items():
+            hook = untraced(tap(name, keep))
+            for module in modules:
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -282,7 +260,7 @@ class FeedbackEstimate(ParameterEstimate):
 class DirectFeedback(Estimator):
     """The estimate g = sum_t e_t (V^T x_t)^T for the tuned layers that write the residual stream.
 
-    Consecutive steps of this kind are a phase. The first step of a phase finds the layers, with two additional forward
+    Consecutive steps by this rule are a phase. The first step of a phase finds the layers, with two additional forward
     passes. Where it finds none, as in a model whose layers have grown far apart in size, it takes those that `check`
     found at the start. The loss must be a tensor that is differentiable with respect to the last hidden states.
 
@@ -290,7 +268,7 @@ class DirectFeedback(Estimator):
         fixed_sides: target -> roles of its fixed factors; a layer qualifies if only its input side is fixed.
     """
 
-    kind = FEEDBACK
+    rule = FEEDBACK
 
     def __init__(self, fixed_sides: Callable[[Target], tuple[Role, ...]]) -> None:
         self._fixed_sides = fixed_sides
@@ -301,7 +279,7 @@ class DirectFeedback(Estimator):
 
     def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
         self._model, self._seed = model, seed
-        self._targets = [parameter.target for parameter in moving.values()]
+        self._targets = {name: parameter.target for name, parameter in moving.items()}
 
     def set_factor_store(self, store: FactorStore) -> None:
         self._store = store
@@ -316,15 +294,19 @@ class DirectFeedback(Estimator):
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         with evaluation_mode(self._model):
-            base, writers = self._writers_of_phase(closure, draw)
-            taps = {target.name: _tap(target, draw.directions[target.name][0]) for target in writers}
-            loss, errors = last_errors(base, closure, taps)
+            if draw.count == 0:
+                self._writers = self._find_writers(closure)
+            elif self._writers is None:  # the phase began in an earlier process
+                own = [target for name, target in self._targets.items() if name in self._resumed]
+                self._writers = last_hidden(self._model, closure)[0], own
+            base, writers = self._writers
+            loss, errors = last_errors(base, closure, {target.name: _tap(target, draw) for target in writers})
         coefficients = {target.name: _gradient(target, errors) for target in writers}
         if not all(math.isfinite(x) for x in (float(loss), *(float(g.abs().max()) for g in coefficients.values()))):
             raise FloatingPointError(float(loss))
         collected = CollectedFactors(coefficients, self.passes(0, first=draw.count == 0))
         if self._store is not None:
-            self._store.save(self.kind, draw.step, collected)
+            self._store.save(self.rule, draw.step, collected)
         return self._estimate(float(loss), collected, draw)
 
     def passes(self, directions: int, *, first: bool) -> int:
@@ -332,7 +314,7 @@ class DirectFeedback(Estimator):
         return 1 + PASSES * first
 
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
-        collected = self._store.load(self.kind, record.step) if self._store is not None else None
+        collected = self._store.load(self.rule, record.step) if self._store is not None else None
         if collected is None:
             raise RequestError(
                 f"the saved gradient of feedback step {record.step} is missing; restore its file, or stop before it."
@@ -341,26 +323,14 @@ class DirectFeedback(Estimator):
         return self._estimate(record.loss, collected, draw)
 
     def _estimate(self, loss: float, collected: CollectedFactors, draw: StepDraw) -> Estimate:
-        targets = {target.name: target for target in self._targets}
-        gradients = {
-            name: FeedbackEstimate(
-                draw.directions[name], (), draw.count, g.to(targets[name].device, targets[name].state_dtype)
-            )
-            for name, g in collected.factors.items()
-        }
+        gradients = {}
+        for name, g in collected.factors.items():
+            placed = g.to(self._targets[name].device, self._targets[name].state_dtype)
+            gradients[name] = FeedbackEstimate(draw.directions[name], (), draw.count, placed)
         return Estimate(loss, gradients, collected.calls)
 
-    def _writers_of_phase(self, closure: Closure, draw: StepDraw) -> tuple[nn.Module, list[Target]]:
-        if draw.count == 0:
-            self._writers = self._find_writers(closure)
-        elif self._writers is None:  # the phase began in an earlier process
-            base, _ = last_hidden(self._model, closure)
-            self._writers = base, [target for target in self._targets if target.name in self._resumed]
-        assert self._writers is not None
-        return self._writers
-
     def _find_writers(self, closure: Closure) -> tuple[nn.Module, list[Target]]:
-        candidates = [t for t in self._targets if t.is_matrix and self._fixed_sides(t) == (t.input_role,)]
+        candidates = [t for t in self._targets.values() if t.is_matrix and self._fixed_sides(t) == (t.input_role,)]
         base, writers = residual_writers(self._model, candidates, closure, self._seed)
         writers = writers or self._at_start
         if not writers:
@@ -371,8 +341,9 @@ class DirectFeedback(Estimator):
         return base, writers
 
 
-def _tap(target: Target, direction: Direction) -> Tap:
+def _tap(target: Target, draw: StepDraw) -> Tap:
     """The tap that stores V^T x of every input x of the target's modules."""
+    direction = draw.directions[target.name][0]
     assert isinstance(direction, LowRank)
     return [site.module for site in target.sites], lambda x: x @ direction.v_NR.to(x.device, x.dtype)
 

@@ -1,6 +1,6 @@
 """The exact derivative along a random direction, by forward-mode differentiation instead of two losses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tezo.directions.spaces import Direction
 from tezo.forward.moving_parameter import evaluation_mode, let_interrupt
-from tezo.optim.estimators.estimate import Closure, Estimate, Probe, StepDraw, precise
-from tezo.optim.estimators.two_point import TwoPoint, average, gather_probes
+from tezo.optim.estimators.estimate import Closure, Estimate, Probe, StepDraw, average, precise
+from tezo.optim.estimators.two_point import Drawn, TwoPoint, check_finite, gather_probes
 from tezo.system.errors import RequestError
 
 
@@ -25,7 +25,7 @@ class ForwardGradient(TwoPoint):
         rho: ignored; there is no perturbation scale.
     """
 
-    kind = "forward-gradient"
+    rule = "forward-gradient"
 
     def __init__(self, rho: float) -> None:
         del rho
@@ -40,8 +40,8 @@ class ForwardGradient(TwoPoint):
         del first
         return directions
 
-    def probes(self, closure: Closure, drawn: Mapping[str, Sequence[Direction]], rho: float) -> tuple[Probe, ...]:
-        """The losses at W, as both losses of a probe, and the derivatives along all directions.
+    def probes(self, closure: Closure, drawn: Drawn, rho: float) -> tuple[Probe, ...]:
+        """Returns the losses at W, as both losses of a probe, and the derivatives along all directions.
 
         Args:
             closure: evaluates the objective; its loss must be a tensor.
@@ -57,7 +57,7 @@ class ForwardGradient(TwoPoint):
         with evaluation_mode(self._model):
             probes = tuple(self._probe(closure, {name: each[i] for name, each in drawn.items()}) for i in own)
         probes = gather_probes(probes, self._processes)
-        self._check_finite(probes)
+        check_finite(probes)
         return probes
 
     def _probe(self, closure: Closure, drawn: Mapping[str, Direction]) -> Probe:
@@ -67,8 +67,9 @@ class ForwardGradient(TwoPoint):
             # the fused kernels of attention have no forward-mode derivative
             with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
                 duals = {f"model.{name}": self._dual(name, direction) for name, direction in drawn.items()}
-                loss = precise(torch.func.functional_call(called, duals, (closure,)))
-                value, tangent = _unpacked(loss)
+                loss, tangent = precise(torch.func.functional_call(called, duals, (closure,))), None
+                if isinstance(loss, Tensor):
+                    loss, tangent = forward_ad.unpack_dual(loss)  # type: ignore[no-untyped-call]
         except NotImplementedError as error:
             raise RequestError(
                 f"method.name is forward-gradient, and an operation of this model has no forward-mode derivative "
@@ -79,7 +80,7 @@ class ForwardGradient(TwoPoint):
                 "method.name is forward-gradient, and the loss has no derivative along the tuned parameters; return "
                 "it as a tensor, or use mezo."
             )
-        return Probe(float(value), float(value), float(tangent))
+        return Probe(float(loss), float(loss), float(tangent))
 
     def _dual(self, name: str, direction: Direction) -> Tensor:
         """W + epsilon Z as a dual number."""
@@ -88,14 +89,6 @@ class ForwardGradient(TwoPoint):
         direction.add_to_(tangent.view(target.stored_shape), 1.0)
         dual: Tensor = forward_ad.make_dual(target.parameter.data, tangent)  # type: ignore[no-untyped-call]
         return dual
-
-
-def _unpacked(loss: Tensor | float) -> tuple[Tensor | float, Tensor | None]:
-    """(value, tangent) of a dual number; the tangent is None if there is none."""
-    if not isinstance(loss, Tensor):
-        return loss, None
-    value, tangent = forward_ad.unpack_dual(loss)  # type: ignore[no-untyped-call]
-    return value, tangent
 
 
 class _Called(nn.Module):

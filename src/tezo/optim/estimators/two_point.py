@@ -1,12 +1,8 @@
-"""Simultaneous perturbation (Eq. 2): two losses give the projected gradient along a random direction.
-
-Conservative two-point steps: a step is taken, reversed or left out, by the loss at the points that it can reach.
-"""
+"""Simultaneous perturbation (Eq. 2): two losses give the projected gradient along a random direction."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
@@ -19,12 +15,13 @@ from tezo.optim.estimators.estimate import (
     Closure,
     Estimate,
     Estimator,
-    ParameterEstimate,
     Probe,
     RowsClosure,
     StepDraw,
     StepRecord,
-    evaluate,
+    average,
+    mean_loss,
+    precise,
 )
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
@@ -36,6 +33,9 @@ above it by arithmetic; docs/cost.md has measurements of both (J2 and N2)."""
 TOKENS_OF_A_DENSE_PASS = 8192
 """The same limit if dense noise is drawn once for all models of a pass; it bounds the memory for activations."""
 
+Drawn = Mapping[str, Sequence[Direction]]
+"""Parameter name -> its directions."""
+
 
 class TwoPoint(Estimator):
     """The estimate (1/q) sum_i kappa_i Z_i, with kappa_i = (f(W + rho Z_i) - f(W - rho Z_i)) / (2 rho).
@@ -46,20 +46,19 @@ class TwoPoint(Estimator):
         rho: perturbation scale.
     """
 
-    kind = TWO_POINT
+    rule = TWO_POINT
     single_direction = False
     """Whether it is defined for one direction per step only."""
 
     def __init__(self, rho: float) -> None:
         self.rho = rho
         self._processes = ProcessGroup()
-        self._moving: Mapping[str, MovingParameter] = {}
-        self._in_blocks = True
 
     def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
         del seed
         self._model, self._moving = model, moving
         self._in_blocks = all(parameter.in_blocks for parameter in moving.values())
+        self._dense = any(parameter.draws_for_all_blocks for parameter in moving.values())
 
     def share_directions(self, processes: ProcessGroup) -> None:
         self._processes = processes
@@ -75,11 +74,11 @@ class TwoPoint(Estimator):
     def accepts(self, probes: int, num_directions: int) -> bool:
         return probes == num_directions
 
-    def probes(self, closure: Closure, drawn: Mapping[str, Sequence[Direction]], rho: float) -> tuple[Probe, ...]:
-        """The measurements along all directions; each rank evaluates its part and gets all of them.
+    def probes(self, closure: Closure, drawn: Drawn, rho: float) -> tuple[Probe, ...]:
+        """Returns the measurements along all directions; each rank evaluates its part and gets all of them.
 
         Args:
-            closure: evaluates the objective.
+            closure: returns the objective as a scalar; it need not be differentiable.
             drawn: parameter name -> its directions.
             rho: perturbation scale.
 
@@ -87,82 +86,60 @@ class TwoPoint(Estimator):
             RequestError: the closure calls none of the tuned modules.
             FloatingPointError: a loss is NaN or infinite.
         """
-        set_perturbations = partial(self._set_perturbations, drawn)
         own = range(self._processes.rank, len(next(iter(drawn.values()))), self._processes.size)
-        with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
-            try:
-                probes = two_point(closure, set_perturbations, rho, own, self._copies(closure, len(own)))
-            except NotInBlocksError:  # raised at most once, in the first step
-                self._in_blocks = False
-                probes = two_point(closure, set_perturbations, rho, own, 1)
-        probes = gather_probes(probes, self._processes)
-        self._check(probes)
-        return probes
+        points = [(index, sign * rho) for index in own for sign in (1, -1)]
+        copies = copies_of_a_pass(closure, len(own), dense=self._dense) if self._in_blocks else 1
+        losses: list[float] = []
+        try:
+            with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+                for start in range(0, len(points), copies):
+                    let_interrupt()
+                    self._set_perturbations(drawn, points[start : start + copies])
+                    if copies == 1:
+                        losses.append(mean_loss(closure))
+                    else:
+                        assert isinstance(closure, RowsClosure)
+                        losses += precise(closure.losses(len(points[start : start + copies]))).tolist()
+        except NotInBlocksError:
+            if not self._in_blocks:
+                raise
+            self._in_blocks = False  # found out in the first step
+            return self.probes(closure, drawn, rho)
+        finally:
+            self._set_perturbations(drawn, [])
+        return self._checked(gather_probes(probes_of(losses, rho), self._processes))
 
-    def _set_perturbations(self, drawn: Mapping[str, Sequence[Direction]], points: Sequence[tuple[int, float]]) -> None:
-        """Perturbs the j-th block of the rows by scale * Z_i, for the j-th of the points (i, scale)."""
+    def _set_perturbations(self, drawn: Drawn, points: Sequence[tuple[int, float]]) -> None:
+        """Perturbs the j-th block of the rows by scale * Z_i, for the j-th of the points (i, scale); none: no rows."""
         for name, parameter in self._moving.items():
             parameter.set_perturbations([Shift(drawn[name][index], scale) for index, scale in points])
 
-    def _copies(self, closure: Closure, directions: int) -> int:
-        dense = any(parameter.draws_for_all_blocks for parameter in self._moving.values())
-        return copies_of_a_pass(closure, directions, dense=dense) if self._in_blocks else 1
-
-    def _check_finite(self, probes: Sequence[Probe]) -> None:
-        for probe in probes:
-            for value in (probe.loss_plus, probe.loss_minus, probe.projected_grad):
-                if not math.isfinite(value):
-                    raise FloatingPointError(value)
-
-    def _check(self, probes: Sequence[Probe]) -> None:
-        self._check_finite(probes)
+    def _checked(self, probes: tuple[Probe, ...]) -> tuple[Probe, ...]:
+        check_finite(probes)
         if not any(parameter.was_called for parameter in self._moving.values()):
             raise RequestError(
                 f"the closure runs none of the modules that are tuned, such as {next(iter(self._moving))}; it must "
                 "call the optimizer's model, and a compiled one only after the optimizer was made."
             )
+        return probes
 
 
-def average(loss: float, probes: tuple[Probe, ...], passes: int, draw: StepDraw) -> Estimate:
-    """The estimate that averages kappa Z over all directions of a step."""
-    kappas = [probe.projected_grad for probe in probes]
-    gradients = {name: ParameterEstimate(own, kappas, draw.count) for name, own in draw.directions.items()}
-    return Estimate(loss, gradients, passes, probes)
-
-
-def two_point(
-    closure: Closure,
-    set_perturbations: Callable[[Sequence[tuple[int, float]]], None],
-    rho: float,
-    directions: Sequence[int],
-    copies: int,
-) -> tuple[Probe, ...]:
-    """Evaluates `closure` at +rho and -rho along each direction, then removes the perturbations.
-
-    Args:
-        closure: returns the objective as a scalar; it need not be differentiable.
-        set_perturbations: called with (i, scale) pairs; perturbs block j of the rows by the j-th pair, W + scale * Z_i.
-            An empty list removes the perturbations.
-        rho: perturbation scale.
-        directions: indices of the directions to be evaluated.
-        copies: number of models per forward pass; above 1, `closure` must be a `RowsClosure`.
-    """
-    points = [(index, sign * rho) for index in directions for sign in (1, -1)]
-    losses: list[float] = []
-    try:
-        for start in range(0, len(points), copies):
-            part = points[start : start + copies]
-            let_interrupt()
-            set_perturbations(part)
-            losses += evaluate(closure, len(part))
-    finally:
-        set_perturbations([])
+def probes_of(losses: Sequence[float], rho: float) -> tuple[Probe, ...]:
+    """Returns the probes whose losses are given, both of the first, both of the second, and so on."""
     pairs = zip(losses[::2], losses[1::2], strict=True)
     return tuple(Probe(plus, minus, (plus - minus) / (2 * rho)) for plus, minus in pairs)
 
 
+def check_finite(probes: Sequence[Probe]) -> None:
+    """Raises a `FloatingPointError` with the first number that is not finite, be it a difference of finite losses."""
+    for probe in probes:
+        for value in (probe.loss_plus, probe.loss_minus, probe.projected_grad):
+            if not math.isfinite(value):
+                raise FloatingPointError(value)
+
+
 def gather_probes(probes: tuple[Probe, ...], processes: ProcessGroup) -> tuple[Probe, ...]:
-    """The probes of all ranks: the first probe of each rank, then the second of each, and so on.
+    """Returns the probes of all ranks: the first probe of each rank, then the second of each, and so on.
 
     All ranks must have the same number of probes.
     """
@@ -174,7 +151,7 @@ def gather_probes(probes: tuple[Probe, ...], processes: ProcessGroup) -> tuple[P
 
 
 def copies_of_a_pass(closure: Closure, directions: int, *, dense: bool) -> int:
-    """Number of models per forward pass: 1, or an even number, so that both signs of a direction share a pass.
+    """Returns the number of models per forward pass: 1, or even, so that both signs of a direction share a pass.
 
     Args:
         closure: the objective; a plain closure is evaluated separately for every model.
@@ -187,7 +164,7 @@ def copies_of_a_pass(closure: Closure, directions: int, *, dense: bool) -> int:
 
 
 def fitting_copies(tokens: int, *, dense: bool) -> int:
-    """Largest even number of models that share a pass of so many tokens each; 0 if not even two should."""
+    """Returns the largest even number of models that share a pass of so many tokens each; 0 if not even two should."""
     fitting = (TOKENS_OF_A_DENSE_PASS if dense else TOKENS_OF_A_PASS) // max(1, tokens)
     return fitting - fitting % 2
 
@@ -208,9 +185,15 @@ class Conservative(TwoPoint):
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         (probe,) = self.probes(closure, draw.directions, self.rho)
-        step = draw.lr * probe.projected_grad
-        with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
-            losses = {sign: self._loss_at(closure, draw, -sign * step) for sign in (0, 1, -1)}
+        step, losses = draw.lr * probe.projected_grad, {}
+        try:
+            with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+                for sign in (0, 1, -1):
+                    let_interrupt()
+                    self._set_perturbations(draw.directions, [(0, -sign * step)] if sign * step else [])
+                    losses[sign] = mean_loss(closure)
+        finally:
+            self._set_perturbations(draw.directions, [])
         if not math.isfinite(losses[0]):
             raise FloatingPointError(losses[0])
         best = min(losses, key=lambda sign: losses[sign] if math.isfinite(losses[sign]) else math.inf)
@@ -220,12 +203,3 @@ class Conservative(TwoPoint):
     def passes(self, directions: int, *, first: bool) -> int:
         del first
         return 5 * directions
-
-    def _loss_at(self, closure: Closure, draw: StepDraw, scale: float) -> float:
-        """f(W + scale * Z)."""
-        let_interrupt()
-        try:
-            self._set_perturbations(draw.directions, [(0, scale)] if scale else [])
-            return evaluate(closure, 1)[0]
-        finally:
-            self._set_perturbations(draw.directions, [])

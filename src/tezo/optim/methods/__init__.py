@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
+from tezo.optim.base_optimizer import BaseOptimizer as BaseOptimizer
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
 from tezo.optim.methods.first_order import adam as adam
 from tezo.optim.methods.first_order import forward_gradient as forward_gradient
@@ -40,10 +41,9 @@ from tezo.optim.methods.tezo import tezo_adam as tezo_adam
 from tezo.optim.methods.tezo import tezo_cadam as tezo_cadam
 from tezo.optim.methods.tezo import tezo_m as tezo_m
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer
-from tezo.optim.tuner import Tuner as Tuner
 from tezo.system.errors import RequestError, nearest
 
-T = TypeVar("T", bound=Tuner, covariant=True)
+T = TypeVar("T", bound=BaseOptimizer, covariant=True)
 
 AUTO = "auto"
 """The value of an option that a run chooses: of lr, a rate found by trials before the first step
@@ -129,7 +129,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
 }  # fmt: skip
 
 
-BASELINES: dict[str, Method[Tuner]] = {
+BASELINES: dict[str, Method[BaseOptimizer]] = {
     "adam": Method("adam", adam, needs="backpropagation"),
     "forward-gradient": Method(
         "forward-gradient", forward_gradient, in_paper=False, needs="derivatives by forward-mode differentiation"
@@ -138,9 +138,9 @@ BASELINES: dict[str, Method[Tuner]] = {
 """Methods that need derivatives of the whole model."""
 
 
-def method(name: str) -> Method[Tuner]:
+def method(name: str) -> Method[BaseOptimizer]:
     """The zeroth-order or first-order method with this name; the error for an unknown name suggests the nearest one."""
-    known: dict[str, Method[Tuner]] = {**METHODS, **BASELINES}
+    known: dict[str, Method[BaseOptimizer]] = {**METHODS, **BASELINES}
     if name not in known:
         raise RequestError(f"method.name: there is no method {name!r}. " + nearest(name, known))
     return known[name]

@@ -46,7 +46,7 @@ def head_feedback(
     number of steps; A V^T is then folded into W (with `frozen_rank`: stored beside W), and m is carried over by
     projection. `lr` and `rank` are from the demo, a 22M-parameter encoder; `betas` and `eps` are TeZO-Adam's.
 
-    The method takes more than forward passes: its feedback steps, `step(closure, kind="feedback")`, need the gradient
+    The method takes more than forward passes: its feedback steps, `step(closure, rule="feedback")`, need the gradient
     of the last norm and the output head, and of nothing below them. They update A along the error at the last hidden
     states, with the learning rate `feedback_scale * lr` (`tezo.optim.estimators.feedback`). A run takes them according
     to `train.feedback_first` and `train.feedback_last`; those at the start have three times that rate. With both at 0 a

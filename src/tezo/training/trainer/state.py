@@ -22,7 +22,7 @@ from tezo.training.schedule import KEYS
 FOLDER = "tezo_state"
 _bases: WeakKeyDictionary[ZerothOrderOptimizer, str] = WeakKeyDictionary()
 """Optimizer -> digest of the weights that it does not write, made at its first checkpoint."""
-_COUNTS = ("rule", "num_steps", "num_forward_passes", "counts", "seed")
+_COUNTS = ("rule", "num_steps", "num_forward_passes", "counts", "seed", "parameters")
 
 
 def save_state(folder: Path, tuner: ZerothOrderOptimizer, config: Config) -> None:
@@ -81,27 +81,8 @@ def restore(tuner: ZerothOrderOptimizer, state: Checkpoint) -> None:
         raise RequestError(
             "the model has other weights than the one that the checkpoint was trained on; load the same base model."
         )
-    change: dict[str, dict[str, Tensor]] = {name: {} for name in tuner.moving}
-    parts: dict[str, dict[str, Tensor]] = {"basis": {}, "weight": {}, "moments": {}}
-    for key, value in state.tensors.items():
-        kind, _, rest = key.partition("/")
-        if kind == "change":
-            name, _, role = rest.rpartition("/")
-            change[name][role] = value
-        elif kind in parts:
-            parts[kind][rest] = value
-        else:
-            parts["moments"][key] = value
-    tuner.load_state_dict(
-        {
-            **state.state["optimizer"],
-            "param_groups": [{} for _ in tuner.param_groups],  # the rates are Trainer's own to restore
-            "change": change,
-            "basis": parts["basis"],
-            "weights": parts["weight"],
-            "moments": parts["moments"],
-        }
-    )
+    rates: list[dict[str, object]] = [{} for _ in tuner.param_groups]  # Trainer's own to restore
+    tuner.load_state_dict({**state.state["optimizer"], "param_groups": rates, "tensors": state.tensors})
 
 
 def _base_digest(tuner: ZerothOrderOptimizer, tensors: Mapping[str, Tensor]) -> str:

@@ -112,7 +112,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             for notice in frozen_notice(self.model):
                 logger.warning(notice)
             self.tuner = self._made() if self._resumed is None else self._built(self._settings)
-            self.tuner.warn_by(logger.warning)
+            self.tuner.warn = logger.warning
             logger.info("settings of the method:\n%s", self.tuner.settings)
             self.args.learning_rate = self.tuner.param_groups[0]["lr"]
             self.optimizer = OptimizerView(self.tuner)
@@ -186,13 +186,13 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         batches, self._micro_batches = self._micro_batches, []
         assert self.tuner is not None
         loss, settings, step = StepLoss(self, batches, num_items_in_batch), self._settings.train, self.tuner.num_steps
-        kind = FEEDBACK if is_feedback(step, settings) else self.tuner.kinds[0]
-        closure = loss.closure(per_example=self.tuner.per_example and kind != FEEDBACK)
+        rule = FEEDBACK if is_feedback(step, settings) else self.tuner.rules[0]
+        closure = loss.closure(per_example=self.tuner.per_example and rule != FEEDBACK)
         rates = [group["lr"] for group in self.tuner.param_groups]
         try:
             for group in self.tuner.param_groups:
                 group["lr"] *= rate_factor(step, settings)
-            taken = self.tuner.take_step(closure, kind)
+            taken = self.tuner.step(closure, rule=rule)
         finally:
             for group, rate in zip(self.tuner.param_groups, rates, strict=True):
                 group["lr"] = rate

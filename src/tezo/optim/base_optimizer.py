@@ -1,0 +1,154 @@
+"""The base class of optimizers: what a training run asks of the zeroth-order ones and of first-order Adam alike."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from tezo.directions.targets import Target
+from tezo.optim.estimators.estimate import Closure, StepRecord
+from tezo.system.errors import NonFiniteLossError, RequestError
+
+
+class BaseOptimizer(ABC):
+    """An optimizer of the parameters of a model, as used by a training run.
+
+    By hooks, and by state of its dtype and device, it belongs to the model as it was when the optimizer was made.
+
+    Attributes:
+        model: the tuned model.
+        targets: the tuned parameters.
+        param_groups: as in torch.optim; "lr" is the learning rate of the next step.
+        rules: names of the rules that a step can follow, the default first.
+        num_directions: random directions per step; 0 for gradient steps.
+        num_steps: number of steps taken.
+        num_forward_passes: number of closure evaluations in all steps.
+        last_step: record of the last step; None before the first.
+        settings: option of the method -> its `tezo.optim.settings.Setting`; as text, a table.
+    """
+
+    model: Any
+    targets: list[Target]
+    param_groups: list[dict[str, Any]]
+    rules: tuple[str, ...]
+    num_directions: int = 0
+    num_steps: int = 0
+    num_forward_passes: int = 0
+    last_step: StepRecord | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+    def bind(self, targets: Sequence[Target]) -> None:
+        """Notes the dtype and device of the parameters; `check_bound` compares.
+
+        Raises:
+            RequestError: a parameter was made under `torch.inference_mode`, so that nothing may write it outside.
+        """
+        for target in targets:
+            if target.parameter.is_inference():
+                raise RequestError(
+                    f"{target.name} was made under torch.inference_mode, so it cannot be tuned; make or load the model "
+                    "outside of it."
+                )
+        self._bound = [(target, target.parameter.dtype, target.parameter.device) for target in targets]
+
+    def check_bound(self) -> None:
+        """Raises a `RequestError` if the parameters have another dtype or device than when `bind` was called."""
+        for target, *before in self._bound:
+            now = [target.parameter.dtype, target.parameter.device]
+            if now != before and target.parameter.is_floating_point():
+                old, new = (f"{dtype} on {device}" for dtype, device in (before, now))
+                raise RequestError(
+                    f"{target.name} was {old} when the optimizer was made, and is {new}; make a new optimizer after "
+                    "such a change."
+                )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses `copy.deepcopy` and `pickle`: a copy would have neither hooks nor a model of its own."""
+        raise RequestError(
+            "an optimizer is bound to its model, and cannot be copied or pickled; make one over the other model, and "
+            "give it the state by load_state_dict(optimizer.state_dict())."
+        )
+
+    def count(self, record: StepRecord) -> None:
+        """Counts a finished step."""
+        self.num_steps += 1
+        self.num_forward_passes += record.forward_passes
+        self.last_step = record
+
+    def count_again(self, records: Sequence[StepRecord]) -> None:
+        """Restores the counts from the records of all steps since the first."""
+        self.num_steps, self.num_forward_passes = len(records), sum(record.forward_passes for record in records)
+        self.last_step = records[-1] if records else None
+
+    def not_finite(self, loss: float) -> NonFiniteLossError:
+        """Returns the error of a step whose loss is not finite."""
+        return NonFiniteLossError(self.num_steps, loss, self.last_step.loss if self.last_step is not None else None)
+
+    @abstractmethod
+    def step(self, closure: Closure | None = None, *, rule: str | None = None) -> float | None:
+        """Takes one step by a rule, the first of `rules` if None, and returns its loss."""
+
+    @abstractmethod
+    def passes_of(self, rule: str, *, first: bool) -> int:
+        """Returns the closure evaluations of a step; `first`: no step by this rule comes before it."""
+
+    @abstractmethod
+    def check_rule(self, rule: str, closure: Closure) -> None:
+        """Raises a `RequestError` if the model does not support this rule; `closure` evaluates some rows."""
+
+    @abstractmethod
+    def drawn_on_the_device(self) -> str | None:
+        """Returns the name of a parameter whose steps depend on the device type; None if there is none."""
+
+    @abstractmethod
+    def application(self, name: str) -> tuple[int | None, str]:
+        """Returns (rank of a parameter's directions or None, how perturbations or updates are applied, in words)."""
+
+    @abstractmethod
+    def why_no_adapter(self) -> str | None:
+        """Returns None if the trained change is an exact LoRA adapter; else the reason, in words, why it is not."""
+
+    def merge(self) -> nn.Module:
+        """Adds the changes stored beside the weights to them, removes the hooks, and returns the model."""
+        model: nn.Module = self.model
+        return model
+
+    def close(self) -> None:  # noqa: B027 - nothing to remove is the default
+        """Removes the hooks; changes stored beside the weights no longer take effect."""
+
+    @abstractmethod
+    def tuned_tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors that training changes, by name; not copies."""
+
+    def tuned_state(self) -> dict[str, Tensor]:
+        """Returns CPU copies of `tuned_tensors`."""
+        return {key: value.detach().cpu().clone() for key, value in self.tuned_tensors().items()}
+
+    @abstractmethod
+    def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restores a `tuned_state` saved after `num_steps` steps."""
+
+    @abstractmethod
+    def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restores a `tuned_state` saved after `num_steps` steps and drops all moments; no step is taken back.
+
+        The next step has the number, and with it the directions, that it would have had.
+        """
+
+    @abstractmethod
+    def resumable_state(self) -> dict[str, Tensor]:
+        """Returns all tensors that the next step depends on, by name; not copies."""
+
+    @abstractmethod
+    def load_resumable_state(
+        self, state: Mapping[str, Tensor], records: Sequence[StepRecord], moments_since: int = 0
+    ) -> None:
+        """Restores a `resumable_state` saved after the steps of `records`, which start at step 0.
+
+        Args:
+            state: the tensors.
+            records: of all steps taken; none: the optimizer is as before its first step.
+            moments_since: number of steps after which the moments were last dropped by `roll_back`.
+        """
