@@ -14,9 +14,8 @@ from tiny import lm_loss, tiny_gpt2, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo import NonFiniteLossError
-from tezo.directions.coefficients import FixedCoefficient
 from tezo.directions.perturbation import DrawKey
-from tezo.directions.spaces import CP, LowRank, TransposedLowRank
+from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowRank
 from tezo.forward.low_rank import InForward, compress
 from tezo.models.loading import load_model
 from tezo.models.saving import export_adapter

@@ -1,9 +1,4 @@
-"""MeZO's perturbation: every entry of Z is standard normal.
-
-ZO-AdaMU's perturbation: fresh noise mixed with a momentum of earlier noise.
-
-Sparse-MeZO's perturbation: noise for the small entries of each parameter, zero for the large ones.
-"""
+"""The dense perturbations of ZO-AdaMU, which mixes fresh noise with a momentum of earlier noise, and of Sparse-MeZO."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,17 +8,10 @@ import torch
 from torch import Tensor
 
 from tezo.directions.perturbation import DrawKey, Perturbation, dense
+from tezo.directions.random import fill_normal_
 from tezo.directions.spaces import Dense, row_tiles
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
-
-
-class DenseGaussian(Perturbation):
-    """z ~ N(0, I), drawn on the parameter's device and redrawn from its key instead of being stored."""
-
-    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Dense:
-        del state
-        return dense(target, key)
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,7 @@ class Annealing:
     beta2: tuple[float, float] = (0.01, 1.5)
 
     def at(self, step: int) -> tuple[float, float, float]:
-        """(alpha, beta1, beta2) at `step`."""
+        """Returns (alpha, beta1, beta2) at `step`."""
         a, b, c = (self._value(step, *pair) for pair in (self.alpha, self.beta1, self.beta2))
         return a, b, c
 
@@ -85,14 +73,15 @@ class MomentumNoise(Dense):
         return z if out is z1 else out.copy_(z)
 
     def parts(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """(z1[rows], z2[rows])."""
-        z1 = self.noise(rows, self.role).mul_(math.sqrt(self.alpha))
-        z2 = self.noise(rows, self.role + ".history").mul_(math.sqrt(1 - self.alpha))
+        """Returns (z1[rows], z2[rows]), in scratch buffers."""
+        later = f"{self.role}.history"
+        z1 = fill_normal_(self.buffer(rows, self.role), **self.key(rows, self.role)).mul_(math.sqrt(self.alpha))
+        z2 = fill_normal_(self.buffer(rows, later), **self.key(rows, later)).mul_(math.sqrt(1 - self.alpha))
         return z1, z2 if self.history is None else z2.add_(self.history[rows])
 
 
 class SimulatedMomentum(Perturbation):
-    """Draws `MomentumNoise` with m = "exp_avg" of the update rule's state."""
+    """ZO-AdaMU's perturbation: draws `MomentumNoise` with m = "exp_avg" of the update rule's state."""
 
     single_direction = True
     draws = MomentumNoise
@@ -115,11 +104,11 @@ class MaskedNoise(Dense):
 
     def fill_(self, out: Tensor, rows: slice) -> Tensor:
         mask = unpacked(self.masks[rows.start], out.numel())
-        return super().fill_(out, rows).mul_(mask.view(out.shape))
+        return fill_normal_(out, **self.key(rows, self.role)).mul_(mask.view(out.shape))
 
 
 class SmallEntries(Perturbation):
-    """Draws `MaskedNoise` with the mask m_ij = 1 where |w_ij| <= h.
+    """Sparse-MeZO's perturbation: draws `MaskedNoise` with the mask m_ij = 1 where |w_ij| <= h.
 
     h is the (1 - sparsity) quantile of |w| over the parameter, before the first step; the mask is that of the weights
     at the start of each step.
@@ -162,7 +151,7 @@ class SmallEntries(Perturbation):
 
 
 def small_bound(weight: Tensor, sparsity: float) -> float:
-    """The bound h between the entries that are small and the others, half way between the two nearest; inf for all."""
+    """Returns the bound h between the small entries and the others, half way between the two nearest; inf for all."""
     sizes = weight.flatten().abs().to(torch.promote_types(weight.dtype, torch.float32))
     count = sizes.numel() - int(sparsity * sizes.numel())
     if count == sizes.numel():
@@ -171,14 +160,14 @@ def small_bound(weight: Tensor, sparsity: float) -> float:
 
 
 def packed(mask: Tensor) -> Tensor:
-    """The bits of a boolean tensor in its order, eight to a byte: (ceil(entries / 8),), uint8."""
+    """Packs a boolean tensor into bits in its order, eight to a byte: (ceil(entries / 8),), uint8."""
     flat = mask.flatten().to(torch.uint8)
     bits = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
     return (bits << _places(bits)).sum(1, dtype=torch.uint8)
 
 
 def unpacked(bits: Tensor, count: int) -> Tensor:
-    """The first `count` bits of a `packed` tensor: (count,), bool."""
+    """Returns the first `count` bits of a `packed` tensor: (count,), bool."""
     return (bits.unsqueeze(1) >> _places(bits) & 1).flatten()[:count].bool()
 
 

@@ -1,4 +1,4 @@
-"""The interface of perturbations: they draw a parameter's direction as a pure function of (seed, step, index)."""
+"""Perturbations: rules that draw a parameter's direction as a pure function of (seed, step, index)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from tezo.directions.bases import find_basis
 from tezo.directions.bases.basis import Basis, FactorStore, Passes, Role
-from tezo.directions.coefficients import OwnNumbers
-from tezo.directions.random import normal
 from tezo.directions.ranks import RankRule
-from tezo.directions.spaces import Dense, Direction, FixedFactors
+from tezo.directions.spaces import Dense, Direction, FixedFactors, OwnNumbers
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
 
@@ -46,12 +44,18 @@ class Perturbation(ABC):
     draws: type[Direction] = Dense
     """Type of the directions of matrices."""
 
+    cost_of_basis: tuple[int, float] = (0, 0.0)
+    """(calls of the model, seconds) spent on a data-dependent basis so far."""
+
+    factor_bytes: int = 0
+    """Bytes of the stored fixed factors."""
+
     def prepare(self, targets: Sequence[Target]) -> None:
-        """Called once, with the parameters to be tuned."""
+        """Takes, once, the parameters to be tuned."""
         del targets
 
     def direction_type(self, target: Target) -> type[Direction]:
-        """Type of the directions for `target`; nothing is drawn."""
+        """Returns the type of the directions for `target`; nothing is drawn."""
         del target
         return self.draws
 
@@ -63,13 +67,8 @@ class Perturbation(ABC):
         """Sets the store for factors that are computed from data."""
         del store
 
-    @property
-    def cost_of_basis(self) -> tuple[int, float]:
-        """(calls of the model, seconds) spent on a data-dependent basis so far."""
-        return 0, 0.0
-
     def state(self) -> dict[str, Tensor]:
-        """Tensors that the directions depend on and that cannot be redrawn from a key."""
+        """Returns the tensors that the directions depend on and that cannot be redrawn from a key."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -77,22 +76,17 @@ class Perturbation(ABC):
         del state
 
     def rank_of(self, name: str) -> int | None:
-        """Rank of a parameter's directions; None if they are dense."""
+        """Returns the rank of a parameter's directions; None if they are dense."""
         del name
         return None
 
-    @property
-    def factor_bytes(self) -> int:
-        """Bytes of the stored fixed factors."""
-        return 0
-
     @abstractmethod
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
-        """The direction for `target` at `key`; `state` is the update rule's state of the parameter."""
+        """Returns the direction for `target` at `key`; `state` is the update rule's state of the parameter."""
 
 
 def dense(target: Target, key: DrawKey) -> Dense:
-    """Standard normal noise for `target`."""
+    """Returns standard normal noise for `target`."""
     return Dense(
         shape=target.stored_shape,
         device=target.device,
@@ -102,6 +96,14 @@ def dense(target: Target, key: DrawKey) -> Dense:
         name=target.name,
         role=f"z.{key.index}",
     )
+
+
+class DenseGaussian(Perturbation):
+    """MeZO's z ~ N(0, I), drawn on the parameter's device and redrawn from its key instead of being stored."""
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Dense:
+        del state
+        return dense(target, key)
 
 
 class LowRankPerturbation(Perturbation):
@@ -115,12 +117,7 @@ class LowRankPerturbation(Perturbation):
     """
 
     def __init__(
-        self,
-        rank: RankRule,
-        scale: Scale,
-        *,
-        basis: str | Basis = "gaussian",
-        interval: int | None = None,
+        self, rank: RankRule, scale: Scale, *, basis: str | Basis = "gaussian", interval: int | None = None
     ) -> None:
         if scale not in get_args(Scale):
             raise RequestError(f"method.scale is {scale!r}; it must be one of {', '.join(get_args(Scale))}.")
@@ -151,7 +148,7 @@ class LowRankPerturbation(Perturbation):
         self._factors.clear()
 
     @property
-    def cost_of_basis(self) -> tuple[int, float]:
+    def cost_of_basis(self) -> tuple[int, float]:  # type: ignore[override]
         return self.basis.cost
 
     def state(self) -> dict[str, Tensor]:
@@ -164,22 +161,30 @@ class LowRankPerturbation(Perturbation):
     def rank_of(self, name: str) -> int | None:
         return self._ranks.get(name)
 
+    @property
+    def factor_bytes(self) -> int:  # type: ignore[override]
+        return sum(
+            self._ranks[target.name] * target.matrix_shape["uv".index(role)] * _factor_dtype(target).itemsize
+            for target in self._matrices
+            for role in self.fixed(target)
+        )
+
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
         del state
         return self.matrix_direction(target, key) if target.is_matrix else dense(target, key)
 
     @abstractmethod
     def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
-        """The low-rank direction for a matrix."""
+        """Returns the low-rank direction for a matrix."""
 
     def fixed(self, target: Target) -> tuple[Role, ...]:
-        """Roles of the factors that are fixed between refreshes."""
+        """Returns the roles of the factors that are fixed between refreshes."""
         del target
         return ("u", "v")
 
     @abstractmethod
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """The fixed factors from step `refresh_step` on, scale included: role -> (M, r) or (N, r), float64, on the CPU.
+        """Returns the fixed factors from a step on, scale included: role -> (M, r) or (N, r), float64, on the CPU.
 
         Args:
             target: the matrix.
@@ -188,48 +193,40 @@ class LowRankPerturbation(Perturbation):
         """
 
     def refresh_step(self, step: int) -> int:
-        """The first step of the interval that contains `step`."""
+        """Returns the first step of the interval that contains `step`."""
         return 0 if self.interval is None else step - step % self.interval
 
     def before(self, target: Target, key: DrawKey) -> Callable[[], dict[str, Tensor]] | None:
-        """A function that draws the previous interval's factors; None unless `key.step` is a refresh after step 0."""
-        refresh_step = self.refresh_step(key.step)
-        if refresh_step == 0 or refresh_step != key.step:
+        """Returns a function that draws the last interval's factors; None unless the step is a refresh after step 0."""
+        if key.step == 0 or self.refresh_step(key.step) != key.step:
             return None
-        return partial(self._placed, target, key.seed, self.refresh_step(refresh_step - 1))
+        return partial(self._placed, target, key.seed, self.refresh_step(key.step - 1))
 
     def _placed(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         drawn = self.draw_factors(target, seed, refresh_step)
-        return {role: factor.to(*self._place_of(target)) for role, factor in drawn.items()}
+        return {role: factor.to(target.device, _factor_dtype(target)) for role, factor in drawn.items()}
 
     def factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """`draw_factors` on the parameter's device in its dtype (float32 if packed); the latest set is cached."""
+        """Returns `draw_factors` on the parameter's device in its dtype (float32 if packed); caches the latest set."""
         kept = self._factors.get(target.name)
         if kept is None or kept[0] != (seed, refresh_step):
             kept = self._factors[target.name] = ((seed, refresh_step), self._placed(target, seed, refresh_step))
         return kept[1]
 
     @staticmethod
-    def _place_of(target: Target) -> tuple[torch.device, torch.dtype]:
-        stored = target.parameter.dtype
-        return target.device, stored if stored.is_floating_point else torch.float32
-
-    @property
-    def factor_bytes(self) -> int:
-        """Bytes of the fixed factors."""
-        return sum(
-            self._ranks[target.name] * sum(target.matrix_shape["uv".index(role)] for role in self.fixed(target))
-            * self._place_of(target)[1].itemsize
-            for target in self._matrices
-        )  # fmt: skip
-
-    @staticmethod
     def numbers(shape: tuple[int, ...], target: Target, key: DrawKey, role: str) -> OwnNumbers:
-        """Standard normal coefficients of this step, in the target's state dtype, on its device."""
+        """Returns standard normal coefficients of this step, in the target's state dtype, on its device."""
+        return OwnNumbers(
+            shape=shape,
+            device=target.device,
+            dtype=target.state_dtype,
+            seed=key.seed,
+            step=key.step,
+            name=target.name,
+            role=f"{role}.{key.index}",
+        )
 
-        def draw(count: int) -> Tensor:
-            own = f"{role}.{key.index}"
-            drawn = normal((count, *shape), seed=key.seed, step=key.step, name=target.name, role=own)
-            return drawn.to(target.device, target.state_dtype)
 
-        return OwnNumbers(draw)
+def _factor_dtype(target: Target) -> torch.dtype:
+    stored = target.parameter.dtype
+    return stored if stored.is_floating_point else torch.float32

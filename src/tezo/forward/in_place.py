@@ -7,16 +7,16 @@ from torch import Tensor
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import Target
-from tezo.forward.moving_parameter import MovingParameter, Shift, check_between_steps, require_writable
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, check_between_steps, require_writable
 
 
-class InPlace(MovingParameter):
+class InPlace(PerturbedParameter):
     """A matrix perturbed in the stored tensor: W + rho Z, W - rho Z, W, each by one add.
 
     It is not exact: W + a - 2a + a differs from W by rounding, slightly in float32, much more in half precision.
     """
 
-    application = "in place"
+    way = "in place"
     was_called = in_storage = True
 
     def __init__(self, target: Target) -> None:
@@ -49,10 +49,10 @@ class InPlace(MovingParameter):
             super().add_(direction, rows, delta, alpha)
 
 
-class FromCopy(MovingParameter):
+class FromCopy(PerturbedParameter):
     """A vector that cannot be perturbed by hooks: perturbed in place and restored exactly from a copy."""
 
-    application = "from copy"
+    way = "from copy"
     was_called = in_storage = True
 
     def __init__(self, target: Target) -> None:

@@ -1,16 +1,4 @@
-"""What belongs to one model in one process.
-
-Replacing a torch function inside a module's forward, where it is called on the module's weight.
-
-A hook on a module's output can neither avoid the forward's computation nor change a step inside it. An interception
-can: while the module runs, a call such as `linear(x, weight, bias)` is redirected to a replacement.
-
-Reads of a weight past the modules that own it.
-
-A tuned weight is perturbed where its modules are called. Code that takes the tensor itself, such as DeBERTa's relative
-positions or a head that multiplies by the embeddings, gets the stored values: the perturbation does not reach the loss
-there, and merge() changes the output.
-"""
+"""Torch functions that a module calls on its weight: replacing them, and noting the calls that no module makes."""
 
 import functools
 from collections import Counter
@@ -25,6 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
 
+LINEAR = torch.nn.functional.linear
+ADDMM = torch.addmm
+EMBEDDING = torch.nn.functional.embedding
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class Uncopied:
     """What neither copy nor pickle takes along: a copy of a model would share the hooks of the original."""
@@ -37,31 +32,8 @@ class Uncopied:
         )
 
 
-Replacement = Callable[..., Tensor]
-"""A function with the arguments of the torch function that it replaces."""
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def unintercepted(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` with all interception of torch functions disabled inside it.
-
-    For code that runs inside a module's forward and contains no product that `float32_on_emulating_cpu` would replace.
-    It saves the overhead of the interception on every torch call and attribute access.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return call
-
-
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, excluded from torch.compile.
+    """Excludes a function from torch.compile.
 
     For hooks: they read values that change every step, so tracing them would recompile the model every step. With this
     wrapper the graph breaks at the hook instead.
@@ -70,47 +42,44 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class Interception(Uncopied):
+class Intercepted(Uncopied, functools.partial[Any]):
+    """The forward of a module in an `Interception`."""
+
+
+class Interception:
     """Replaces torch functions in the forward of `module` when they are called on its weight.
 
-    It wraps the module's forward instead of using a pair of hooks: a forward hook does not run after a
-    KeyboardInterrupt or SystemExit in the module, and the replacements would stay in force everywhere.
+    A hook on a module's output could neither avoid the forward's computation nor change a step inside it. The module's
+    forward is wrapped, because a forward hook does not run after a KeyboardInterrupt or SystemExit in the module, and
+    the replacements would stay in force everywhere.
 
     Args:
         module: the module. During its forward its weight may be another tensor, loaded or gathered for the call.
-        replacements: torch function -> replacement.
+        replacements: torch function -> a function with the same arguments.
         active: called before each forward; nothing is replaced if it returns False.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        replacements: Mapping[Any, Replacement],
-        active: Callable[[], bool],
+        self, module: nn.Module, replacements: Mapping[Any, Callable[..., Tensor]], active: Callable[[], bool]
     ) -> None:
-        self._replacements = {function: untraced(replacement) for function, replacement in replacements.items()}
+        self._mode = _Mode(module, replacements)
         self._active = active
         self._module = module
         self._inner = module.__dict__.get("forward")  # of another wrapper, such as accelerate's
         self._removed = False
-        self._run = untraced(self._forward)
-        module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
-        return self._run(*args, **kwargs)
+        self._outer = module.forward = Intercepted(untraced(self._forward))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._inner or functools.partial(type(self._module).forward, self._module)
         if self._removed or not self._active():
             return forward(*args, **kwargs)
-        with _Mode(self._module, self._replacements):
+        with self._mode:
             return forward(*args, **kwargs)
 
     def remove(self) -> None:
         """Gives the module its forward back; where another wrapper has been put over this one, it only passes on."""
         self._removed = True
-        if self._module.__dict__.get("forward") is not self:
+        if self._module.__dict__.get("forward") is not self._outer:
             return
         if self._inner is not None:
             self._module.forward = self._inner
@@ -119,7 +88,7 @@ class Interception(Uncopied):
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, module: nn.Module, replacements: Mapping[Any, Replacement]) -> None:
+    def __init__(self, module: nn.Module, replacements: Mapping[Any, Callable[..., Tensor]]) -> None:
         super().__init__()
         self._module = module
         self._replacements = replacements
@@ -129,14 +98,12 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         del types
         replacement = self._replacements.get(func)
-        if replacement is not None and any(arg is self._module.weight for arg in args):
-            return replacement(*args, **(kwargs or {}))
+        if replacement is not None:
+            weight = self._module.weight
+            for arg in args:
+                if arg is weight:
+                    return replacement(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-
-LINEAR = torch.nn.functional.linear
-ADDMM = torch.addmm
-EMBEDDING = torch.nn.functional.embedding
 
 
 _STORAGE = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "grad"))
@@ -144,7 +111,11 @@ _STORAGE = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "grad"
 
 
 class DirectReads(TorchFunctionMode):
-    """While entered, notes which weights are read past their modules.
+    """Notes, while entered, which weights are read past their modules.
+
+    A tuned weight is perturbed where its modules are called. Code that takes the tensor itself, such as DeBERTa's
+    relative positions or a head that multiplies by the embeddings, gets the stored values: the perturbation does not
+    reach the loss there, and merge() changes the output.
 
     Args:
         targets: parameters to watch; those that cannot be perturbed in the forward pass are left out.
@@ -205,7 +176,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _gives_values(func: Any, args: tuple[Any, ...], key: int, output: Any) -> bool:
-    """Whether a function gives values of the tensor with this id: not its dtype, its shape or its storage alone."""
+    """Returns whether a function gives values of the tensor with this id: not its dtype, shape or storage alone."""
     name = getattr(func, "__name__", "")
     of_another = bool(args) and id(args[0]) != key and (name == "to" or name.endswith("_as"))
     shape_alone = of_another or name.endswith("_like") or name.startswith("new_") or func in _STORAGE

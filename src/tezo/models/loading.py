@@ -32,7 +32,7 @@ from transformers import (
 
 from tezo.directions.products import is_emulated
 from tezo.directions.targets import ALL, ALL_LINEAR, device_of, frozen_notice, is_packed, select_targets
-from tezo.forward.moving_parameter import is_changed_beside, settle
+from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.models.gguf import (
     check_gguf_file,
     gguf_config,

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.moving_parameter import evaluation_mode
+from tezo.forward.perturbed_parameter import evaluation_mode
 from tezo.optim.estimators.estimate import Closure
 from tezo.optim.measured_scale import MeasuredScale, Progress, untold
 from tezo.optim.tuner import Tuner

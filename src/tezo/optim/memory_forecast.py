@@ -10,7 +10,7 @@ from tezo.directions.bases.activation import collecting_bytes
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import ALL, select_targets
-from tezo.forward.moving_parameter import MovingParameter
+from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import ParameterEstimate
 from tezo.optim.estimators.two_point import fitting_copies
 from tezo.optim.first_order import stepped_weight
@@ -27,8 +27,8 @@ class Forecast:
         method: name of the method.
         trained: number of values in the tuned parameters.
         kept: bytes in addition to the model: factors, coefficients and moments, without the activations of a pass.
-        collecting: bytes of sketches at a time in the passes that show a data-dependent basis the inputs, before the
-            first step.
+        collecting: bytes of range finders at a time in the passes that show a data-dependent basis the inputs, before
+            the first step.
         written: bytes of the stored weights that every step writes.
         rank: largest rank of the directions; None if they are dense.
         adapter: whether the result is an exact LoRA adapter.
@@ -76,7 +76,7 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
                 for moving in optimizer.moving.values()
                 if moving.writes_weight or optimizer.update.writes_weight
             ),
-            rank=max([rank for name in optimizer.moving if (rank := optimizer.application(name)[0])], default=None),
+            rank=max([rank for name in optimizer.moving if (rank := optimizer.rank_and_way(name)[0])], default=None),
             adapter=optimizer.why_no_adapter() is None,
         )
     finally:
@@ -104,7 +104,7 @@ def first_order_kept(model: nn.Module) -> tuple[int, int]:
 
 
 def _collecting(optimizer: ZerothOrderOptimizer) -> int:
-    matrices = {name: rank for name in optimizer.moving if (rank := optimizer.application(name)[0]) is not None}
+    matrices = {name: rank for name in optimizer.moving if (rank := optimizer.rank_and_way(name)[0]) is not None}
     return collecting_bytes([target for target in optimizer.targets if target.name in matrices], matrices)
 
 
@@ -122,7 +122,7 @@ def _kept(optimizer: ZerothOrderOptimizer) -> int:
 
 
 @torch.no_grad()
-def _kept_for(optimizer: ZerothOrderOptimizer, moving: MovingParameter) -> int:
+def _kept_for(optimizer: ZerothOrderOptimizer, moving: PerturbedParameter) -> int:
     """Bytes of a parameter's coefficient and moments, which are created to be measured."""
     direction: Any = optimizer.perturbation.direction(moving.target, DrawKey(optimizer.seed, 0), {})
     state = optimizer.update.init(ParameterEstimate([direction], [0.0], 0), moving)

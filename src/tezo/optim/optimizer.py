@@ -21,7 +21,7 @@ from tezo.directions.perturbation import DrawKey, Perturbation
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
-from tezo.forward.moving_parameter import MovingParameter, evaluation_mode, let_interrupt, uninterrupted
+from tezo.forward.perturbed_parameter import PerturbedParameter, evaluation_mode, let_interrupt, uninterrupted
 from tezo.optim.estimators.estimate import (
     MOST_DIRECTIONS,
     Closure,
@@ -407,14 +407,14 @@ class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
             rule.update.step(moving, gradient, moments[name], record.lr)
         self.progress.add(record, self._restarting)
 
-    def _decay(self, rule: StepRule, moving: MovingParameter, lr: float) -> None:
+    def _decay(self, rule: StepRule, moving: PerturbedParameter, lr: float) -> None:
         weight_decay = float(self.param_groups[0]["weight_decay"])
         if weight_decay and moving.target.is_matrix:
             decay = moving.decay_weight_ if rule.update.writes_weight else moving.decay_
             decay(1 - lr * weight_decay)
 
     @property
-    def moving(self) -> dict[str, MovingParameter]:
+    def moving(self) -> dict[str, PerturbedParameter]:
         """Parameter name -> the object that perturbs and updates the parameter."""
         return self.parameters.moving
 
@@ -451,8 +451,8 @@ class ZerothOrderOptimizer(Tuner, torch.optim.Optimizer):
     def compression_error(self) -> float:
         return self.parameters.compression_error
 
-    def application(self, name: str) -> tuple[int | None, str]:
-        return self.perturbation.rank_of(name), self.moving[name].application
+    def rank_and_way(self, name: str) -> tuple[int | None, str]:
+        return self.perturbation.rank_of(name), self.moving[name].way
 
     def drawn_on_the_device(self) -> str | None:
         return self.parameters.drawn_on_the_device()

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tezo.directions.perturbation import Perturbation
 from tezo.directions.spaces import Dense, Direction, LowRank
 from tezo.directions.targets import Target
-from tezo.forward import moving_parameter
+from tezo.forward import perturbed_parameter
 from tezo.forward.blocks import Blocks
 from tezo.forward.interception import DirectReads
-from tezo.forward.moving_parameter import MovingParameter, require_writable
+from tezo.forward.perturbed_parameter import PerturbedParameter, require_writable
 from tezo.optim.tuner import LowRankChange
 from tezo.optim.updates import State, Update
 from tezo.system.errors import RequestError
@@ -55,7 +55,7 @@ class TunedParameters:
         self.merged = self.closed = self._reads_checked = False
         self.blocks = Blocks(model)
         weakref.finalize(self, self.blocks.close).atexit = False  # what is left has no use for them
-        self.moving: dict[str, MovingParameter] = {}
+        self.moving: dict[str, PerturbedParameter] = {}
         try:
             for target in targets:
                 self.moving[target.name] = self._moving(target, in_forward, frozen_rank)
@@ -63,7 +63,7 @@ class TunedParameters:
             self.close()
             raise
 
-    def _moving(self, target: Target, in_forward: bool, frozen_rank: int | None) -> MovingParameter:
+    def _moving(self, target: Target, in_forward: bool, frozen_rank: int | None) -> PerturbedParameter:
         kind = self.perturbation.direction_type(target)
         if not issubclass(kind, self.update.takes):
             accepted = ", ".join(kind.__name__ for kind in self.update.takes)
@@ -73,7 +73,7 @@ class TunedParameters:
             )
         if self.update.writes_weight:
             require_writable(target, "this method")
-        moving = moving_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+        moving = perturbed_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
         moving.owner = weakref.ref(self)
         return moving
 
@@ -100,7 +100,7 @@ class TunedParameters:
             moving.was_called = False  # what was compiled before there were hooks does not call them
         self._reads_checked = True
 
-    def writes(self, moving: MovingParameter) -> bool:
+    def writes(self, moving: PerturbedParameter) -> bool:
         """Whether this method changes the stored tensor of a parameter at any time."""
         folds = self.perturbation.interval is not None and moving.folds_into_weight
         return moving.writes_weight or self.update.writes_weight or folds
@@ -139,7 +139,7 @@ class TunedParameters:
 
     @property
     def compression_error(self) -> float:
-        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
+        """Largest `PerturbedParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
         return max((moving.compression_error for moving in self.moving.values()), default=0.0)
 
     def fold(self) -> None:

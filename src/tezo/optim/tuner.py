@@ -294,11 +294,11 @@ class Tuner(ABC):
 
     @property
     def compression_error(self) -> float:
-        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
+        """Largest `PerturbedParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
         return 0.0
 
     @abstractmethod
-    def application(self, name: str) -> tuple[int | None, str]:
+    def rank_and_way(self, name: str) -> tuple[int | None, str]:
         """(rank of a parameter's directions or None, how perturbations or updates are applied, in words)."""
 
     @abstractmethod

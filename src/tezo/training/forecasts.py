@@ -210,7 +210,7 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
         found["method.rho"] = most_passes(optimizer.num_directions)
     basis = options.get("basis", method(config.method.name).defaults().get("basis"))
     if basis == "activation":
-        ranks = {t.name: optimizer.application(t.name)[0] or 0 for t in optimizer.targets if t.input_role is not None}
+        ranks = {t.name: optimizer.rank_and_way(t.name)[0] or 0 for t in optimizer.targets if t.input_role is not None}
         shown = math.ceil(min(BASIS_ROWS, len(job.train)) / config.train.batch_size)
         found["method.basis"] = shown * len(list(groups([t for t in optimizer.targets if t.name in ranks], ranks)))
     if FEEDBACK in _steps(job):
@@ -265,8 +265,8 @@ class WayMemory:
         way: `INFERENCE`, a method of `ZEROTH_ORDER`, `LORA`, `LORA_CHECKPOINTED` or `FULL`.
         weights: bytes of the parameters, those of an adapter included.
         kept: bytes kept beside them from step to step: factors, coefficients, moments, float32 copies.
-        passing: bytes at the peak of a pass or of the update after it: activations and gradients, and the sketches of
-            a data-dependent basis before the first step.
+        passing: bytes at the peak of a pass or of the update after it: activations and gradients, and the range
+            finders of a data-dependent basis before the first step.
     """
 
     way: str

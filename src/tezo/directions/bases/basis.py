@@ -1,7 +1,4 @@
-"""The interface of bases: the sources of the factors that are fixed over an interval, or over the whole run.
-
-The bases that do not depend on the data: the paper's, and SubZO's.
-"""
+"""The interface of bases, which give the fixed factors of low-rank directions, and the bases that need no data."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -40,14 +37,14 @@ class FactorStore(Protocol):
     """Storage for tensors computed from data, so that steps can be replayed without the data."""
 
     def load(self, kind: str, step: int) -> CollectedFactors | None:
-        """The tensors saved for `kind` at `step`; None if there are none."""
+        """Returns the tensors saved for `kind` at `step`; None if there are none."""
 
     def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
         """Saves tensors for `kind` at `step`."""
 
 
 class Basis(ABC):
-    """Source of the fixed factors of low-rank directions.
+    """Source of the fixed factors of low-rank directions; it knows nothing of the perturbation that asks it.
 
     Factors are float64 on the CPU. The mean square of their entries is 1, so that directions have unit variance with
     every basis.
@@ -57,7 +54,7 @@ class Basis(ABC):
     """Whether factors are computed from data; such factors are saved with a run."""
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
-        """Called once, with the matrices to be tuned and the rank of each by name."""
+        """Takes, once, the matrices to be tuned and the rank of each by name."""
         del targets, ranks
 
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
@@ -70,7 +67,7 @@ class Basis(ABC):
 
     @abstractmethod
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
-        """The factor of `target`: (M, rank) for the role "u", (N, rank) for "v".
+        """Returns the factor of `target`: (M, rank) for the role "u", (N, rank) for "v".
 
         Args:
             role: which factor.
@@ -86,7 +83,7 @@ class Basis(ABC):
         return 0, 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Factors that cannot be redrawn from a key: "REFRESH_STEP/NAME" -> factor."""
+        """Returns the factors that cannot be redrawn from a key: "REFRESH_STEP/NAME" -> factor."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

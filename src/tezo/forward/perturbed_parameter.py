@@ -1,13 +1,6 @@
-"""Signals during a step: they wait for a moment in which model and optimizer are as before or after the step.
+"""The interface of a tuned parameter: temporary perturbations during a step, and permanent updates.
 
-Evaluation mode during a step: without dropout, so that all evaluations use the same function.
-
-State dicts of modules that compute with more than their stored weight: they carry what the modules compute with.
-
-`torch.save(model.state_dict())` and `save_pretrained` would else write the untuned weight, and a loaded weight would
-get the change of the one before on top.
-
-The interface of a tuned parameter: temporary perturbations during a step, and permanent updates.
+And what a step needs around them: signals that wait, evaluation mode, and state dicts that have the trained change.
 """
 
 import gc
@@ -28,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.coefficients import FIRST
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.random import generator
 from tezo.directions.spaces import Direction, row_tiles
@@ -52,7 +44,7 @@ _state = {"waits": False, "commits": False}
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Context in which the handlers of signals wait for `let_interrupt`, or for the end.
+    """Makes the handlers of signals wait for `let_interrupt`, or for the end, while open.
 
     Python runs a handler between any two instructions. One that raises, as Ctrl-C raises KeyboardInterrupt, would end a
     step between a perturbation and its removal, or between the updates of two parameters. A second SIGINT or SIGTERM
@@ -68,7 +60,10 @@ def uninterrupted() -> Iterator[None]:
         let_interrupt()
     finally:
         _state["waits"] = False
-        _give_back()
+        # where a handler raises in between, `_wait` stays in the place of others, and passes their signals on
+        for number, handler in list(_handlers.items()):
+            if getsignal(number) is _wait:
+                signal.signal(number, handler)
         _handle_waiting()
 
 
@@ -95,13 +90,6 @@ def _take_over() -> None:
         if callable(handler) and handler is not _wait:
             _handlers[number] = handler
             signal.signal(number, _wait)
-
-
-def _give_back() -> None:
-    # where a handler raises in between, `_wait` stays in the place of others, and passes their signals on
-    for number, handler in list(_handlers.items()):
-        if getsignal(number) is _wait:
-            signal.signal(number, handler)
 
 
 def _wait(number: int, frame: FrameType | None) -> None:
@@ -137,7 +125,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context in which all modules are in evaluation mode; their previous modes are restored afterwards."""
+    """Puts all modules into evaluation mode while open, so that all evaluations of a step use the same function."""
     was_training = [module for module in model.modules() if module.training]
     for module in was_training:
         module.training = False
@@ -158,7 +146,10 @@ def require_plain(target: Target) -> None:
 
 
 class InStateDict(Uncopied):
-    """Hooks of `state_dict()` and `load_state_dict()` of the modules that own a parameter.
+    """Hooks by which state dicts have what the modules compute with, more than the stored weight.
+
+    `torch.save(model.state_dict())` and `save_pretrained` would else write the untuned weight, and a loaded weight
+    would get the change of the one before on top.
 
     Args:
         target: the parameter; a tied one is one tensor in the state dict too.
@@ -170,14 +161,14 @@ class InStateDict(Uncopied):
         self._merged, self._replaced = merged, replaced
         self._last: Callable[[], Tensor | None] = lambda: None
         self._handles: list[RemovableHandle] = []
-        for module in (site.module for site in target.sites):
+        for site in target.sites:
+            module: Any = site.module
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter is target.parameter:
-                    self._hook(module, partial(self._save, name), partial(self._load, name))
-
-    def _hook(self, module: Any, save: Callable[..., None], load: Callable[..., None]) -> None:
-        self._handles.append(module.register_state_dict_post_hook(save))
-        self._handles.append(module.register_load_state_dict_pre_hook(load))
+                    self._handles += [
+                        module.register_state_dict_post_hook(partial(self._save, name)),
+                        module.register_load_state_dict_pre_hook(partial(self._load, name)),
+                    ]
 
     def _save(self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         del module
@@ -208,17 +199,17 @@ class Shift:
 
     direction: Direction
     scale: float
-    examples: Sequence[int] = FIRST
+    examples: Sequence[int] = range(1)
 
 
-class MovingParameter(ABC):
+class PerturbedParameter(ABC):
     """One tuned parameter, W_t.
 
     The order of a step is: `begin`; `set_perturbations` with +rho and -rho, in one pass or in two; `set_perturbations`
     with no shifts; then the update rule calls `add_` or `write_`. Between steps the model computes with W_t.
     """
 
-    application = "in forward"
+    way = "in forward"
     """How perturbations are applied, in words."""
     writes_weight = True
     """Whether perturbations or updates change the stored tensor."""
@@ -264,16 +255,16 @@ class MovingParameter(ABC):
         """Sets the perturbations of the blocks of rows, those of `shifts[0]` first; with no shifts, all use W_t."""
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
-        """W += alpha * (the point of `direction`'s space with coefficient `delta` at `rows`); here for `Dense`."""
+        """Adds alpha * (the point of `direction`'s space with coefficient `delta` at `rows`); here for `Dense`."""
         del direction
         self.write_(rows, delta, alpha)
 
     def decay_(self, factor: float) -> None:
-        """Weight decay: multiplies the trained values by `factor`; here the stored tensor."""
+        """Multiplies the trained values by `factor`; here the stored tensor."""
         self.decay_weight_(factor)
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of the trained change that is not in the stored tensor, by key."""
+        """Returns the tensors of the trained change that is not in the stored tensor, by key."""
         return {}
 
     def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
@@ -291,14 +282,14 @@ class MovingParameter(ABC):
     """Sum of the relative errors (Frobenius norm) of all compressions of the trained change."""
 
     def trained(self) -> list[tuple[Tensor, Tensor]]:
-        """(left, right) pairs; the sum of left @ right^T is the change stored beside the stored tensor. Here empty."""
+        """Returns (left, right) pairs; the change stored beside the stored tensor is the sum of left @ right^T."""
         return []
 
     def fold(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
         """Adds the change stored beside the stored tensor to it; here there is none."""
 
     def merged(self) -> Tensor | None:
-        """A new tensor with W_t; None: W_t is the stored tensor, as here.
+        """Returns a new tensor with W_t; None: W_t is the stored tensor, as here.
 
         Raises:
             RequestError: there is no such tensor, because the stored one is packed, or is perturbed at the moment.
@@ -306,7 +297,7 @@ class MovingParameter(ABC):
         return None
 
     def replaced(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
-        """Called before the stored tensor is loaded anew: W_t is then what is loaded.
+        """Prepares for the stored tensor to be loaded anew: W_t is then what is loaded.
 
         Raises:
             RequestError: the stored tensor cannot be replaced at the moment.
@@ -325,15 +316,15 @@ class MovingParameter(ABC):
         return data if data.ndim == 2 else data.view(self.target.stored_shape)
 
     def row_tiles(self) -> Iterator[slice]:
-        """Slices of the rows of the stored tensor, one tile each."""
+        """Returns slices of the rows of the stored tensor, one tile each."""
         return row_tiles(self.target.stored_shape)
 
     def write_(self, rows: slice, delta: Tensor, alpha: float) -> None:
-        """Stored tensor[rows] += alpha * delta, rounded stochastically in bfloat16 and float16."""
+        """Adds alpha * delta to these rows of the stored tensor, rounded stochastically in bfloat16 and float16."""
         rounding.add_(self.weight[rows], delta, alpha, self.rounding)
 
     def decay_weight_(self, factor: float) -> None:
-        """Stored tensor *= factor, rounded stochastically in bfloat16 and float16."""
+        """Multiplies the stored tensor by `factor`, rounded stochastically in bfloat16 and float16."""
         for rows in self.row_tiles():
             tile = self.weight[rows]
             rounding.add_(tile, tile.to(self.target.state_dtype), factor - 1, self.rounding)
@@ -349,18 +340,18 @@ class MovingParameter(ABC):
         return self._rounding
 
 
-_open: WeakSet[MovingParameter] = WeakSet()
+_open: WeakSet[PerturbedParameter] = WeakSet()
 """All instances that are not closed."""
 
 
 def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
-    """Whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
+    """Returns whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
     asked = {id(parameter) for parameter in parameters}
     return any(id(moving.target.parameter) in asked and moving.state() for moving in _open)
 
 
 def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
-    """Closes what optimizers that are gone have left on these parameters; whether there was a change that was kept.
+    """Closes what optimizers that are gone have left on these parameters; returns whether a change was kept.
 
     Args:
         parameters: of a model that is to be tuned.
