@@ -1,13 +1,133 @@
 """The low-rank perturbations of TeZO, LOZO and SubZO."""
 
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-from tezo.directions.bases.basis import ROLES, Role
-from tezo.directions.perturbation import DrawKey, LowRankPerturbation
-from tezo.directions.random import Signs, fill_normal_
-from tezo.directions.spaces import CP, Core, LowRank, SignedNumbers, TransposedLowRank
+from tezo.directions.bases import find_basis
+from tezo.directions.bases.basis import ROLES, Basis, Role
+from tezo.directions.perturbation import DrawKey, Perturbation, dense
+from tezo.directions.random import Signs, fill_normal_, normal
+from tezo.directions.ranks import RankRule
+from tezo.directions.spaces import (
+    CP,
+    Core,
+    Direction,
+    FixedFactors,
+    LowRank,
+    OwnNumbers,
+    SignedNumbers,
+    TransposedLowRank,
+)
 from tezo.directions.targets import Target
+from tezo.system.errors import RequestError
+
+Scale = Literal["unit", "raw"]
+"""Scale of low-rank directions. "unit": every entry of Z has variance 1, as in MeZO, so that rho and the learning rate
+carry over between methods, ranks and layers, and the estimate is the unbiased one of Theorem 1. "raw": Algorithm 1
+exactly as printed. If the entries of the raw Z have standard deviation s, then (rho, lr) with "raw" corresponds to
+(rho s, lr s^2) with "unit" for plain and momentum steps, and to (rho s, lr) for Adam."""
+
+
+class LowRankPerturbation(Perturbation):
+    """Low-rank directions for matrices, dense noise for 1-D parameters.
+
+    Args:
+        rank: rule for the rank of each matrix.
+        scale: scale of the directions, see `Scale`.
+        basis: source of the fixed factors, or its name.
+        interval: steps between two refreshes of the fixed factors; None: they are fixed for the whole run.
+    """
+
+    def __init__(
+        self, rank: RankRule, scale: Scale, *, basis: str | Basis = "gaussian", interval: int | None = None
+    ) -> None:
+        if scale not in get_args(Scale):
+            raise RequestError(f"method.scale is {scale!r}; it must be one of {', '.join(get_args(Scale))}.")
+        if interval is not None and interval < 1:
+            raise RequestError(f"method.lazy_update_interval is {interval}; it must be at least 1.")
+        self.rank = rank
+        self.scale: Scale = scale
+        self.basis = find_basis(basis)
+        self.interval = interval
+        self._ranks: dict[str, int] = {}
+        self._matrices: list[Target] = []
+        self._factors: dict[str, tuple[tuple[int, ...], dict[str, Tensor]]] = {}
+
+    def prepare(self, targets: Sequence[Target]) -> None:
+        self._matrices = [target for target in targets if target.is_matrix]
+        self._ranks = self.rank.ranks(self._matrices)
+        self._factors.clear()
+        self.basis.prepare(self._matrices, self._ranks)
+
+    def rank_of(self, name: str) -> int | None:
+        return self._ranks.get(name)
+
+    @property
+    def factor_bytes(self) -> int:
+        return sum(
+            self._ranks[target.name] * target.matrix_shape["uv".index(role)] * _factor_dtype(target).itemsize
+            for target in self._matrices
+            for role in self.fixed(target)
+        )
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
+        del state
+        return self.matrix_direction(target, key) if target.is_matrix else dense(target, key)
+
+    @abstractmethod
+    def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
+        """Returns the low-rank direction for a matrix."""
+
+    def fixed(self, target: Target) -> tuple[Role, ...]:
+        """Returns the roles of the factors that are fixed between refreshes."""
+        del target
+        return ("u", "v")
+
+    @abstractmethod
+    def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        """Returns the fixed factors from a step on, scale included: role -> (M, r) or (N, r), float64, on the CPU.
+
+        Args:
+            target: the matrix.
+            seed: seed of the run.
+            refresh_step: first step of these factors.
+        """
+
+    def refresh_step(self, step: int) -> int:
+        """Returns the first step of the interval that contains `step`."""
+        return 0 if self.interval is None else step - step % self.interval
+
+    def before(self, target: Target, key: DrawKey) -> Callable[[], dict[str, Tensor]] | None:
+        """Returns a function that draws the last interval's factors; None unless the step is a refresh after step 0."""
+        if key.step == 0 or self.refresh_step(key.step) != key.step:
+            return None
+        return partial(self._placed, target, key.seed, self.refresh_step(key.step - 1))
+
+    def _placed(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        drawn = self.draw_factors(target, seed, refresh_step)
+        return {role: factor.to(target.device, _factor_dtype(target)) for role, factor in drawn.items()}
+
+    def factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        """Returns `draw_factors` on the parameter's device in its dtype (float32 if packed); caches the latest set."""
+        key = seed, refresh_step, self.basis.version
+        if self._factors.get(target.name, ((),))[0] != key:
+            self._factors[target.name] = key, self._placed(target, seed, refresh_step)
+        return self._factors[target.name][1]
+
+    @staticmethod
+    def numbers(shape: tuple[int, ...], target: Target, key: DrawKey, role: str) -> OwnNumbers:
+        """Returns standard normal coefficients of this step, in the target's state dtype, on its device."""
+        return OwnNumbers(partial(normal, **key.of(target, role)), shape, target.device, target.state_dtype)
+
+
+def _factor_dtype(target: Target) -> torch.dtype:
+    stored = target.parameter.dtype
+    return stored if stored.is_floating_point else torch.float32
 
 
 class Lazy(LowRankPerturbation):
@@ -31,9 +151,9 @@ class Lazy(LowRankPerturbation):
         def draw() -> Tensor:
             # M x r numbers every step are too many for the CPU; like dense noise they are drawn on the weight's device
             u_MR = torch.empty(rows, rank, dtype=dtype, device=device)
-            return fill_normal_(u_MR, seed=key.seed, step=key.step, name=target.name, role=f"u.{key.index}")
+            return fill_normal_(u_MR, **key.of(target, "u"))
 
-        signs = Signs(rows, key.seed, key.step, target.name, f"u.{key.index}.signs")
+        signs = Signs(rows, key.of(target, "u"))
         return (LowRank if role == "v" else TransposedLowRank)(
             draw=SignedNumbers(draw, signs),
             v_NR=v_IR,

@@ -1,26 +1,18 @@
-"""Perturbations: rules that draw a parameter's direction as a pure function of (seed, step, index)."""
+"""Perturbations: rules that draw a parameter's direction as a pure function of (seed, step, index); the dense ones."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases import find_basis
-from tezo.directions.bases.basis import Basis, FactorStore, Passes, Role
-from tezo.directions.ranks import RankRule
-from tezo.directions.spaces import Dense, Direction, FixedFactors, OwnNumbers
+from tezo.directions.bases.basis import Basis, FactorStore, GaussianBasis, Passes
+from tezo.directions.random import Key, fill_normal_
+from tezo.directions.spaces import Dense, Direction, row_tiles
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
-
-Scale = Literal["unit", "raw"]
-"""Scale of low-rank directions. "unit": every entry of Z has variance 1, as in MeZO, so that rho and the learning rate
-carry over between methods, ranks and layers, and the estimate is the unbiased one of Theorem 1. "raw": Algorithm 1
-exactly as printed. If the entries of the raw Z have standard deviation s, then (rho, lr) with "raw" corresponds to
-(rho s, lr s^2) with "unit" for plain and momentum steps, and to (rho s, lr) for Adam."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +22,10 @@ class DrawKey:
     seed: int
     step: int
     index: int = 0
+
+    def of(self, target: Target, role: str) -> Key:
+        """Returns the key of a draw for a parameter."""
+        return {"seed": self.seed, "step": self.step, "name": target.name, "role": f"{role}.{self.index}"}
 
 
 class Perturbation(ABC):
@@ -44,11 +40,8 @@ class Perturbation(ABC):
     draws: type[Direction] = Dense
     """Type of the directions of matrices."""
 
-    cost_of_basis: tuple[int, float] = (0, 0.0)
-    """(calls of the model, seconds) spent on a data-dependent basis so far."""
-
-    factor_bytes: int = 0
-    """Bytes of the stored fixed factors."""
+    basis: Basis = GaussianBasis()
+    """Source of the fixed factors, if there are any."""
 
     def prepare(self, targets: Sequence[Target]) -> None:
         """Takes, once, the parameters to be tuned."""
@@ -56,24 +49,34 @@ class Perturbation(ABC):
 
     def direction_type(self, target: Target) -> type[Direction]:
         """Returns the type of the directions for `target`; nothing is drawn."""
-        del target
-        return self.draws
+        return self.draws if target.is_matrix or issubclass(self.draws, Dense) else Dense
 
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
         """Sets the forward passes that a data-dependent basis is computed from; see `tezo.directions.bases`."""
-        del model, passes
+        if self.basis.data_dependent:
+            self.basis.set_calibration_passes(model, passes)
 
     def set_factor_store(self, store: FactorStore) -> None:
         """Sets the store for factors that are computed from data."""
-        del store
+        self.basis.set_factor_store(store)
+
+    @property
+    def cost_of_basis(self) -> tuple[int, float]:
+        """(calls of the model, seconds) spent on a data-dependent basis so far."""
+        return self.basis.cost
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the stored fixed factors."""
+        return 0
 
     def state(self) -> dict[str, Tensor]:
         """Returns the tensors that the directions depend on and that cannot be redrawn from a key."""
-        return {}
+        return self.basis.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores the result of `state`."""
-        del state
+        self.basis.load_state(state)
 
     def rank_of(self, name: str) -> int | None:
         """Returns the rank of a parameter's directions; None if they are dense."""
@@ -87,15 +90,8 @@ class Perturbation(ABC):
 
 def dense(target: Target, key: DrawKey) -> Dense:
     """Returns standard normal noise for `target`."""
-    return Dense(
-        shape=target.stored_shape,
-        device=target.device,
-        dtype=target.state_dtype,
-        seed=key.seed,
-        step=key.step,
-        name=target.name,
-        role=f"z.{key.index}",
-    )
+    shape, dtype = target.stored_shape, target.state_dtype
+    return Dense(shape=shape, device=target.device, dtype=dtype, **key.of(target, "z"))
 
 
 class DenseGaussian(Perturbation):
@@ -106,127 +102,162 @@ class DenseGaussian(Perturbation):
         return dense(target, key)
 
 
-class LowRankPerturbation(Perturbation):
-    """Low-rank directions for matrices, dense noise for 1-D parameters.
+@dataclass(frozen=True)
+class Annealing:
+    """Schedule of ZO-AdaMU's alpha, beta1 and beta2: constant 1, then a cosine decay to a final value.
 
-    Args:
-        rank: rule for the rank of each matrix.
-        scale: scale of the directions, see `Scale`.
-        basis: source of the fixed factors, or its name.
-        interval: steps between two refreshes of the fixed factors; None: they are fixed for the whole run.
+    A coefficient with final value b and exponent phi has, at step t, the value
+
+        1                                                                  for t < start,
+        b + (1 - b) (1 + cos(pi ((t - start) / (stop - start))^phi)) / 2   for start <= t < stop,
+        b                                                                  for t >= stop.
+
+    The defaults are the paper's numbers. The position of the exponent in the paper's Eq. 7 is ambiguous, and its text
+    and Eq. 7 disagree on the final values; this is our reading.
+
+    Attributes:
+        start: first step of the decay.
+        stop: first step with the final value.
+        alpha: (final value, exponent) of alpha.
+        beta1: (final value, exponent) of beta1.
+        beta2: (final value, exponent) of beta2.
     """
 
-    def __init__(
-        self, rank: RankRule, scale: Scale, *, basis: str | Basis = "gaussian", interval: int | None = None
-    ) -> None:
-        if scale not in get_args(Scale):
-            raise RequestError(f"method.scale is {scale!r}; it must be one of {', '.join(get_args(Scale))}.")
-        if interval is not None and interval < 1:
-            raise RequestError(f"method.lazy_update_interval is {interval}; it must be at least 1.")
-        self.rank = rank
-        self.scale: Scale = scale
-        self.basis = find_basis(basis)
-        self.interval = interval
-        self._ranks: dict[str, int] = {}
-        self._matrices: list[Target] = []
-        self._factors: dict[str, tuple[tuple[int, int], dict[str, Tensor]]] = {}
+    start: int = 1024
+    stop: int = 16000
+    alpha: tuple[float, float] = (0.5, 1.0)
+    beta1: tuple[float, float] = (0.9, 0.1)
+    beta2: tuple[float, float] = (0.01, 1.5)
+
+    def at(self, step: int) -> tuple[float, float, float]:
+        """Returns (alpha, beta1, beta2) at `step`."""
+        a, b, c = (self._value(step, *pair) for pair in (self.alpha, self.beta1, self.beta2))
+        return a, b, c
+
+    def _value(self, step: int, final: float, exponent: float) -> float:
+        if step < self.start:
+            return 1.0
+        if step >= self.stop:
+            return final
+        part = (step - self.start) / (self.stop - self.start)
+        return final + (1 - final) * (1 + math.cos(math.pi * part**exponent)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumNoise(Dense):
+    """z = beta1 z1 + (1 - beta1) z2 with z1 ~ N(0, alpha) and z2 ~ N(m, 1 - alpha), entry by entry.
+
+    `history` is m, the z of the previous step; None means zero.
+    """
+
+    alpha: float
+    beta1: float
+    beta2: float
+    history: Tensor | None
+
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        z1, z2 = self.parts(rows)
+        z = z1.mul_(self.beta1).add_(z2, alpha=1 - self.beta1)
+        return z if out is z1 else out.copy_(z)
+
+    def parts(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Returns (z1[rows], z2[rows]), in scratch buffers."""
+        later = f"{self.role}.history"
+        z1 = fill_normal_(self.buffer(rows, self.role), **self.key(rows, self.role)).mul_(math.sqrt(self.alpha))
+        z2 = fill_normal_(self.buffer(rows, later), **self.key(rows, later)).mul_(math.sqrt(1 - self.alpha))
+        return z1, z2 if self.history is None else z2.add_(self.history[rows])
+
+
+class SimulatedMomentum(Perturbation):
+    """ZO-AdaMU's perturbation: draws `MomentumNoise` with m = "exp_avg" of the update rule's state."""
+
+    single_direction = True
+    draws = MomentumNoise
+
+    def __init__(self, annealing: Annealing) -> None:
+        self.annealing = annealing
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> MomentumNoise:
+        alpha, beta1, beta2 = self.annealing.at(key.step)
+        return MomentumNoise(
+            **vars(dense(target, key)), alpha=alpha, beta1=beta1, beta2=beta2, history=state.get("exp_avg")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedNoise(Dense):
+    """z with zeros where the mask has zeros; `masks` has the mask of each tile, packed into bits."""
+
+    masks: Mapping[int, Tensor]
+
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        mask = unpacked(self.masks[rows.start], out.numel())
+        return fill_normal_(out, **self.key(rows, self.role)).mul_(mask.view(out.shape))
+
+
+class SmallEntries(Perturbation):
+    """Sparse-MeZO's perturbation: draws `MaskedNoise` with the mask m_ij = 1 where |w_ij| <= h.
+
+    h is the (1 - sparsity) quantile of |w| over the parameter, before the first step; the mask is that of the weights
+    at the start of each step.
+
+    Args:
+        sparsity: part of each parameter's entries above h at the start, which are neither perturbed nor trained.
+
+    Raises:
+        RequestError: the sparsity is out of range; raised by `prepare`, too, for weights that cannot be read.
+    """
+
+    draws = MaskedNoise
+
+    def __init__(self, sparsity: float) -> None:
+        if not 0 <= sparsity < 1:
+            raise RequestError(f"method.sparsity is {sparsity}; it must be at least 0 and below 1.")
+        self.sparsity = sparsity
+        self._bounds: dict[str, float] = {}
 
     def prepare(self, targets: Sequence[Target]) -> None:
-        self._matrices = [target for target in targets if target.is_matrix]
-        self._ranks = self.rank.ranks(self._matrices)
-        self._factors.clear()
-        self.basis.prepare(self._matrices, self._ranks)
-
-    def direction_type(self, target: Target) -> type[Direction]:
-        return self.draws if target.is_matrix else Dense
-
-    def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
-        self.basis.set_calibration_passes(model, passes)
-
-    def set_factor_store(self, store: FactorStore) -> None:
-        self.basis.set_factor_store(store)
-        self._factors.clear()
-
-    @property
-    def cost_of_basis(self) -> tuple[int, float]:  # type: ignore[override]
-        return self.basis.cost
+        for target in targets:
+            if not target.is_writable:
+                raise RequestError(
+                    f"this method chooses entries by their size, and {target.name} ({target.parameter.dtype}) cannot "
+                    "be written in place; use lozo-adam, tezo or a plain float base."
+                )
+        self._bounds = {target.name: small_bound(target.parameter.data, self.sparsity) for target in targets}
 
     def state(self) -> dict[str, Tensor]:
-        return self.basis.state()
+        return {f"bound/{name}": torch.tensor(bound, dtype=torch.float64) for name, bound in self._bounds.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self.basis.load_state(state)
-        self._factors.clear()
+        self._bounds |= {key.removeprefix("bound/"): float(value) for key, value in state.items()}
 
-    def rank_of(self, name: str) -> int | None:
-        return self._ranks.get(name)
-
-    @property
-    def factor_bytes(self) -> int:  # type: ignore[override]
-        return sum(
-            self._ranks[target.name] * target.matrix_shape["uv".index(role)] * _factor_dtype(target).itemsize
-            for target in self._matrices
-            for role in self.fixed(target)
-        )
-
-    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> MaskedNoise:
         del state
-        return self.matrix_direction(target, key) if target.is_matrix else dense(target, key)
-
-    @abstractmethod
-    def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
-        """Returns the low-rank direction for a matrix."""
-
-    def fixed(self, target: Target) -> tuple[Role, ...]:
-        """Returns the roles of the factors that are fixed between refreshes."""
-        del target
-        return ("u", "v")
-
-    @abstractmethod
-    def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """Returns the fixed factors from a step on, scale included: role -> (M, r) or (N, r), float64, on the CPU.
-
-        Args:
-            target: the matrix.
-            seed: seed of the run.
-            refresh_step: first step of these factors.
-        """
-
-    def refresh_step(self, step: int) -> int:
-        """Returns the first step of the interval that contains `step`."""
-        return 0 if self.interval is None else step - step % self.interval
-
-    def before(self, target: Target, key: DrawKey) -> Callable[[], dict[str, Tensor]] | None:
-        """Returns a function that draws the last interval's factors; None unless the step is a refresh after step 0."""
-        if key.step == 0 or self.refresh_step(key.step) != key.step:
-            return None
-        return partial(self._placed, target, key.seed, self.refresh_step(key.step - 1))
-
-    def _placed(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        drawn = self.draw_factors(target, seed, refresh_step)
-        return {role: factor.to(target.device, _factor_dtype(target)) for role, factor in drawn.items()}
-
-    def factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """Returns `draw_factors` on the parameter's device in its dtype (float32 if packed); caches the latest set."""
-        kept = self._factors.get(target.name)
-        if kept is None or kept[0] != (seed, refresh_step):
-            kept = self._factors[target.name] = ((seed, refresh_step), self._placed(target, seed, refresh_step))
-        return kept[1]
-
-    @staticmethod
-    def numbers(shape: tuple[int, ...], target: Target, key: DrawKey, role: str) -> OwnNumbers:
-        """Returns standard normal coefficients of this step, in the target's state dtype, on its device."""
-        return OwnNumbers(
-            shape=shape,
-            device=target.device,
-            dtype=target.state_dtype,
-            seed=key.seed,
-            step=key.step,
-            name=target.name,
-            role=f"{role}.{key.index}",
-        )
+        weight, bound = target.parameter.data.view(target.stored_shape), self._bounds[target.name]
+        masks = {rows.start: packed(weight[rows].abs() <= bound) for rows in row_tiles(target.stored_shape)}
+        return MaskedNoise(**vars(dense(target, key)), masks=masks)
 
 
-def _factor_dtype(target: Target) -> torch.dtype:
-    stored = target.parameter.dtype
-    return stored if stored.is_floating_point else torch.float32
+def small_bound(weight: Tensor, sparsity: float) -> float:
+    """Returns the bound h between the small entries and the others, half way between the two nearest; inf for all."""
+    sizes = weight.flatten().abs().to(torch.promote_types(weight.dtype, torch.float32))
+    count = sizes.numel() - int(sparsity * sizes.numel())
+    if count == sizes.numel():
+        return float("inf")
+    return (float(sizes.kthvalue(count).values) + float(sizes.kthvalue(count + 1).values)) / 2
+
+
+def packed(mask: Tensor) -> Tensor:
+    """Packs a boolean tensor into bits in its order, eight to a byte: (ceil(entries / 8),), uint8."""
+    flat = mask.flatten().to(torch.uint8)
+    bits = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
+    return (bits << _places(bits)).sum(1, dtype=torch.uint8)
+
+
+def unpacked(bits: Tensor, count: int) -> Tensor:
+    """Returns the first `count` bits of a `packed` tensor: (count,), bool."""
+    return (bits.unsqueeze(1) >> _places(bits) & 1).flatten()[:count].bool()
+
+
+def _places(bits: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=bits.device)

@@ -15,12 +15,11 @@ independent normal numbers up to 0.002.
 import hashlib
 import math
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cache
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -28,46 +27,36 @@ from torch import Tensor
 
 from tezo.directions.products import scratch
 
-Key = tuple[int, int, str, str]
+
+class Key(TypedDict):
+    """The key of a draw: seed of the run, step at which the numbers are first used, parameter name and purpose."""
+
+    seed: int
+    step: int
+    name: str
+    role: str
 
 
-@dataclass
-class Drawn:
-    """Number of normal numbers drawn for each (seed, step, name, role).
+Drawn = list[tuple[tuple[int | str, ...], int]]
+"""(key, count) of draws of normal numbers, in order; `dict` of it has each key once."""
 
-    Attributes:
-        sizes: key -> numbers drawn with it; a draw that is repeated counts once.
-        with_repeats: key -> the same, where every draw counts.
-    """
-
-    sizes: dict[Key, int] = field(default_factory=dict)
-    with_repeats: Counter[Key] = field(default_factory=Counter)
-
-    @property
-    def total(self) -> int:
-        """Number of normal numbers in total; a draw that is repeated counts once."""
-        return sum(self.sizes.values())
-
-
-_counter: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
+_drawn: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
 
 
 @contextmanager
 def count_draws() -> Iterator[Drawn]:
-    """Counts the numbers drawn by `normal` and `fill_normal_` while open."""
-    drawn = Drawn()
-    token = _counter.set(drawn)
+    """Lists the draws of `normal` and `fill_normal_` while open."""
+    drawn: Drawn = []
+    token = _drawn.set(drawn)
     try:
         yield drawn
     finally:
-        _counter.reset(token)
+        _drawn.reset(token)
 
 
-def _count(key: Key, size: int) -> None:
-    counter = _counter.get()
-    if counter is not None:
-        counter.sizes[key] = max(size, counter.sizes.get(key, 0))
-        counter.with_repeats[key] += size
+def _count(key: tuple[int | str, ...], size: int) -> None:
+    if (drawn := _drawn.get()) is not None:
+        drawn.append((key, size))
 
 
 class _OfThread(threading.local):
@@ -88,15 +77,7 @@ def _digest(seed: int, step: int, name: str, role: str, size: int) -> int:
 
 
 def normal(shape: tuple[int, ...], *, seed: int, step: int, name: str, role: str) -> Tensor:
-    """Returns standard normal numbers, float64, on the CPU.
-
-    Args:
-        shape: shape of the result.
-        seed: seed of the run.
-        step: step at which the numbers are first used.
-        name: name of the parameter that they are drawn for.
-        role: purpose of the numbers, such as "tau" or "u".
-    """
+    """Returns standard normal numbers, float64, on the CPU; see `Key`."""
     _count((seed, step, name, role), math.prod(shape))
     return torch.from_numpy(_philox(_digest(seed, step, name, role, 16)).standard_normal(shape))
 
@@ -113,7 +94,6 @@ def _philox(key: int) -> np.random.Generator:
     return _own.numbers
 
 
-@dataclass
 class Signs:
     """Random signs s_i of the entries of a vector, for each example i of a batch; all are 1 for the first example.
 
@@ -121,30 +101,24 @@ class Signs:
     therefore get directions of their own from one draw of z (Flipout, Wen et al. 2018).
 
     Args:
-        length: number of entries.
-        seed: seed of the run.
-        step: step of the draw.
-        name: name of the parameter.
-        role: purpose of the signs.
+        length: number of entries of z.
+        key: key of z.
     """
 
-    length: int
-    seed: int
-    step: int
-    name: str
-    role: str
-
-    def __post_init__(self) -> None:
-        self._bits = np.zeros((1, -(-self.length // 8)), np.uint8)
+    def __init__(self, length: int, key: Key) -> None:
+        self._length, self._key = length, key
+        self._bits = np.zeros((1, -(-length // 8)), np.uint8)
 
     def __call__(self, examples: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns the signs of B examples: (B, length)."""
         (known, width), most = self._bits.shape, max(examples)
         if known <= most:
-            bits = np.random.SFC64(_digest(self.seed, self.step, self.name, self.role, 16))
-            words = bits.random_raw(-(-most * width // 8)).view(np.uint8)[: most * width]
-            self._bits = np.concatenate([self._bits[:1], words.reshape(most, width)])
-        negative = np.unpackbits(self._bits[list(examples)], axis=1, count=self.length)
+            key = self._key
+            bits = np.random.SFC64(_digest(key["seed"], key["step"], key["name"], f"{key['role']}.signs", 16))
+            words = bits.random_raw(-(-most * width // 8))
+            new = words.view(np.uint8)[: most * width].reshape(most, width)
+            self._bits = np.concatenate([self._bits[:1], new])
+        negative = np.unpackbits(self._bits[list(examples)], axis=1, count=self._length)
         return torch.from_numpy(negative).to(device, dtype).mul_(-2).add_(1)
 
 

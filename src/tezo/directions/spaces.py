@@ -19,27 +19,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Self, TypedDict
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from tezo.directions.products import row_slices, scratch
-from tezo.directions.random import Signs, fill_normal_, normal
+from tezo.directions.random import Key, Signs, fill_normal_
 
 TILE = 3 << 18
 """Entries of a dense tile, the largest temporary of a dense draw or write: a 768 x 768 matrix is one tile."""
 
 Tile = tuple[slice, Tensor]
-
-
-class TileKey(TypedDict):
-    """The key of a draw; see `tezo.directions.random`."""
-
-    seed: int
-    step: int
-    name: str
-    role: str
 
 
 Point = Callable[[float, slice, Tensor | None], Tensor]
@@ -94,29 +85,30 @@ class FixedCoefficient(CoefficientDraw):
         return self.coefficient
 
 
-@dataclass(kw_only=True)
 class OwnNumbers(CoefficientDraw):
-    """Standard normal coefficients cut from one stream of numbers, in the order of the examples; few, so they are kept.
+    """Coefficients cut from one stream of numbers, in the order of the examples; for few numbers, which are kept.
 
-    `shape` is that of one coefficient; (seed, step, name, role) is the key of the draw.
+    Args:
+        draw: returns the first numbers of the stream, of a given shape.
+        shape: shape of one coefficient.
+        device: device of the coefficients.
+        dtype: data type of the coefficients.
     """
 
-    shape: tuple[int, ...]
-    device: torch.device
-    dtype: torch.dtype
-    seed: int
-    step: int
-    name: str
-    role: str
-
-    def __post_init__(self) -> None:
-        self._drawn = torch.empty(0)
+    def __init__(
+        self,
+        draw: Callable[[tuple[int, ...]], Tensor],
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._draw, self._shape = draw, shape
+        self._drawn = torch.empty(0, device=device, dtype=dtype)
 
     def __call__(self, examples: Sequence[int]) -> Tensor:
         count = 1 + max(examples)
         if len(self._drawn) < count:
-            drawn = normal((count, *self.shape), seed=self.seed, step=self.step, name=self.name, role=self.role)
-            self._drawn = drawn.to(self.device, self.dtype)
+            self._drawn = self._draw((count, *self._shape)).to(self._drawn)
         return self._drawn[:count] if tuple(examples) == tuple(range(count)) else self._drawn[list(examples)]
 
 
@@ -214,7 +206,7 @@ class Dense(Direction):
         """Fills `out` with Z[rows], a slice of `row_tiles(shape)`; rounded to nearest where `out` is bfloat16."""
         return fill_normal_(out, **self.key(rows, self.role))
 
-    def key(self, rows: slice, role: str) -> TileKey:
+    def key(self, rows: slice, role: str) -> Key:
         """Returns the key of the numbers of these rows and this role."""
         return {"seed": self.seed, "step": self.step, "name": self.name, "role": f"{role}.{rows.start}"}
 
@@ -225,9 +217,9 @@ class Dense(Direction):
     @cached_property
     def vectors(self) -> SignedNumbers:
         """Z_i of a vector for B examples: (B, M). Z is in its own memory."""
-        signs = Signs(self.shape[0], self.seed, self.step, self.name, f"{self.role}.signs")
+        key: Key = {"seed": self.seed, "step": self.step, "name": self.name, "role": self.role}
         z = torch.cat([self.fill_(self.buffer(rows, self.role), rows).clone() for rows in row_tiles(self.shape)])
-        return SignedNumbers(lambda: z, signs)
+        return SignedNumbers(lambda: z, Signs(self.shape[0], key))
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         for rows, z in self.tiles((alpha,)):

@@ -52,7 +52,6 @@ class DenseInForward(PerturbedParameter):
         require_writable(target, "this method")
         super().__init__(target)
         self._blocks = blocks
-        self._shifts: tuple[Shift, ...] = ()
         self._directions: dict[int, Dense] = {}
         self._scales_G11 = torch.empty(0)
         self._in_bfloat16 = multiplies_bfloat16(target.parameter)
@@ -63,10 +62,10 @@ class DenseInForward(PerturbedParameter):
             ADDMM: self._transposed,
             EMBEDDING: self._lookup,
         }
-        self._handles += [Interception(site.module, replacements, lambda: bool(self._shifts)) for site in target.sites]
+        self._handles += [Interception(site.module, replacements, lambda: bool(self.shifts)) for site in target.sites]
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
-        self._shifts, self._directions = tuple(shifts), {}
+        self.shifts, self._directions = tuple(shifts), {}
         for shift in shifts:
             assert isinstance(shift.direction, Dense)
             self._directions[id(shift.direction)] = shift.direction
@@ -82,7 +81,7 @@ class DenseInForward(PerturbedParameter):
                 for rows, blocks, z in self._noise_tiles():
                     # out[:, rows] += scale x Z[rows]^T
                     part = out_GTM[blocks].flatten(0, 1)[:, rows]
-                    part.addmm_(x_GTN[blocks].flatten(0, 1), z.T, alpha=self._shifts[0].scale)
+                    part.addmm_(x_GTN[blocks].flatten(0, 1), z.T, alpha=self.shifts[0].scale)
                 return out
             out_GTM = x_GTN.new_empty(*x_GTN.shape[:2], weight.shape[0])
             for rows, moved_GRN in self._moved_tiles():
@@ -102,7 +101,7 @@ class DenseInForward(PerturbedParameter):
                 for rows, blocks, z in self._noise_tiles():
                     # out += scale x[:, rows] Z[rows]
                     part = x_GTM[blocks].flatten(0, 1)[:, rows]
-                    out_GTN[blocks].flatten(0, 1).addmm_(part, z, alpha=self._shifts[0].scale)
+                    out_GTN[blocks].flatten(0, 1).addmm_(part, z, alpha=self.shifts[0].scale)
                 return out
             out_GTN = bias.to(x_GTM.dtype).expand(*x_GTM.shape[:2], -1).clone()
             for rows, moved_GRN in self._moved_tiles():
@@ -114,7 +113,7 @@ class DenseInForward(PerturbedParameter):
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         with torch._C.DisableTorchFunction():
             output: Tensor = EMBEDDING(ids, *others, **options)
-            ids_GT = self._blocks.split(ids, len(self._shifts), 0)
+            ids_GT = self._blocks.split(ids, len(self.shifts), 0)
             out_GTN = output.view(*ids_GT.shape, output.shape[-1])
             self.was_called = True
             for rows in self.row_tiles():
@@ -122,14 +121,14 @@ class DenseInForward(PerturbedParameter):
                 if in_tile_GT.any():
                     for key, direction in self._directions.items():
                         z_TN = direction.fill_(direction.buffer(rows, direction.role), rows)
-                        for g, shift in enumerate(self._shifts):
+                        for g, shift in enumerate(self.shifts):
                             if id(shift.direction) == key:
                                 z = z_TN[ids_GT[g][in_tile_GT[g]] - rows.start]
                                 out_GTN[g, in_tile_GT[g]] += (z * shift.scale).to(output.dtype)
             return output
 
     def _split(self, x: Tensor) -> Tensor:
-        return self._blocks.split(x, len(self._shifts), 1).to(self._dtype)
+        return self._blocks.split(x, len(self.shifts), 1).to(self._dtype)
 
     def _adds_products(self, x: Tensor) -> bool:
         return self._in_bfloat16 and x.dtype == self._dtype and x.numel() <= FEW_ROWS * x.shape[-1]
@@ -141,7 +140,7 @@ class DenseInForward(PerturbedParameter):
 
     def _noise_tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields (rows, blocks, Z_g[rows]), the same for all these blocks."""
-        own, drawn = [id(shift.direction) for shift in self._shifts], list(self._directions)
+        own, drawn = [id(shift.direction) for shift in self.shifts], list(self._directions)
         self.was_called = True
         for parts in self._groups(len(drawn)):
             rows, z_DRN = self._buffer(len(drawn), parts)
@@ -156,8 +155,8 @@ class DenseInForward(PerturbedParameter):
         """Yields (rows, (W + scale_g Z_g)[rows] for each block g): large tiles, for fast products, of smaller draws."""
         self.was_called = True
         dtype = self.target.state_dtype if self._in_bfloat16 else self._dtype
-        for parts in self._groups(len(self._shifts)):
-            rows, tiles_GRN = self._buffer(len(self._shifts), parts)
+        for parts in self._groups(len(self.shifts)):
+            rows, tiles_GRN = self._buffer(len(self.shifts), parts)
             for part in parts:
                 moved_GTN = tiles_GRN[:, part.start - rows.start : part.stop - rows.start]
                 base = self.weight[part]
@@ -172,7 +171,7 @@ class DenseInForward(PerturbedParameter):
                 elif len(drawn) == 1:  # all blocks have the same Z: one operation fills them all
                     torch.addcmul(base, z, self._scales_G11, out=moved_GTN)
                 else:
-                    for moved, shift in zip(moved_GTN, self._shifts, strict=True):
+                    for moved, shift in zip(moved_GTN, self.shifts, strict=True):
                         torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=moved)
             yield rows, tiles_GRN
 
@@ -180,7 +179,7 @@ class DenseInForward(PerturbedParameter):
         exact = scratch("moved exactly", tuple(base.shape), base.dtype, base.device)
         key, role = self._key, f"perturbed.{rows.start}"
         noise = generator(base.device, seed=key.seed, step=key.step, name=self.target.name, role=role)
-        for moved, shift in zip(moved_GTN, self._shifts, strict=True):
+        for moved, shift in zip(moved_GTN, self.shifts, strict=True):
             torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=exact)
             rounding.store_(moved, exact, noise.clone_state())  # the same noise as in a pass of its own
 

@@ -20,13 +20,7 @@ from tezo.directions.targets import Site, Target, only_input
 from tezo.forward import rounding
 from tezo.forward.blocks import Blocks, Points, block_points
 from tezo.forward.interception import EMBEDDING, Interception, untraced
-from tezo.forward.perturbed_parameter import (
-    PerturbedParameter,
-    Shift,
-    check_between_steps,
-    require_plain,
-    require_writable,
-)
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, require_plain, require_writable
 
 FEW = 1 << 14
 """Largest number of coefficient entries of points that are computed before a pass. In the pass itself, small operations
@@ -62,7 +56,6 @@ class InForward(PerturbedParameter):
         self._most_rank = most_rank if target.is_writable or most_rank is not None else MOST_RANK
         self.folds_into_weight = self._most_rank is None
         self._blocks = blocks
-        self._shifts: tuple[Shift, ...] = ()
         self._prepared: tuple[Points, ...] = ()
         self._count = 1
         self._forget()
@@ -107,14 +100,14 @@ class InForward(PerturbedParameter):
     @property
     def _moved(self) -> bool:
         """Whether W_t, or its perturbation, differs from the stored tensor."""
-        return bool(self._shifts) or self._changed or self.frozen is not None
+        return bool(self.shifts) or self._changed or self.frozen is not None
 
     def _terms(self, dtype: torch.dtype) -> Iterator[Points]:
         """Returns (blocks, points) of products in `dtype`: F for all blocks, and D + scale_g Z_g for each block g."""
         assert self.change is not None
-        self.was_called |= bool(self._shifts)
+        self.was_called |= bool(self.shifts)
         frozen: list[Points] = [] if self.frozen is None else [(None, self.frozen)]
-        return chain(frozen, self._prepared or block_points(self.change, self._changed, self._shifts, dtype))
+        return chain(frozen, self._prepared or block_points(self.change, self._changed, self.shifts, dtype))
 
     def begin(self, direction: Direction, key: DrawKey) -> None:
         super().begin(direction, key)
@@ -125,7 +118,7 @@ class InForward(PerturbedParameter):
             self.change = direction.origin()
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
-        self._shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
+        self.shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
         self._prepared, change = (), self.change
         if not shifts or change is None or change.casts_coefficient:
             return
@@ -181,7 +174,7 @@ class InForward(PerturbedParameter):
         return stored
 
     def replaced(self) -> None:
-        check_between_steps("load_state_dict", self.target, bool(self._shifts))
+        super().replaced()
         self._forget()
 
     def state(self) -> dict[str, Tensor]:

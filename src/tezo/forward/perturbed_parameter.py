@@ -206,26 +206,25 @@ class PerturbedParameter(ABC):
     """One tuned parameter, W_t.
 
     The order of a step is: `begin`; `set_perturbations` with +rho and -rho, in one pass or in two; `set_perturbations`
-    with no shifts; then the update rule calls `add_` or `write_`. Between steps the model computes with W_t.
+    with no shifts; then the update rule calls `add_`. Between steps the model computes with W_t.
     """
 
     way = "in forward"
     """How perturbations are applied, in words."""
     writes_weight = True
     """Whether perturbations or updates change the stored tensor."""
-
+    folds_into_weight = False
+    """Whether a refresh of the fixed factors writes the stored tensor."""
     in_blocks = False
     """Whether one forward pass can apply several shifts, each to its own block of rows."""
-
     draws_for_all_blocks = False
     """Whether applying several shifts of one direction in one pass saves an expensive draw."""
-
     was_called = False
     """Whether a forward pass has used a perturbation; always True for a parameter that is perturbed in place."""
-
     in_storage = False
     """Whether perturbations are in the stored tensor, where code that reads the tensor past its modules meets them."""
-
+    compression_error = 0.0
+    """Sum of the relative errors (Frobenius norm) of all compressions of the trained change."""
     owner: Callable[[], object | None] = staticmethod(lambda: True)
     """None once the optimizer is gone, so that nobody can call `close`; see `settle`."""
 
@@ -241,6 +240,7 @@ class PerturbedParameter(ABC):
         self._handles: list[RemovableHandle | Interception | InStateDict] = [
             InStateDict(target, self.merged, self.replaced)
         ]
+        self.shifts: tuple[Shift, ...] = ()
         self._key = DrawKey(0, 0)
         self._rounding: torch.Generator | None = None
 
@@ -255,13 +255,22 @@ class PerturbedParameter(ABC):
         """Sets the perturbations of the blocks of rows, those of `shifts[0]` first; with no shifts, all use W_t."""
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
-        """Adds alpha * (the point of `direction`'s space with coefficient `delta` at `rows`); here for `Dense`."""
+        """Adds alpha * (the point of the direction's space with coefficient `delta` at `rows`) to W_t.
+
+        Here the coefficient is that of `Dense`, and a half-precision weight is rounded stochastically.
+        """
         del direction
-        self.write_(rows, delta, alpha)
+        rounding.add_(self.weight[rows], delta, alpha, self.rounding)
 
     def decay_(self, factor: float) -> None:
         """Multiplies the trained values by `factor`; here the stored tensor."""
         self.decay_weight_(factor)
+
+    def decay_weight_(self, factor: float) -> None:
+        """Multiplies the stored tensor by `factor`; a half-precision weight is rounded stochastically."""
+        for rows in self.row_tiles():
+            tile = self.weight[rows]
+            rounding.add_(tile, tile.to(self.target.state_dtype), factor - 1, self.rounding)
 
     def state(self) -> dict[str, Tensor]:
         """Returns the tensors of the trained change that is not in the stored tensor, by key."""
@@ -276,11 +285,6 @@ class PerturbedParameter(ABC):
         """
         del draw, state
 
-    folds_into_weight = False
-    """Whether a refresh of the fixed factors writes the stored tensor."""
-    compression_error = 0.0
-    """Sum of the relative errors (Frobenius norm) of all compressions of the trained change."""
-
     def trained(self) -> list[tuple[Tensor, Tensor]]:
         """Returns (left, right) pairs; the change stored beside the stored tensor is the sum of left @ right^T."""
         return []
@@ -294,14 +298,25 @@ class PerturbedParameter(ABC):
         Raises:
             RequestError: there is no such tensor, because the stored one is packed, or is perturbed at the moment.
         """
+        if self.in_storage:
+            self._check_between_steps("state_dict")
         return None
 
-    def replaced(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
+    def replaced(self) -> None:
         """Prepares for the stored tensor to be loaded anew: W_t is then what is loaded.
 
         Raises:
             RequestError: the stored tensor cannot be replaced at the moment.
         """
+        if self.in_storage or not self.writes_weight:
+            self._check_between_steps("load_state_dict")
+
+    def _check_between_steps(self, call: str) -> None:
+        if self.shifts:
+            raise RequestError(
+                f"{call} was called by the closure of a step, while {self.target.name} is perturbed; call it between "
+                "steps."
+            )
 
     def close(self) -> None:
         """Removes the hooks; changes to the stored tensor remain."""
@@ -319,24 +334,12 @@ class PerturbedParameter(ABC):
         """Returns slices of the rows of the stored tensor, one tile each."""
         return row_tiles(self.target.stored_shape)
 
-    def write_(self, rows: slice, delta: Tensor, alpha: float) -> None:
-        """Adds alpha * delta to these rows of the stored tensor, rounded stochastically in bfloat16 and float16."""
-        rounding.add_(self.weight[rows], delta, alpha, self.rounding)
-
-    def decay_weight_(self, factor: float) -> None:
-        """Multiplies the stored tensor by `factor`, rounded stochastically in bfloat16 and float16."""
-        for rows in self.row_tiles():
-            tile = self.weight[rows]
-            rounding.add_(tile, tile.to(self.target.state_dtype), factor - 1, self.rounding)
-
     @property
     def rounding(self) -> torch.Generator:
         """The step's generator for stochastic rounding."""
         if self._rounding is None:
-            key, parameter = self._key, self.target.parameter
-            self._rounding = generator(
-                parameter.device, seed=key.seed, step=key.step, name=self.target.name, role="rounding"
-            )
+            device, key = self.target.parameter.device, self._key
+            self._rounding = generator(device, seed=key.seed, step=key.step, name=self.target.name, role="rounding")
         return self._rounding
 
 
@@ -378,14 +381,6 @@ def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
     for moving in left:
         moving.close()
     return bool(changed)
-
-
-def check_between_steps(call: str, target: Target, perturbed: bool) -> None:
-    """Raises a `RequestError` if the stored or trained values of a parameter are perturbed at the moment."""
-    if perturbed:
-        raise RequestError(
-            f"{call} was called by the closure of a step, while {target.name} is perturbed; call it between steps."
-        )
 
 
 def require_writable(target: Target, reason: str) -> None:

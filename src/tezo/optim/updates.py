@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tezo.directions.dense_noise import MomentumNoise
+from tezo.directions.perturbation import MomentumNoise
 from tezo.directions.spaces import Direction, FixedFactors, row_tiles
 from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import ParameterEstimate

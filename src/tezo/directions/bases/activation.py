@@ -134,6 +134,7 @@ class ActivationBasis(Basis):
 
     def set_factor_store(self, store: FactorStore) -> None:
         self._store = store
+        self.version += 1
         # a learning rate that is chosen before the first step has computed factors already
         for refresh_step, collected in self._collected.items():
             stored = store.load(KIND, refresh_step)
@@ -215,6 +216,7 @@ class ActivationBasis(Basis):
         return factors | {"calls": torch.tensor(self._calls)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.version += 1
         loaded: dict[int, dict[str, Tensor]] = {}
         for key, factor in state.items():
             if key == "calls":

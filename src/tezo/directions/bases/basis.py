@@ -53,6 +53,9 @@ class Basis(ABC):
     data_dependent = False
     """Whether factors are computed from data; such factors are saved with a run."""
 
+    version = 0
+    """Number of times that factors may have been replaced by others of the same step."""
+
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
         """Takes, once, the matrices to be tuned and the rank of each by name."""
         del targets, ranks
