@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from tezo.directions.random import Signs, fill_normal_, normal
 from tezo.directions.ranks import RankRule
 from tezo.directions.spaces import (
     CP,
+    BothFixed,
     Core,
     Direction,
     FixedFactors,
@@ -42,6 +43,9 @@ class LowRankPerturbation(Perturbation):
         basis: source of the fixed factors, or its name.
         interval: steps between two refreshes of the fixed factors; None: they are fixed for the whole run.
     """
+
+    coefficient: ClassVar[tuple[str, int]]
+    """Purpose of the draw of a coefficient that is drawn on the CPU, and its dimensions, each of the rank's size."""
 
     def __init__(
         self, rank: RankRule, scale: Scale, *, basis: str | Basis = "gaussian", interval: int | None = None
@@ -77,52 +81,56 @@ class LowRankPerturbation(Perturbation):
 
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
         del state
-        return self.matrix_direction(target, key) if target.is_matrix else dense(target, key)
+        if not target.is_matrix:
+            return dense(target, key)
+        start = self.refresh_step(key.step)
+        cached = key.seed, start, self.basis.version
+        if self._factors.get(target.name, ((),))[0] != cached:
+            self._factors[target.name] = cached, self._placed(target, key.seed, start)
+        before = None
+        if start == key.step > 0:
+            before = partial(self._placed, target, key.seed, self.refresh_step(start - 1))
+        return self.matrix_direction(target, key, self._factors[target.name][1], start, before)
 
-    @abstractmethod
-    def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
-        """Returns the low-rank direction for a matrix."""
+    def matrix_direction(
+        self,
+        target: Target,
+        key: DrawKey,
+        fixed: Mapping[str, Tensor],
+        refresh_step: int,
+        before: Callable[[], dict[str, Tensor]] | None,
+    ) -> FixedFactors:
+        """Returns the low-rank direction for a matrix; here U and V are fixed.
+
+        Args:
+            target: the matrix.
+            key: key of the direction.
+            fixed: the factors of `draw_factors`, on the parameter's device in its dtype (float32 if packed).
+            refresh_step: first step of these factors.
+            before: draws the factors of the last interval; None unless the step is a refresh after step 0.
+        """
+        purpose, dimensions = self.coefficient
+        shape = (self._ranks[target.name],) * dimensions
+        draw = OwnNumbers(partial(normal, **key.of(target, purpose)), shape, target.device, target.state_dtype)
+        assert issubclass(self.draws, BothFixed)
+        return self.draws(draw=draw, u_MR=fixed["u"], v_NR=fixed["v"], refresh_step=refresh_step, before=before)
 
     def fixed(self, target: Target) -> tuple[Role, ...]:
         """Returns the roles of the factors that are fixed between refreshes."""
         del target
-        return ("u", "v")
+        return ROLES
 
     @abstractmethod
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """Returns the fixed factors from a step on, scale included: role -> (M, r) or (N, r), float64, on the CPU.
-
-        Args:
-            target: the matrix.
-            seed: seed of the run.
-            refresh_step: first step of these factors.
-        """
+        """Returns the fixed factors from a step on, scale included: role -> (M, r) or (N, r), float64, on the CPU."""
 
     def refresh_step(self, step: int) -> int:
         """Returns the first step of the interval that contains `step`."""
         return 0 if self.interval is None else step - step % self.interval
 
-    def before(self, target: Target, key: DrawKey) -> Callable[[], dict[str, Tensor]] | None:
-        """Returns a function that draws the last interval's factors; None unless the step is a refresh after step 0."""
-        if key.step == 0 or self.refresh_step(key.step) != key.step:
-            return None
-        return partial(self._placed, target, key.seed, self.refresh_step(key.step - 1))
-
     def _placed(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         drawn = self.draw_factors(target, seed, refresh_step)
         return {role: factor.to(target.device, _factor_dtype(target)) for role, factor in drawn.items()}
-
-    def factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """Returns `draw_factors` on the parameter's device in its dtype (float32 if packed); caches the latest set."""
-        key = seed, refresh_step, self.basis.version
-        if self._factors.get(target.name, ((),))[0] != key:
-            self._factors[target.name] = key, self._placed(target, seed, refresh_step)
-        return self._factors[target.name][1]
-
-    @staticmethod
-    def numbers(shape: tuple[int, ...], target: Target, key: DrawKey, role: str) -> OwnNumbers:
-        """Returns standard normal coefficients of this step, in the target's state dtype, on its device."""
-        return OwnNumbers(partial(normal, **key.of(target, role)), shape, target.device, target.state_dtype)
 
 
 def _factor_dtype(target: Target) -> torch.dtype:
@@ -139,28 +147,27 @@ class Lazy(LowRankPerturbation):
 
     draws = LowRank
 
-    def matrix_direction(self, target: Target, key: DrawKey) -> LowRank:
-        refresh_step, (role,), rank = self.refresh_step(key.step), self.fixed(target), self._ranks[target.name]
-        v_IR = self.factors(target, key.seed, refresh_step)["v"]
-        if self.basis.data_dependent:  # columns are orthogonal; their lengths may differ
-            gram: float | Tensor = v_IR.to(target.state_dtype).square().sum(0)
-        else:
-            gram = len(v_IR) * self._factor(rank) ** 2
+    def matrix_direction(
+        self,
+        target: Target,
+        key: DrawKey,
+        fixed: Mapping[str, Tensor],
+        refresh_step: int,
+        before: Callable[[], dict[str, Tensor]] | None,
+    ) -> LowRank:
+        (role,), rank, v_IR = self.fixed(target), self._ranks[target.name], fixed["v"]
         rows, device, dtype = target.matrix_shape[0 if role == "v" else 1], target.device, target.state_dtype
 
         def draw() -> Tensor:
             # M x r numbers every step are too many for the CPU; like dense noise they are drawn on the weight's device
-            u_MR = torch.empty(rows, rank, dtype=dtype, device=device)
-            return fill_normal_(u_MR, **key.of(target, "u"))
+            return fill_normal_(torch.empty(rows, rank, dtype=dtype, device=device), **key.of(target, "u"))
 
-        signs = Signs(rows, key.of(target, "u"))
-        return (LowRank if role == "v" else TransposedLowRank)(
-            draw=SignedNumbers(draw, signs),
-            v_NR=v_IR,
-            refresh_step=refresh_step,
-            before=self.before(target, key),
-            gram=gram,
-        )
+        gram: float | Tensor = len(v_IR) * self._factor(rank) ** 2
+        if self.basis.data_dependent:  # columns are orthogonal; their lengths may differ
+            gram = v_IR.to(dtype).square().sum(0)
+        numbers = SignedNumbers(draw, Signs(rows, key.of(target, "u")))
+        kind = LowRank if role == "v" else TransposedLowRank
+        return kind(draw=numbers, v_NR=v_IR, refresh_step=refresh_step, before=before, gram=gram)
 
     def fixed(self, target: Target) -> tuple[Role, ...]:
         return ((target.input_role or "v") if self.basis.data_dependent else "v",)
@@ -181,12 +188,7 @@ class Subspace(LowRankPerturbation):
     """
 
     draws = Core
-
-    def matrix_direction(self, target: Target, key: DrawKey) -> Core:
-        refresh_step, rank = self.refresh_step(key.step), self._ranks[target.name]
-        factors = self.factors(target, key.seed, refresh_step)
-        draw = self.numbers((rank, rank), target, key, "core")
-        return Core(draw=draw, u_MR=factors["u"], v_NR=factors["v"], refresh_step=refresh_step)
+    coefficient = "core", 2
 
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]
@@ -202,17 +204,7 @@ class Temporal(LowRankPerturbation):
     """
 
     draws = CP
-
-    def matrix_direction(self, target: Target, key: DrawKey) -> CP:
-        refresh_step = self.refresh_step(key.step)
-        factors = self.factors(target, key.seed, refresh_step)
-        return CP(
-            draw=self.numbers((self._ranks[target.name],), target, key, "tau"),
-            u_MR=factors["u"],
-            v_NR=factors["v"],
-            refresh_step=refresh_step,
-            before=self.before(target, key),
-        )
+    coefficient = "tau", 1
 
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]

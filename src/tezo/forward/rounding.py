@@ -90,7 +90,7 @@ def _bits(count: int, draw: torch.Generator) -> Tensor:
 
 
 def _to_a_neighbour(exact: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    """Rounds values of any size to any 16-bit format on any device: to nearest, then to the other neighbour by chance."""
+    """Rounds any values to any 16-bit format on any device: to nearest, then by chance to the other neighbour."""
     nearest = exact.to(dtype)
     error = exact - nearest.float()
     # The other neighbour of the value is one step of the bit pattern away from zero or towards zero.
