@@ -3,6 +3,7 @@
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ Layout = Literal["linear", "like_linear", "transposed", "embedding", "bias", "la
 only parameter of another norm ("norm")."""
 
 _LINEAR: tuple[Layout, ...] = ("linear", "like_linear", "transposed")
-
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALL_LINEAR = "all-linear"
 ALL = "all"
 
@@ -45,7 +46,7 @@ class Target:
     parameter: nn.Parameter
     sites: tuple[Site, ...]
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:
         """Shape of the values; a packed tensor is stored in another shape."""
         for site in self.sites:
@@ -56,8 +57,7 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Device on which its modules compute; an offloaded tensor is there during their forward only."""
-        module = self.sites[0].module if self.sites else None
-        return self.parameter.device if module is None else place_of(module, self.parameter)
+        return place_of(self.sites[0].module, self.parameter) if self.sites else self.parameter.device
 
     @property
     def is_writable(self) -> bool:
@@ -75,12 +75,12 @@ class Target:
         """(M, N); leading dimensions of a 3-D (expert) parameter are flattened into M."""
         return int(self.shape[:-1].numel()), int(self.shape[-1])
 
-    @property
+    @cached_property
     def stored_shape(self) -> torch.Size:
         """(M, N) of a matrix, (M,) of a vector, (1,) of a scalar: the shape that is divided into dense tiles."""
         return torch.Size(self.matrix_shape if self.is_matrix else (self.shape.numel(),))
 
-    @property
+    @cached_property
     def in_forward(self) -> bool:
         """Whether it can be perturbed in the forward pass: the layout of every module that owns it is known."""
         return len(self.shape) in (1, 2) and all(site.layout is not None for site in self.sites)
@@ -106,10 +106,8 @@ class Target:
     @property
     def kind(self) -> str:
         """Kind of parameter for display: "linear", "embedding", "vector" or "other"."""
-        if not self.is_matrix:
-            return "vector"
-        if not self.in_forward:
-            return "other"
+        if not self.is_matrix or not self.in_forward:
+            return "other" if self.is_matrix else "vector"
         return "linear" if self.is_linear else "embedding"
 
 
@@ -164,9 +162,6 @@ def _computes_as_linear(module: nn.Module) -> bool:
         return bool((given - expected).abs().max() <= close * expected.abs().max())
     except (RuntimeError, TypeError, ValueError, AttributeError):  # it takes or gives something else, or is offloaded
         return False
-
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_packed(parameter: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tezo.directions.products import multiplies_bfloat16, scratch
 from tezo.directions.random import generator
-from tezo.directions.spaces import Dense
+from tezo.directions.spaces import Dense, row_tiles
 from tezo.directions.targets import Layout, Site, Target, only_input
 from tezo.forward import rounding
 from tezo.forward.blocks import Blocks
@@ -116,7 +116,7 @@ class DenseInForward(PerturbedParameter):
             ids_GT = self._blocks.split(ids, len(self.shifts), 0)
             out_GTN = output.view(*ids_GT.shape, output.shape[-1])
             self.was_called = True
-            for rows in self.row_tiles():
+            for rows in row_tiles(self.target.stored_shape):
                 in_tile_GT = (ids_GT >= rows.start) & (ids_GT < rows.stop)
                 if in_tile_GT.any():
                     for key, direction in self._directions.items():
@@ -185,7 +185,7 @@ class DenseInForward(PerturbedParameter):
 
     def _groups(self, count: int) -> list[list[slice]]:
         most = PRODUCT_ENTRIES * self.weight.element_size() // (count * self.target.stored_shape[1])
-        return grouped(self.row_tiles(), most)
+        return grouped(row_tiles(self.target.stored_shape), most)
 
     def _buffer(self, count: int, parts: list[slice]) -> tuple[slice, Tensor]:
         """Returns the rows of adjacent tiles, and memory for `count` tiles of these rows."""

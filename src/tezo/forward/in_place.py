@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tezo.directions.perturbation import DrawKey
-from tezo.directions.spaces import Direction, FixedFactors
+from tezo.directions.spaces import Direction, FixedFactors, row_tiles
 from tezo.directions.targets import Target
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, require_writable
 
@@ -35,7 +35,7 @@ class InPlace(PerturbedParameter):
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         if isinstance(direction, FixedFactors):
             left_MR, right_NR = direction.with_coefficient(delta.to(direction.v_NR.dtype)).factors()
-            for tile in self.row_tiles():
+            for tile in row_tiles(self.target.stored_shape):
                 super().add_(direction, tile, (left_MR[tile] @ right_NR.T).to(self.target.state_dtype), alpha)
         else:
             super().add_(direction, rows, delta, alpha)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.products import arithmetic_dtype
-from tezo.directions.spaces import Direction, FixedCoefficient, FixedFactors, LowRank
+from tezo.directions.spaces import Direction, FixedCoefficient, FixedFactors, LowRank, row_tiles
 from tezo.directions.targets import Site, Target, only_input
 from tezo.forward import rounding
 from tezo.forward.blocks import Blocks, Points, block_points
@@ -160,7 +160,7 @@ class InForward(PerturbedParameter):
 
     def _add_trained_(self, stored: Tensor, draw: torch.Generator) -> None:
         left_MR, right_NR = join(self.trained(), self.target.state_dtype)
-        for rows in self.row_tiles():
+        for rows in row_tiles(self.target.stored_shape):
             rounding.add_(stored[rows], left_MR[rows] @ right_NR.T, 1.0, draw)
 
     @torch.no_grad()

@@ -268,7 +268,7 @@ class PerturbedParameter(ABC):
 
     def decay_weight_(self, factor: float) -> None:
         """Multiplies the stored tensor by `factor`; a half-precision weight is rounded stochastically."""
-        for rows in self.row_tiles():
+        for rows in row_tiles(self.target.stored_shape):
             tile = self.weight[rows]
             rounding.add_(tile, tile.to(self.target.state_dtype), factor - 1, self.rounding)
 
@@ -329,10 +329,6 @@ class PerturbedParameter(ABC):
         """The stored tensor as a matrix (M, N) or a vector (M,)."""
         data = self.target.parameter.data
         return data if data.ndim == 2 else data.view(self.target.stored_shape)
-
-    def row_tiles(self) -> Iterator[slice]:
-        """Returns slices of the rows of the stored tensor, one tile each."""
-        return row_tiles(self.target.stored_shape)
 
     @property
     def rounding(self) -> torch.Generator:

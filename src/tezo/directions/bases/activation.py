@@ -47,21 +47,11 @@ def finder_bytes(size: int, rank: int, dtype: torch.dtype) -> int:
 
 
 class RangeFinder:
-    """The randomized range finder of Halko et al. (2011) for the second moments C = sum_t x_t x_t^T of a stream.
+    """The randomized range finder of Halko et al. (2011) for the second moments C = sum_t x_t x_t^T of I-vectors.
 
-    It keeps Y = C Omega, I x K, and takes the leading eigenvectors from the Nystrom approximation
-
-        C ~ Y (Omega^T Y)^-1 Y^T,
-
-    with the inverse restricted to eigenvalues above the rounding error of the sums. Omega is I x K and orthonormal, up
-    to rounding; for K = I it is the identity, and C is exact.
-
-    Args:
-        size: I, of the vectors.
-        columns: K.
-        device: of the vectors.
-        dtype: of the sums.
-        name: key of Omega's random draw.
+    It keeps Y = C Omega with K columns, and takes the leading eigenvectors from the Nystrom approximation
+    C ~ Y (Omega^T Y)^-1 Y^T, with the inverse restricted to eigenvalues above the rounding error of the sums. Omega is
+    I x K and orthonormal, drawn with the key `name`; for K = I it is the identity, and C is exact.
     """
 
     def __init__(self, size: int, columns: int, device: torch.device, dtype: torch.dtype, name: str) -> None:
@@ -184,9 +174,8 @@ class ActivationBasis(Basis):
             for group in tracked(list(groups(self._targets, self._ranks)), "groups of layers"):
                 finders = {}
                 for target in group:
-                    size, name = input_size(target), target.name
-                    columns = width(size, self._ranks[name])
-                    finders[name] = RangeFinder(size, columns, target.device, target.state_dtype, name)
+                    size, columns = input_size(target), width(input_size(target), self._ranks[target.name])
+                    finders[target.name] = RangeFinder(size, columns, target.device, target.state_dtype, target.name)
                 with recording(model, group, finders) as calls:
                     passes(refresh_step)
                 num_calls += calls()
