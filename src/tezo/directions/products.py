@@ -29,13 +29,8 @@ _kept = threading.local()
 def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a contiguous, uninitialised tensor; the thread's next call with this role, dtype and device reuses it.
 
-    Mapping new memory page by page can take longer than the arithmetic on it.
-
-    Args:
-        role: name of the use; buffers in use at the same time need different roles.
-        shape: shape of the tensor, at most one tile: the memory is kept until the thread ends.
-        dtype: data type of the tensor.
-        device: device of the tensor.
+    Mapping new memory page by page can take longer than the arithmetic on it. Buffers in use at the same time need
+    different roles. They have at most one tile, because the memory is kept until the thread ends.
     """
     size = math.prod(shape)
     buffers: dict[Any, Tensor] = vars(_kept)

@@ -95,14 +95,10 @@ def _philox(key: int) -> np.random.Generator:
 
 
 class Signs:
-    """Random signs s_i of the entries of a vector, for each example i of a batch; all are 1 for the first example.
+    """Random signs s_i of the entries of a vector z with a key, for each example i of a batch; 1 for the first example.
 
     If z has independent standard normal entries, so has s_i * z, and E[(s_i * z)(s_j * z)^T] = 0 for i != j. Examples
     therefore get directions of their own from one draw of z (Flipout, Wen et al. 2018).
-
-    Args:
-        length: number of entries of z.
-        key: key of z.
     """
 
     def __init__(self, length: int, key: Key) -> None:

@@ -88,11 +88,7 @@ class FixedCoefficient(CoefficientDraw):
 class OwnNumbers(CoefficientDraw):
     """Coefficients cut from one stream of numbers, in the order of the examples; for few numbers, which are kept.
 
-    Args:
-        draw: returns the first numbers of the stream, of a given shape.
-        shape: shape of one coefficient.
-        device: device of the coefficients.
-        dtype: data type of the coefficients.
+    `draw` returns the first numbers of the stream, of a given shape; `shape` is that of one coefficient.
     """
 
     def __init__(
@@ -113,13 +109,9 @@ class OwnNumbers(CoefficientDraw):
 
 
 class SignedNumbers(CoefficientDraw):
-    """One draw for all examples, whose entries along the first dimension have the signs of each example.
+    """One draw (M, ...) for all examples, whose entries along the first dimension have the signs of each example.
 
     For coefficients of so many numbers that those of each example would cost more than the forward passes.
-
-    Args:
-        draw: returns the numbers, (M, ...).
-        signs: signs of their M rows.
     """
 
     def __init__(self, draw: Callable[[], Tensor], signs: Signs) -> None:

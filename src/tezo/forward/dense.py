@@ -9,8 +9,9 @@ multiplied as it is, and rho times a product with Z is added. With more rows two
 W + rho Z, which is then rounded stochastically: rounded to nearest it would be W wherever rho is far below the spacing.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.products import multiplies_bfloat16, scratch
+from tezo.directions import spaces
+from tezo.directions.products import multiplies_bfloat16, row_slices, scratch
 from tezo.directions.random import generator
 from tezo.directions.spaces import Dense, row_tiles
 from tezo.directions.targets import Layout, Site, Target, only_input
@@ -142,8 +144,7 @@ class DenseInForward(PerturbedParameter):
         """Yields (rows, blocks, Z_g[rows]), the same for all these blocks."""
         own, drawn = [id(shift.direction) for shift in self.shifts], list(self._directions)
         self.was_called = True
-        for parts in self._groups(len(drawn)):
-            rows, z_DRN = self._buffer(len(drawn), parts)
+        for parts, rows, z_DRN in self._groups(len(drawn)):
             for part in parts:
                 for z, direction in zip(z_DRN, self._directions.values(), strict=True):
                     direction.fill_(z[part.start - rows.start : part.stop - rows.start], part)
@@ -155,8 +156,7 @@ class DenseInForward(PerturbedParameter):
         """Yields (rows, (W + scale_g Z_g)[rows] for each block g): large tiles, for fast products, of smaller draws."""
         self.was_called = True
         dtype = self.target.state_dtype if self._in_bfloat16 else self._dtype
-        for parts in self._groups(len(self.shifts)):
-            rows, tiles_GRN = self._buffer(len(self.shifts), parts)
+        for parts, rows, tiles_GRN in self._groups(len(self.shifts)):
             for part in parts:
                 moved_GTN = tiles_GRN[:, part.start - rows.start : part.stop - rows.start]
                 base = self.weight[part]
@@ -183,23 +183,21 @@ class DenseInForward(PerturbedParameter):
             torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=exact)
             rounding.store_(moved, exact, noise.clone_state())  # the same noise as in a pass of its own
 
-    def _groups(self, count: int) -> list[list[slice]]:
-        most = PRODUCT_ENTRIES * self.weight.element_size() // (count * self.target.stored_shape[1])
-        return grouped(row_tiles(self.target.stored_shape), most)
-
-    def _buffer(self, count: int, parts: list[slice]) -> tuple[slice, Tensor]:
-        """Returns the rows of adjacent tiles, and memory for `count` tiles of these rows."""
-        rows = slice(parts[0].start, parts[-1].stop)
-        shape = count, rows.stop - rows.start, self.target.stored_shape[1]
-        return rows, scratch("moved", shape, self._dtype, self.weight.device)
+    def _groups(self, count: int) -> Iterator[tuple[list[slice], slice, Tensor]]:
+        """Yields (adjacent tiles, their rows together, memory for `count` tiles of these rows)."""
+        shape = self.target.stored_shape
+        for parts in grouped(shape, spaces.TILE, PRODUCT_ENTRIES * self.weight.element_size() // (count * shape[1])):
+            rows = slice(parts[0].start, parts[-1].stop)
+            buffer = count, rows.stop - rows.start, shape[1]
+            yield parts, rows, scratch("moved", buffer, self._dtype, self.weight.device)
 
 
-def grouped(tiles: Iterable[slice], most: int) -> list[list[slice]]:
-    """Groups adjacent tiles, with at most about `most` rows each: as few groups as possible, of similar size."""
-    tiles = list(tiles)
-    total = tiles[-1].stop
-    count = -(-total // max(1, most))
-    return [list(group) for _, group in itertools.groupby(tiles, lambda tile: tile.start * count // total)]
+@functools.lru_cache(maxsize=256)
+def grouped(shape: tuple[int, ...], tile: int, most: int) -> list[list[slice]]:
+    """Groups the tiles of a matrix, of at most `tile` entries, into as few groups of about `most` rows as possible."""
+    count = -(-shape[0] // max(1, most))
+    tiles = row_slices(shape, tile)
+    return [list(group) for _, group in itertools.groupby(tiles, lambda rows: rows.start * count // shape[0])]
 
 
 class VectorInForward(PerturbedParameter):

@@ -68,11 +68,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def let_interrupt(*, last: bool = False) -> None:
-    """Runs the handlers that wait; one of them may raise.
-
-    Args:
-        last: whether this is the last moment before the update, which is then not interrupted by any signal.
-    """
+    """Runs the handlers that wait; one of them may raise. The `last` one precedes the update, which no signal ends."""
     if _waiting and _state["waits"]:
         _state["waits"] = False
         try:
@@ -352,9 +348,7 @@ def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
 def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
     """Closes what optimizers that are gone have left on these parameters; returns whether a change was kept.
 
-    Args:
-        parameters: of a model that is to be tuned.
-        keep: whether their changes are added to the stored tensors; else they are dropped.
+    With `keep` their changes are added to the stored tensors, else dropped.
 
     Raises:
         RequestError: they cannot be added, because the tensors are packed.
@@ -383,11 +377,8 @@ def require_writable(target: Target, reason: str) -> None:
     """Raises a `RequestError` if an in-place add to the stored tensor fails or has no effect.
 
     Both happen with quantised and offloaded tensors, independent of the dtype that they report. Therefore the tensor
-    must be a plain torch tensor, and an add to one entry is tried, checked and undone.
-
-    Args:
-        target: parameter to be written.
-        reason: subject of the error message, such as "this method".
+    must be a plain torch tensor, and an add to one entry is tried, checked and undone. `reason` is the subject of the
+    message, such as "this method".
     """
     data = target.parameter.data
     plain = target.is_writable
