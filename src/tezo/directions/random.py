@@ -188,22 +188,19 @@ def groups() -> Tensor:
     """
     sobol = torch.quasirandom.SobolEngine(GROUP)  # type: ignore[no-untyped-call]
     points = sobol.draw(_SIZE, dtype=torch.float64).mul_(_SIZE).numpy().astype(np.uint16)
-    k = np.stack([_scrambled(points[:, i], seed) for i, seed in enumerate(_SCRAMBLES)], axis=1)
+    columns = []
+    for column, seed in zip(points.T, _SCRAMBLES, strict=True):
+        # a permutation of 0 ... 2^16 - 1 that keeps the uniformity (nested uniform scrambling): on the reversed bits,
+        # sums, and products with even numbers, change a bit by lower ones only (Laine and Karras 2011)
+        bits = _reversed(column) + np.uint16(seed)
+        for factor in (0x6C50, 0xB82E, 0xC7AE, 0x8D22):
+            bits ^= bits * np.uint16(factor)
+        columns.append(_reversed(bits))
+    k = np.stack(columns, axis=1)
     z = torch.from_numpy((2.0 * k + 1) / _SIZE - 1).erfinv_().mul_(2**0.5)
     root = torch.linalg.cholesky(z.T @ z / _SIZE)
     white: Tensor = torch.linalg.solve_triangular(root, z.T, upper=False)
     return white.T.float().contiguous()
-
-
-def _scrambled(k: np.ndarray, seed: int) -> np.ndarray:
-    """Permutes 0 ... 2^16 - 1 so that a Sobol' sequence stays uniform (nested uniform scrambling).
-
-    On the reversed bits, sums, and products with even numbers, change a bit by lower ones only (Laine and Karras 2011).
-    """
-    bits = _reversed(k) + np.uint16(seed)
-    for factor in (0x6C50, 0xB82E, 0xC7AE, 0x8D22):
-        bits ^= bits * np.uint16(factor)
-    return _reversed(bits)
 
 
 def _reversed(k: np.ndarray) -> np.ndarray:

@@ -255,10 +255,6 @@ class FixedFactors(Direction):
         z = self.coefficient
         return self.with_coefficient(torch.stack([scale * z for scale in scales]))
 
-    def origin(self) -> Self:
-        """Returns the zero direction with the same fixed factors."""
-        return self.with_coefficient(torch.zeros_like(self.coefficient))
-
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         # W += alpha * left @ right^T
         left_MR, right_NR = self.factors()

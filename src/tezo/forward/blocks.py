@@ -21,16 +21,13 @@ class NotInBlocksError(Exception):
 
 
 class Blocks(Uncopied):
-    """Records the number of rows of a forward pass of `model`, and splits inputs of its modules into blocks.
-
-    Attributes:
-        rows: leading dimension of the first tensor argument of the model; None outside a pass.
-        tokens: `rows` times the second dimension of that tensor; None outside a pass.
-    """
+    """Records the number of rows of a forward pass of `model`, and splits inputs of its modules into blocks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.rows: int | None = None
+        """Leading dimension of the first tensor argument of the model; None outside a pass."""
         self.tokens: int | None = None
+        """`rows` times the second dimension of that tensor; None outside a pass."""
         self._begin: Callable[[int], object] | None = None
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -92,11 +89,7 @@ Points = tuple[slice | None, FixedFactors]
 def block_points(change: FixedFactors, moved: bool, shifts: Sequence[Shift], dtype: torch.dtype) -> Iterator[Points]:
     """Returns terms whose sum is D + scale_g Z_g for each block g; both signs of a direction share one draw.
 
-    Args:
-        change: D.
-        moved: whether D is not zero.
-        shifts: scale and direction of the blocks; none: all blocks are at D.
-        dtype: that of the products.
+    D is `change`, zero unless `moved`; without `shifts` all blocks are at D. `dtype` is that of the products.
     """
     # In half precision c + rho u would lose u once c is large, so they are separate terms where a product rounds them.
     apart = change.casts_coefficient and dtype.itemsize < 4

@@ -217,18 +217,22 @@ class VectorInForward(PerturbedParameter):
         self._handles += [self._hook(site) for site in target.sites]
 
     def _hook(self, site: Site) -> RemovableHandle:
-        assert site.layout is not None
-        perturbed = _PERTURBED[site.layout]
-
         def move(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
             if self._shift_GN is None:
                 return output
             self.was_called = True
             with torch._C.DisableTorchFunction():
-                count = self._shift_GN.shape[0]
+                count, shift_G1N = self._shift_GN.shape[0], self._shift_GN.unsqueeze(1)
                 x_GTK = self._blocks.split(only_input(args, kwargs), count, 1)
-                out_GTN = self._blocks.split(output, count, 1)
-                moved = perturbed(module, x_GTK, out_GTN, self._shift_GN.unsqueeze(1))
+                moved = self._blocks.split(output, count, 1)
+                if site.layout == "bias":
+                    moved = moved + shift_G1N
+                elif isinstance(module, nn.LayerNorm):
+                    # out + d * (x - mean) / sqrt(var + eps)
+                    x_GTK = x_GTK.to(shift_G1N.dtype)
+                    moved = moved + functional.layer_norm(x_GTK, module.normalized_shape, eps=module.eps) * shift_G1N
+                else:
+                    moved = _norm(module, x_GTK, shift_G1N)
                 return moved.to(output.dtype).view(output.shape)
 
         return site.module.register_forward_hook(untraced(move), with_kwargs=True)
@@ -241,21 +245,8 @@ class VectorInForward(PerturbedParameter):
         self._shift_GN = torch.cat(moved) if moved else None
 
 
-def _bias(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:
-    """Returns out + d."""
-    del module, x
-    return out + shift
-
-
-def _layer_norm(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:
-    """Returns out + d * (x - mean) / sqrt(var + eps)."""
-    assert isinstance(module, nn.LayerNorm)
-    return out + functional.layer_norm(x.to(shift.dtype), module.normalized_shape, eps=module.eps) * shift
-
-
-def _norm(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:
-    """Recomputes the norm of each block with the perturbed weight, because modules use the weight in different ways."""
-    del out
+def _norm(module: nn.Module, x: Tensor, shift: Tensor) -> Tensor:
+    """Computes the norm of each block with the perturbed weight, because modules use the weight in different ways."""
     parameter = module.get_parameter("weight")
     stored = parameter.data
     try:
@@ -266,10 +257,3 @@ def _norm(module: nn.Module, x: Tensor, out: Tensor, shift: Tensor) -> Tensor:
     finally:
         parameter.data = stored
     return torch.stack(moved)
-
-
-_PERTURBED: dict[Layout, Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]] = {
-    "bias": _bias,
-    "layer_norm": _layer_norm,
-    "norm": _norm,
-}

@@ -53,10 +53,8 @@ class Interception:
     forward is wrapped, because a forward hook does not run after a KeyboardInterrupt or SystemExit in the module, and
     the replacements would stay in force everywhere.
 
-    Args:
-        module: the module. During its forward its weight may be another tensor, loaded or gathered for the call.
-        replacements: torch function -> a function with the same arguments.
-        active: called before each forward; nothing is replaced if it returns False.
+    `replacements` has functions with the same arguments; none is used in a forward before which `active` returns False.
+    During the forward, the module's weight may be another tensor, loaded or gathered for the call.
     """
 
     def __init__(
@@ -117,11 +115,7 @@ class DirectReads(TorchFunctionMode):
     relative positions or a head that multiplies by the embeddings, gets the stored values: the perturbation does not
     reach the loss there, and merge() changes the output.
 
-    Args:
-        targets: parameters to watch; those that cannot be perturbed in the forward pass are left out.
-
-    Attributes:
-        names: names of the parameters that were read.
+    Parameters that cannot be perturbed in the forward pass are left out. `names` are those that were read.
     """
 
     def __init__(self, targets: Sequence[Target]) -> None:
@@ -132,24 +126,19 @@ class DirectReads(TorchFunctionMode):
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "DirectReads":
+        def count(change: int, key: int) -> Callable[..., None]:
+            def hook(*_: object) -> None:
+                self._open[key] += change
+
+            return untraced(hook)
+
         for key, target in self._targets.items():
-            for site in target.sites:
-                self._handles += self._hooks(site.module, key)
+            for site in target.sites:  # around the hooks that perturb, which may read the weight
+                enter, leave = count(1, key), count(-1, key)
+                self._handles.append(site.module.register_forward_pre_hook(enter, prepend=True))
+                self._handles.append(site.module.register_forward_hook(leave, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
-
-    def _hooks(self, module: nn.Module, key: int) -> list[RemovableHandle]:
-        def enter(*_: object) -> None:
-            self._open[key] += 1
-
-        def leave(*_: object) -> None:
-            self._open[key] -= 1
-
-        # around the hooks that perturb, which may read the weight
-        return [
-            module.register_forward_pre_hook(untraced(enter), prepend=True),
-            module.register_forward_hook(untraced(leave), always_call=True),
-        ]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]

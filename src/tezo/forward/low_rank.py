@@ -34,18 +34,9 @@ MOST_RANK = 64
 class InForward(PerturbedParameter):
     """A matrix perturbed in the forward pass: W_t = W + F + D, with D in the space of the current fixed factors.
 
-    At a refresh of the fixed factors, D is folded into the stored tensor, or into F, low-rank factors stored beside it;
-    D is then zero again. Without refreshes the stored tensor stays bit-identical.
-
-    Args:
-        target: the matrix.
-        blocks: splits the rows of the model's forward pass into blocks.
-        most_rank: largest rank of F; None: D is folded into the stored tensor if it can be written, else F has at most
-            rank `MOST_RANK`.
-
-    Attributes:
-        change: D.
-        frozen: F.
+    At a refresh of the fixed factors, D (`change`) is folded into the stored tensor, or into F (`frozen`), low-rank
+    factors stored beside it; D is then zero again. Without refreshes the stored tensor stays bit-identical. F has at
+    most the rank `most_rank`; None: D is folded into the stored tensor if it can be written, else it is `MOST_RANK`.
     """
 
     writes_weight = False
@@ -113,9 +104,15 @@ class InForward(PerturbedParameter):
         super().begin(direction, key)
         assert isinstance(direction, FixedFactors)
         if self.change is not None and self.change.refresh_step != direction.refresh_step:
-            self.retire()
+            # moves D into the stored tensor or into F
+            if self._most_rank is None:
+                self.fold()
+            elif self._changed:
+                left, right, lost = compress(*join(self.trained(), self.target.state_dtype), self._most_rank)
+                self.frozen, self.compression_error = low_rank(left, right), self.compression_error + lost
+            self._changed = False
         if self.change is None or not self._changed:
-            self.change = direction.origin()
+            self.change = direction.with_coefficient(torch.zeros_like(direction.coefficient))
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
         self.shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
@@ -141,15 +138,6 @@ class InForward(PerturbedParameter):
     def trained(self) -> list[tuple[Tensor, Tensor]]:
         frozen = [] if self.frozen is None else [self.frozen.factors()]
         return frozen + ([self.change.split_factors()] if self.change is not None and self._changed else [])
-
-    def retire(self) -> None:
-        """Moves D into the stored tensor or into F; D is then zero."""
-        if self._most_rank is None:
-            self.fold()
-        elif self._changed:
-            left, right, lost = compress(*join(self.trained(), self.target.state_dtype), self._most_rank)
-            self.frozen, self.compression_error = low_rank(left, right), self.compression_error + lost
-        self.change, self._changed = None, False
 
     def fold(self) -> None:
         # W += F + D, then F = D = 0, in one pass over the stored tensor

@@ -19,11 +19,7 @@ from tezo.directions.products import scratch
 def add_(weight: Tensor, delta: Tensor, alpha: float, draw: torch.Generator) -> None:
     """Adds alpha * delta to the weight, in place; unbiased in bfloat16 and float16.
 
-    Args:
-        weight: tensor of any floating dtype.
-        delta: tensor of the same shape, float32 or wider.
-        alpha: factor.
-        draw: generator on the weight's device.
+    `delta` has the weight's shape and is float32 or wider; `draw` is on the weight's device.
     """
     if weight.dtype in (torch.float32, torch.float64):
         weight.add_(delta.to(weight.dtype), alpha=alpha)
@@ -35,10 +31,7 @@ def add_(weight: Tensor, delta: Tensor, alpha: float, draw: torch.Generator) -> 
 def store_(weight: Tensor, exact: Tensor, draw: torch.Generator) -> None:
     """Stores `exact`, rounded stochastically to the weight's dtype (bfloat16 or float16); overwrites `exact`.
 
-    Args:
-        weight: tensor of any strides.
-        exact: float32 tensor of the same shape, without overlapping memory.
-        draw: generator on the weight's device.
+    The weight has any strides, `exact` is float32 of the same shape, without overlapping memory.
     """
     # the range check synchronises with the device, so it is done on a CPU only
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and exact.numel() > 0:

@@ -22,15 +22,11 @@ Passes = Callable[[int], object]
 
 @dataclass(frozen=True)
 class CollectedFactors:
-    """Tensors computed from data at one step.
-
-    Attributes:
-        factors: parameter name -> tensor; those of a basis are float64 on the CPU.
-        calls: number of model calls they took.
-    """
+    """Tensors computed from data at one step, by parameter name; those of a basis are float64 on the CPU."""
 
     factors: Mapping[str, Tensor]
     calls: int
+    """Number of model calls they took."""
 
 
 class FactorStore(Protocol):
@@ -70,15 +66,7 @@ class Basis(ABC):
 
     @abstractmethod
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
-        """Returns the factor of `target`: (M, rank) for the role "u", (N, rank) for "v".
-
-        Args:
-            role: which factor.
-            target: the matrix.
-            rank: number of its columns.
-            seed: seed of the run.
-            refresh_step: first step of the factor.
-        """
+        """Returns the factor of `target` from a step on: (M, rank) for the role "u", (N, rank) for "v"."""
 
     @property
     def cost(self) -> tuple[int, float]:
