@@ -33,6 +33,9 @@ carry over between methods, ranks and layers, and the estimate is the unbiased o
 exactly as printed. If the entries of the raw Z have standard deviation s, then (rho, lr) with "raw" corresponds to
 (rho s, lr s^2) with "unit" for plain and momentum steps, and to (rho s, lr) for Adam."""
 
+Before = Callable[[], dict[str, Tensor]] | None
+"""Draws the factors of the last interval; None unless the step is a refresh after step 0."""
+
 
 class LowRankPerturbation(Perturbation):
     """Low-rank directions for matrices, dense noise for 1-D parameters.
@@ -81,39 +84,29 @@ class LowRankPerturbation(Perturbation):
 
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
         del state
-        if not target.is_matrix:
-            return dense(target, key)
-        start = self.refresh_step(key.step)
-        cached = key.seed, start, self.basis.version
-        if self._factors.get(target.name, ((),))[0] != cached:
-            self._factors[target.name] = cached, self._placed(target, key.seed, start)
-        before = None
-        if start == key.step > 0:
-            before = partial(self._placed, target, key.seed, self.refresh_step(start - 1))
-        return self.matrix_direction(target, key, self._factors[target.name][1], start, before)
+        return self.matrix_direction(target, key) if target.is_matrix else dense(target, key)
 
-    def matrix_direction(
-        self,
-        target: Target,
-        key: DrawKey,
-        fixed: Mapping[str, Tensor],
-        refresh_step: int,
-        before: Callable[[], dict[str, Tensor]] | None,
-    ) -> FixedFactors:
-        """Returns the low-rank direction for a matrix; here U and V are fixed.
-
-        Args:
-            target: the matrix.
-            key: key of the direction.
-            fixed: the factors of `draw_factors`, on the parameter's device in its dtype (float32 if packed).
-            refresh_step: first step of these factors.
-            before: draws the factors of the last interval; None unless the step is a refresh after step 0.
-        """
+    def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
+        """Returns the low-rank direction for a matrix; here U and V are fixed."""
+        factors, start, before = self.interval_of(target, key)
         purpose, dimensions = self.coefficient
         shape = (self._ranks[target.name],) * dimensions
         draw = OwnNumbers(partial(normal, **key.of(target, purpose)), shape, target.device, target.state_dtype)
         assert issubclass(self.draws, BothFixed)
-        return self.draws(draw=draw, u_MR=fixed["u"], v_NR=fixed["v"], refresh_step=refresh_step, before=before)
+        return self.draws(draw=draw, u_MR=factors["u"], v_NR=factors["v"], refresh_step=start, before=before)
+
+    def interval_of(self, target: Target, key: DrawKey) -> tuple[dict[str, Tensor], int, Before]:
+        """Returns the fixed factors at a step, the first step that has them, and a draw of those before at that step.
+
+        They are on the parameter's device in its dtype (float32 if packed).
+        """
+        start, before = self.refresh_step(key.step), None
+        cached = key.seed, start, self.basis.version
+        if self._factors.get(target.name, ((),))[0] != cached:
+            self._factors[target.name] = cached, self._placed(target, key.seed, start)
+        if start == key.step > 0:
+            before = partial(self._placed, target, key.seed, self.refresh_step(start - 1))
+        return self._factors[target.name][1], start, before
 
     def fixed(self, target: Target) -> tuple[Role, ...]:
         """Returns the roles of the factors that are fixed between refreshes."""
@@ -147,15 +140,9 @@ class Lazy(LowRankPerturbation):
 
     draws = LowRank
 
-    def matrix_direction(
-        self,
-        target: Target,
-        key: DrawKey,
-        fixed: Mapping[str, Tensor],
-        refresh_step: int,
-        before: Callable[[], dict[str, Tensor]] | None,
-    ) -> LowRank:
-        (role,), rank, v_IR = self.fixed(target), self._ranks[target.name], fixed["v"]
+    def matrix_direction(self, target: Target, key: DrawKey) -> LowRank:
+        factors, start, before = self.interval_of(target, key)
+        (role,), rank, v_IR = self.fixed(target), self._ranks[target.name], factors["v"]
         rows, device, dtype = target.matrix_shape[0 if role == "v" else 1], target.device, target.state_dtype
 
         def draw() -> Tensor:
@@ -167,7 +154,7 @@ class Lazy(LowRankPerturbation):
             gram = v_IR.to(dtype).square().sum(0)
         numbers = SignedNumbers(draw, Signs(rows, key.of(target, "u")))
         kind = LowRank if role == "v" else TransposedLowRank
-        return kind(draw=numbers, v_NR=v_IR, refresh_step=refresh_step, before=before, gram=gram)
+        return kind(draw=numbers, v_NR=v_IR, refresh_step=start, before=before, gram=gram)
 
     def fixed(self, target: Target) -> tuple[Role, ...]:
         return ((target.input_role or "v") if self.basis.data_dependent else "v",)

@@ -113,14 +113,7 @@ class Annealing:
         b                                                                  for t >= stop.
 
     The defaults are the paper's numbers. The position of the exponent in the paper's Eq. 7 is ambiguous, and its text
-    and Eq. 7 disagree on the final values; this is our reading.
-
-    Attributes:
-        start: first step of the decay.
-        stop: first step with the final value.
-        alpha: (final value, exponent) of alpha.
-        beta1: (final value, exponent) of beta1.
-        beta2: (final value, exponent) of beta2.
+    and Eq. 7 disagree on the final values; this is our reading. Each coefficient has (final value, exponent).
     """
 
     start: int = 1024

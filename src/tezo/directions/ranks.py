@@ -43,19 +43,15 @@ RankCriterion = Literal["ratio", "energy"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerwiseRank:
-    """The rank of each block by Eq. 6 and 7.
-
-    Attributes:
-        criterion: key of `CRITERIA`.
-        threshold: of the criterion; the paper uses 0.25 or 0.30 and searches 0.20 to 0.35.
-        max_rank: upper bound of the rank; the paper searches 32 to 256, "depends on tasks".
-        cache: folder for the counts of singular values, keyed by a hash of the weights; None: no cache.
-    """
+    """The rank of each block by Eq. 6 and 7."""
 
     criterion: RankCriterion = "ratio"
     threshold: float = 0.25
+    """Of the criterion; the paper uses 0.25 or 0.30 and searches 0.20 to 0.35."""
     max_rank: int = 64
+    """Upper bound of the rank; the paper searches 32 to 256, "depends on tasks"."""
     cache: Path | None = None
+    """Folder for the counts of singular values, keyed by a hash of the weights; None: no cache."""
 
     def __post_init__(self) -> None:
         if self.criterion not in CRITERIA:

@@ -212,16 +212,12 @@ def select_targets(model: nn.Module, patterns: Sequence[str] = (ALL_LINEAR,)) ->
     available = find_targets(model)
     get_head = getattr(model, "get_output_embeddings", lambda: None)
     head = getattr(get_head(), "weight", None)
-    chosen: dict[str, Target] = {}
+    chosen: set[str] = set()
     for pattern in patterns:
-        matched = [target for target in available if _matches(target, pattern.removeprefix("!"), head)]
+        matched = {target.name for target in available if _matches(target, pattern.removeprefix("!"), head)}
         if not matched:
             raise _no_match(pattern, available)
-        for target in matched:
-            if pattern.startswith("!"):
-                chosen.pop(target.name, None)
-            else:
-                chosen[target.name] = target
+        chosen = chosen - matched if pattern.startswith("!") else chosen | matched
     if not chosen:
         raise RequestError(
             f"method.targets: {list(patterns)} leaves no parameter to train; start with 'all-linear' or 'all'."

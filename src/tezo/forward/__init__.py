@@ -13,14 +13,9 @@ from tezo.forward.perturbed_parameter import Shift as Shift
 def perturbed_parameter(
     target: Target, kind: type[Direction], blocks: Blocks, *, in_forward: bool = True, frozen_rank: int | None = None
 ) -> PerturbedParameter:
-    """Returns the implementation that applies perturbations and updates to `target`.
+    """Returns the implementation that applies perturbations by directions of this kind, and updates, to `target`.
 
-    Args:
-        target: the parameter.
-        kind: type of the directions that the method draws for it.
-        blocks: splits the rows of the model's forward pass into blocks.
-        in_forward: False perturbs all parameters in place, as published code does (for comparison).
-        frozen_rank: `most_rank` of `InForward`.
+    Without `in_forward` all are perturbed in place, as published code does. `frozen_rank`: see `InForward`.
     """
     if in_forward and target.in_forward:
         if not target.is_matrix:

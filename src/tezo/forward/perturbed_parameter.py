@@ -145,12 +145,8 @@ class InStateDict(Uncopied):
     """Hooks by which state dicts have what the modules compute with, more than the stored weight.
 
     `torch.save(model.state_dict())` and `save_pretrained` would else write the untuned weight, and a loaded weight
-    would get the change of the one before on top.
-
-    Args:
-        target: the parameter; a tied one is one tensor in the state dict too.
-        merged: returns a new tensor with the values that the modules compute with; None: the stored ones.
-        replaced: called before the stored values are loaded.
+    would get the change of the one before on top. `merged` returns a new tensor with the values that the modules
+    compute with, None for the stored ones; `replaced` is called before stored values are loaded.
     """
 
     def __init__(self, target: Target, merged: Callable[[], Tensor | None], replaced: Callable[[], object]) -> None:
@@ -273,12 +269,7 @@ class PerturbedParameter(ABC):
         return {}
 
     def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
-        """Restores the result of `state`.
-
-        Args:
-            draw: returns a direction with the fixed factors of the given step; None means the last step.
-            state: the tensors.
-        """
+        """Restores the result of `state`; `draw` returns a direction with the factors of a step, None for the last."""
         del draw, state
 
     def trained(self) -> list[tuple[Tensor, Tensor]]:
@@ -289,21 +280,13 @@ class PerturbedParameter(ABC):
         """Adds the change stored beside the stored tensor to it; here there is none."""
 
     def merged(self) -> Tensor | None:
-        """Returns a new tensor with W_t; None: W_t is the stored tensor, as here.
-
-        Raises:
-            RequestError: there is no such tensor, because the stored one is packed, or is perturbed at the moment.
-        """
+        """Returns a new tensor with W_t; None: W_t is the stored tensor. Refuses if it is packed, or perturbed now."""
         if self.in_storage:
             self._check_between_steps("state_dict")
         return None
 
     def replaced(self) -> None:
-        """Prepares for the stored tensor to be loaded anew: W_t is then what is loaded.
-
-        Raises:
-            RequestError: the stored tensor cannot be replaced at the moment.
-        """
+        """Prepares for the stored tensor to be loaded anew: W_t is then what is loaded. Refuses if it is perturbed."""
         if self.in_storage or not self.writes_weight:
             self._check_between_steps("load_state_dict")
 
