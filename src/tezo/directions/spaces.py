@@ -12,7 +12,7 @@ are written once, for coefficients:
 | `Dense`   | z                  | z itself    | nothing      | MeZO, ZO-AdaMU, 1-D |
 
 Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, B examples, G blocks of T input rows.
-The fixed factors include the scale that gives every entry of Z variance 1 (see `tezo.directions.perturbation`).
+The fixed factors include the scale that gives every entry of Z variance 1 (see `tezo.directions.low_rank.Scale`).
 """
 
 from abc import ABC, abstractmethod

@@ -57,6 +57,7 @@ class RangeFinder:
     def __init__(self, size: int, columns: int, device: torch.device, dtype: torch.dtype, name: str) -> None:
         self._omega_IK = None
         if columns < size:
+            # the role is part of the key of the draw, and so of the numbers
             omega_IK, _ = torch.linalg.qr(normal((size, columns), seed=0, step=0, name=name, role="sketch"))
             self._omega_IK = omega_IK.to(device, dtype)
         self._sum_IK = torch.zeros(size, columns, device=device, dtype=dtype)
