@@ -32,7 +32,6 @@ TILE = 3 << 18
 
 Tile = tuple[slice, Tensor]
 
-
 Point = Callable[[float, slice, Tensor | None], Tensor]
 """Function (scale, part, origin) -> origin + scale * the coefficients of a part of the examples, (b, *shape), in new
 memory. An origin of None is zero."""
@@ -126,7 +125,7 @@ class SignedNumbers(CoefficientDraw):
 
     def sum(self, factors: Sequence[float]) -> Tensor:
         if len(factors) == 1:
-            return self._draw() * factors[0]
+            return super().sum(factors)
         numbers = self._draw()
         signs = self._signs_of(range(len(factors)), numbers)
         return numbers * torch.einsum("b,b...->...", signs.new_tensor(factors), signs)

@@ -46,7 +46,7 @@ class Intercepted(Uncopied, functools.partial[Any]):
     """The forward of a module in an `Interception`."""
 
 
-class Interception:
+class Interception(TorchFunctionMode):
     """Replaces torch functions in the forward of `module` when they are called on its weight.
 
     A hook on a module's output could neither avoid the forward's computation nor change a step inside it. The module's
@@ -60,9 +60,8 @@ class Interception:
     def __init__(
         self, module: nn.Module, replacements: Mapping[Any, Callable[..., Tensor]], active: Callable[[], bool]
     ) -> None:
-        self._mode = _Mode(module, replacements)
-        self._active = active
-        self._module = module
+        super().__init__()
+        self._module, self._replacements, self._active = module, replacements, active
         self._inner = module.__dict__.get("forward")  # of another wrapper, such as accelerate's
         self._removed = False
         self._outer = module.forward = Intercepted(untraced(self._forward))
@@ -71,25 +70,8 @@ class Interception:
         forward = self._inner or functools.partial(type(self._module).forward, self._module)
         if self._removed or not self._active():
             return forward(*args, **kwargs)
-        with self._mode:
+        with self:
             return forward(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Gives the module its forward back; where another wrapper has been put over this one, it only passes on."""
-        self._removed = True
-        if self._module.__dict__.get("forward") is not self._outer:
-            return
-        if self._inner is not None:
-            self._module.forward = self._inner
-        else:
-            del self._module.forward
-
-
-class _Mode(TorchFunctionMode):
-    def __init__(self, module: nn.Module, replacements: Mapping[Any, Callable[..., Tensor]]) -> None:
-        super().__init__()
-        self._module = module
-        self._replacements = replacements
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -102,6 +84,16 @@ class _Mode(TorchFunctionMode):
                 if arg is weight:
                     return replacement(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def remove(self) -> None:
+        """Gives the module its forward back; where another wrapper has been put over this one, it only passes on."""
+        self._removed = True
+        if self._module.__dict__.get("forward") is not self._outer:
+            return
+        if self._inner is not None:
+            self._module.forward = self._inner
+        else:
+            del self._module.forward
 
 
 _STORAGE = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "grad"))
