@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.bases.activation import Sketch, recording
+from tezo.directions.bases.activation import RangeFinder, recording
 from tezo.directions.targets import Target
 from tezo.runs.environment import hardware, versions
 from tezo.training.config import parse_config
@@ -71,10 +71,10 @@ def agreement(task: str, folder: str, rows: int) -> dict[str, Any]:
 def eigenvectors(job: Any, targets: list[Target]) -> dict[str, Tensor]:
     """Name -> (I, the last of `EDGES`): of the layer's inputs over all rows."""
     sizes = {target.name: target.shape[1] for target in targets}
-    sketches = {n: Sketch(size, size, torch.device("cpu"), torch.float32, n) for n, size in sizes.items()}
-    with torch.no_grad(), recording(job.model, targets, sketches):
+    finders = {n: RangeFinder(size, size, torch.device("cpu"), torch.float32, n) for n, size in sizes.items()}
+    with torch.no_grad(), recording(job.model, targets, finders):
         job.objective.losses(job.model, job.batches(range(len(job.train))), 1)
-    return {n: sketch.leading(EDGES[-1]).float() for n, sketch in sketches.items()}
+    return {n: finder.leading(EDGES[-1]).float() for n, finder in finders.items()}
 
 
 if __name__ == "__main__":

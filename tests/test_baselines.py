@@ -8,7 +8,7 @@ import torch
 from tiny import lm_loss, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.directions.dense_noise import packed, small_bound, unpacked
+from tezo.directions.perturbation import packed, small_bound, unpacked
 from tezo.optim.methods.first_order import forward_gradient
 from tezo.optim.methods.mezo import mezo, mezo_conservative, sparse_mezo
 from tezo.system.errors import RequestError

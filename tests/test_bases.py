@@ -9,7 +9,7 @@ from tiny import lm_loss, sines, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo.directions.bases import BASES, activation, find_basis
-from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, groups, input_size, sketch_bytes
+from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, finder_bytes, groups, input_size
 from tezo.directions.bases.basis import GaussianBasis
 from tezo.optim.methods import METHODS
 from tezo.optim.methods.head_feedback import head_feedback
@@ -115,7 +115,7 @@ def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
     whole.close()
     monkeypatch.setattr(
         "tezo.directions.bases.activation.MOST_BYTES", 8000
-    )  # three sketches of 16 x 16 float64 numbers
+    )  # three range finders of 16 x 16 float64 numbers
     parts, _ = watched(model, "activation")
     parts.draw()
     parts.close()
@@ -127,12 +127,12 @@ def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 1 << 28), (7000, 1 << 28), (7000, 5000)])
-def test_sketches_take_a_share_of_the_layers_bytes_within_two_bounds(least, most, monkeypatch):
+def test_range_finders_take_a_share_of_the_layers_bytes_within_two_bounds(least, most, monkeypatch):
     monkeypatch.setattr(activation, "LEAST_BYTES", least)
     monkeypatch.setattr(activation, "MOST_BYTES", most)
     optimizer, _ = watched(tiny_llama(), "activation")
     targets, ranks = optimizer.targets, dict.fromkeys(optimizer.moving, RANK)
-    own = {t.name: sketch_bytes(input_size(t), RANK, t.state_dtype) for t in targets}
+    own = {t.name: finder_bytes(input_size(t), RANK, t.state_dtype) for t in targets}
     allowed = min(most, max(least, sum(t.parameter.nbytes for t in targets) / activation.SHARE))
     found = [[t.name for t in group] for group in groups(targets, ranks)]
     assert [name for group in found for name in group] == [t.name for t in targets]

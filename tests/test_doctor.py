@@ -64,7 +64,9 @@ def test_forecasts_are_what_a_step_keeps(home, family):
         optimizer = METHODS[forecast.method].build(model, seed=0, **options)
         optimizer.step(lambda model=model: model(input_ids=ids)[0].square().mean())
         state = {key: value for key, value in optimizer.resumable_state().items() if not key.startswith("weight/")}
-        factors = (value for key, value in state.items() if key.startswith("change/") and not key.endswith("/born"))
+        factors = (
+            value for key, value in state.items() if key.startswith("change/") and not key.endswith("/refresh_step")
+        )
         changes = sum(value.nbytes for value in factors)
         if not changes and forecast.method == "tezo-adam":  # keeps a zero coefficient that it never moves
             changes = sum(4 * optimizer.perturbation.rank_of(name) for name in optimizer.moving)
@@ -212,22 +214,22 @@ def test_the_memory_is_that_of_the_container(tmp_path, monkeypatch):
         assert environment.usable_memory() == min(expected, whole)
 
 
-def test_the_sketches_of_a_basis_that_sees_data_are_forecast(home, monkeypatch):
+def test_the_range_finders_of_a_basis_that_sees_data_are_forecast(home, monkeypatch):
     from tezo.directions.bases import activation
 
     made = []
 
-    class Kept(activation.Sketch):
+    class Kept(activation.RangeFinder):
         def __init__(self, *given):
             super().__init__(*given)
             made.append(self)
 
-    monkeypatch.setattr(activation, "Sketch", Kept)
+    monkeypatch.setattr(activation, "RangeFinder", Kept)
     model = load_model(str(home / "opt")).model
     (said,) = (forecast for forecast in forecasts(model) if forecast.method == "head-feedback")
     optimizer = METHODS["head-feedback"].build(model, seed=0)
     optimizer.step(lambda: model(input_ids=torch.ones(2, 5, dtype=torch.int64))[0].square().mean())
-    tensors = [value for sketch in made for value in vars(sketch).values() if isinstance(value, torch.Tensor)]
+    tensors = [value for finder in made for value in vars(finder).values() if isinstance(value, torch.Tensor)]
     assert said.collecting == sum(tensor.nbytes for tensor in tensors) > 0
     assert all(forecast.collecting == 0 for forecast in forecasts(model) if forecast.method != "head-feedback")
     optimizer.close()

@@ -11,7 +11,7 @@ from tezo.directions import products as emulation
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.products import arithmetic_dtype, is_emulated
 from tezo.forward.blocks import block_points
-from tezo.forward.moving_parameter import Shift
+from tezo.forward.perturbed_parameter import Shift
 
 LOW_RANK = ("tezo", "lozo", "subzo")
 CPUS = pytest.mark.parametrize("emulating", [True, False], ids=["emulating", "native"])

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from tezo import RequestError
-from tezo.directions.dense_noise import Annealing, DenseGaussian, SimulatedMomentum
 from tezo.directions.low_rank import Lazy, Subspace
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.perturbation import Annealing, DenseGaussian, DrawKey, SimulatedMomentum
 from tezo.directions.ranks import FixedRank
 from tezo.directions.targets import Target
 from tezo.optim.adam import Adam, FactoredAdam

@@ -228,7 +228,7 @@ def test_a_weight_that_attention_reads_past_its_module_is_moved_in_place(case):
     optimizer = case.build(attention, lr=1e-2, rho=1e-3, targets=("out_proj",))
     optimizer.step(lambda: attention(x, x, x)[0].square().mean())
     assert optimizer.last_step.projected_grads != (0.0,)
-    assert {optimizer.application(t.name)[1] for t in optimizer.targets} == {"in place", "from copy"}
+    assert {optimizer.rank_and_way(t.name)[1] for t in optimizer.targets} == {"in place", "from copy"}
 
 
 @every_method_fast_for_kinds

@@ -10,7 +10,7 @@ from torch.nn import functional
 from tezo.directions import products
 from tezo.directions import products as emulation
 from tezo.directions.products import float32_addmm, float32_linear, float32_on_emulating_cpu, is_emulated
-from tezo.forward.dense import _groups
+from tezo.forward.dense import grouped
 
 MODELS = {"opt": tiny_opt, "gpt2": tiny_gpt2, "llama": tiny_llama}
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -100,7 +100,7 @@ def test_few_rows_and_other_dtypes_take_the_stock_product(monkeypatch, dtype):
 def test_joined_tiles_cover_the_same_rows_in_groups_of_like_size(height, count, last, most):
     ends = [height * (i + 1) for i in range(count)] + [height * count + min(last, height)]
     tiles = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    groups = list(_groups(tiles, most))
+    groups = grouped((ends[-1], 1), height, most)
     assert [tile for group in groups for tile in group] == tiles
     sizes = [group[-1].stop - group[0].start for group in groups]
     assert max(sizes) < most + height

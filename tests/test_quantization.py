@@ -21,7 +21,7 @@ from torch import nn
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.ranks import significant_rank
 from tezo.directions.targets import is_packed, matrix_of, select_targets
-from tezo.forward.moving_parameter import Shift
+from tezo.forward.perturbed_parameter import Shift
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import load_model
 from tezo.models.peft import add_adapter, random_tokens

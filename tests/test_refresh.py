@@ -14,9 +14,8 @@ from tiny import lm_loss, tiny_gpt2, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo import NonFiniteLossError
-from tezo.directions.coefficients import FixedCoefficient
 from tezo.directions.perturbation import DrawKey
-from tezo.directions.spaces import CP, LowRank, TransposedLowRank
+from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowRank
 from tezo.forward.low_rank import InForward, compress
 from tezo.models.loading import load_model
 from tezo.models.saving import export_adapter
@@ -190,9 +189,9 @@ def test_a_momentum_is_carried_over_from_the_factors_that_were_used():
     model = tiny_opt()
     optimizer = METHODS["tezo-m"].build(model, rank=RANK, lr=1e-3, lazy_update_interval=INTERVAL)
     target = optimizer.targets[0]
-    used = optimizer.perturbation.factors(target, optimizer.seed, 0)
-    before = optimizer.perturbation.before(target, DrawKey(optimizer.seed, INTERVAL))()
-    assert all(torch.equal(before[role], used[role]) for role in "uv")
+    used = optimizer.perturbation.direction(target, DrawKey(optimizer.seed, 0), {})
+    before = optimizer.perturbation.direction(target, DrawKey(optimizer.seed, INTERVAL), {}).before()
+    assert torch.equal(before["u"], used.u_MR) and torch.equal(before["v"], used.v_NR)
 
 
 @pytest.mark.thinned

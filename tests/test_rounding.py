@@ -14,6 +14,12 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=s
 DRAWS = 40_000
 
 
+def stochastic(exact: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
+    rounded = torch.empty_like(exact, dtype=dtype)
+    rounding.store_(rounded, exact.clone(), draw)
+    return rounded
+
+
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -46,7 +52,7 @@ def test_a_number_goes_to_one_of_its_two_neighbours_and_on_average_stays(dtype):
     # Of n draws with P(up) = p, the mean is within 5.5 sqrt(p (1 - p) / n) of p (two-sided 4e-8 each).
     exact = numbers(dtype)
     below, above = neighbours(exact, dtype)
-    drawn = rounding.stochastic(exact.repeat(DRAWS, 1), dtype, generator())
+    drawn = stochastic(exact.repeat(DRAWS, 1), dtype, generator())
     assert drawn.dtype == dtype
     drawn = drawn.double()
     assert ((drawn == below) | (drawn == above)).all()
@@ -61,17 +67,17 @@ def test_a_number_goes_to_one_of_its_two_neighbours_and_on_average_stays(dtype):
 def test_every_value_of_the_format_stays_where_it_is(dtype):
     values = grid(dtype).float()
     for seed in range(3):
-        assert torch.equal(rounding.stochastic(values, dtype, generator(seed)).float(), values)
+        assert torch.equal(stochastic(values, dtype, generator(seed)).float(), values)
 
 
 def test_a_value_beyond_the_largest_neither_wraps_nor_becomes_nan():
     largest = torch.finfo(torch.float16).max
     odd = torch.tensor([largest + 10, -largest - 10, 1e6, -1e6, float("inf"), float("-inf")])
     for seed in range(20):
-        drawn = rounding.stochastic(odd, torch.float16, generator(seed)).float()
+        drawn = stochastic(odd, torch.float16, generator(seed)).float()
         assert (drawn[:2].abs() == largest).all() and (drawn[2:].abs() == float("inf")).all()
         assert torch.equal(torch.sign(drawn), torch.sign(odd))
-    assert rounding.stochastic(torch.tensor([float("nan")]), torch.bfloat16, generator()).isnan().all()
+    assert stochastic(torch.tensor([float("nan")]), torch.bfloat16, generator()).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -143,7 +149,7 @@ def test_bfloat16_beyond_its_largest_and_nan_are_rounded_as_to_the_nearest():
     odd = torch.tensor([largest * (1 + 2**-10), torch.finfo(torch.float32).max, torch.inf, torch.nan])
     odd = torch.cat([odd, -odd, torch.tensor([2**31 - 1, -1], dtype=torch.int32).view(torch.float32)])  # NaN of a GPU
     for seed in range(20):
-        drawn = rounding.stochastic(odd, torch.bfloat16, generator(seed))
+        drawn = stochastic(odd, torch.bfloat16, generator(seed))
         torch.testing.assert_close(drawn, odd.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -152,7 +158,7 @@ def test_the_patterns_method_and_the_neighbours_method_agree_on_the_chance():
     # by 5.5 sqrt(2 p (1 - p) n) at most (4e-8 each).
     exact, draws = numbers(torch.bfloat16), 10_000
     many = exact.repeat(draws, 1)
-    fast = rounding.stochastic(many, torch.bfloat16, generator(1)).double()
+    fast = stochastic(many, torch.bfloat16, generator(1)).double()
     slow = rounding._to_a_neighbour(many, torch.bfloat16, generator(2)).double()
     below, above = neighbours(exact, torch.bfloat16)
     gap = torch.where(above > below, above - below, 1.0)
@@ -184,7 +190,7 @@ def test_rounding_errors_of_a_matrix_are_not_close_to_low_rank(chance):
     if chance == "random":
         p = torch.rand(size, size, generator=generator(1))
     exact = (1 + p * 2.0**-7).expand(size, size).contiguous()
-    rounded = rounding.stochastic(exact, torch.bfloat16, generator())
+    rounded = stochastic(exact, torch.bfloat16, generator())
     errors = (rounded.double() - exact.double()) * 2**7
     largest = float(torch.linalg.matrix_norm(errors, 2))
     assert largest < 1.3 * float(errors.square().mean().sqrt()) * 2 * size**0.5

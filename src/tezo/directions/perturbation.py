@@ -1,28 +1,18 @@
-"""The interface of perturbations: they draw a parameter's direction as a pure function of (seed, step, index)."""
+"""Perturbations: rules that draw a parameter's direction as a pure function of (seed, step, index); the dense ones."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases import find_basis
-from tezo.directions.bases.basis import Basis, FactorStore, Passes, Role
-from tezo.directions.coefficients import OwnNumbers
-from tezo.directions.random import normal
-from tezo.directions.ranks import RankRule
-from tezo.directions.spaces import Dense, Direction, FixedFactors
+from tezo.directions.bases.basis import Basis, FactorStore, GaussianBasis, Passes
+from tezo.directions.random import Key, fill_normal_
+from tezo.directions.spaces import Dense, Direction, row_tiles
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
-
-Scale = Literal["unit", "raw"]
-"""Scale of low-rank directions. "unit": every entry of Z has variance 1, as in MeZO, so that rho and the learning rate
-carry over between methods, ranks and layers, and the estimate is the unbiased one of Theorem 1. "raw": Algorithm 1
-exactly as printed. If the entries of the raw Z have standard deviation s, then (rho, lr) with "raw" corresponds to
-(rho s, lr s^2) with "unit" for plain and momentum steps, and to (rho s, lr) for Adam."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +22,10 @@ class DrawKey:
     seed: int
     step: int
     index: int = 0
+
+    def of(self, target: Target, role: str) -> Key:
+        """Returns the key of a draw for a parameter."""
+        return {"seed": self.seed, "step": self.step, "name": target.name, "role": f"{role}.{self.index}"}
 
 
 class Perturbation(ABC):
@@ -46,190 +40,217 @@ class Perturbation(ABC):
     draws: type[Direction] = Dense
     """Type of the directions of matrices."""
 
+    basis: Basis = GaussianBasis()
+    """Source of the fixed factors, if there are any."""
+
     def prepare(self, targets: Sequence[Target]) -> None:
-        """Called once, with the parameters to be tuned."""
+        """Takes, once, the parameters to be tuned."""
         del targets
 
     def direction_type(self, target: Target) -> type[Direction]:
-        """Type of the directions for `target`; nothing is drawn."""
-        del target
-        return self.draws
+        """Returns the type of the directions for `target`; nothing is drawn."""
+        return self.draws if target.is_matrix or issubclass(self.draws, Dense) else Dense
 
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
         """Sets the forward passes that a data-dependent basis is computed from; see `tezo.directions.bases`."""
-        del model, passes
+        if self.basis.data_dependent:
+            self.basis.set_calibration_passes(model, passes)
 
     def set_factor_store(self, store: FactorStore) -> None:
         """Sets the store for factors that are computed from data."""
-        del store
+        self.basis.set_factor_store(store)
 
     @property
     def cost_of_basis(self) -> tuple[int, float]:
         """(calls of the model, seconds) spent on a data-dependent basis so far."""
-        return 0, 0.0
-
-    def state(self) -> dict[str, Tensor]:
-        """Tensors that the directions depend on and that cannot be redrawn from a key."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the result of `state`."""
-        del state
-
-    def rank_of(self, name: str) -> int | None:
-        """Rank of a parameter's directions; None if they are dense."""
-        del name
-        return None
+        return self.basis.cost
 
     @property
     def factor_bytes(self) -> int:
         """Bytes of the stored fixed factors."""
         return 0
 
-    @abstractmethod
-    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
-        """The direction for `target` at `key`; `state` is the update rule's state of the parameter."""
-
-
-def dense(target: Target, key: DrawKey) -> Dense:
-    """Standard normal noise for `target`."""
-    return Dense(
-        shape=target.stored_shape,
-        device=target.device,
-        dtype=target.state_dtype,
-        seed=key.seed,
-        step=key.step,
-        name=target.name,
-        role=f"z.{key.index}",
-    )
-
-
-class LowRankPerturbation(Perturbation):
-    """Low-rank directions for matrices, dense noise for 1-D parameters.
-
-    Args:
-        rank: rule for the rank of each matrix.
-        scale: scale of the directions, see `Scale`.
-        basis: source of the fixed factors, or its name.
-        interval: steps between two refreshes of the fixed factors; None: they are fixed for the whole run.
-    """
-
-    def __init__(
-        self,
-        rank: RankRule,
-        scale: Scale,
-        *,
-        basis: str | Basis = "gaussian",
-        interval: int | None = None,
-    ) -> None:
-        if scale not in get_args(Scale):
-            raise RequestError(f"method.scale is {scale!r}; it must be one of {', '.join(get_args(Scale))}.")
-        if interval is not None and interval < 1:
-            raise RequestError(f"method.lazy_update_interval is {interval}; it must be at least 1.")
-        self.rank = rank
-        self.scale: Scale = scale
-        self.basis = find_basis(basis)
-        self.interval = interval
-        self._ranks: dict[str, int] = {}
-        self._matrices: list[Target] = []
-        self._factors: dict[str, tuple[tuple[int, int], dict[str, Tensor]]] = {}
-
-    def prepare(self, targets: Sequence[Target]) -> None:
-        self._matrices = [target for target in targets if target.is_matrix]
-        self._ranks = self.rank.ranks(self._matrices)
-        self._factors.clear()
-        self.basis.prepare(self._matrices, self._ranks)
-
-    def direction_type(self, target: Target) -> type[Direction]:
-        return self.draws if target.is_matrix else Dense
-
-    def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
-        self.basis.set_calibration_passes(model, passes)
-
-    def set_factor_store(self, store: FactorStore) -> None:
-        self.basis.set_factor_store(store)
-        self._factors.clear()
-
-    @property
-    def cost_of_basis(self) -> tuple[int, float]:
-        return self.basis.cost
-
     def state(self) -> dict[str, Tensor]:
+        """Returns the tensors that the directions depend on and that cannot be redrawn from a key."""
         return self.basis.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores the result of `state`."""
         self.basis.load_state(state)
-        self._factors.clear()
 
     def rank_of(self, name: str) -> int | None:
-        return self._ranks.get(name)
+        """Returns the rank of a parameter's directions; None if they are dense."""
+        del name
+        return None
 
+    @abstractmethod
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
+        """Returns the direction for `target` at `key`; `state` is the update rule's state of the parameter."""
+
+
+def dense(target: Target, key: DrawKey) -> Dense:
+    """Returns standard normal noise for `target`."""
+    shape, dtype = target.stored_shape, target.state_dtype
+    return Dense(shape=shape, device=target.device, dtype=dtype, **key.of(target, "z"))
+
+
+class DenseGaussian(Perturbation):
+    """MeZO's z ~ N(0, I), drawn on the parameter's device and redrawn from its key instead of being stored."""
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Dense:
         del state
-        return self.matrix_direction(target, key) if target.is_matrix else dense(target, key)
+        return dense(target, key)
 
-    @abstractmethod
-    def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
-        """The low-rank direction for a matrix."""
 
-    def fixed(self, target: Target) -> tuple[Role, ...]:
-        """Roles of the factors that are fixed between refreshes."""
-        del target
-        return ("u", "v")
+@dataclass(frozen=True)
+class Annealing:
+    """Schedule of ZO-AdaMU's alpha, beta1 and beta2: constant 1, then a cosine decay to a final value.
 
-    @abstractmethod
-    def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """The fixed factors from step `refresh_step` on, scale included: role -> (M, r) or (N, r), float64, on the CPU.
+    A coefficient with final value b and exponent phi has, at step t, the value
 
-        Args:
-            target: the matrix.
-            seed: seed of the run.
-            refresh_step: first step of these factors.
-        """
+        1                                                                  for t < start,
+        b + (1 - b) (1 + cos(pi ((t - start) / (stop - start))^phi)) / 2   for start <= t < stop,
+        b                                                                  for t >= stop.
 
-    def refresh_step(self, step: int) -> int:
-        """The first step of the interval that contains `step`."""
-        return 0 if self.interval is None else step - step % self.interval
+    The defaults are the paper's numbers. The position of the exponent in the paper's Eq. 7 is ambiguous, and its text
+    and Eq. 7 disagree on the final values; this is our reading. Each coefficient has (final value, exponent).
+    """
 
-    def before(self, target: Target, key: DrawKey) -> Callable[[], dict[str, Tensor]] | None:
-        """A function that draws the previous interval's factors; None unless `key.step` is a refresh after step 0."""
-        refresh_step = self.refresh_step(key.step)
-        if refresh_step == 0 or refresh_step != key.step:
-            return None
-        return partial(self._placed, target, key.seed, self.refresh_step(refresh_step - 1))
+    start: int = 1024
+    stop: int = 16000
+    alpha: tuple[float, float] = (0.5, 1.0)
+    beta1: tuple[float, float] = (0.9, 0.1)
+    beta2: tuple[float, float] = (0.01, 1.5)
 
-    def _placed(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        drawn = self.draw_factors(target, seed, refresh_step)
-        return {role: factor.to(*self._place_of(target)) for role, factor in drawn.items()}
+    def at(self, step: int) -> tuple[float, float, float]:
+        """Returns (alpha, beta1, beta2) at `step`."""
+        a, b, c = (self._value(step, *pair) for pair in (self.alpha, self.beta1, self.beta2))
+        return a, b, c
 
-    def factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
-        """`draw_factors` on the parameter's device in its dtype (float32 if packed); the latest set is cached."""
-        kept = self._factors.get(target.name)
-        if kept is None or kept[0] != (seed, refresh_step):
-            kept = self._factors[target.name] = ((seed, refresh_step), self._placed(target, seed, refresh_step))
-        return kept[1]
+    def _value(self, step: int, final: float, exponent: float) -> float:
+        if step < self.start:
+            return 1.0
+        if step >= self.stop:
+            return final
+        part = (step - self.start) / (self.stop - self.start)
+        return final + (1 - final) * (1 + math.cos(math.pi * part**exponent)) / 2
 
-    @staticmethod
-    def _place_of(target: Target) -> tuple[torch.device, torch.dtype]:
-        stored = target.parameter.dtype
-        return target.device, stored if stored.is_floating_point else torch.float32
 
-    @property
-    def factor_bytes(self) -> int:
-        """Bytes of the fixed factors."""
-        return sum(
-            self._ranks[target.name] * sum(target.matrix_shape["uv".index(role)] for role in self.fixed(target))
-            * self._place_of(target)[1].itemsize
-            for target in self._matrices
-        )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class MomentumNoise(Dense):
+    """z = beta1 z1 + (1 - beta1) z2 with z1 ~ N(0, alpha) and z2 ~ N(m, 1 - alpha), entry by entry.
 
-    @staticmethod
-    def numbers(shape: tuple[int, ...], target: Target, key: DrawKey, role: str) -> OwnNumbers:
-        """Standard normal coefficients of this step, in the target's state dtype, on its device."""
+    `history` is m, the z of the previous step; None means zero.
+    """
 
-        def draw(count: int) -> Tensor:
-            own = f"{role}.{key.index}"
-            drawn = normal((count, *shape), seed=key.seed, step=key.step, name=target.name, role=own)
-            return drawn.to(target.device, target.state_dtype)
+    alpha: float
+    beta1: float
+    beta2: float
+    history: Tensor | None
 
-        return OwnNumbers(draw)
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        z1, z2 = self.parts(rows)
+        z = z1.mul_(self.beta1).add_(z2, alpha=1 - self.beta1)
+        return z if out is z1 else out.copy_(z)
+
+    def parts(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Returns (z1[rows], z2[rows]), in scratch buffers."""
+        later = f"{self.role}.history"
+        z1 = fill_normal_(self.buffer(rows, self.role), **self.key(rows, self.role)).mul_(math.sqrt(self.alpha))
+        z2 = fill_normal_(self.buffer(rows, later), **self.key(rows, later)).mul_(math.sqrt(1 - self.alpha))
+        return z1, z2 if self.history is None else z2.add_(self.history[rows])
+
+
+class SimulatedMomentum(Perturbation):
+    """ZO-AdaMU's perturbation: draws `MomentumNoise` with m = "exp_avg" of the update rule's state."""
+
+    single_direction = True
+    draws = MomentumNoise
+
+    def __init__(self, annealing: Annealing) -> None:
+        self.annealing = annealing
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> MomentumNoise:
+        alpha, beta1, beta2 = self.annealing.at(key.step)
+        return MomentumNoise(
+            **vars(dense(target, key)), alpha=alpha, beta1=beta1, beta2=beta2, history=state.get("exp_avg")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedNoise(Dense):
+    """z with zeros where the mask has zeros; `masks` has the mask of each tile, packed into bits."""
+
+    masks: Mapping[int, Tensor]
+
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        mask = unpacked(self.masks[rows.start], out.numel())
+        return fill_normal_(out, **self.key(rows, self.role)).mul_(mask.view(out.shape))
+
+
+class SmallEntries(Perturbation):
+    """Sparse-MeZO's perturbation: draws `MaskedNoise` with the mask m_ij = 1 where |w_ij| <= h.
+
+    h is the (1 - sparsity) quantile of |w| over the parameter, before the first step; the mask is that of the weights
+    at the start of each step.
+
+    Args:
+        sparsity: part of each parameter's entries above h at the start, which are neither perturbed nor trained.
+
+    Raises:
+        RequestError: the sparsity is out of range; raised by `prepare`, too, for weights that cannot be read.
+    """
+
+    draws = MaskedNoise
+
+    def __init__(self, sparsity: float) -> None:
+        if not 0 <= sparsity < 1:
+            raise RequestError(f"method.sparsity is {sparsity}; it must be at least 0 and below 1.")
+        self.sparsity = sparsity
+        self._bounds: dict[str, float] = {}
+
+    def prepare(self, targets: Sequence[Target]) -> None:
+        for target in targets:
+            if not target.is_writable:
+                raise RequestError(
+                    f"this method chooses entries by their size, and {target.name} ({target.parameter.dtype}) cannot "
+                    "be written in place; use head-feedback, tezo or a plain float base."
+                )
+        self._bounds = {target.name: small_bound(target.parameter.data, self.sparsity) for target in targets}
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"bound/{name}": torch.tensor(bound, dtype=torch.float64) for name, bound in self._bounds.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self._bounds |= {key.removeprefix("bound/"): float(value) for key, value in state.items()}
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> MaskedNoise:
+        del state
+        weight, bound = target.parameter.data.view(target.stored_shape), self._bounds[target.name]
+        masks = {rows.start: packed(weight[rows].abs() <= bound) for rows in row_tiles(target.stored_shape)}
+        return MaskedNoise(**vars(dense(target, key)), masks=masks)
+
+
+def small_bound(weight: Tensor, sparsity: float) -> float:
+    """Returns the bound h between the small entries and the others, half way between the two nearest; inf for all."""
+    sizes = weight.flatten().abs().to(torch.promote_types(weight.dtype, torch.float32))
+    count = sizes.numel() - int(sparsity * sizes.numel())
+    if count == sizes.numel():
+        return float("inf")
+    return (float(sizes.kthvalue(count).values) + float(sizes.kthvalue(count + 1).values)) / 2
+
+
+def packed(mask: Tensor) -> Tensor:
+    """Packs a boolean tensor into bits in its order, eight to a byte: (ceil(entries / 8),), uint8."""
+    flat = mask.flatten().to(torch.uint8)
+    bits = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
+    return (bits << _places(bits)).sum(1, dtype=torch.uint8)
+
+
+def unpacked(bits: Tensor, count: int) -> Tensor:
+    """Returns the first `count` bits of a `packed` tensor: (count,), bool."""
+    return (bits.unsqueeze(1) >> _places(bits) & 1).flatten()[:count].bool()
+
+
+def _places(bits: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=bits.device)

@@ -2,27 +2,24 @@
 
 Low-rank factors, temporal factors and cores come from `normal`: NumPy's Philox with a 128-bit key, in float64 on the
 CPU, then cast. A step log therefore replays on any device and with any number of threads. (torch's CPU generator uses
-only 32 bits of its seed, so some draws would repeat in a long run of a large model.) Dense noise is too large to be
-drawn on the CPU: `fill_normal_` draws it on the parameter's device.
+only 32 bits of its seed, so some draws would repeat in a long run of a large model.)
 
-Normal numbers on a CPU, four at a time: 16 random bits select one of 2^16 groups of four numbers from a table.
-
-Large draws are dominated by the generator, and then by the lookup: groups of four need a quarter of both. The groups
-are a Sobol' sequence in four dimensions, scrambled, transformed to the normal distribution, and multiplied by the
-inverse root of their second moments. Over the table, therefore, E[z] = 0 and E[z z^T] = I up to rounding. An estimate
-E[kappa Z] is as unbiased as with independent numbers, and the moments of degree 4, on which its variance depends, are
-those of independent normal numbers up to 0.002.
+Dense noise is too large for that: `fill_normal_` draws it on the parameter's device. On a CPU, 16 random bits select
+one of 2^16 groups of four numbers from a table, because large draws are dominated by the generator and the lookup. The
+groups are a scrambled Sobol' sequence in four dimensions, transformed to the normal distribution and multiplied by the
+inverse root of their second moments. Over the table E[z] = 0 and E[z z^T] = I up to rounding, so an estimate E[kappa Z]
+is as unbiased as with independent numbers. The moments of degree 4, on which its variance depends, are those of
+independent normal numbers up to 0.002.
 """
 
 import hashlib
 import math
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cache
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -30,45 +27,48 @@ from torch import Tensor
 
 from tezo.directions.products import scratch
 
-Key = tuple[int, int, str, str]
+
+class Key(TypedDict):
+    """The key of a draw: seed of the run, step at which the numbers are first used, parameter name and purpose."""
+
+    seed: int
+    step: int
+    name: str
+    role: str
 
 
-@dataclass
-class Drawn:
-    """Number of normal numbers drawn for each (seed, step, name, role).
+Drawn = list[tuple[tuple[int | str, ...], int]]
+"""(key, count) of draws of normal numbers, in order; `dict` of it has each key once."""
 
-    Attributes:
-        sizes: key -> numbers drawn with it; a draw that is repeated counts once.
-        with_repeats: key -> the same, where every draw counts.
-    """
-
-    sizes: dict[Key, int] = field(default_factory=dict)
-    with_repeats: Counter[Key] = field(default_factory=Counter)
-
-    @property
-    def total(self) -> int:
-        """Number of normal numbers in total; a draw that is repeated counts once."""
-        return sum(self.sizes.values())
-
-
-_counter: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
+_drawn: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
 
 
 @contextmanager
 def count_draws() -> Iterator[Drawn]:
-    """Context that counts the numbers drawn by `normal` and `fill_normal_`."""
-    token = _counter.set(Drawn())
+    """Lists the draws of `normal` and `fill_normal_` while open."""
+    drawn: Drawn = []
+    token = _drawn.set(drawn)
     try:
-        yield _counter.get()  # type: ignore[misc]
+        yield drawn
     finally:
-        _counter.reset(token)
+        _drawn.reset(token)
 
 
-def _count(key: Key, size: int) -> None:
-    counter = _counter.get()
-    if counter is not None:
-        counter.sizes[key] = max(size, counter.sizes.get(key, 0))
-        counter.with_repeats[key] += size
+def _count(key: tuple[int | str, ...], size: int) -> None:
+    if (drawn := _drawn.get()) is not None:
+        drawn.append((key, size))
+
+
+class _OfThread(threading.local):
+    """The generators of a thread: making one takes ten times as long as a short draw."""
+
+    def __init__(self) -> None:
+        self.words = np.random.SFC64(0)
+        philox = np.random.Philox(key=0)
+        self.numbers, self.start = np.random.Generator(philox), philox.state
+
+
+_own = _OfThread()
 
 
 def _digest(seed: int, step: int, name: str, role: str, size: int) -> int:
@@ -77,103 +77,62 @@ def _digest(seed: int, step: int, name: str, role: str, size: int) -> int:
 
 
 def normal(shape: tuple[int, ...], *, seed: int, step: int, name: str, role: str) -> Tensor:
-    """Standard normal numbers, float64, on the CPU.
-
-    Args:
-        shape: shape of the result.
-        seed: seed of the run.
-        step: step at which the numbers are first used.
-        name: name of the parameter that they are drawn for.
-        role: purpose of the numbers, such as "tau" or "u".
-    """
+    """Returns standard normal numbers, float64, on the CPU; see `Key`."""
     _count((seed, step, name, role), math.prod(shape))
     return torch.from_numpy(_philox(_digest(seed, step, name, role, 16)).standard_normal(shape))
 
 
 def permutation(length: int, *, seed: int, step: int, name: str) -> list[int]:
-    """A random permutation of `range(length)`."""
+    """Returns a random permutation of `range(length)`."""
     return [int(i) for i in _philox(_digest(seed, step, name, "permutation", 16)).permutation(length)]
 
 
-_own = threading.local()
-
-
 def _philox(key: int) -> np.random.Generator:
-    """Philox at the start of its stream for a 128-bit key; the thread's next call gives the same object another key.
-
-    Making another object takes ten times as long as a short draw.
-    """
-    if not hasattr(_own, "generator"):
-        bits = np.random.Philox(key=0)
-        _own.generator, _own.start = np.random.Generator(bits), bits.state
+    """Returns the thread's generator at the start of its stream for a 128-bit key, until the next call."""
     _own.start["state"]["key"] = np.frombuffer(key.to_bytes(16, "little"), "<u8")
-    _own.generator.bit_generator.state = _own.start
-    generator: np.random.Generator = _own.generator
-    return generator
+    _own.numbers.bit_generator.state = _own.start
+    return _own.numbers
 
 
-@dataclass
 class Signs:
-    """Random signs s_i of the entries of a vector, for each example i of a batch; all are 1 for the first example.
+    """Random signs s_i of the entries of a vector z with a key, for each example i of a batch; 1 for the first example.
 
     If z has independent standard normal entries, so has s_i * z, and E[(s_i * z)(s_j * z)^T] = 0 for i != j. Examples
     therefore get directions of their own from one draw of z (Flipout, Wen et al. 2018).
-
-    Args:
-        length: number of entries.
-        seed: seed of the run.
-        step: step of the draw.
-        name: name of the parameter.
-        role: purpose of the signs.
     """
 
-    length: int
-    seed: int
-    step: int
-    name: str
-    role: str
-    _bits: np.ndarray = field(default_factory=lambda: np.zeros((1, 0), np.uint8))
+    def __init__(self, length: int, key: Key) -> None:
+        self._length, self._key = length, key
+        self._bits = np.zeros((1, -(-length // 8)), np.uint8)
 
     def __call__(self, examples: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(B, length) for B examples."""
-        count, width = 1 + max(examples), -(-self.length // 8)
-        if len(self._bits) < count:
-            bits = np.random.SFC64(_digest(self.seed, self.step, self.name, self.role, 16))
-            words = bits.random_raw(-(-(count - 1) * width // 8)).view(np.uint8)[: (count - 1) * width]
-            self._bits = np.concatenate([np.zeros((1, width), np.uint8), words.reshape(count - 1, width)])
-        negative = np.unpackbits(self._bits[list(examples)], axis=1, count=self.length)
+        """Returns the signs of B examples: (B, length)."""
+        (known, width), most = self._bits.shape, max(examples)
+        if known <= most:
+            key = self._key
+            bits = np.random.SFC64(_digest(key["seed"], key["step"], key["name"], f"{key['role']}.signs", 16))
+            words = bits.random_raw(-(-most * width // 8))
+            new = words.view(np.uint8)[: most * width].reshape(most, width)
+            self._bits = np.concatenate([self._bits[:1], new])
+        negative = np.unpackbits(self._bits[list(examples)], axis=1, count=self._length)
         return torch.from_numpy(negative).to(device, dtype).mul_(-2).add_(1)
 
 
-def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> Tensor:
-    """Fills `out` with standard normal numbers, drawn on its device; the numbers depend on the device type.
-
-    On a CPU four consecutive numbers are one of 2^16 equally likely groups, see `tezo.directions.random`. A number
-    has mean 0, variance 1, fourth moment 2.9992 and largest magnitude 4.3. Different groups are independent. The joint
-    moments within a group are those of independent normal numbers: exactly up to rounding in degrees 1 and 2, up to
-    2e-4 in degree 3 and 2e-3 in degree 4.
-    """
-    _count((seed, step, name, role), out.numel())
-    if out.device.type != "cpu":
-        return out.normal_(generator=generator(out.device, seed=seed, step=step, name=name, role=role))
-    return fill_from_table_(out, _digest(seed, step, name, role, 32))
-
-
 def seed_of(seed: int, step: int, name: str) -> int:
-    """A 32-bit seed for torch's global generator, for what torch itself draws, such as dropout masks."""
+    """Returns a 32-bit seed for torch's global generator, for what torch itself draws, such as dropout masks."""
     return _digest(seed, step, name, "seed", 4)
 
 
 def generator(device: torch.device, *, seed: int, step: int, name: str, role: str) -> torch.Generator:
-    """A torch generator on `device`; its stream depends on the device type."""
+    """Returns a torch generator on `device`; its stream depends on the device type."""
     made = torch.Generator(device)
     made.manual_seed(_digest(seed, step, name, role, 8))
     return made
 
 
 NOISE_VERSION = 2
-"""Version of the numbers that `fill_from_table_` and stochastic rounding draw on a CPU. A step log records it: with
-another version the same records give other weights."""
+"""Version of the numbers that `fill_normal_` and stochastic rounding draw on a CPU. A step log records it: with another
+version the same records give other weights."""
 
 GROUP = 4
 """Consecutive numbers that one index of 16 bits selects together."""
@@ -183,80 +142,65 @@ _LANES = 64
 """Rows of a lookup: torch.gather divides rows among threads, index_select uses one."""
 _AT_A_TIME = 1 << 20
 """Numbers looked up at a time; their indices take 2 MB in a scratch buffer."""
-
-
-class _OfThread(threading.local):
-    """The generator of a thread: making one takes longer than drawing a small tile."""
-
-    def __init__(self) -> None:
-        self.bits = np.random.SFC64(0)
-
-
-_own_table = _OfThread()
-
-
-def fill_from_table_(out: Tensor, state: int) -> Tensor:
-    """Fills `out` with standard normal numbers, one group after another.
-
-    Args:
-        out: tensor on the CPU, of any strides. In bfloat16 the numbers are those of float32, rounded to nearest.
-        state: state of the generator, 256 bits.
-    """
-    count = -(-out.numel() // (GROUP * _LANES)) * _LANES
-    indices = torch.from_numpy(_indices(state, count))
-    direct = out.is_contiguous() and out.dtype in _LOOKED_UP_AS
-    flat = out.view(-1) if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-    for start in range(0, len(flat), _AT_A_TIME):
-        stop = start + _AT_A_TIME
-        _look_up(indices[start // GROUP : stop // GROUP], flat[start:stop])
-    return out if direct else out.copy_(flat.view(out.shape))
-
-
-def _look_up(indices: Tensor, out: Tensor) -> None:
-    """Out <- the groups with these indices, one after another; the last ones may not fit."""
-    whole, shape = _LOOKED_UP_AS[out.dtype], (_LANES, len(indices) // _LANES)
-    places = scratch("places", shape, torch.int64, indices.device).copy_(indices.view(shape))
-    fits = len(out) == GROUP * len(indices) and out.data_ptr() % whole.itemsize == 0
-    numbers = out if fits else scratch("groups", (GROUP * len(indices),), out.dtype, out.device)
-    torch.gather(_table(out.dtype).expand(_LANES, -1), 1, places, out=numbers.view(whole).view(shape))
-    if not fits:
-        out.copy_(numbers[: len(out)])
-
-
 _LOOKED_UP_AS = {torch.bfloat16: torch.int64, torch.float32: torch.complex128}
 """A dtype with the size of a group, for each dtype of its numbers."""
 
 
+def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> Tensor:
+    """Fills `out`, of any strides, with standard normal numbers, drawn on its device; they depend on the device type.
+
+    On a CPU four consecutive numbers are one of 2^16 equally likely groups. A number has mean 0, variance 1, fourth
+    moment 2.9992 and largest magnitude 4.3. Different groups are independent. The joint moments within a group are
+    those of independent normal numbers: exactly up to rounding in degrees 1 and 2, up to 2e-4 in degree 3 and 2e-3 in
+    degree 4. In bfloat16 the numbers are those of float32, rounded to nearest.
+    """
+    _count((seed, step, name, role), out.numel())
+    if out.device.type != "cpu":
+        return out.normal_(generator=generator(out.device, seed=seed, step=step, name=name, role=role))
+    count = -(-out.numel() // (GROUP * _LANES)) * _LANES
+    indices = torch.from_numpy(_indices(_digest(seed, step, name, role, 32), count))
+    direct = out.is_contiguous() and out.dtype in _LOOKED_UP_AS
+    flat = out.view(-1) if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
+    whole, table = _LOOKED_UP_AS[flat.dtype], _table(flat.dtype).expand(_LANES, -1)
+    for start in range(0, len(flat), _AT_A_TIME):
+        part, own = flat[start : start + _AT_A_TIME], indices[start // GROUP : (start + _AT_A_TIME) // GROUP]
+        own = own.view(_LANES, -1)
+        places = scratch("places", tuple(own.shape), torch.int64, out.device).copy_(own)
+        fits = len(part) == GROUP * own.numel() and part.data_ptr() % whole.itemsize == 0
+        numbers = part if fits else scratch("groups", (GROUP * own.numel(),), part.dtype, out.device)
+        torch.gather(table, 1, places, out=numbers.view(whole).view(places.shape))
+        if not fits:
+            part.copy_(numbers[: len(part)])
+    return out if direct else out.copy_(flat.view(out.shape))
+
+
 @cache
 def _table(dtype: torch.dtype) -> Tensor:
-    """The groups in a dtype, each as one number: (2^16,)."""
+    """Returns the groups in a dtype, each as one number: (2^16,)."""
     return groups().to(dtype).view(_LOOKED_UP_AS[dtype]).squeeze(1)
 
 
 @cache
 def groups() -> Tensor:
-    """The 2^16 equally likely groups: (2^16, 4), float32.
+    """Returns the 2^16 equally likely groups: (2^16, 4), float32.
 
     The Sobol' sequence takes each of 2^16 quantiles once in each of the four numbers.
     """
     sobol = torch.quasirandom.SobolEngine(GROUP)  # type: ignore[no-untyped-call]
     points = sobol.draw(_SIZE, dtype=torch.float64).mul_(_SIZE).numpy().astype(np.uint16)
-    k = np.stack([_scrambled(points[:, i], seed) for i, seed in enumerate(_SCRAMBLES)], axis=1)
+    columns = []
+    for column, seed in zip(points.T, _SCRAMBLES, strict=True):
+        # a permutation of 0 ... 2^16 - 1 that keeps the uniformity (nested uniform scrambling): on the reversed bits,
+        # sums, and products with even numbers, change a bit by lower ones only (Laine and Karras 2011)
+        bits = _reversed(column) + np.uint16(seed)
+        for factor in (0x6C50, 0xB82E, 0xC7AE, 0x8D22):
+            bits ^= bits * np.uint16(factor)
+        columns.append(_reversed(bits))
+    k = np.stack(columns, axis=1)
     z = torch.from_numpy((2.0 * k + 1) / _SIZE - 1).erfinv_().mul_(2**0.5)
     root = torch.linalg.cholesky(z.T @ z / _SIZE)
     white: Tensor = torch.linalg.solve_triangular(root, z.T, upper=False)
     return white.T.float().contiguous()
-
-
-def _scrambled(k: np.ndarray, seed: int) -> np.ndarray:
-    """A permutation of 0 ... 2^16 - 1 that keeps the uniformity of a Sobol' sequence (nested uniform scrambling).
-
-    On the reversed bits, sums, and products with even numbers, change a bit by lower ones only (Laine and Karras 2011).
-    """
-    bits = _reversed(k) + np.uint16(seed)
-    for factor in (0x6C50, 0xB82E, 0xC7AE, 0x8D22):
-        bits ^= bits * np.uint16(factor)
-    return _reversed(bits)
 
 
 def _reversed(k: np.ndarray) -> np.ndarray:
@@ -265,8 +209,8 @@ def _reversed(k: np.ndarray) -> np.ndarray:
 
 
 def _indices(state: int, count: int) -> np.ndarray:
-    """`count` indices, a multiple of 4, from an SFC64 generator in this state: (count,), uint16."""
+    """Returns `count` indices, a multiple of 4, from an SFC64 generator in this 256-bit state: (count,), uint16."""
     words = np.frombuffer(state.to_bytes(32, "little"), "<u8").astype(np.uint64)
-    _own_table.bits.state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
-    drawn: np.ndarray = _own_table.bits.random_raw(count // 4).view(np.uint16)
+    _own.words.state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
+    drawn: np.ndarray = _own.words.random_raw(count // 4).view(np.uint16)
     return drawn

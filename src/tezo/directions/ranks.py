@@ -34,7 +34,7 @@ class FixedRank:
             raise RequestError(f"method.rank is {self.rank}; it must be at least 1.")
 
     def ranks(self, targets: Sequence[Target]) -> dict[str, int]:
-        """Name -> rank."""
+        """Returns the rank of each matrix by name."""
         return {target.name: min(self.rank, *target.matrix_shape) for target in targets}
 
 
@@ -43,19 +43,15 @@ RankCriterion = Literal["ratio", "energy"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerwiseRank:
-    """The rank of each block by Eq. 6 and 7.
-
-    Attributes:
-        criterion: key of `CRITERIA`.
-        threshold: of the criterion; the paper uses 0.25 or 0.30 and searches 0.20 to 0.35.
-        max_rank: upper bound of the rank; the paper searches 32 to 256, "depends on tasks".
-        cache: folder for the counts of singular values, keyed by a hash of the weights; None: no cache.
-    """
+    """The rank of each block by Eq. 6 and 7."""
 
     criterion: RankCriterion = "ratio"
     threshold: float = 0.25
+    """Of the criterion; the paper uses 0.25 or 0.30 and searches 0.20 to 0.35."""
     max_rank: int = 64
+    """Upper bound of the rank; the paper searches 32 to 256, "depends on tasks"."""
     cache: Path | None = None
+    """Folder for the counts of singular values, keyed by a hash of the weights; None: no cache."""
 
     def __post_init__(self) -> None:
         if self.criterion not in CRITERIA:
@@ -68,12 +64,13 @@ class LayerwiseRank:
             raise RequestError(f"method.max_rank is {self.max_rank}; it must be at least 1.")
 
     def ranks(self, targets: Sequence[Target]) -> dict[str, int]:
-        """Name -> rank."""
+        """Returns the rank of each matrix by name."""
         store = NumberCache(self.cache, "ranks") if self.cache is not None else None
+        counts = store.numbers if store is not None else {}
         blocks: dict[str, int] = {}
         for target in targets:
             if not is_zero(target):
-                block, count = block_of(target.name), self._count(target, store)
+                block, count = block_of(target.name), self._count(target, counts)
                 blocks[block] = min(count, blocks.get(block, self.max_rank))
         if store is not None:
             store.save()
@@ -82,7 +79,7 @@ class LayerwiseRank:
             for target in targets
         }
 
-    def _count(self, target: Target, store: NumberCache | None) -> int:
+    def _count(self, target: Target, counts: dict[str, int]) -> int:
         if not target.is_writable and not (target.sites and target.is_linear):
             raise RequestError(
                 f"method.rank: {target.name} is stored as {target.parameter.dtype}, so its singular values cannot be "
@@ -91,36 +88,29 @@ class LayerwiseRank:
         matrix = matrix_of(target)
         if not torch.isfinite(matrix).all():
             raise RequestError(f"model.name: {target.name} holds NaN or infinite values; download the model again.")
-        count = CRITERIA[self.criterion]
-        if store is None:
-            return count(matrix, self.threshold)
         key = f"{content_hash(matrix)}:{self.criterion}:{self.threshold!r}"
-        if key not in store.numbers:
-            store.numbers[key] = count(matrix, self.threshold)
-        return store.numbers[key]
+        if key not in counts:
+            counts[key] = CRITERIA[self.criterion](matrix, self.threshold)
+        return counts[key]
 
 
 RankRule = FixedRank | LayerwiseRank
 
 
-def chosen_rank(
-    rank: int | None, criterion: RankCriterion, rank_threshold: float, max_rank: int, cache: Path | None = None
-) -> RankRule:
-    """`FixedRank(rank)`, or the layer-wise rule where `rank` is None."""
+def chosen_rank(rank: int | None, criterion: RankCriterion, rank_threshold: float, max_rank: int) -> RankRule:
+    """Returns `FixedRank(rank)`, or the layer-wise rule where `rank` is None."""
     if rank is not None:
         return FixedRank(rank=rank)
-    return LayerwiseRank(
-        criterion=criterion, threshold=rank_threshold, max_rank=max_rank, cache=cache or default_cache()
-    )
+    return LayerwiseRank(criterion=criterion, threshold=rank_threshold, max_rank=max_rank, cache=default_cache())
 
 
 def is_zero(target: Target) -> bool:
-    """Whether the matrix is zero everywhere; a packed one is not."""
+    """Returns whether the matrix is zero everywhere; a packed one is not."""
     return target.is_writable and not target.parameter.count_nonzero()
 
 
 def significant_rank(weight_MN: Tensor, threshold: float) -> int:
-    """Number of singular values of a matrix above `threshold` times the largest one, at least 1.
+    """Returns the number of singular values of a matrix above `threshold` times the largest one, at least 1.
 
     Computed from `squared_singular_values`, which takes a third of the time of an SVD and gives the same counts
     (benchmarks/results/rank_selection.json).
@@ -130,7 +120,7 @@ def significant_rank(weight_MN: Tensor, threshold: float) -> int:
 
 
 def energy_rank(weight_MN: Tensor, threshold: float) -> int:
-    """Least k for which the k largest singular values have at least `threshold` of the energy, the sum of squares."""
+    """Returns the least k whose k largest singular values have `threshold` of the energy, the sum of squares."""
     energy = squared_singular_values(weight_MN).clamp(min=0).flip(0).cumsum(0)
     return int((energy < threshold * energy[-1]).sum()) + 1
 
@@ -141,14 +131,13 @@ figures, or by the share of the leading ones in the energy."""
 
 
 def squared_singular_values(weight_MN: Tensor) -> Tensor:
-    """Eigenvalues of the smaller Gram matrix, W W^T or W^T W: (min(M, N),), float64, in ascending order."""
-    wide = weight_MN if weight_MN.shape[0] <= weight_MN.shape[1] else weight_MN.T
-    wide = wide.to(torch.float64)
+    """Returns the eigenvalues of W W^T or W^T W, the smaller one: (min(M, N),), float64, in ascending order."""
+    wide = (weight_MN if weight_MN.shape[0] <= weight_MN.shape[1] else weight_MN.T).to(torch.float64)
     squares: Tensor = torch.linalg.eigvalsh(wide @ wide.T)
     return squares
 
 
 def block_of(name: str) -> str:
-    """The block of a parameter: its name up to and including the first number; the whole name if it has no number."""
+    """Returns the block of a parameter: its name up to the first number, or the whole name if it has no number."""
     found = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
     return found.group(0) if found else name

@@ -1,4 +1,4 @@
-"""Directions: points Z of the space that a perturbation draws from.
+"""Directions Z: points of the space that a perturbation draws from.
 
 Every type of direction is linear in its `coefficient`, the part that changes every step; the remaining factors are
 fixed over several steps. Estimates, momenta and accumulated changes are therefore coefficients too, and update rules
@@ -12,7 +12,7 @@ are written once, for coefficients:
 | `Dense`   | z                  | z itself    | nothing      | MeZO, ZO-AdaMU, 1-D |
 
 Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, B examples, G blocks of T input rows.
-The fixed factors include the scale that gives every entry of Z variance 1 (see `perturbations`).
+The fixed factors include the scale that gives every entry of Z variance 1 (see `tezo.directions.low_rank.Scale`).
 """
 
 from abc import ABC, abstractmethod
@@ -24,22 +24,125 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from tezo.directions.coefficients import CoefficientDraw, FixedCoefficient, SignedNumbers
 from tezo.directions.products import row_slices, scratch
-from tezo.directions.random import Signs, fill_normal_
+from tezo.directions.random import Key, Signs, fill_normal_
 
 TILE = 3 << 18
 """Entries of a dense tile, the largest temporary of a dense draw or write: a 768 x 768 matrix is one tile."""
 
 Tile = tuple[slice, Tensor]
 
+Point = Callable[[float, slice, Tensor | None], Tensor]
+"""Function (scale, part, origin) -> origin + scale * the coefficients of a part of the examples, (b, *shape), in new
+memory. An origin of None is zero."""
 
-def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
-    """Slices of the leading dimension, each with at most `TILE` entries (at least one row).
 
-    They depend on the shape only, because every tile of a dense direction is a separate draw.
+class CoefficientDraw(ABC):
+    """The coefficients of a direction's examples, drawn at each use or stored.
+
+    Example 0 has the coefficient of the direction that all examples of a batch may share. The numbers of example i
+    depend on the key of the draw and on i alone, not on the other examples.
     """
-    yield from row_slices(shape, TILE)
+
+    @abstractmethod
+    def __call__(self, examples: Sequence[int]) -> Tensor:
+        """Returns the coefficients of B examples: (B, *shape)."""
+
+    def of(self, example: int) -> Tensor:
+        """Returns the coefficient of one example."""
+        return self((example,))[0]
+
+    def sum(self, factors: Sequence[float]) -> Tensor:
+        """Returns sum_i factors[i] * coefficient of example i, a new tensor."""
+        if len(factors) == 1:
+            return self.of(0) * factors[0]
+        coefficients = self(range(len(factors)))
+        return torch.einsum("b,b...->...", coefficients.new_tensor(factors), coefficients)
+
+    def points(self, examples: Sequence[int]) -> Point:
+        """Returns a function that computes points of these examples, of one draw for all of its calls."""
+        coefficients = self(examples)
+
+        def point(scale: float, part: slice, origin: Tensor | None) -> Tensor:
+            moved = scale * coefficients[part]
+            return moved if origin is None else moved.add_(origin)
+
+        return point
+
+
+class FixedCoefficient(CoefficientDraw):
+    """A coefficient that is stored, the same for all examples; it may be a stack of points, (G, *shape)."""
+
+    def __init__(self, coefficient: Tensor) -> None:
+        self.coefficient = coefficient
+
+    def __call__(self, examples: Sequence[int]) -> Tensor:
+        return self.coefficient.expand(len(examples), *self.coefficient.shape)
+
+    def of(self, example: int) -> Tensor:
+        del example
+        return self.coefficient
+
+
+class OwnNumbers(CoefficientDraw):
+    """Coefficients cut from one stream of numbers, in the order of the examples; for few numbers, which are kept.
+
+    `draw` returns the first numbers of the stream, of a given shape; `shape` is that of one coefficient.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[tuple[int, ...]], Tensor],
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._draw, self._shape = draw, shape
+        self._drawn = torch.empty(0, device=device, dtype=dtype)
+
+    def __call__(self, examples: Sequence[int]) -> Tensor:
+        count = 1 + max(examples)
+        if len(self._drawn) < count:
+            self._drawn = self._draw((count, *self._shape)).to(self._drawn)
+        return self._drawn[:count] if tuple(examples) == tuple(range(count)) else self._drawn[list(examples)]
+
+
+class SignedNumbers(CoefficientDraw):
+    """One draw (M, ...) for all examples, whose entries along the first dimension have the signs of each example.
+
+    For coefficients of so many numbers that those of each example would cost more than the forward passes.
+    """
+
+    def __init__(self, draw: Callable[[], Tensor], signs: Signs) -> None:
+        self._draw, self._signs = draw, signs
+
+    def __call__(self, examples: Sequence[int]) -> Tensor:
+        numbers = self._draw()
+        return numbers.unsqueeze(0) if tuple(examples) == (0,) else numbers * self._signs_of(examples, numbers)
+
+    def of(self, example: int) -> Tensor:
+        return self._draw() if example == 0 else super().of(example)
+
+    def sum(self, factors: Sequence[float]) -> Tensor:
+        if len(factors) == 1:
+            return super().sum(factors)
+        numbers = self._draw()
+        signs = self._signs_of(range(len(factors)), numbers)
+        return numbers * torch.einsum("b,b...->...", signs.new_tensor(factors), signs)
+
+    def points(self, examples: Sequence[int]) -> Point:
+        numbers = self._draw()
+        signs = self._signs_of(examples, numbers)
+
+        def point(scale: float, part: slice, origin: Tensor | None) -> Tensor:
+            factors = scale * signs[part]
+            return numbers * factors if origin is None else torch.addcmul(origin, numbers, factors)
+
+        return point
+
+    def _signs_of(self, examples: Sequence[int], numbers: Tensor) -> Tensor:
+        signs_BM = self._signs(examples, numbers.dtype, numbers.device)
+        return signs_BM.view(*signs_BM.shape, *[1] * (numbers.ndim - 1))
 
 
 class Direction(ABC):
@@ -54,7 +157,15 @@ class Direction(ABC):
 
     @abstractmethod
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
-        """Weight += alpha * Z, in place, without an M x N temporary."""
+        """Adds alpha * Z to the weight, in place, without an M x N temporary."""
+
+
+def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
+    """Returns slices of the leading dimension, each with at most `TILE` entries (at least one row).
+
+    They depend on the shape only, because every tile of a dense direction is a separate draw.
+    """
+    return row_slices(shape, TILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,44 +186,31 @@ class Dense(Direction):
 
     def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
         if len(self.shape) == 1:
-            yield slice(None), self._vectors.sum(factors)
+            yield slice(None), self.vectors.sum(factors)
             return
         (factor,) = factors
         for rows in row_tiles(self.shape):
-            z = self.tile(rows)
+            z = self.fill_(self.buffer(rows, self.role), rows)
             yield rows, z if factor == 1.0 else z.mul_(factor)
 
-    def tile(self, rows: slice) -> Tensor:
-        """Z[rows] for a slice of `row_tiles(shape)`, in a scratch buffer that the next tile overwrites."""
-        return self.fill_(scratch(self.role, self._shape_of(rows), self.dtype, self.device), rows)
-
     def fill_(self, out: Tensor, rows: slice) -> Tensor:
-        """Out <- Z[rows] for a slice of `row_tiles(shape)`, rounded to nearest where `out` is bfloat16."""
-        return self._fill_noise_(out, rows, self.role)
+        """Fills `out` with Z[rows], a slice of `row_tiles(shape)`; rounded to nearest where `out` is bfloat16."""
+        return fill_normal_(out, **self.key(rows, self.role))
 
-    def noise(self, rows: slice, role: str) -> Tensor:
-        """Standard normal numbers of the shape of Z[rows], in the scratch buffer of `role`."""
-        return self._fill_noise_(scratch(role, self._shape_of(rows), self.dtype, self.device), rows, role)
+    def key(self, rows: slice, role: str) -> Key:
+        """Returns the key of the numbers of these rows and this role."""
+        return {"seed": self.seed, "step": self.step, "name": self.name, "role": f"{role}.{rows.start}"}
 
-    def _shape_of(self, rows: slice) -> tuple[int, ...]:
-        return rows.stop - rows.start, *self.shape[1:]
-
-    def _fill_noise_(self, out: Tensor, rows: slice, role: str) -> Tensor:
-        return fill_normal_(out, seed=self.seed, step=self.step, name=self.name, role=f"{role}.{rows.start}")
+    def buffer(self, rows: slice, name: str) -> Tensor:
+        """Returns a scratch buffer of the shape of Z[rows]."""
+        return scratch(name, (rows.stop - rows.start, *self.shape[1:]), self.dtype, self.device)
 
     @cached_property
-    def vector(self) -> Tensor:
-        """Z of a vector: (M,), in its own memory."""
-        return torch.cat([self.tile(rows).clone() for rows in row_tiles(self.shape)])
-
-    def vectors(self, examples: Sequence[int]) -> Tensor:
-        """Z_i of a vector for each of the examples: (B, M)."""
-        return self._vectors(examples)
-
-    @cached_property
-    def _vectors(self) -> SignedNumbers:
-        signs = Signs(self.shape[0], self.seed, self.step, self.name, f"{self.role}.signs")
-        return SignedNumbers(lambda: self.vector, signs)
+    def vectors(self) -> SignedNumbers:
+        """Z_i of a vector for B examples: (B, M). Z is in its own memory."""
+        key: Key = {"seed": self.seed, "step": self.step, "name": self.name, "role": self.role}
+        z = torch.cat([self.fill_(self.buffer(rows, self.role), rows).clone() for rows in row_tiles(self.shape)])
+        return SignedNumbers(lambda: z, Signs(self.shape[0], key))
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         for rows, z in self.tiles((alpha,)):
@@ -123,8 +221,8 @@ class Dense(Direction):
 class FixedFactors(Direction):
     """A low-rank direction: at least one factor is fixed from step `refresh_step` on.
 
-    A coefficient with a leading dimension G represents G points of one space. `add_linear_`, `add_transposed_` and
-    `add_lookup_` then take G blocks of inputs and apply point g to block g; a coefficient without this dimension is
+    A coefficient may have a leading dimension G: one point for each block of rows. Only the methods `add_linear_`,
+    `add_transposed_` and `add_lookup_` accept such points. Inputs and outputs are (G, T, ...); points without a G are
     treated as G = 1. They compute in the dtype of the output, independent of the dtype of the factors.
 
     On the first step of an interval, `before` draws the factors of the previous interval, which are needed to carry
@@ -148,17 +246,13 @@ class FixedFactors(Direction):
         yield slice(None), self.draw.sum(factors)
 
     def with_coefficient(self, coefficient: Tensor) -> Self:
-        """The direction with this coefficient and the same fixed factors."""
+        """Returns the direction with this coefficient and the same fixed factors."""
         return replace(self, draw=FixedCoefficient(coefficient))
 
     def scaled(self, scales: Sequence[float]) -> Self:
-        """G points, each the direction times one of the scales."""
+        """Returns G points, each the direction times one of the scales."""
         z = self.coefficient
         return self.with_coefficient(torch.stack([scale * z for scale in scales]))
-
-    def origin(self) -> Self:
-        """The zero direction with the same fixed factors."""
-        return self.with_coefficient(torch.zeros_like(self.coefficient))
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         # W += alpha * left @ right^T
@@ -167,23 +261,23 @@ class FixedFactors(Direction):
 
     @abstractmethod
     def factors(self) -> tuple[Tensor, Tensor]:
-        """(left_MR, right_NR) with Z = left @ right^T."""
+        """Returns (left_MR, right_NR) with Z = left @ right^T."""
 
     def split_factors(self) -> tuple[Tensor, Tensor]:
-        """As `factors`; where the coefficient allows it, its magnitude is divided equally between both factors."""
+        """Returns `factors`; where the coefficient allows it, its magnitude is divided equally between both."""
         return self.factors()
 
     @abstractmethod
     def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
-        """Out += X Z^T, the output of a Linear with weight Z; `out_GTM` is contiguous and has the dtype of X."""
+        """Adds X Z^T, the output of a Linear with weight Z; `out_GTM` is contiguous and has the dtype of X."""
 
     @abstractmethod
     def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
-        """Out += X Z, the output of a Conv1D with weight Z; `out_GTN` is contiguous and has the dtype of X."""
+        """Adds X Z, the output of a Conv1D with weight Z; `out_GTN` is contiguous and has the dtype of X."""
 
     @abstractmethod
     def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
-        """Out += Z[ids], the output of an Embedding with weight Z; `out_GTN` is contiguous."""
+        """Adds Z[ids], the output of an Embedding with weight Z; `out_GTN` is contiguous."""
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         """Projects a coefficient of the previous step's space onto the space of this direction."""
@@ -191,14 +285,37 @@ class FixedFactors(Direction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CP(FixedFactors):
+class BothFixed(FixedFactors):
+    """Z = U C V^T with U and V fixed over an interval; C is made of the coefficient."""
+
+    u_MR: Tensor
+
+    @abstractmethod
+    def through(self, h_GTR: Tensor, *, transposed: bool) -> Tensor:
+        """Returns H C^T, or with `transposed` H C."""
+
+    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
+        _add_product_(out_GTM, self.through(_product(x_GTN, self.v_NR), transposed=False), self.u_MR.T)
+
+    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
+        _add_product_(out_GTN, self.through(_product(x_GTM, self.u_MR), transposed=True), self.v_NR.T)
+
+    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
+        rows_GTR = self.u_MR[ids_GT].to(out_GTN.dtype)
+        _add_product_(out_GTN, self.through(rows_GTR, transposed=True), self.v_NR.T)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CP(BothFixed):
     """Z = U diag(tau) V^T (Eq. 3): the coefficient is tau_R.
 
     The factors may be in half precision. The coefficient is not: in c + rho tau, tau would be lost to rounding once c
     is large.
     """
 
-    u_MR: Tensor
+    def through(self, h_GTR: Tensor, *, transposed: bool) -> Tensor:
+        del transposed
+        return (h_GTR * self.coefficient.unsqueeze(-2)).to(h_GTR.dtype)
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         if self.before is None:
@@ -216,17 +333,17 @@ class CP(FixedFactors):
         root = self.coefficient.abs().sqrt()
         return self.u_MR * (root * self.coefficient.sign()), self.v_NR * root
 
-    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
-        _add_product_(out_GTM, self._scaled(_product(x_GTN, self.v_NR)), self.u_MR.T)
 
-    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
-        _add_product_(out_GTN, self._scaled(_product(x_GTM, self.u_MR)), self.v_NR.T)
+@dataclass(frozen=True, kw_only=True)
+class Core(BothFixed):
+    """Z = U S V^T: the coefficient is S, core_RR."""
 
-    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
-        _add_product_(out_GTN, self._scaled(self.u_MR[ids_GT].to(out_GTN.dtype)), self.v_NR.T)
+    def through(self, h_GTR: Tensor, *, transposed: bool) -> Tensor:
+        core_RR = self.coefficient
+        return h_GTR.to(core_RR.dtype) @ (core_RR if transposed else core_RR.mT)
 
-    def _scaled(self, h_GTR: Tensor) -> Tensor:
-        return (h_GTR * self.coefficient.unsqueeze(-2)).to(h_GTR.dtype)
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.u_MR @ self.coefficient.to(self.u_MR.dtype), self.v_NR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +389,7 @@ class LowRank(FixedFactors):
         return values if self.beside is None else torch.cat([values, values], -1)
 
     def _scaled(self, h_GTR: Tensor) -> Tensor:
-        """The columns of `coefficient` times the scale of their block; those of `beside`, if any, as they are."""
+        """Multiplies the columns of `coefficient` by the scale of their block; those of `beside` stay as they are."""
         if self.scales is not None:
             for scale, h_TR in zip(self.scales, h_GTR, strict=True):
                 h_TR[:, : self.v_NR.shape[1]].mul_(scale)
@@ -300,40 +417,15 @@ class TransposedLowRank(LowRank):
         super().add_linear_(out_GTN, x_GTM)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Core(FixedFactors):
-    """Z = U S V^T with U and V fixed over an interval: the coefficient is S, core_RR."""
-
-    u_MR: Tensor
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        return self.u_MR @ self._core(), self.v_NR
-
-    def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
-        h_GTR = _product(x_GTN, self.v_NR)
-        _add_product_(out_GTM, h_GTR.to(self.coefficient.dtype) @ self.coefficient.mT, self.u_MR.T)
-
-    def add_transposed_(self, out_GTN: Tensor, x_GTM: Tensor) -> None:
-        h_GTR = _product(x_GTM, self.u_MR)
-        _add_product_(out_GTN, h_GTR.to(self.coefficient.dtype) @ self.coefficient, self.v_NR.T)
-
-    def add_lookup_(self, out_GTN: Tensor, ids_GT: Tensor) -> None:
-        h_GTR = self.u_MR[ids_GT].to(self.coefficient.dtype)
-        _add_product_(out_GTN, h_GTR @ self.coefficient, self.v_NR.T)
-
-    def _core(self) -> Tensor:
-        return self.coefficient.to(self.u_MR.dtype)
-
-
 def _product(x_GTN: Tensor, right_NR: Tensor) -> Tensor:
-    """X @ right in the dtype of X: (G, T, R)."""
+    """Returns X @ right in the dtype of X: (G, T, R)."""
     x_GTN = x_GTN.contiguous()
     h_TR = torch.mm(x_GTN.view(-1, x_GTN.shape[-1]), right_NR.to(x_GTN.dtype))
     return h_TR.view(*x_GTN.shape[:2], right_NR.shape[1])  # no -1: there may be no rows
 
 
 def _add_product_(out_GTK: Tensor, left_GTR: Tensor, right: Tensor) -> None:
-    """Out += left @ right in place; `right` is (R, K), the same for all blocks, or (G, R, K)."""
+    """Adds left @ right in place; `right` is (R, K), the same for all blocks, or (G, R, K)."""
     left_GTR, right = left_GTR.to(out_GTK.dtype), right.to(out_GTK.dtype)  # autocast may have changed left's dtype
     if right.ndim == 3:
         out_GTK.baddbmm_(left_GTR, right)

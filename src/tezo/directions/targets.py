@@ -1,12 +1,9 @@
-"""The parameters to be tuned, and the modules that use them.
-
-A `Target` is one parameter with every module that owns it; a tied parameter is one target. `select_targets` selects
-targets by ordered patterns; a pattern that matches nothing is an error.
-"""
+"""The parameters to be tuned, each with the modules that use it."""
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -24,7 +21,7 @@ Layout = Literal["linear", "like_linear", "transposed", "embedding", "bias", "la
 only parameter of another norm ("norm")."""
 
 _LINEAR: tuple[Layout, ...] = ("linear", "like_linear", "transposed")
-
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALL_LINEAR = "all-linear"
 ALL = "all"
 
@@ -40,19 +37,16 @@ class Site:
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter to be tuned.
+    """A parameter to be tuned, with all modules that own it: more than one if it is tied.
 
-    Attributes:
-        name: name in `model.named_parameters()`; the first one if the parameter is tied.
-        parameter: the parameter.
-        sites: all modules that own it; more than one if it is tied.
+    `name` is that in `model.named_parameters()`, the first one if the parameter is tied.
     """
 
     name: str
     parameter: nn.Parameter
     sites: tuple[Site, ...]
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:
         """Shape of the values; a packed tensor is stored in another shape."""
         for site in self.sites:
@@ -63,8 +57,7 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Device on which its modules compute; an offloaded tensor is there during their forward only."""
-        module = self.sites[0].module if self.sites else None
-        return self.parameter.device if module is None else place_of(module, self.parameter)
+        return place_of(self.sites[0].module, self.parameter) if self.sites else self.parameter.device
 
     @property
     def is_writable(self) -> bool:
@@ -82,12 +75,12 @@ class Target:
         """(M, N); leading dimensions of a 3-D (expert) parameter are flattened into M."""
         return int(self.shape[:-1].numel()), int(self.shape[-1])
 
-    @property
+    @cached_property
     def stored_shape(self) -> torch.Size:
         """(M, N) of a matrix, (M,) of a vector, (1,) of a scalar: the shape that is divided into dense tiles."""
         return torch.Size(self.matrix_shape if self.is_matrix else (self.shape.numel(),))
 
-    @property
+    @cached_property
     def in_forward(self) -> bool:
         """Whether it can be perturbed in the forward pass: the layout of every module that owns it is known."""
         return len(self.shape) in (1, 2) and all(site.layout is not None for site in self.sites)
@@ -113,15 +106,13 @@ class Target:
     @property
     def kind(self) -> str:
         """Kind of parameter for display: "linear", "embedding", "vector" or "other"."""
-        if not self.is_matrix:
-            return "vector"
-        if not self.in_forward:
-            return "other"
+        if not self.is_matrix or not self.in_forward:
+            return "other" if self.is_matrix else "vector"
         return "linear" if self.is_linear else "embedding"
 
 
 def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
-    """How a module uses one of its parameters; None if that is unknown.
+    """Returns how a module uses one of its parameters; None if that is unknown.
 
     A subclass may compute something else, so a module qualifies only if its forward is exactly the known function. A
     Linear with a packed weight is an exception: its forward differs only by the packing. So is a subclass of Linear
@@ -129,19 +120,22 @@ def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
     so subclasses qualify (OPT's positions add an offset before the lookup, Gemma's embeddings multiply by a factor
     after it).
     """
-    parameter = module.get_parameter(attribute)
+    dimensions = module.get_parameter(attribute).ndim
     packed = isinstance(module, nn.Linear) and is_packed(module.weight)
-    if attribute == "weight" and packed:
+    if attribute == "bias":
+        known = packed or _is(module, nn.Linear, Conv1D, nn.LayerNorm)
+        return "bias" if dimensions == 1 and known else None
+    if attribute != "weight":
+        return None
+    if packed:
         return "linear"
-    if attribute == "weight" and parameter.ndim == 2:
+    if dimensions == 2:
         if isinstance(module, nn.Embedding):
             return "embedding"
         if _is(module, nn.Linear):
             return "linear"
         return "transposed" if _is(module, Conv1D) else "like_linear" if _computes_as_linear(module) else None
-    if attribute == "bias" and parameter.ndim == 1 and (packed or _is(module, nn.Linear, Conv1D, nn.LayerNorm)):
-        return "bias"
-    if attribute == "weight" and parameter.ndim == 1:
+    if dimensions == 1:
         if _is(module, nn.LayerNorm):
             return "layer_norm"
         alone = len(list(module.parameters())) == 1 and not list(module.children())
@@ -150,16 +144,14 @@ def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
 
 
 def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    if isinstance(
-        module, NonDynamicallyQuantizableLinear
-    ):  # MultiheadAttention reads its weight, its forward never runs
-        return False
-    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+    # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear, whose forward never runs
+    special = isinstance(module, NonDynamicallyQuantizableLinear)
+    return not special and any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
 @torch.no_grad()
 def _computes_as_linear(module: nn.Module) -> bool:
-    """Whether the own forward of a subclass of Linear gives a Linear's output for an input."""
+    """Returns whether the own forward of a subclass of Linear gives a Linear's output for an input."""
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return False
     x_1N = torch.linspace(-1, 1, module.in_features, device=module.weight.device).to(module.weight.dtype).unsqueeze(0)
@@ -172,16 +164,13 @@ def _computes_as_linear(module: nn.Module) -> bool:
         return False
 
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
 def is_packed(parameter: Tensor) -> bool:
-    """Whether a quantiser stores the values in a packed format, which takes no gradient."""
+    """Returns whether a quantiser stores the values in a packed format, which takes no gradient."""
     return not parameter.is_floating_point() or type(parameter.data).__module__.startswith("torchao.")
 
 
 def find_targets(model: nn.Module) -> list[Target]:
-    """Every parameter of `model` that is not frozen; a tied parameter is listed once.
+    """Returns every parameter of `model` that is not frozen; a tied parameter is listed once.
 
     A parameter is frozen if `requires_grad` is False and that of another is True: where no parameter requires a
     gradient, as after PEFT's merge_and_unload, none is frozen. A packed tensor, which cannot require a gradient, is
@@ -198,7 +187,7 @@ def find_targets(model: nn.Module) -> list[Target]:
 
 
 def frozen_notice(model: nn.Module) -> list[str]:
-    """That nothing is frozen where no parameter requires a gradient; see `find_targets`."""
+    """Says that nothing is frozen where no parameter requires a gradient; see `find_targets`."""
     if hasattr(model, "peft_config") or any(p.requires_grad or is_packed(p) for p in model.parameters()):
         return []
     return [
@@ -208,7 +197,7 @@ def frozen_notice(model: nn.Module) -> list[str]:
 
 
 def select_targets(model: nn.Module, patterns: Sequence[str] = (ALL_LINEAR,)) -> list[Target]:
-    """The parameters selected by `patterns`, in the model's order.
+    """Returns the parameters selected by `patterns`, in the model's order.
 
     Args:
         model: the model. Its frozen parameters are never selected.
@@ -221,23 +210,27 @@ def select_targets(model: nn.Module, patterns: Sequence[str] = (ALL_LINEAR,)) ->
         RequestError: a pattern matches nothing, or no parameter remains.
     """
     available = find_targets(model)
-    head = _output_head(model)
-    chosen: dict[str, Target] = {}
+    get_head = getattr(model, "get_output_embeddings", lambda: None)
+    head = getattr(get_head(), "weight", None)
+    chosen: set[str] = set()
     for pattern in patterns:
-        negative, glob = pattern.startswith("!"), pattern.removeprefix("!")
-        matched = [target for target in available if _matches(target, glob, head)]
+        matched = {target.name for target in available if _matches(target, pattern.removeprefix("!"), head)}
         if not matched:
             raise _no_match(pattern, available)
-        for target in matched:
-            if negative:
-                chosen.pop(target.name, None)
-            else:
-                chosen[target.name] = target
+        chosen = chosen - matched if pattern.startswith("!") else chosen | matched
     if not chosen:
         raise RequestError(
             f"method.targets: {list(patterns)} leaves no parameter to train; start with 'all-linear' or 'all'."
         )
     return [target for target in available if target.name in chosen]
+
+
+def _matches(target: Target, pattern: str, head: Tensor | None) -> bool:
+    if pattern == ALL_LINEAR:
+        return target.is_linear and target.parameter is not head
+    if "*" in pattern:
+        return fnmatch.fnmatchcase(target.name, pattern)
+    return pattern == ALL or f".{pattern}." in f".{target.name}."
 
 
 def _no_match(pattern: str, available: Sequence[Target]) -> RequestError:
@@ -249,42 +242,27 @@ def _no_match(pattern: str, available: Sequence[Target]) -> RequestError:
     fault = f"method.targets: the pattern {pattern!r} matches no trainable parameter"
     parts = dict.fromkeys(part for target in available for part in target.name.split(".") if not part.isdigit())
     if pattern == ALL_LINEAR:
-        return RequestError(f"{fault}, since no linear layer is trainable; set it to 'all', or to some of: "
-                            f"{', '.join(parts)}.")  # fmt: skip
+        return RequestError(
+            f"{fault}, since no linear layer is trainable; set it to 'all', or to some of: {', '.join(parts)}."
+        )
     return RequestError(f"{fault}. " + nearest(pattern.strip("!*."), [ALL_LINEAR, ALL, *parts]))
 
 
-def _matches(target: Target, glob: str, head: Tensor | None) -> bool:
-    if glob == ALL:
-        return True
-    if glob == ALL_LINEAR:
-        return target.is_linear and target.parameter is not head
-    if "*" not in glob:
-        return f".{glob}." in f".{target.name}."
-    return fnmatch.fnmatchcase(target.name, glob)
-
-
-def _output_head(model: nn.Module) -> Tensor | None:
-    get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
-    return getattr(head, "weight", None)
-
-
 def place_of(module: nn.Module, parameter: Tensor) -> torch.device:
-    """Device on which a module computes with one of its parameters; an offloaded parameter is stored elsewhere."""
+    """Returns the device on which a module computes with a parameter, which is stored elsewhere if it is offloaded."""
     hook = getattr(module, "_hf_hook", None)  # accelerate's
     offloaded = parameter.device.type == "meta" and getattr(hook, "execution_device", None) is not None
     return torch.device(hook.execution_device) if hook is not None and offloaded else parameter.device
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Device on which the module of the model's first parameter computes."""
+    """Returns the device on which the module of the model's first parameter computes."""
     return next(place_of(module, p) for module in model.modules() for p in module.parameters(recurse=False))
 
 
 @torch.no_grad()
 def matrix_of(target: Target) -> Tensor:
-    """The values of a matrix (M, N): the stored ones if they can be read, else its module's output for the identity."""
+    """Returns the values of a matrix (M, N): the stored ones, or those of its module's output for the identity."""
     data = target.parameter.data
     if target.is_writable:
         return data.flatten(0, -2)
@@ -299,7 +277,7 @@ def matrix_of(target: Target) -> Tensor:
 
 
 def never_called(targets: Sequence[Target], run: Callable[[], object]) -> list[Target]:
-    """The targets none of whose modules are called by `run()`: hooks on these modules cannot perturb the loss."""
+    """Returns the targets none of whose modules `run()` calls: hooks on these modules cannot perturb the loss."""
     called: set[int] = set()
     handles = [
         site.module.register_forward_hook(lambda module, *_: called.add(id(module)))
@@ -315,5 +293,5 @@ def never_called(targets: Sequence[Target], run: Callable[[], object]) -> list[T
 
 
 def only_input(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
-    """The input of a module with one input, passed by position or by keyword."""
+    """Returns the input of a module with one input, passed by position or by keyword."""
     return args[0] if args else next(iter(kwargs.values()))

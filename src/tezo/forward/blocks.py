@@ -1,26 +1,19 @@
-"""Several perturbed models in one forward pass: the rows of a batch form equal blocks, and block g uses model g.
-
-The points D + scale_g Z_g at which the blocks of rows of a pass are computed.
-
-Both signs of a direction share one draw. The points of many examples are computed in parts, which stay in the
-processor's cache.
-"""
+"""Several perturbed models in one forward pass: the rows of a batch form equal blocks, and block g uses model g."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.coefficients import CoefficientDraw, Stack
-from tezo.directions.spaces import Direction, FixedFactors, LowRank
+from tezo.directions.spaces import CoefficientDraw, Direction, FixedFactors, LowRank
 from tezo.forward.interception import Uncopied, untraced
-from tezo.forward.moving_parameter import Shift
+from tezo.forward.perturbed_parameter import Shift
 
 
 class NotInBlocksError(Exception):
@@ -28,16 +21,13 @@ class NotInBlocksError(Exception):
 
 
 class Blocks(Uncopied):
-    """Records the number of rows of a forward pass of `model`, and splits inputs of its modules into blocks.
-
-    Attributes:
-        rows: leading dimension of the first tensor argument of the model; None outside a pass.
-        tokens: `rows` times the second dimension of that tensor; None outside a pass.
-    """
+    """Records the number of rows of a forward pass of `model`, and splits inputs of its modules into blocks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.rows: int | None = None
+        """Leading dimension of the first tensor argument of the model; None outside a pass."""
         self.tokens: int | None = None
+        """`rows` times the second dimension of that tensor; None outside a pass."""
         self._begin: Callable[[int], object] | None = None
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -54,7 +44,7 @@ class Blocks(Uncopied):
 
     @contextmanager
     def before_each_pass(self, begin: Callable[[int], object]) -> Iterator[None]:
-        """Context in which `begin` is called before each forward pass, with its number of rows."""
+        """Calls `begin` before each forward pass, with its number of rows, while open."""
         self._begin = untraced(begin)
         try:
             yield
@@ -65,7 +55,7 @@ class Blocks(Uncopied):
         self.rows = self.tokens = None
 
     def split(self, values: Tensor, count: int, keep: int) -> Tensor:
-        """`values` as `count` equal, contiguous blocks of rows: (count, T, *the last `keep` dimensions).
+        """Returns `values` as `count` equal, contiguous blocks of rows: (count, T, *the last `keep` dimensions).
 
         Raises:
             NotInBlocksError: the leading dimension is neither the pass's rows nor its tokens (for example the tokens
@@ -89,79 +79,68 @@ class Blocks(Uncopied):
 
 
 STACK = 1 << 19
-"""Largest number of coefficient entries of points that are computed together, if examples have directions of their
-own."""
+"""Largest number of coefficient entries of points that are computed together, if examples have directions of their own.
+More are computed in parts, which stay in the processor's cache."""
 
 Points = tuple[slice | None, FixedFactors]
 """(blocks or None for all, the points of these blocks or one point for all of them)."""
 
 
 def block_points(change: FixedFactors, moved: bool, shifts: Sequence[Shift], dtype: torch.dtype) -> Iterator[Points]:
-    """Yields terms whose sum is D + scale_g Z_g for each block g.
+    """Returns terms whose sum is D + scale_g Z_g for each block g; both signs of a direction share one draw.
 
-    Args:
-        change: D.
-        moved: whether D is not zero.
-        shifts: scale and direction of the blocks; none: all blocks are at D.
-        dtype: that of the products.
+    D is `change`, zero unless `moved`; without `shifts` all blocks are at D. `dtype` is that of the products.
     """
     # In half precision c + rho u would lose u once c is large, so they are separate terms where a product rounds them.
     apart = change.casts_coefficient and dtype.itemsize < 4
-    origin = None if apart or not moved else change.coefficient
-    if shifts and all(len(shift.examples) == 1 for shift in shifts):
-        yield from _shared(change, origin, shifts, change.coefficient if apart and moved else None)
-        return
-    if moved and (apart or not shifts):
-        yield None, change
-    if shifts:
-        yield from _of_examples(replace(change, v_NR=change.v_NR.to(dtype)), origin, shifts)  # cast for all parts
+    origin = change.coefficient if moved else None
+    if not shifts:
+        return iter([(None, change)] if moved else [])
+    if all(len(shift.examples) == 1 for shift in shifts):
+        return _shared(change, origin, shifts, apart=apart)
+    cast = replace(change, v_NR=change.v_NR.to(dtype))  # for all parts
+    if apart and moved:
+        return chain([(None, change)], _of_examples(cast, None, shifts))
+    return _of_examples(cast, origin, shifts)
 
 
-def _shared(
-    change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift], beside: Tensor | None
-) -> Iterator[Points]:
+def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift], *, apart: bool) -> Iterator[Points]:
     start = 0
     for _, group in groupby(shifts, key=lambda shift: (id(shift.direction), *shift.examples)):
         own = list(group)
         blocks, start = slice(start, start + len(own)) if len(own) < len(shifts) else None, start + len(own)
         z, scales = _draw(own[0].direction).of(own[0].examples[0]), [shift.scale for shift in own]
-        if beside is not None:
-            assert isinstance(change, LowRank)
-            yield blocks, replace(change.with_coefficient(z).scaled(scales), beside=beside)
-        elif origin is None:
+        if origin is None:
             yield blocks, change.with_coefficient(z).scaled(scales)
+        elif apart:
+            assert isinstance(change, LowRank)
+            yield blocks, replace(change.with_coefficient(z).scaled(scales), beside=origin)
         else:
-            yield (
-                blocks,
-                change.with_coefficient(torch.addcmul(origin, z, _column(tuple(scales), z.ndim, z.dtype, z.device))),
-            )
+            column = _column(tuple(scales), z.ndim, z.dtype, z.device)
+            yield blocks, change.with_coefficient(torch.addcmul(origin, z, column))
 
 
 @functools.lru_cache(maxsize=32)  # a copy to a device for each layer and step would take longer than the product
 def _column(scales: tuple[float, ...], ndim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The scales as (G, 1, ...), to be multiplied by points of `ndim` dimensions."""
+    """Returns the scales as (G, 1, ...), to be multiplied by points of `ndim` dimensions."""
     with torch.inference_mode(mode=False):
         return torch.tensor(scales, dtype=dtype, device=device).view(-1, *[1] * ndim)
 
 
 def _of_examples(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift]) -> Iterator[Points]:
     directions = {id(shift.direction): shift for shift in shifts}
-    stacks = {key: _draw(shift.direction).stack(shift.examples) for key, shift in directions.items()}
+    points = {key: _draw(shift.direction).points(shift.examples) for key, shift in directions.items()}
     size, start = change.coefficient.numel(), 0
     if size * sum(len(shift.examples) for shift in shifts) <= STACK:  # one product for all
-        moved = [_moved(stacks[id(shift.direction)], origin, shift.scale, slice(None)) for shift in shifts]
+        moved = [points[id(shift.direction)](shift.scale, slice(None), origin) for shift in shifts]
         yield None, change.with_coefficient(torch.cat(moved))
         return
     part = max(1, STACK // size)
     for shift in shifts:
         for first in range(0, len(shift.examples), part):
-            some = _moved(stacks[id(shift.direction)], origin, shift.scale, slice(first, first + part))
+            some = points[id(shift.direction)](shift.scale, slice(first, first + part), origin)
             yield slice(start, start + len(some)), change.with_coefficient(some)
             start += len(some)
-
-
-def _moved(stack: Stack, origin: Tensor | None, scale: float, part: slice) -> Tensor:
-    return stack.scaled(scale, part) if origin is None else stack.added(origin, scale, part)
 
 
 def _draw(direction: Direction) -> CoefficientDraw:

@@ -1,16 +1,4 @@
-"""What belongs to one model in one process.
-
-Replacing a torch function inside a module's forward, where it is called on the module's weight.
-
-A hook on a module's output can neither avoid the forward's computation nor change a step inside it. An interception
-can: while the module runs, a call such as `linear(x, weight, bias)` is redirected to a replacement.
-
-Reads of a weight past the modules that own it.
-
-A tuned weight is perturbed where its modules are called. Code that takes the tensor itself, such as DeBERTa's relative
-positions or a head that multiplies by the embeddings, gets the stored values: the perturbation does not reach the loss
-there, and merge() changes the output.
-"""
+"""Torch functions that a module calls on its weight: replacing them, and noting the calls that no module makes."""
 
 import functools
 from collections import Counter
@@ -25,6 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
 
+LINEAR = torch.nn.functional.linear
+ADDMM = torch.addmm
+EMBEDDING = torch.nn.functional.embedding
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class Uncopied:
     """What neither copy nor pickle takes along: a copy of a model would share the hooks of the original."""
@@ -37,31 +32,8 @@ class Uncopied:
         )
 
 
-Replacement = Callable[..., Tensor]
-"""A function with the arguments of the torch function that it replaces."""
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def unintercepted(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` with all interception of torch functions disabled inside it.
-
-    For code that runs inside a module's forward and contains no product that `float32_on_emulating_cpu` would replace.
-    It saves the overhead of the interception on every torch call and attribute access.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return call
-
-
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, excluded from torch.compile.
+    """Excludes a function from torch.compile.
 
     For hooks: they read values that change every step, so tracing them would recompile the model every step. With this
     wrapper the graph breaks at the hook instead.
@@ -70,47 +42,53 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class Interception(Uncopied):
+class Intercepted(Uncopied, functools.partial[Any]):
+    """The forward of a module in an `Interception`."""
+
+
+class Interception(TorchFunctionMode):
     """Replaces torch functions in the forward of `module` when they are called on its weight.
 
-    It wraps the module's forward instead of using a pair of hooks: a forward hook does not run after a
-    KeyboardInterrupt or SystemExit in the module, and the replacements would stay in force everywhere.
+    A hook on a module's output could neither avoid the forward's computation nor change a step inside it. The module's
+    forward is wrapped, because a forward hook does not run after a KeyboardInterrupt or SystemExit in the module, and
+    the replacements would stay in force everywhere.
 
-    Args:
-        module: the module. During its forward its weight may be another tensor, loaded or gathered for the call.
-        replacements: torch function -> replacement.
-        active: called before each forward; nothing is replaced if it returns False.
+    `replacements` has functions with the same arguments; none is used in a forward before which `active` returns False.
+    During the forward, the module's weight may be another tensor, loaded or gathered for the call.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        replacements: Mapping[Any, Replacement],
-        active: Callable[[], bool],
+        self, module: nn.Module, replacements: Mapping[Any, Callable[..., Tensor]], active: Callable[[], bool]
     ) -> None:
-        self._replacements = {function: untraced(replacement) for function, replacement in replacements.items()}
-        self._active = active
-        self._module = module
+        super().__init__()
+        self._module, self._replacements, self._active = module, replacements, active
         self._inner = module.__dict__.get("forward")  # of another wrapper, such as accelerate's
         self._removed = False
-        self._run = untraced(self._forward)
-        module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
-        return self._run(*args, **kwargs)
+        self._outer = module.forward = Intercepted(untraced(self._forward))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._inner or functools.partial(type(self._module).forward, self._module)
         if self._removed or not self._active():
             return forward(*args, **kwargs)
-        with _Mode(self._module, self._replacements):
+        with self:
             return forward(*args, **kwargs)
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        replacement = self._replacements.get(func)
+        if replacement is not None:
+            weight = self._module.weight
+            for arg in args:
+                if arg is weight:
+                    return replacement(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def remove(self) -> None:
         """Gives the module its forward back; where another wrapper has been put over this one, it only passes on."""
         self._removed = True
-        if self._module.__dict__.get("forward") is not self:
+        if self._module.__dict__.get("forward") is not self._outer:
             return
         if self._inner is not None:
             self._module.forward = self._inner
@@ -118,39 +96,18 @@ class Interception(Uncopied):
             del self._module.forward
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, module: nn.Module, replacements: Mapping[Any, Replacement]) -> None:
-        super().__init__()
-        self._module = module
-        self._replacements = replacements
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        del types
-        replacement = self._replacements.get(func)
-        if replacement is not None and any(arg is self._module.weight for arg in args):
-            return replacement(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-LINEAR = torch.nn.functional.linear
-ADDMM = torch.addmm
-EMBEDDING = torch.nn.functional.embedding
-
-
 _STORAGE = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "grad"))
 """What this library reads and writes weights by, between evaluations."""
 
 
 class DirectReads(TorchFunctionMode):
-    """While entered, notes which weights are read past their modules.
+    """Notes, while entered, which weights are read past their modules.
 
-    Args:
-        targets: parameters to watch; those that cannot be perturbed in the forward pass are left out.
+    A tuned weight is perturbed where its modules are called. Code that takes the tensor itself, such as DeBERTa's
+    relative positions or a head that multiplies by the embeddings, gets the stored values: the perturbation does not
+    reach the loss there, and merge() changes the output.
 
-    Attributes:
-        names: names of the parameters that were read.
+    Parameters that cannot be perturbed in the forward pass are left out. `names` are those that were read.
     """
 
     def __init__(self, targets: Sequence[Target]) -> None:
@@ -161,24 +118,19 @@ class DirectReads(TorchFunctionMode):
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "DirectReads":
+        def count(change: int, key: int) -> Callable[..., None]:
+            def hook(*_: object) -> None:
+                self._open[key] += change
+
+            return untraced(hook)
+
         for key, target in self._targets.items():
-            for site in target.sites:
-                self._handles += self._hooks(site.module, key)
+            for site in target.sites:  # around the hooks that perturb, which may read the weight
+                enter, leave = count(1, key), count(-1, key)
+                self._handles.append(site.module.register_forward_pre_hook(enter, prepend=True))
+                self._handles.append(site.module.register_forward_hook(leave, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
-
-    def _hooks(self, module: nn.Module, key: int) -> list[RemovableHandle]:
-        def enter(*_: object) -> None:
-            self._open[key] += 1
-
-        def leave(*_: object) -> None:
-            self._open[key] -= 1
-
-        # around the hooks that perturb, which may read the weight
-        return [
-            module.register_forward_pre_hook(untraced(enter), prepend=True),
-            module.register_forward_hook(untraced(leave), always_call=True),
-        ]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -205,7 +157,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _gives_values(func: Any, args: tuple[Any, ...], key: int, output: Any) -> bool:
-    """Whether a function gives values of the tensor with this id: not its dtype, its shape or its storage alone."""
+    """Returns whether a function gives values of the tensor with this id: not its dtype, shape or storage alone."""
     name = getattr(func, "__name__", "")
     of_another = bool(args) and id(args[0]) != key and (name == "to" or name.endswith("_as"))
     shape_alone = of_another or name.endswith("_like") or name.startswith("new_") or func in _STORAGE

@@ -3,48 +3,40 @@
 The output of a Linear with weight W becomes x (W + F + D)^T = x W^T + x F^T + ((x V) * c) U^T. D is the change trained
 with the current factors, plus or minus rho Z during an evaluation. F is the change trained with earlier factors, if it
 is stored beside the base. Every module that owns the parameter gets the hook, so tied weights change together.
-
-The change trained in earlier intervals, stored as low-rank factors beside a base that is not written.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.coefficients import FixedCoefficient
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.products import arithmetic_dtype
-from tezo.directions.spaces import Direction, FixedFactors, LowRank
-from tezo.directions.targets import Layout, Site, Target, only_input
+from tezo.directions.spaces import Direction, FixedCoefficient, FixedFactors, LowRank, row_tiles
+from tezo.directions.targets import Site, Target, only_input
 from tezo.forward import rounding
 from tezo.forward.blocks import Blocks, Points, block_points
-from tezo.forward.interception import EMBEDDING, Interception, unintercepted, untraced
-from tezo.forward.moving_parameter import MovingParameter, Shift, check_between_steps, require_plain, require_writable
+from tezo.forward.interception import EMBEDDING, Interception, untraced
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, require_plain, require_writable
 
 FEW = 1 << 14
 """Largest number of coefficient entries of points that are computed before a pass. In the pass itself, small operations
 take several times as long, because the products of the model displace them from the processor's caches. More entries
 are computed when they are used, because storing them for all layers would take memory."""
 
+MOST_RANK = 64
+"""Default rank of the factors stored beside a base that cannot be written."""
 
-class InForward(MovingParameter):
+
+class InForward(PerturbedParameter):
     """A matrix perturbed in the forward pass: W_t = W + F + D, with D in the space of the current fixed factors.
 
-    At a refresh of the fixed factors, D is folded into the stored tensor, or into F, low-rank factors stored beside it;
-    D is then zero again. Without refreshes the stored tensor stays bit-identical.
-
-    Args:
-        target: the matrix.
-        blocks: splits the rows of the model's forward pass into blocks.
-        most_rank: largest rank of F; None: D is folded into the stored tensor if it can be written, else F has at most
-            rank `MOST_RANK`.
-
-    Attributes:
-        change: D.
-        frozen: F.
+    At a refresh of the fixed factors, D (`change`) is folded into the stored tensor, or into F (`frozen`), low-rank
+    factors stored beside it; D is then zero again. Without refreshes the stored tensor stays bit-identical. F has at
+    most the rank `most_rank`; None: D is folded into the stored tensor if it can be written, else it is `MOST_RANK`.
     """
 
     writes_weight = False
@@ -52,85 +44,83 @@ class InForward(MovingParameter):
 
     def __init__(self, target: Target, blocks: Blocks, most_rank: int | None = None) -> None:
         super().__init__(target)
-        self.change: FixedFactors | None = None
-        self.frozen: LowRank | None = None
-        self.compression_error = 0.0
         self._most_rank = most_rank if target.is_writable or most_rank is not None else MOST_RANK
+        self.folds_into_weight = self._most_rank is None
         self._blocks = blocks
-        self._shifts: tuple[Shift, ...] = ()
         self._prepared: tuple[Points, ...] = ()
         self._count = 1
-        self._changed = False
+        self._forget()
         self._handles += [self._hook(site) for site in target.sites]
+
+    def _forget(self) -> None:
+        self.change: FixedFactors | None = None
+        self.frozen: LowRank | None = None
+        self.compression_error, self._changed = 0.0, False
 
     def _hook(self, site: Site) -> RemovableHandle | Interception:
         if site.layout == "embedding":
-            table = {EMBEDDING: self._lookup}
-            return Interception(site.module, table, lambda: self._moved)
-        assert site.layout is not None
-        add_ = _ADD[site.layout]
+            return Interception(site.module, {EMBEDDING: self._lookup}, lambda: self._moved)
+        transposed = site.layout == "transposed"
 
-        @unintercepted
         def add_term(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
             del module
             if not self._moved:
                 return output
-            out, split = self._sum(output), self._blocks.split
-            x = only_input(args, kwargs).to(out.device, out.dtype)
-            out_GTM, x_GTN = split(out, self._count, 1), split(x, self._count, 1)
-            for blocks, points in self._terms(out.dtype):
-                add_(points, *((out_GTM, x_GTN) if blocks is None else (out_GTM[blocks], x_GTN[blocks])))
-            return out.to(output.dtype)
+            with torch._C.DisableTorchFunction():  # it saves its overhead on every call of torch in here
+                out = _writable(output)
+                x = only_input(args, kwargs).to(out.device, out.dtype)
+                out_GTM, x_GTN = self._blocks.split(out, self._count, 1), self._blocks.split(x, self._count, 1)
+                for blocks, points in self._terms(out.dtype):
+                    part = (out_GTM, x_GTN) if blocks is None else (out_GTM[blocks], x_GTN[blocks])
+                    if transposed:
+                        points.add_transposed_(*part)
+                    else:
+                        points.add_linear_(*part)
+                return out.to(output.dtype)
 
         return site.module.register_forward_hook(untraced(add_term), with_kwargs=True)
 
     def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
         output: Tensor = EMBEDDING(ids, *others, **options)
-        out, split = self._sum(output), self._blocks.split
+        out, split = _writable(output), self._blocks.split
         out_GTN, ids_GT = split(out, self._count, 1), split(ids, self._count, 0)
         for blocks, points in self._terms(out.dtype):
             points.add_lookup_(*((out_GTN, ids_GT) if blocks is None else (out_GTN[blocks], ids_GT[blocks])))
         return out.to(output.dtype)
 
-    def _sum(self, output: Tensor) -> Tensor:
-        """The tensor that the low-rank term is added to: the output if it can be written in place, else a copy."""
-        out = output.to(arithmetic_dtype(output))
-        # the output of a weight of a tensor subclass may ignore an in-place add
-        writable = out is not output or (type(output) is Tensor and output.is_contiguous())
-        return out.contiguous() if writable else out.clone(memory_format=torch.contiguous_format)
-
     @property
     def _moved(self) -> bool:
         """Whether W_t, or its perturbation, differs from the stored tensor."""
-        return bool(self._shifts) or self._changed or self.frozen is not None
+        return bool(self.shifts) or self._changed or self.frozen is not None
 
     def _terms(self, dtype: torch.dtype) -> Iterator[Points]:
-        """Yields (blocks, points) of products in `dtype`: F for all blocks, and D + scale_g Z_g for each block g."""
+        """Returns (blocks, points) of products in `dtype`: F for all blocks, and D + scale_g Z_g for each block g."""
         assert self.change is not None
-        if self.frozen is not None:
-            yield None, self.frozen
-        self.was_called |= bool(self._shifts)
-        yield from self._prepared or block_points(self.change, self._changed, self._shifts, dtype)
+        self.was_called |= bool(self.shifts)
+        frozen: list[Points] = [] if self.frozen is None else [(None, self.frozen)]
+        return chain(frozen, self._prepared or block_points(self.change, self._changed, self.shifts, dtype))
 
     def begin(self, direction: Direction, key: DrawKey) -> None:
         super().begin(direction, key)
         assert isinstance(direction, FixedFactors)
         if self.change is not None and self.change.refresh_step != direction.refresh_step:
-            self.retire()
+            # moves D into the stored tensor or into F
+            if self._most_rank is None:
+                self.fold()
+            elif self._changed:
+                left, right, lost = compress(*join(self.trained(), self.target.state_dtype), self._most_rank)
+                self.frozen, self.compression_error = low_rank(left, right), self.compression_error + lost
+            self._changed = False
         if self.change is None or not self._changed:
-            self.change = direction.origin()
+            self.change = direction.with_coefficient(torch.zeros_like(direction.coefficient))
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
-        self._shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
-        self._prepared = self._prepare()
-
-    def _prepare(self) -> tuple[Points, ...]:
-        """The points of the next passes, if they have few numbers; else none, and they are computed in each pass."""
-        change, shifts = self.change, self._shifts
+        self.shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
+        self._prepared, change = (), self.change
         if not shifts or change is None or change.casts_coefficient:
-            return ()
-        few = self._count * change.coefficient.numel() <= FEW
-        return tuple(block_points(change, self._changed, shifts, self.target.state_dtype)) if few else ()
+            return
+        if self._count * change.coefficient.numel() <= FEW:
+            self._prepared = tuple(block_points(change, self._changed, shifts, self.target.state_dtype))
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         del direction
@@ -145,22 +135,9 @@ class InForward(MovingParameter):
         if self.frozen is not None:
             self.frozen.coefficient.mul_(factor)
 
-    @property
-    def folds_into_weight(self) -> bool:  # type: ignore[override]
-        return self._most_rank is None
-
     def trained(self) -> list[tuple[Tensor, Tensor]]:
         frozen = [] if self.frozen is None else [self.frozen.factors()]
         return frozen + ([self.change.split_factors()] if self.change is not None and self._changed else [])
-
-    def retire(self) -> None:
-        """Moves D into the stored tensor or into F; D is then zero."""
-        if self._most_rank is None:
-            self.fold()
-        elif self._changed:
-            left, right, lost = compress(*join(self.trained(), self.target.state_dtype), self._most_rank)
-            self.frozen, self.compression_error = low_rank(left, right), self.compression_error + lost
-        self.change, self._changed = None, False
 
     def fold(self) -> None:
         # W += F + D, then F = D = 0, in one pass over the stored tensor
@@ -171,12 +148,12 @@ class InForward(MovingParameter):
 
     def _add_trained_(self, stored: Tensor, draw: torch.Generator) -> None:
         left_MR, right_NR = join(self.trained(), self.target.state_dtype)
-        for rows in self.row_tiles():
+        for rows in row_tiles(self.target.stored_shape):
             rounding.add_(stored[rows], left_MR[rows] @ right_NR.T, 1.0, draw)
 
     @torch.no_grad()
     def merged(self) -> Tensor | None:
-        """W + F + D with the bits that `fold` would write; None before the first change."""
+        """Returns W + F + D with the bits that `fold` would write; None before the first change."""
         if not self.trained():
             return None
         require_plain(self.target)
@@ -185,25 +162,22 @@ class InForward(MovingParameter):
         return stored
 
     def replaced(self) -> None:
-        check_between_steps("load_state_dict", self.target, bool(self._shifts))
+        super().replaced()
         self._forget()
 
     def state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         if self.change is not None and self._changed:
-            state = {"coefficient": self.change.coefficient, "born": torch.tensor(self.change.refresh_step)}
+            state = {"coefficient": self.change.coefficient, "refresh_step": torch.tensor(self.change.refresh_step)}
         if self.frozen is not None:
             lost = torch.tensor(self.compression_error, dtype=torch.float64)
             state |= {"frozen_left": self.frozen.coefficient, "frozen_right": self.frozen.v_NR, "frozen_lost": lost}
         return state
 
-    def _forget(self) -> None:
-        self.change, self.frozen, self.compression_error, self._changed = None, None, 0.0, False
-
     def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
         self._forget()
         if "coefficient" in state:
-            direction = draw(int(state["born"]) if "born" in state else None)
+            direction = draw(int(state["refresh_step"]) if "refresh_step" in state else None)
             assert isinstance(direction, FixedFactors)
             self.change = direction.with_coefficient(state["coefficient"].to(direction.coefficient).clone())
             self._changed = True
@@ -213,30 +187,27 @@ class InForward(MovingParameter):
             self.compression_error = float(state["frozen_lost"])
 
 
-_ADD: dict[Layout, Callable[[FixedFactors, Tensor, Tensor], None]] = {
-    "linear": lambda point, out, x: point.add_linear_(out, x),
-    "like_linear": lambda point, out, x: point.add_linear_(out, x),
-    "transposed": lambda point, out, x: point.add_transposed_(out, x),
-}
-
-
-MOST_RANK = 64
-"""Default rank of the factors stored beside a base that cannot be written."""
+def _writable(output: Tensor) -> Tensor:
+    """Returns the tensor that a low-rank term is added to: the output if it can be written in place, else a copy."""
+    out = output.to(arithmetic_dtype(output))
+    # the output of a weight of a tensor subclass may ignore an in-place add
+    writable = out is not output or (type(output) is Tensor and output.is_contiguous())
+    return out.contiguous() if writable else out.clone(memory_format=torch.contiguous_format)
 
 
 def low_rank(left_MK: Tensor, right_NK: Tensor) -> LowRank:
-    """The fixed matrix left @ right^T as a `LowRank` point."""
+    """Returns the fixed matrix left @ right^T as a `LowRank` point."""
     return LowRank(draw=FixedCoefficient(left_MK), v_NR=right_NK, refresh_step=-1, gram=1.0)
 
 
 def join(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(left, right) of the sum of low-rank matrices: their factors concatenated along the rank."""
+    """Returns (left, right) of the sum of low-rank matrices: their factors concatenated along the rank."""
     left, right = (torch.cat([part[side].to(dtype) for part in parts], dim=1) for side in (0, 1))
     return left, right
 
 
 def compress(left_MK: Tensor, right_NK: Tensor, most: int) -> tuple[Tensor, Tensor, float]:
-    """(left, right, error): the factors of F, the best rank-`most` approximation of D = left @ right^T.
+    """Returns (left, right, error): the factors of F, the best rank-`most` approximation of D = left @ right^T.
 
     error = |D - F| / |D| in the Frobenius norm. Computed by QR of both factors and an SVD of the K x K core, in float64
     on the CPU; each side gets the square roots of the singular values. If K <= `most`, D is returned unchanged.

@@ -17,13 +17,9 @@ from tezo.directions.products import scratch
 
 
 def add_(weight: Tensor, delta: Tensor, alpha: float, draw: torch.Generator) -> None:
-    """Weight += alpha * delta, in place; unbiased in bfloat16 and float16.
+    """Adds alpha * delta to the weight, in place; unbiased in bfloat16 and float16.
 
-    Args:
-        weight: tensor of any floating dtype.
-        delta: tensor of the same shape, float32 or wider.
-        alpha: factor.
-        draw: generator on the weight's device.
+    `delta` has the weight's shape and is float32 or wider; `draw` is on the weight's device.
     """
     if weight.dtype in (torch.float32, torch.float64):
         weight.add_(delta.to(weight.dtype), alpha=alpha)
@@ -32,35 +28,18 @@ def add_(weight: Tensor, delta: Tensor, alpha: float, draw: torch.Generator) -> 
         store_(weight, exact.copy_(weight).add_(delta, alpha=alpha), draw)
 
 
-def stochastic(exact: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    """Rounds each float32 value to one of its two neighbours in `dtype`, with E[result] = value."""
-    rounded = torch.empty_like(exact, dtype=dtype)
-    store_(rounded, exact.clone(), draw)
-    return rounded
-
-
 def store_(weight: Tensor, exact: Tensor, draw: torch.Generator) -> None:
-    """Weight <- exact, rounded stochastically to the weight's dtype (bfloat16 or float16); overwrites `exact`.
+    """Stores `exact`, rounded stochastically to the weight's dtype (bfloat16 or float16); overwrites `exact`.
 
-    Args:
-        weight: tensor of any strides.
-        exact: float32 tensor of the same shape, without overlapping memory.
-        draw: generator on the weight's device.
+    The weight has any strides, `exact` is float32 of the same shape, without overlapping memory.
     """
-    # The range check synchronises with the device, so it is done on a CPU only.
-    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _all_within(exact, weight.dtype):
-        _store_bfloat16_(weight, exact, draw)
-    else:
-        weight.copy_(_to_a_neighbour(exact, weight.dtype, draw))
-
-
-def _all_within(exact: Tensor, dtype: torch.dtype) -> bool:
-    """Whether every value is finite and at most the largest finite value of `dtype` in magnitude."""
-    if exact.numel() == 0:
-        return True
-    largest = torch.finfo(dtype).max
-    low, high = torch.aminmax(exact)
-    return bool(low >= -largest) and bool(high <= largest)  # comparisons with NaN are False
+    # the range check synchronises with the device, so it is done on a CPU only
+    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and exact.numel() > 0:
+        (low, high), largest = torch.aminmax(exact), torch.finfo(weight.dtype).max
+        if low >= -largest and high <= largest:  # comparisons with NaN are False
+            _store_bfloat16_(weight, exact, draw)
+            return
+    weight.copy_(_to_a_neighbour(exact, weight.dtype, draw))
 
 
 def _store_bfloat16_(weight: Tensor, exact: Tensor, draw: torch.Generator) -> None:
@@ -79,7 +58,7 @@ POOL = 8
 
 
 def _noise(shape: torch.Size, draw: torch.Generator) -> Tensor:
-    """Integers, uniform over 0 ... 2^16 - 1 and pairwise independent, of this shape; int32.
+    """Returns integers, uniform over 0 ... 2^16 - 1 and pairwise independent, of this shape; int32.
 
     Entry (i, j) is pool[o_i + j] xor a_i, with a random offset o_i and random bits a_i for each row, because a draw for
     every entry would take longer than the rest of the write. Pairwise independence makes the errors of two entries
@@ -98,13 +77,13 @@ def _noise(shape: torch.Size, draw: torch.Generator) -> Tensor:
 
 
 def _bits(count: int, draw: torch.Generator) -> Tensor:
-    """`count` integers, uniform over 0 ... 2^16 - 1; int32. One 64-bit draw gives four."""
+    """Returns `count` integers, uniform over 0 ... 2^16 - 1; int32. One 64-bit draw gives four."""
     drawn = torch.empty(-(-count // 4), dtype=torch.int64, device=draw.device).random_(-(2**63), None, generator=draw)
     return drawn.view(torch.int16)[:count].to(torch.int32).bitwise_and_(0xFFFF)
 
 
 def _to_a_neighbour(exact: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    """`stochastic` for any 16-bit format, device and value: rounds to nearest, then finds the other neighbour."""
+    """Rounds any values to any 16-bit format on any device: to nearest, then by chance to the other neighbour."""
     nearest = exact.to(dtype)
     error = exact - nearest.float()
     # The other neighbour of the value is one step of the bit pattern away from zero or towards zero.

@@ -29,7 +29,7 @@ from transformers import (
 
 from tezo.directions.products import is_emulated
 from tezo.directions.targets import device_of, find_targets, frozen_notice, is_packed
-from tezo.forward.moving_parameter import is_changed_beside, settle
+from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.models.gguf import check_gguf_file, gguf_tokenizer, is_gguf, load_gguf, reading_once, settle_gguf
 from tezo.models.identity import Fingerprint, fingerprint, stamp
 from tezo.models.kinds import IN_MEMORY, AskedKind, CarriedLabels, Kind, choose_kind, is_unused, read_labels

@@ -10,7 +10,7 @@ from torch import Tensor
 from tezo.directions.products import multiplies_bfloat16, row_slices, scratch
 from tezo.directions.spaces import CP, Core, Dense, Direction, LowRank
 from tezo.forward import rounding
-from tezo.forward.moving_parameter import MovingParameter
+from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import ParameterEstimate
 from tezo.optim.updates import State, Update, check_average, zeros_like_coefficient
 
@@ -134,10 +134,10 @@ class Adam(Update):
         self.eps_in_sqrt = eps_in_sqrt
         self.bias_correction = bias_correction
 
-    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
         return {name: zeros_like_coefficient(estimate, moving) for name in ("exp_avg", "exp_avg_sq")}
 
-    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         self.carry_over(estimate.direction, state)
         for rows, grad in estimate.tiles():
             exp_avg, exp_avg_sq = state["exp_avg"][rows], state["exp_avg_sq"][rows]
@@ -186,7 +186,7 @@ class FactoredAdam(Adam):
     takes: tuple[type[Direction], ...] = (Dense, CP)
     writes_weight = True
 
-    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         point = estimate.direction
         if not isinstance(point, CP):
             super().step(moving, estimate, state, lr)

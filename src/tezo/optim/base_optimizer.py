@@ -103,7 +103,7 @@ class BaseOptimizer(ABC):
         """Returns the name of a parameter whose steps depend on the device type; None if there is none."""
 
     @abstractmethod
-    def application(self, name: str) -> tuple[int | None, str]:
+    def rank_and_way(self, name: str) -> tuple[int | None, str]:
         """Returns (rank of a parameter's directions or None, how perturbations or updates are applied, in words)."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tezo.directions.random import generator, seed_of
 from tezo.directions.targets import ALL, Target, select_targets
 from tezo.forward import rounding
-from tezo.forward.moving_parameter import let_interrupt, uninterrupted
+from tezo.forward.perturbed_parameter import let_interrupt, uninterrupted
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import GRADIENT, Closure, StepRecord
 from tezo.optim.optimizer import check_rate
@@ -226,7 +226,7 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
     def drawn_on_the_device(self) -> str | None:
         return self.targets[0].name  # the steps of all parameters depend on the device type
 
-    def application(self, name: str) -> tuple[int | None, str]:
+    def rank_and_way(self, name: str) -> tuple[int | None, str]:
         del name
         return None, "by its gradient"
 

@@ -30,7 +30,7 @@ from typing import TypeVar
 import torch
 
 from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.moving_parameter import evaluation_mode
+from tezo.forward.perturbed_parameter import evaluation_mode
 from tezo.optim.estimators.estimate import Closure
 from tezo.optim.measured_scale import MeasuredScale, Progress, untold
 from tezo.optim.optimizer import ZerothOrderOptimizer

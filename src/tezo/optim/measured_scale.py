@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.moving_parameter import evaluation_mode
+from tezo.forward.perturbed_parameter import evaluation_mode
 from tezo.optim.estimators.estimate import RowsClosure, precise
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError

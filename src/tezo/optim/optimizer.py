@@ -16,7 +16,7 @@ from tezo.directions.perturbation import DrawKey, Perturbation
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
-from tezo.forward.moving_parameter import evaluation_mode, let_interrupt, uninterrupted
+from tezo.forward.perturbed_parameter import evaluation_mode, let_interrupt, uninterrupted
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import (
     MOST_DIRECTIONS,
@@ -427,11 +427,11 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
     @property
     def compression_error(self) -> float:
-        """Largest `MovingParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
+        """Largest `PerturbedParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
         return max((moving.compression_error for moving in self.moving.values()), default=0.0)
 
-    def application(self, name: str) -> tuple[int | None, str]:
-        return self.perturbation.rank_of(name), self.moving[name].application
+    def rank_and_way(self, name: str) -> tuple[int | None, str]:
+        return self.perturbation.rank_of(name), self.moving[name].way
 
     def drawn_on_the_device(self) -> str | None:
         return self.parameters.drawn_on_the_device()

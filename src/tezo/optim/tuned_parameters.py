@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from tezo.directions.perturbation import Perturbation
 from tezo.directions.spaces import Dense, Direction, LowRank
 from tezo.directions.targets import Target
-from tezo.forward import moving_parameter
+from tezo.forward import perturbed_parameter
 from tezo.forward.blocks import Blocks
 from tezo.forward.interception import DirectReads
-from tezo.forward.moving_parameter import MovingParameter, require_writable
+from tezo.forward.perturbed_parameter import PerturbedParameter, require_writable
 from tezo.optim.updates import State, Update
 from tezo.system.errors import RequestError
 
@@ -71,7 +71,7 @@ class TunedParameters:
         self.merged = self.closed = self.reads_checked = False
         self.blocks = Blocks(model)
         weakref.finalize(self, self.blocks.close).atexit = False  # what is left has no use for them
-        self.moving: dict[str, MovingParameter] = {}
+        self.moving: dict[str, PerturbedParameter] = {}
         try:
             for target in targets:
                 kind = perturbation.direction_type(target)
@@ -83,7 +83,7 @@ class TunedParameters:
                     )
                 if update.writes_weight:
                     require_writable(target, "this method")
-                moving = moving_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+                moving = perturbed_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
                 self.moving[target.name] = moving
                 moving.owner = weakref.ref(self)
         except BaseException:
@@ -110,7 +110,7 @@ class TunedParameters:
             moving.was_called = False  # what was compiled before there were hooks does not call them
         self.reads_checked = True
 
-    def writes(self, moving: MovingParameter) -> bool:
+    def writes(self, moving: PerturbedParameter) -> bool:
         """Whether this method changes the stored tensor of a parameter at any time."""
         folds = self.perturbation.interval is not None and moving.folds_into_weight
         return moving.writes_weight or self.update.writes_weight or folds

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tezo.directions.dense_noise import MomentumNoise
+from tezo.directions.perturbation import MomentumNoise
 from tezo.directions.spaces import Direction, FixedFactors, row_tiles
-from tezo.forward.moving_parameter import MovingParameter
+from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import ParameterEstimate
 from tezo.system.errors import RequestError
 
@@ -27,13 +27,13 @@ class Update(ABC):
     takes: tuple[type[Direction], ...] = (Direction,)
     writes_weight = False
 
-    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
         """Returns the state before the first step; here empty."""
         del estimate, moving
         return {}
 
     @abstractmethod
-    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         """Updates the parameter, W_t -> W_t+1, and `state` in place."""
 
     def carry_over(self, direction: Direction, state: State) -> None:
@@ -61,7 +61,7 @@ def check_average(key: str, betas: Sequence[float], eps: float = 0.0) -> None:
         raise RequestError(f"method.eps is {eps}; it must be finite and not negative.")
 
 
-def zeros_like_coefficient(estimate: ParameterEstimate, moving: MovingParameter) -> Tensor:
+def zeros_like_coefficient(estimate: ParameterEstimate, moving: PerturbedParameter) -> Tensor:
     """Returns zeros of the shape, dtype and device of the estimate's coefficient."""
     direction, target = estimate.direction, moving.target
     if isinstance(direction, FixedFactors):
@@ -72,7 +72,7 @@ def zeros_like_coefficient(estimate: ParameterEstimate, moving: MovingParameter)
 class SGD(Update):
     """W_t+1 = W_t - lr * g, with g the estimate; for every type of direction."""
 
-    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         del state
         for rows, grad in estimate.tiles():
             moving.add_(estimate.direction, rows, grad, -lr)
@@ -81,7 +81,7 @@ class SGD(Update):
 class SignSGD(Update):
     """W -= lr * sign(g), on the coefficient of the estimate g, entry by entry."""
 
-    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         del state
         for rows, grad in estimate.tiles():
             moving.add_(estimate.direction, rows, grad.sign(), -lr)
@@ -109,12 +109,12 @@ class NormalizedSGD(Update):
         self.beta = beta
         self.eps = eps
 
-    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
         del estimate
         target = moving.target
         return {"kappa_sq": torch.zeros((), dtype=target.state_dtype, device=target.device)}
 
-    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         mean = sum(kappa**2 for kappa in estimate.projected_grads) / len(estimate.projected_grads)
         kappa_sq = state["kappa_sq"].mul_(self.beta).add_(mean, alpha=1 - self.beta)
         corrected = float(kappa_sq) / (1 - self.beta ** (estimate.count + 1))
@@ -136,10 +136,10 @@ class Momentum(Update):
         check_average("beta", (beta,))
         self.beta = beta
 
-    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
         return {"exp_avg": zeros_like_coefficient(estimate, moving)}
 
-    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         direction = estimate.direction
         self.carry_over(direction, state)
         for rows, grad in estimate.tiles():
@@ -162,10 +162,10 @@ class AdaMU(Update):
         check_average("eps", (), eps)
         self.eps = eps
 
-    def init(self, estimate: ParameterEstimate, moving: MovingParameter) -> State:
+    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
         return {"exp_avg": zeros_like_coefficient(estimate, moving)}
 
-    def step(self, moving: MovingParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         noise, (kappa,) = estimate.direction, estimate.projected_grads
         assert isinstance(noise, MomentumNoise)
         for rows in row_tiles(noise.shape):

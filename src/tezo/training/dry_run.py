@@ -166,7 +166,7 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
     if is_rho_open(job.config) and job.config.train.minimises_loss:
         found["method.rho"] = most_passes(optimizer.num_directions)
     if options.get("basis", method(config.method.name).defaults().get("basis")) == "activation":
-        ranks = {t.name: optimizer.application(t.name)[0] or 0 for t in optimizer.targets if t.input_role is not None}
+        ranks = {t.name: optimizer.rank_and_way(t.name)[0] or 0 for t in optimizer.targets if t.input_role is not None}
         shown = math.ceil(min(BASIS_ROWS, len(job.train)) / config.train.batch_size)
         found["method.basis"] = shown * len(list(groups([t for t in optimizer.targets if t.name in ranks], ranks)))
     if FEEDBACK in _steps(job):

@@ -25,7 +25,7 @@ from tezo.directions.bases.activation import collecting_bytes
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import ALL, device_of, is_packed, select_targets
-from tezo.forward.moving_parameter import MovingParameter
+from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.models.kinds import Kind, ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
@@ -90,7 +90,7 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
     except RequestError as error:
         return Forecast(method.name, refusal=str(error))
     try:
-        ranks = {name: rank for name in optimizer.moving if (rank := optimizer.application(name)[0]) is not None}
+        ranks = {name: rank for name in optimizer.moving if (rank := optimizer.rank_and_way(name)[0]) is not None}
         matrices = [target for target in optimizer.targets if target.name in ranks]
         return Forecast(
             method.name,
@@ -122,7 +122,7 @@ def _kept(optimizer: ZerothOrderOptimizer) -> int:
 
 
 @torch.no_grad()
-def _kept_for(optimizer: ZerothOrderOptimizer, moving: MovingParameter) -> int:
+def _kept_for(optimizer: ZerothOrderOptimizer, moving: PerturbedParameter) -> int:
     direction: Any = optimizer.perturbation.direction(moving.target, DrawKey(optimizer.seed, 0), {})
     state = optimizer.update.init(ParameterEstimate([direction], [0.0], 0), moving)
     own = not moving.writes_weight and isinstance(direction, FixedFactors)
@@ -266,7 +266,7 @@ INFERENCE = "inference"
 LORA = "LoRA with gradients"
 LORA_CHECKPOINTED = "LoRA with gradients, checkpointed"
 FULL = "full fine-tuning with Adam"
-ZEROTH_ORDER = ("lozo-adam", "tezo-cadam")
+ZEROTH_ORDER = ("head-feedback", "tezo-cadam")
 """Methods that are set against gradients: the default, and the one of least memory."""
 USABLE = 0.8
 """Share of the memory that a forecast may need and still fit, because of what it leaves out."""

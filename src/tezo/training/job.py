@@ -59,8 +59,8 @@ def plan(model: Any, optimizer: BaseOptimizer) -> list[dict[str, Any]]:
         shape = targets[name].shape if name in targets else parameter.shape
         row: dict[str, Any] = {"name": name, "shape": list(shape), "trained": name in targets}
         if name in targets:
-            rank, application = optimizer.application(name)
-            row |= {"kind": targets[name].kind, "rank": rank, "moved": application}
+            rank, way = optimizer.rank_and_way(name)
+            row |= {"kind": targets[name].kind, "rank": rank, "moved": way}
             row["also"] = [site.name for site in targets[name].sites[1:]]
         rows.append(row)
     return rows
@@ -392,14 +392,14 @@ def _rank_notice(config: Config, optimizer: BaseOptimizer) -> list[str]:
     if "rank_rule" in defaults and wanted is None:
         return _chosen_ranks_notice(config.method.options.get("rank_rule", defaults["rank_rule"]), optimizer)
     names = [target.name for target in optimizer.targets]
-    lower = [name for name in names if wanted and (optimizer.application(name)[0] or wanted) < wanted]
+    lower = [name for name in names if wanted and (optimizer.rank_and_way(name)[0] or wanted) < wanted]
     return [f"method.rank is {wanted}, lowered to the smaller side of: {_some(lower)}."] if lower else []
 
 
 def _chosen_ranks_notice(rule: str, optimizer: BaseOptimizer) -> list[str]:
     """On the ranks that Eq. 7 chose, before the first step."""
     matrices = [target for target in optimizer.targets if target.is_matrix]
-    ranks = sorted({optimizer.application(target.name)[0] or 0 for target in matrices})
+    ranks = sorted({optimizer.rank_and_way(target.name)[0] or 0 for target in matrices})
     if not ranks:
         return []
     zero = [target.name for target in matrices if is_zero(target)]

@@ -60,8 +60,10 @@ def count_elements(line: CostLine, model: str, device: str) -> dict[str, Any]:
 
 def _numbers(drawn: Drawn, matrices: Mapping[str, Any]) -> tuple[int, int, int]:
     """(numbers for matrices, numbers for vectors, numbers drawn again) so far."""
-    own = sum(size for (_, _, name, _), size in drawn.sizes.items() if name in matrices)
-    return own, drawn.total - own, drawn.with_repeats.total() - drawn.total
+    sizes = dict(drawn)
+    own = sum(size for (_, _, name, _), size in sizes.items() if name in matrices)
+    total = sum(sizes.values())
+    return own, total - own, sum(size for _, size in drawn) - total
 
 
 def elements_after(counts: Mapping[str, Any], steps: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tezo.directions.perturbation import Scale
+from tezo.directions.low_rank import Scale
 from tezo.optim.methods import method
 from tezo.system.errors import RequestError, nearest
 from tezo.training.config import overlay, parse_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tezo.directions.perturbation import Scale
+from tezo.directions.low_rank import Scale
 from tezo_studies.reproduce.grid import Grid
 from tezo_studies.reproduce.results import Entry, all_cells, entries, figure_of, summary_of
 from tezo_studies.reproduce.table import Column

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tezo.directions.perturbation import Scale
+from tezo.directions.low_rank import Scale
 from tezo.models.kinds import Kind
 from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import task
@@ -125,7 +125,7 @@ class Table:
         steps: steps of zeroth-order methods.
         batch_size: rows per step of zeroth-order methods.
         targets: patterns of the tuned parameters.
-        directions: scale of low-rank directions that the rates are for, see `tezo.directions.perturbation.Scale`.
+        directions: scale of low-rank directions that the rates are for, see `tezo.directions.low_rank.Scale`.
         ft_epochs: epochs of first-order fine-tuning.
         ft_batch: rows per step of first-order fine-tuning.
         ft_most_steps: maximum number of steps of first-order fine-tuning; None: no maximum.

@@ -1,16 +1,9 @@
-"""Where the fixed factors of low-rank directions come from, one file each."""
+"""Where the fixed factors of low-rank directions come from."""
 
 from collections.abc import Callable
 
-from tezo.directions.bases.activation import ActivationBasis as ActivationBasis
-from tezo.directions.bases.basis import ROLES as ROLES
-from tezo.directions.bases.basis import Basis as Basis
-from tezo.directions.bases.basis import CollectedFactors as CollectedFactors
-from tezo.directions.bases.basis import FactorStore as FactorStore
-from tezo.directions.bases.basis import GaussianBasis as GaussianBasis
-from tezo.directions.bases.basis import OrthonormalBasis as OrthonormalBasis
-from tezo.directions.bases.basis import Passes as Passes
-from tezo.directions.bases.basis import Role as Role
+from tezo.directions.bases.activation import ActivationBasis
+from tezo.directions.bases.basis import Basis, GaussianBasis, OrthonormalBasis
 from tezo.system.errors import RequestError, nearest
 
 BASES: dict[str, Callable[[], Basis]] = {
@@ -22,7 +15,7 @@ BASES: dict[str, Callable[[], Basis]] = {
 
 
 def find_basis(basis: str | Basis) -> Basis:
-    """The basis of that name, or the given one.
+    """Returns the basis of that name, or the given one.
 
     Raises:
         RequestError: there is no basis of that name; the error has the nearest one.

@@ -1,17 +1,15 @@
-"""The leading eigenvectors of the second moments of a stream of vectors, in memory independent of their number.
+"""A basis computed from data: the leading eigenvectors of each linear layer's inputs.
 
-A basis computed from data: the leading eigenvectors of each linear layer's inputs.
-
-The gradient of a linear layer is a sum over positions, G = sum_t delta_t x_t^T: its rows lie in the span of the
-layer's inputs, which forward passes alone show. A factor v of leading input directions therefore has a much larger
-share of the gradient than a random one, and of the part on which the rows of a batch agree: docs/theory.md. The factor
-of the outputs, about which forward passes show nothing, stays random.
+The gradient of a linear layer is a sum over positions, G = sum_t delta_t x_t^T. Its rows lie in the span of the layer's
+inputs, which forward passes alone show. A factor v of leading input directions therefore has a much larger share of the
+gradient than a random one (docs/theory.md). Forward passes show nothing about the outputs, so their factor is random.
 """
 
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,37 +24,40 @@ from tezo.system.progress import BASIS, current, tracked
 EXACT = 512
 """Largest vector size whose second moments are kept in full: 1 MB in float32."""
 
+SHARE, LEAST_BYTES, MOST_BYTES = 16, 1 << 25, 1 << 28
+"""Range finders take at most a sixteenth of the layers' bytes at a time, or `LEAST_BYTES` where that is more, and never
+more than `MOST_BYTES`. Layers that do not fit are divided into groups, each with forward passes of its own."""
+
+KIND = "basis"
+"""The kind under which a factor store keeps the factors."""
+
+_KEPT_REFRESHES = 2
+"""Refresh steps whose factors stay in memory: at a refresh, momentum is carried over from the last factors."""
+
 
 def width(size: int, rank: int) -> int:
-    """Columns of the sketch of `size`-vectors whose `rank` leading eigenvectors are wanted."""
+    """Returns the columns of a range finder of `size`-vectors whose `rank` leading eigenvectors are wanted."""
     return size if size <= EXACT else min(size, max(64, 8 * rank))
 
 
-def sketch_bytes(size: int, rank: int, dtype: torch.dtype) -> int:
-    """Bytes that a sketch takes on the vectors' device."""
+def finder_bytes(size: int, rank: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of a range finder on the vectors' device."""
     columns = width(size, rank)
     return size * columns * dtype.itemsize * (1 if columns == size else 2)
 
 
-class Sketch:
-    """The I x K sketch Y = C Omega of the second moments C = sum_t x_t x_t^T, and the Nystrom approximation
+class RangeFinder:
+    """The randomized range finder of Halko et al. (2011) for the second moments C = sum_t x_t x_t^T of I-vectors.
 
-        C ~ Y (Omega^T Y)^-1 Y^T,
-
-    with the inverse restricted to eigenvalues above the rounding error of the sums. Omega is I x K and orthonormal, up
-    to rounding; for K = I it is the identity, and C is exact.
-
-    Args:
-        size: I, of the vectors.
-        columns: K.
-        device: of the vectors.
-        dtype: of the sums.
-        name: key of Omega's random draw.
+    It keeps Y = C Omega with K columns, and takes the leading eigenvectors from the Nystrom approximation
+    C ~ Y (Omega^T Y)^-1 Y^T, with the inverse restricted to eigenvalues above the rounding error of the sums. Omega is
+    I x K and orthonormal, drawn with the key `name`; for K = I it is the identity, and C is exact.
     """
 
     def __init__(self, size: int, columns: int, device: torch.device, dtype: torch.dtype, name: str) -> None:
         self._omega_IK = None
         if columns < size:
+            # the role is part of the key of the draw, and so of the numbers
             omega_IK, _ = torch.linalg.qr(normal((size, columns), seed=0, step=0, name=name, role="sketch"))
             self._omega_IK = omega_IK.to(device, dtype)
         self._sum_IK = torch.zeros(size, columns, device=device, dtype=dtype)
@@ -69,10 +70,10 @@ class Sketch:
         self.count += len(x_TI)
 
     def leading(self, rank: int) -> Tensor:
-        """The (I, rank) eigenvectors of C with the largest eigenvalues, in descending order: float64, on the CPU.
+        """Returns the (I, rank) eigenvectors of C with the largest eigenvalues, in descending order: float64, CPU.
 
-        Columns are orthonormal. Where the vectors span fewer than `rank` dimensions, the remaining columns complete
-        the basis arbitrarily.
+        Columns are orthonormal; the largest entry of each is positive, because a decomposition leaves the sign open.
+        Where the vectors span fewer than `rank` dimensions, the remaining columns complete the basis arbitrarily.
 
         Raises:
             FloatingPointError: a vector had a NaN or infinite entry, or one too large to square.
@@ -90,24 +91,8 @@ class Sketch:
             leading_IK, _, _ = torch.linalg.svd(y_IK @ turns_KK * inverse_K, full_matrices=False)
         # contiguous, as a file returns it: a product rounds differently with another memory layout
         leading_IR: Tensor = leading_IK[:, :rank].contiguous()
-        return leading_IR * _signs(leading_IR)
-
-
-def _signs(directions_IR: Tensor) -> Tensor:
-    """The sign that makes the largest entry of each column positive: a decomposition leaves it open."""
-    largest = directions_IR.abs().argmax(0, keepdim=True)
-    return torch.sign(torch.gather(directions_IR, 0, largest))
-
-
-SHARE, LEAST_BYTES, MOST_BYTES = 16, 1 << 25, 1 << 28
-"""Sketches take at most a sixteenth of the layers' bytes at a time, or `LEAST_BYTES` where that is more, and never more
-than `MOST_BYTES`. Layers that do not fit are sketched in groups, each with forward passes of its own."""
-
-KIND = "basis"
-"""The kind under which a factor store keeps the factors."""
-
-_KEPT_REFRESHES = 2
-"""Refresh steps whose factors stay in memory: at a refresh, momentum is carried over from the last factors."""
+        largest = leading_IR.abs().argmax(0, keepdim=True)
+        return leading_IR * torch.sign(torch.gather(leading_IR, 0, largest))
 
 
 class ActivationBasis(Basis):
@@ -140,6 +125,7 @@ class ActivationBasis(Basis):
 
     def set_factor_store(self, store: FactorStore) -> None:
         self._store = store
+        self.version += 1
         # a learning rate that is chosen before the first step has computed factors already
         for refresh_step, collected in self._collected.items():
             stored = store.load(KIND, refresh_step)
@@ -148,11 +134,8 @@ class ActivationBasis(Basis):
             self._collected[refresh_step] = stored or collected
 
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
-        if role == target.input_role:
-            return self._factors(refresh_step)[target.name]
-        return self._random.factor(role, target, rank, seed, refresh_step)
-
-    def _factors(self, refresh_step: int) -> Mapping[str, Tensor]:
+        if role != target.input_role:
+            return self._random.factor(role, target, rank, seed, refresh_step)
         if refresh_step not in self._collected:
             collected = self._store.load(KIND, refresh_step) if self._store is not None else None
             if collected is None:
@@ -166,7 +149,7 @@ class ActivationBasis(Basis):
                 self._counted.add(refresh_step)
             for old in sorted(self._collected)[:-_KEPT_REFRESHES]:
                 del self._collected[old]
-        return self._collected[refresh_step].factors
+        return self._collected[refresh_step].factors[target.name]
 
     def _check(self, factors: Mapping[str, Tensor]) -> None:
         for target in self._targets:
@@ -190,23 +173,23 @@ class ActivationBasis(Basis):
         num_calls = 0
         with current().phase(BASIS):
             for group in tracked(list(groups(self._targets, self._ranks)), "groups of layers"):
-                sketches = {target.name: _sketch(target, self._ranks[target.name]) for target in group}
-                with recording(model, group, sketches) as calls:
+                finders = {}
+                for target in group:
+                    size, columns = input_size(target), width(input_size(target), self._ranks[target.name])
+                    finders[target.name] = RangeFinder(size, columns, target.device, target.state_dtype, target.name)
+                with recording(model, group, finders) as calls:
                     passes(refresh_step)
                 num_calls += calls()
-                for name, sketch in sketches.items():
-                    factors[name] = self._leading(name, sketch)
+                for name, finder in finders.items():
+                    if finder.count == 0:
+                        raise RequestError(
+                            f"method.basis: the forward passes that were to show the inputs of {name} do not call it; "
+                            "leave it out with method.targets, or set method.basis=gaussian."
+                        )
+                    q_IR = finder.leading(self._ranks[name])
+                    factors[name] = q_IR / q_IR.square().mean().sqrt()
         self._seconds += time.perf_counter() - started
         return CollectedFactors(factors, num_calls)
-
-    def _leading(self, name: str, sketch: Sketch) -> Tensor:
-        if sketch.count == 0:
-            raise RequestError(
-                f"method.basis: the forward passes that were to show the inputs of {name} do not call it; "
-                "leave it out with method.targets, or set method.basis=gaussian."
-            )
-        q_IR = sketch.leading(self._ranks[name])
-        return q_IR / q_IR.square().mean().sqrt()
 
     @property
     def cost(self) -> tuple[int, float]:
@@ -223,6 +206,7 @@ class ActivationBasis(Basis):
         return factors | {"calls": torch.tensor(self._calls)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.version += 1
         loaded: dict[int, dict[str, Tensor]] = {}
         for key, factor in state.items():
             if key == "calls":
@@ -237,22 +221,17 @@ class ActivationBasis(Basis):
 
 
 def input_size(target: Target) -> int:
-    """I, the number of inputs of a linear layer."""
+    """Returns I, the number of inputs of a linear layer."""
     return target.matrix_shape[0 if target.input_role == "u" else 1]
 
 
-def _sketch(target: Target, rank: int) -> Sketch:
-    size = input_size(target)
-    return Sketch(size, width(size, rank), target.device, target.state_dtype, target.name)
-
-
 def groups(targets: Sequence[Target], ranks: Mapping[str, int]) -> Iterator[list[Target]]:
-    """Splits the targets into groups whose sketches together take no more than allowed, or that have one target."""
+    """Splits the targets into groups whose range finders together fit into the limit, or that have one target."""
     allowed = min(MOST_BYTES, max(LEAST_BYTES, sum(target.parameter.nbytes for target in targets) // SHARE))
     group: list[Target] = []
     taken = 0
     for target in targets:
-        own = sketch_bytes(input_size(target), ranks[target.name], target.state_dtype)
+        own = finder_bytes(input_size(target), ranks[target.name], target.state_dtype)
         if group and taken + own > allowed:
             yield group
             group, taken = [], 0
@@ -263,15 +242,15 @@ def groups(targets: Sequence[Target], ranks: Mapping[str, int]) -> Iterator[list
 
 
 def collecting_bytes(targets: Sequence[Target], ranks: Mapping[str, int]) -> int:
-    """Most bytes of sketches at a time while the factors of `targets` are computed.
+    """Returns the most bytes of range finders at a time while the factors of `targets` are computed.
 
     Args:
-        targets: parameters; those that no linear layer has need no sketch.
+        targets: parameters; those that no linear layer has need no range finder.
         ranks: name -> rank.
     """
     linear = [target for target in targets if target.input_role is not None]
     sizes = (
-        sum(sketch_bytes(input_size(target), ranks[target.name], target.state_dtype) for target in group)
+        sum(finder_bytes(input_size(target), ranks[target.name], target.state_dtype) for target in group)
         for group in groups(linear, ranks)
     )
     return max(sizes, default=0)
@@ -279,9 +258,9 @@ def collecting_bytes(targets: Sequence[Target], ranks: Mapping[str, int]) -> int
 
 @contextmanager
 def recording(
-    model: nn.Module, targets: Sequence[Target], sketches: Mapping[str, Sketch]
+    model: nn.Module, targets: Sequence[Target], finders: Mapping[str, RangeFinder]
 ) -> Iterator[Callable[[], int]]:
-    """While open, adds every input of the targets' modules to their sketches, without padding.
+    """Adds every input of the targets' modules to their range finders while open, without padding.
 
     Padding is where the two-dimensional `attention_mask` of the model's call is 0. Yields a function that returns the
     number of calls of the model so far.
@@ -294,20 +273,17 @@ def recording(
         mask = (dict(zip(parameters, args, strict=False)) | kwargs).get("attention_mask")
         masks.append(mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None)
 
-    def record(sketch: Sketch) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], None]:
-        def take(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            del module
-            x = only_input(args, kwargs)
-            x_TI, mask = x.detach().reshape(-1, x.shape[-1]), masks[-1] if masks else None
-            fits = mask is not None and len(x_TI) == mask.numel()
-            sketch.add(x_TI[mask.flatten().to(x_TI.device)] if fits and mask is not None else x_TI)
-
-        return take
+    def take(finder: RangeFinder, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        del module
+        x = only_input(args, kwargs)
+        x_TI, mask = x.detach().reshape(-1, x.shape[-1]), masks[-1] if masks else None
+        fits = mask is not None and len(x_TI) == mask.numel()
+        finder.add(x_TI[mask.flatten().to(x_TI.device)] if fits and mask is not None else x_TI)
 
     handles = [model.register_forward_pre_hook(enter, with_kwargs=True)]
     for target in targets:
-        take = record(sketches[target.name])
-        handles += [site.module.register_forward_pre_hook(take, with_kwargs=True) for site in target.sites]
+        hook = partial(take, finders[target.name])
+        handles += [site.module.register_forward_pre_hook(hook, with_kwargs=True) for site in target.sites]
     try:
         yield lambda: len(masks)
     finally:

@@ -1,7 +1,4 @@
-"""The interface of bases: the sources of the factors that are fixed over an interval, or over the whole run.
-
-The bases that do not depend on the data: the paper's, and SubZO's.
-"""
+"""The interface of bases, which give the fixed factors of low-rank directions, and the bases that need no data."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -25,29 +22,25 @@ Passes = Callable[[int], object]
 
 @dataclass(frozen=True)
 class CollectedFactors:
-    """Tensors computed from data at one step.
-
-    Attributes:
-        factors: parameter name -> tensor; those of a basis are float64 on the CPU.
-        calls: number of model calls they took.
-    """
+    """Tensors computed from data at one step, by parameter name; those of a basis are float64 on the CPU."""
 
     factors: Mapping[str, Tensor]
     calls: int
+    """Number of model calls they took."""
 
 
 class FactorStore(Protocol):
     """Storage for tensors computed from data, so that steps can be replayed without the data."""
 
     def load(self, kind: str, step: int) -> CollectedFactors | None:
-        """The tensors saved for `kind` at `step`; None if there are none."""
+        """Returns the tensors saved for `kind` at `step`; None if there are none."""
 
     def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
         """Saves tensors for `kind` at `step`."""
 
 
 class Basis(ABC):
-    """Source of the fixed factors of low-rank directions.
+    """Source of the fixed factors of low-rank directions; it knows nothing of the perturbation that asks it.
 
     Factors are float64 on the CPU. The mean square of their entries is 1, so that directions have unit variance with
     every basis.
@@ -56,8 +49,11 @@ class Basis(ABC):
     data_dependent = False
     """Whether factors are computed from data; such factors are saved with a run."""
 
+    version = 0
+    """Number of times that factors may have been replaced by others of the same step."""
+
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
-        """Called once, with the matrices to be tuned and the rank of each by name."""
+        """Takes, once, the matrices to be tuned and the rank of each by name."""
         del targets, ranks
 
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
@@ -70,15 +66,7 @@ class Basis(ABC):
 
     @abstractmethod
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
-        """The factor of `target`: (M, rank) for the role "u", (N, rank) for "v".
-
-        Args:
-            role: which factor.
-            target: the matrix.
-            rank: number of its columns.
-            seed: seed of the run.
-            refresh_step: first step of the factor.
-        """
+        """Returns the factor of `target` from a step on: (M, rank) for the role "u", (N, rank) for "v"."""
 
     @property
     def cost(self) -> tuple[int, float]:
@@ -86,7 +74,7 @@ class Basis(ABC):
         return 0, 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Factors that cannot be redrawn from a key: "REFRESH_STEP/NAME" -> factor."""
+        """Returns the factors that cannot be redrawn from a key: "REFRESH_STEP/NAME" -> factor."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tezo.directions.bases.basis import FactorStore
 from tezo.directions.spaces import Direction, Tile
-from tezo.forward.moving_parameter import MovingParameter
+from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
 
@@ -216,7 +216,7 @@ class Estimator(ABC):
     """Name in records and step logs of the steps that it is for."""
 
     @abstractmethod
-    def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
+    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
         """Called once by the optimizer, with the model, the tuned parameters by name and the seed of the run."""
 
     @abstractmethod

@@ -41,7 +41,7 @@ from tezo.directions.random import fill_normal_
 from tezo.directions.spaces import LowRank, Tile
 from tezo.directions.targets import Target, only_input
 from tezo.forward.interception import untraced
-from tezo.forward.moving_parameter import MovingParameter, evaluation_mode
+from tezo.forward.perturbed_parameter import PerturbedParameter, evaluation_mode
 from tezo.optim.estimators.estimate import (
     FEEDBACK,
     Closure,
@@ -277,7 +277,7 @@ class DirectFeedback(Estimator):
         self._resumed: Sequence[str] = ()
         self._at_start: list[Target] = []
 
-    def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
+    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
         self._model, self._seed = model, seed
         self._targets = {name: parameter.target for name, parameter in moving.items()}
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.forward.blocks import Blocks, NotInBlocksError
-from tezo.forward.moving_parameter import Shift, evaluation_mode, let_interrupt
+from tezo.forward.perturbed_parameter import Shift, evaluation_mode, let_interrupt
 from tezo.optim.estimators.estimate import Closure, Estimate, Probe, RowsClosure, StepDraw, average, precise
 from tezo.optim.estimators.two_point import Drawn, TwoPoint, fitting_copies, probes_of
 from tezo.system.errors import RequestError

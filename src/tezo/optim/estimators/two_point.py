@@ -9,7 +9,7 @@ from torch import nn
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction
 from tezo.forward.blocks import NotInBlocksError
-from tezo.forward.moving_parameter import MovingParameter, Shift, evaluation_mode, let_interrupt
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, evaluation_mode, let_interrupt
 from tezo.optim.estimators.estimate import (
     TWO_POINT,
     Closure,
@@ -54,7 +54,7 @@ class TwoPoint(Estimator):
         self.rho = rho
         self._processes = ProcessGroup()
 
-    def prepare(self, model: nn.Module, moving: Mapping[str, MovingParameter], seed: int) -> None:
+    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
         del seed
         self._model, self._moving = model, moving
         self._in_blocks = all(parameter.in_blocks for parameter in moving.values())

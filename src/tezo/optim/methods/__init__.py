@@ -11,7 +11,7 @@ appendix. `head-feedback` is ours: a run chooses its learning rate, rho and dire
 Deviations from the published methods that all methods share, with reasons in docs/theory.md and docs/how-to-choose.md:
 - low-rank directions are added in the forward pass, so that weights neither drift nor are rewritten in memory;
 - a draw is a function of (seed, step, parameter), not of one global random stream;
-- a rank above the smaller side of a matrix is lowered to that side, for that matrix (`optimizer.application(name)`);
+- a rank above the smaller side of a matrix is lowered to that side, for that matrix (`optimizer.rank_and_way(name)`);
 - the default weight decay is 0.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from tezo.directions.dense_noise import DenseGaussian
+from tezo.directions.perturbation import DenseGaussian
 from tezo.directions.targets import ALL, ALL_LINEAR
 from tezo.optim.estimators.forward_mode import ForwardGradient
 from tezo.optim.first_order import FirstOrderOptimizer

@@ -5,8 +5,7 @@ from typing import Unpack
 from torch import nn
 
 from tezo.directions.bases.basis import Basis
-from tezo.directions.low_rank import Lazy
-from tezo.directions.perturbation import Scale
+from tezo.directions.low_rank import Lazy, Scale
 from tezo.directions.ranks import FixedRank
 from tezo.optim.adam import Adam
 from tezo.optim.estimators.feedback import DirectFeedback

@@ -7,7 +7,7 @@ from typing import Unpack
 
 from torch import nn
 
-from tezo.directions.dense_noise import DenseGaussian, SmallEntries
+from tezo.directions.perturbation import DenseGaussian, SmallEntries
 from tezo.optim.adam import Adam
 from tezo.optim.estimators.two_point import Conservative
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer

@@ -7,9 +7,8 @@ from typing import Unpack
 
 from torch import nn
 
-from tezo.directions.dense_noise import Annealing, SimulatedMomentum
-from tezo.directions.low_rank import Subspace
-from tezo.directions.perturbation import Scale
+from tezo.directions.low_rank import Scale, Subspace
+from tezo.directions.perturbation import Annealing, SimulatedMomentum
 from tezo.directions.ranks import FixedRank
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer
 from tezo.optim.settings import with_settings
@@ -57,7 +56,7 @@ def zo_adamu(
         v = b2 z1^2 + (1 - b2) z2^2,   W <- W - lr kappa z / sqrt(v + eps),   m <- z.
 
     The paper's baseline (Jiang et al. 2024); alpha, b1 and b2 are annealed from 1, see
-    `tezo.directions.perturbations.Annealing`. State: m, in the shape of the weights, in float32. Only one direction per
+    `tezo.directions.perturbation.Annealing`. State: m, in the shape of the weights, in float32. Only one direction per
     step is possible.
 
     Deviations: implemented from its paper, because the public code cannot take a step; that code also multiplies m by

@@ -5,8 +5,7 @@ from typing import Unpack
 from torch import nn
 
 from tezo.directions.bases.basis import Basis
-from tezo.directions.low_rank import Temporal
-from tezo.directions.perturbation import Scale
+from tezo.directions.low_rank import Scale, Temporal
 from tezo.directions.ranks import RankCriterion, chosen_rank
 from tezo.optim.adam import Adam, FactoredAdam
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer

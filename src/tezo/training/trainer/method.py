@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tezo.directions.targets import ALL
-from tezo.forward.moving_parameter import is_changed_beside, settle
+from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.models.kinds import IN_MEMORY
 from tezo.models.loading import SETTLED, check_head_not_tied
 from tezo.optim.methods import AUTO, METHODS

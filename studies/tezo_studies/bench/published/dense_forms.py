@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.dense_noise import Annealing
+from tezo.directions.perturbation import Annealing
 from tezo_studies.bench.published.algorithm import Published
 
 

@@ -1,13 +1,6 @@
-"""Signals during a step: they wait for a moment in which model and optimizer are as before or after the step.
+"""The interface of a tuned parameter: temporary perturbations during a step, and permanent updates.
 
-Evaluation mode during a step: without dropout, so that all evaluations use the same function.
-
-State dicts of modules that compute with more than their stored weight: they carry what the modules compute with.
-
-`torch.save(model.state_dict())` and `save_pretrained` would else write the untuned weight, and a loaded weight would
-get the change of the one before on top.
-
-The interface of a tuned parameter: temporary perturbations during a step, and permanent updates.
+And what a step needs around them: signals that wait, evaluation mode, and state dicts that have the trained change.
 """
 
 import gc
@@ -28,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.coefficients import FIRST
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.random import generator
 from tezo.directions.spaces import Direction, row_tiles
@@ -52,7 +44,7 @@ _state = {"waits": False, "commits": False}
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Context in which the handlers of signals wait for `let_interrupt`, or for the end.
+    """Makes the handlers of signals wait for `let_interrupt`, or for the end, while open.
 
     Python runs a handler between any two instructions. One that raises, as Ctrl-C raises KeyboardInterrupt, would end a
     step between a perturbation and its removal, or between the updates of two parameters. A second SIGINT or SIGTERM
@@ -68,16 +60,15 @@ def uninterrupted() -> Iterator[None]:
         let_interrupt()
     finally:
         _state["waits"] = False
-        _give_back()
+        # where a handler raises in between, `_wait` stays in the place of others, and passes their signals on
+        for number, handler in list(_handlers.items()):
+            if getsignal(number) is _wait:
+                signal.signal(number, handler)
         _handle_waiting()
 
 
 def let_interrupt(*, last: bool = False) -> None:
-    """Runs the handlers that wait; one of them may raise.
-
-    Args:
-        last: whether this is the last moment before the update, which is then not interrupted by any signal.
-    """
+    """Runs the handlers that wait; one of them may raise. The `last` one precedes the update, which no signal ends."""
     if _waiting and _state["waits"]:
         _state["waits"] = False
         try:
@@ -95,13 +86,6 @@ def _take_over() -> None:
         if callable(handler) and handler is not _wait:
             _handlers[number] = handler
             signal.signal(number, _wait)
-
-
-def _give_back() -> None:
-    # where a handler raises in between, `_wait` stays in the place of others, and passes their signals on
-    for number, handler in list(_handlers.items()):
-        if getsignal(number) is _wait:
-            signal.signal(number, handler)
 
 
 def _wait(number: int, frame: FrameType | None) -> None:
@@ -137,7 +121,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context in which all modules are in evaluation mode; their previous modes are restored afterwards."""
+    """Puts all modules into evaluation mode while open, so that all evaluations of a step use the same function."""
     was_training = [module for module in model.modules() if module.training]
     for module in was_training:
         module.training = False
@@ -158,26 +142,25 @@ def require_plain(target: Target) -> None:
 
 
 class InStateDict(Uncopied):
-    """Hooks of `state_dict()` and `load_state_dict()` of the modules that own a parameter.
+    """Hooks by which state dicts have what the modules compute with, more than the stored weight.
 
-    Args:
-        target: the parameter; a tied one is one tensor in the state dict too.
-        merged: returns a new tensor with the values that the modules compute with; None: the stored ones.
-        replaced: called before the stored values are loaded.
+    `torch.save(model.state_dict())` and `save_pretrained` would else write the untuned weight, and a loaded weight
+    would get the change of the one before on top. `merged` returns a new tensor with the values that the modules
+    compute with, None for the stored ones; `replaced` is called before stored values are loaded.
     """
 
     def __init__(self, target: Target, merged: Callable[[], Tensor | None], replaced: Callable[[], object]) -> None:
         self._merged, self._replaced = merged, replaced
         self._last: Callable[[], Tensor | None] = lambda: None
         self._handles: list[RemovableHandle] = []
-        for module in (site.module for site in target.sites):
+        for site in target.sites:
+            module: Any = site.module
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter is target.parameter:
-                    self._hook(module, partial(self._save, name), partial(self._load, name))
-
-    def _hook(self, module: Any, save: Callable[..., None], load: Callable[..., None]) -> None:
-        self._handles.append(module.register_state_dict_post_hook(save))
-        self._handles.append(module.register_load_state_dict_pre_hook(load))
+                    self._handles += [
+                        module.register_state_dict_post_hook(partial(self._save, name)),
+                        module.register_load_state_dict_pre_hook(partial(self._load, name)),
+                    ]
 
     def _save(self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         del module
@@ -208,33 +191,32 @@ class Shift:
 
     direction: Direction
     scale: float
-    examples: Sequence[int] = FIRST
+    examples: Sequence[int] = range(1)
 
 
-class MovingParameter(ABC):
+class PerturbedParameter(ABC):
     """One tuned parameter, W_t.
 
     The order of a step is: `begin`; `set_perturbations` with +rho and -rho, in one pass or in two; `set_perturbations`
-    with no shifts; then the update rule calls `add_` or `write_`. Between steps the model computes with W_t.
+    with no shifts; then the update rule calls `add_`. Between steps the model computes with W_t.
     """
 
-    application = "in forward"
+    way = "in forward"
     """How perturbations are applied, in words."""
     writes_weight = True
     """Whether perturbations or updates change the stored tensor."""
-
+    folds_into_weight = False
+    """Whether a refresh of the fixed factors writes the stored tensor."""
     in_blocks = False
     """Whether one forward pass can apply several shifts, each to its own block of rows."""
-
     draws_for_all_blocks = False
     """Whether applying several shifts of one direction in one pass saves an expensive draw."""
-
     was_called = False
     """Whether a forward pass has used a perturbation; always True for a parameter that is perturbed in place."""
-
     in_storage = False
     """Whether perturbations are in the stored tensor, where code that reads the tensor past its modules meets them."""
-
+    compression_error = 0.0
+    """Sum of the relative errors (Frobenius norm) of all compressions of the trained change."""
     owner: Callable[[], object | None] = staticmethod(lambda: True)
     """None once the optimizer is gone, so that nobody can call `close`; see `settle`."""
 
@@ -250,6 +232,7 @@ class MovingParameter(ABC):
         self._handles: list[RemovableHandle | Interception | InStateDict] = [
             InStateDict(target, self.merged, self.replaced)
         ]
+        self.shifts: tuple[Shift, ...] = ()
         self._key = DrawKey(0, 0)
         self._rounding: torch.Generator | None = None
 
@@ -264,53 +247,55 @@ class MovingParameter(ABC):
         """Sets the perturbations of the blocks of rows, those of `shifts[0]` first; with no shifts, all use W_t."""
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
-        """W += alpha * (the point of `direction`'s space with coefficient `delta` at `rows`); here for `Dense`."""
+        """Adds alpha * (the point of the direction's space with coefficient `delta` at `rows`) to W_t.
+
+        Here the coefficient is that of `Dense`, and a half-precision weight is rounded stochastically.
+        """
         del direction
-        self.write_(rows, delta, alpha)
+        rounding.add_(self.weight[rows], delta, alpha, self.rounding)
 
     def decay_(self, factor: float) -> None:
-        """Weight decay: multiplies the trained values by `factor`; here the stored tensor."""
+        """Multiplies the trained values by `factor`; here the stored tensor."""
         self.decay_weight_(factor)
 
+    def decay_weight_(self, factor: float) -> None:
+        """Multiplies the stored tensor by `factor`; a half-precision weight is rounded stochastically."""
+        for rows in row_tiles(self.target.stored_shape):
+            tile = self.weight[rows]
+            rounding.add_(tile, tile.to(self.target.state_dtype), factor - 1, self.rounding)
+
     def state(self) -> dict[str, Tensor]:
-        """Tensors of the trained change that is not in the stored tensor, by key."""
+        """Returns the tensors of the trained change that is not in the stored tensor, by key."""
         return {}
 
     def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
-        """Restores the result of `state`.
-
-        Args:
-            draw: returns a direction with the fixed factors of the given step; None means the last step.
-            state: the tensors.
-        """
+        """Restores the result of `state`; `draw` returns a direction with the factors of a step, None for the last."""
         del draw, state
 
-    folds_into_weight = False
-    """Whether a refresh of the fixed factors writes the stored tensor."""
-    compression_error = 0.0
-    """Sum of the relative errors (Frobenius norm) of all compressions of the trained change."""
-
     def trained(self) -> list[tuple[Tensor, Tensor]]:
-        """(left, right) pairs; the sum of left @ right^T is the change stored beside the stored tensor. Here empty."""
+        """Returns (left, right) pairs; the change stored beside the stored tensor is the sum of left @ right^T."""
         return []
 
     def fold(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
         """Adds the change stored beside the stored tensor to it; here there is none."""
 
     def merged(self) -> Tensor | None:
-        """A new tensor with W_t; None: W_t is the stored tensor, as here.
-
-        Raises:
-            RequestError: there is no such tensor, because the stored one is packed, or is perturbed at the moment.
-        """
+        """Returns a new tensor with W_t; None: W_t is the stored tensor. Refuses if it is packed, or perturbed now."""
+        if self.in_storage:
+            self._check_between_steps("state_dict")
         return None
 
-    def replaced(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
-        """Called before the stored tensor is loaded anew: W_t is then what is loaded.
+    def replaced(self) -> None:
+        """Prepares for the stored tensor to be loaded anew: W_t is then what is loaded. Refuses if it is perturbed."""
+        if self.in_storage or not self.writes_weight:
+            self._check_between_steps("load_state_dict")
 
-        Raises:
-            RequestError: the stored tensor cannot be replaced at the moment.
-        """
+    def _check_between_steps(self, call: str) -> None:
+        if self.shifts:
+            raise RequestError(
+                f"{call} was called by the closure of a step, while {self.target.name} is perturbed; call it between "
+                "steps."
+            )
 
     def close(self) -> None:
         """Removes the hooks; changes to the stored tensor remain."""
@@ -324,47 +309,29 @@ class MovingParameter(ABC):
         data = self.target.parameter.data
         return data if data.ndim == 2 else data.view(self.target.stored_shape)
 
-    def row_tiles(self) -> Iterator[slice]:
-        """Slices of the rows of the stored tensor, one tile each."""
-        return row_tiles(self.target.stored_shape)
-
-    def write_(self, rows: slice, delta: Tensor, alpha: float) -> None:
-        """Stored tensor[rows] += alpha * delta, rounded stochastically in bfloat16 and float16."""
-        rounding.add_(self.weight[rows], delta, alpha, self.rounding)
-
-    def decay_weight_(self, factor: float) -> None:
-        """Stored tensor *= factor, rounded stochastically in bfloat16 and float16."""
-        for rows in self.row_tiles():
-            tile = self.weight[rows]
-            rounding.add_(tile, tile.to(self.target.state_dtype), factor - 1, self.rounding)
-
     @property
     def rounding(self) -> torch.Generator:
         """The step's generator for stochastic rounding."""
         if self._rounding is None:
-            key, parameter = self._key, self.target.parameter
-            self._rounding = generator(
-                parameter.device, seed=key.seed, step=key.step, name=self.target.name, role="rounding"
-            )
+            device, key = self.target.parameter.device, self._key
+            self._rounding = generator(device, seed=key.seed, step=key.step, name=self.target.name, role="rounding")
         return self._rounding
 
 
-_open: WeakSet[MovingParameter] = WeakSet()
+_open: WeakSet[PerturbedParameter] = WeakSet()
 """All instances that are not closed."""
 
 
 def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
-    """Whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
+    """Returns whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
     asked = {id(parameter) for parameter in parameters}
     return any(id(moving.target.parameter) in asked and moving.state() for moving in _open)
 
 
 def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
-    """Closes what optimizers that are gone have left on these parameters; whether there was a change that was kept.
+    """Closes what optimizers that are gone have left on these parameters; returns whether a change was kept.
 
-    Args:
-        parameters: of a model that is to be tuned.
-        keep: whether their changes are added to the stored tensors; else they are dropped.
+    With `keep` their changes are added to the stored tensors, else dropped.
 
     Raises:
         RequestError: they cannot be added, because the tensors are packed.
@@ -389,23 +356,12 @@ def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
     return bool(changed)
 
 
-def check_between_steps(call: str, target: Target, perturbed: bool) -> None:
-    """Raises a `RequestError` if the stored or trained values of a parameter are perturbed at the moment."""
-    if perturbed:
-        raise RequestError(
-            f"{call} was called by the closure of a step, while {target.name} is perturbed; call it between steps."
-        )
-
-
 def require_writable(target: Target, reason: str) -> None:
     """Raises a `RequestError` if an in-place add to the stored tensor fails or has no effect.
 
     Both happen with quantised and offloaded tensors, independent of the dtype that they report. Therefore the tensor
-    must be a plain torch tensor, and an add to one entry is tried, checked and undone.
-
-    Args:
-        target: parameter to be written.
-        reason: subject of the error message, such as "this method".
+    must be a plain torch tensor, and an add to one entry is tried, checked and undone. `reason` is the subject of the
+    message, such as "this method".
     """
     data = target.parameter.data
     plain = target.is_writable

@@ -1,11 +1,11 @@
-"""A sketch finds the leading directions of the vectors that pass by, however many there are."""
+"""A range finder gives the leading directions of the vectors that pass by, however many there are."""
 
 import pytest
 import torch
 from tiny import sines
 from torch import Tensor
 
-from tezo.directions.bases.activation import EXACT, Sketch, width
+from tezo.directions.bases.activation import EXACT, RangeFinder, width
 
 RANK = 4
 
@@ -20,10 +20,10 @@ def decaying(size: int, count: int, seed: int = 0) -> Tensor:
 
 def test_a_sketch_that_keeps_all_second_moments_is_their_eigendecomposition():
     x = decaying(60, 300)
-    sketch = Sketch(60, width(60, RANK), x.device, x.dtype, "x")
+    finder = RangeFinder(60, width(60, RANK), x.device, x.dtype, "x")
     for part in x.split(37):  # however the vectors come
-        sketch.add(part)
-    found = sketch.leading(RANK)
+        finder.add(part)
+    found = finder.leading(RANK)
     right_II = torch.linalg.svd(x, full_matrices=False)[2]
     for place in range(RANK):  # each at its own place, in descending order
         assert sines(found[:, [place]], right_II[[place]].T).max() < 1e-6
@@ -36,9 +36,9 @@ def test_a_narrow_sketch_finds_the_same_directions_in_a_fraction_of_the_memory()
     x = decaying(size, 400)
     columns = width(size, RANK)
     assert columns <= size // 16
-    sketch = Sketch(size, columns, x.device, x.dtype, "x")
-    sketch.add(x)
-    found = sketch.leading(RANK)
+    finder = RangeFinder(size, columns, x.device, x.dtype, "x")
+    finder.add(x)
+    found = finder.leading(RANK)
     right_II = torch.linalg.svd(x, full_matrices=False)[2]
     for place in range(RANK):
         assert sines(found[:, [place]], right_II[[place]].T).max() < 1e-2
@@ -52,9 +52,9 @@ def test_fewer_vectors_than_a_sketch_has_columns_lose_nothing(dtype, size, mean)
     """As a layer sees them that is called once a row; the sums are then far from full rank."""
     few, rank = 24, 40  # more directions than there are vectors
     x = decaying(size, few) + mean
-    sketch = Sketch(size, width(size, rank), x.device, dtype, "x")
-    sketch.add(x.to(dtype))
-    found = sketch.leading(rank)
+    finder = RangeFinder(size, width(size, rank), x.device, dtype, "x")
+    finder.add(x.to(dtype))
+    found = finder.leading(rank)
     reached = (x @ found[:, :8]).square().sum() / torch.linalg.svdvals(x)[:8].square().sum()
     assert reached > 0.9999
     torch.testing.assert_close(found.T @ found, torch.eye(rank, dtype=torch.float64), rtol=0, atol=1e-6)
