@@ -118,7 +118,7 @@ def test_the_state_after_a_return_is_saved_and_restored(case):
 
 def control(steps: int = 100, every: int = 10, *, dev_rows: int = 4, judged_feedback: int = 0) -> BestState:
     """The decisions of a run whose states are not tensors."""
-    settings = TrainConfig(steps=steps, batch_size=1, eval_every=every, feedback_first=judged_feedback)
+    settings = TrainConfig(steps=steps, batch_size=1, eval_every=every, feedback_first=judged_feedback, guard=True)
     optimizer: Any = SimpleNamespace(roll_back=lambda *_: None)
     job: Any = SimpleNamespace(config=SimpleNamespace(train=settings), dev=[None] * dev_rows, optimizer=optimizer)
     folder: Any = SimpleNamespace(append_rollback=lambda _: None)

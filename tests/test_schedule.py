@@ -35,7 +35,7 @@ def test_batches_are_functions_of_the_step_alone():
 def test_the_schedules_are_what_they_are_called():
     def factors(**settings: Any) -> list[float]:
         made = TrainConfig(**({"steps": 10} | settings))
-        return [lr_factor(made)(step) for step in range(10)]
+        return [lr_factor(step, made) for step in range(10)]
 
     assert factors() == [1.0] * 10
     assert factors(schedule="linear") == pytest.approx([1 - step / 10 for step in range(10)])

@@ -437,7 +437,7 @@ def test_feedback_steps_are_taken_where_a_run_takes_them(tmp_path):
 
     class Watch(transformers.TrainerCallback):
         def on_step_end(self, *_, **__):
-            kinds.append(run.tuner.last_step.kind)
+            kinds.append(run.tuner.last_step.rule)
 
     run.add_callback(Watch())
     run.train()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tezo.training.api import Run as Run
     from tezo.training.api import load_adapter as load_adapter
     from tezo.training.api import open_run as open_run
+    from tezo.training.api import prepare as prepare
     from tezo.training.api import train as train
     from tezo.training.lm_evaluation import lm_eval as lm_eval
     from tezo.training.trainer.sft import TezoSFTTrainer as TezoSFTTrainer
@@ -54,7 +55,7 @@ _METHODS = (
     "mezo_norm", "mezo_sign", "sparse_mezo", "subzo", "tezo", "tezo_adam", "tezo_cadam", "tezo_m", "zo_adamu",
 )  # fmt: skip
 _HOMES = {
-    **dict.fromkeys(("Run", "load_adapter", "open_run", "train"), "tezo.training.api"),
+    **dict.fromkeys(("Run", "load_adapter", "open_run", "prepare", "train"), "tezo.training.api"),
     **dict.fromkeys(("METHODS", *_METHODS), "tezo.optim.methods"),
     "TezoSFTTrainer": "tezo.training.trainer.sft",
     "TezoTrainer": "tezo.training.trainer.trainer",

@@ -15,6 +15,12 @@ from torch import nn
 from tezo.system.errors import RequestError
 
 
+def stays(model: Any, device: torch.device) -> list[str]:
+    """Leaves a loaded model where it is; there is nothing to say of that."""
+    del model, device
+    return []
+
+
 @dataclass(frozen=True)
 class Placement:
     """A way to place a model.
@@ -25,7 +31,7 @@ class Placement:
         packed: whether quantised weights support this placement.
     """
 
-    settle: Callable[[Any, torch.device], list[str]] = lambda *_: []
+    settle: Callable[[Any, torch.device], list[str]] = stays
     spread: bool = False
     packed: bool = True
 

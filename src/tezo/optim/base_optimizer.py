@@ -1,7 +1,7 @@
 """The base class of optimizers: what a training run asks of the zeroth-order ones and of first-order Adam alike."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -26,6 +26,8 @@ class BaseOptimizer(ABC):
         num_steps: number of steps taken.
         num_forward_passes: number of closure evaluations in all steps.
         last_step: record of the last step; None before the first.
+        plan: function of a step -> (the rule that it follows where none is given, factor of its learning rate); None:
+            every step follows the first rule.
         settings: option of the method -> its `tezo.optim.settings.Setting`; as text, a table.
     """
 
@@ -37,6 +39,7 @@ class BaseOptimizer(ABC):
     num_steps: int = 0
     num_forward_passes: int = 0
     last_step: StepRecord | None = None
+    plan: Callable[[int], tuple[str, float]] | None = None
     settings: Mapping[str, Any] = MappingProxyType({})
 
     def bind(self, targets: Sequence[Target]) -> None:
@@ -70,6 +73,10 @@ class BaseOptimizer(ABC):
             "an optimizer is bound to its model, and cannot be copied or pickled; make one over the other model, and "
             "give it the state by load_state_dict(optimizer.state_dict())."
         )
+
+    def planned(self, step: int) -> tuple[str, float]:
+        """Returns (the rule that a step follows where none is given, the factor of its learning rate)."""
+        return (self.rules[0], 1.0) if self.plan is None else self.plan(step)
 
     def count(self, record: StepRecord) -> None:
         """Counts a finished step."""

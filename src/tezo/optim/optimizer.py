@@ -168,6 +168,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
         self._calibrated = self._stepping = self._has_warned = False
+        self._factor = 1.0
         self.warn: Callable[[str], object] = partial(warnings.warn, category=PerturbationWarning, stacklevel=6)
         perturbation.prepare(self.targets)
         self.parameters = TunedParameters(
@@ -220,14 +221,14 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         Args:
             closure: evaluates the objective on this step's batch. It is called twice for every direction, unless it is
                 a `RowsClosure` and one forward pass for several evaluations is faster.
-            rule: one of `rules`; None: the first one, with random directions.
+            rule: one of `rules`; None: that of `plan`, or the first one, with random directions.
         """
         if closure is None:
             raise RequestError(
                 "step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)). Trainer of "
                 "transformers gives none: use tezo.TezoTrainer, or tezo.TezoSFTTrainer for TRL."
             )
-        name = self.rules[0] if rule is None else rule
+        name, self._factor = self.planned(self.num_steps) if rule is None else (rule, 1.0)
         estimator = self._rule(name).estimator
         check_rate("lr", self._rate(name))
         if self._stepping:  # it would move the parameters that the outer step measures
@@ -330,7 +331,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         return self._rules[name]
 
     def _rate(self, rule: str) -> float:
-        return float(self.param_groups[0]["lr"]) * self._rules[rule].lr_scale
+        return float(self.param_groups[0]["lr"]) * self._factor * self._rules[rule].lr_scale
 
     def set_calibration_passes(self, passes: Passes) -> None:
         """Sets the forward passes that a data-dependent basis is computed from.

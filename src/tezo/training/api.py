@@ -1,9 +1,10 @@
 """The library from Python: `train`, `open_run` and `load_adapter`."""
 
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -11,7 +12,9 @@ from typing import Any, Unpack
 from tezo.models import lora
 from tezo.models.kinds import IN_MEMORY, ModelConfig
 from tezo.models.loading import LoadedModel, dtype_name, from_objects
+from tezo.optim.estimators.estimate import Closure, RowsClosure
 from tezo.optim.methods import HEAD_FEEDBACK
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.files import MANIFEST
 from tezo.runs.folder import CONFIG, LOG, read_summary
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
@@ -25,8 +28,12 @@ from tezo.training.keywords import Options, dotted_settings
 from tezo.training.listeners import Listener
 from tezo.training.opening import TunedModel, check_is_run
 from tezo.training.recipe import Config
+from tezo.training.resolution import ClosureRows, resolve
 from tezo.training.run import Run as Run
 from tezo.training.screen import Screen
+from tezo.training.trainer.method import build, parse_method
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -108,6 +115,51 @@ def train(
         trust_remote_code=config.model.trust_remote_code,
         progress=progress,
     )
+
+
+def prepare(
+    model: Any,
+    closures: Callable[[int], Closure],
+    *,
+    steps: int,
+    method: str = HEAD_FEEDBACK,
+    held_out: RowsClosure | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> ZerothOrderOptimizer:
+    """Makes the optimizer of a method for a loop of one's own; what is open is filled in as `train` does.
+
+        optimizer = tezo.prepare(model, lambda step: tezo.closure(model, batches[step]), steps=200)
+        print(optimizer.settings)
+        for step in range(200):
+            optimizer.step(tezo.closure(model, batches[step]))
+
+    Args:
+        model: of torch.
+        closures: function of a step that returns its closure. Closures of `tezo.closure` can tell the losses of rows.
+        steps: number of steps of the loop, which feedback steps and the search for a rate depend on.
+        method: name of a zeroth-order method.
+        held_out: rows that learning rates are compared on; without them a rate that is open is the method's default.
+        seed: of all draws.
+        options: of the method, and `feedback_first` and `feedback_last`; see docs/settings.md.
+
+    Raises:
+        RequestError: an option is unknown or wrong, or the model cannot be tuned this way.
+    """
+    config = parse_method(method, options, float(options.get("weight_decay", 0.0)))
+    size = getattr(closures(0), "examples", 1)
+    config = replace(config, train=replace(config.train, steps=steps, batch_size=size, seed=seed))
+
+    def made(settings: Config) -> ZerothOrderOptimizer:
+        optimizer = build(settings, model, seed)
+        optimizer.set_calibration_passes(lambda step: closures(step)())
+        return optimizer
+
+    found = resolve(config, ClosureRows(closures, held_out), made)
+    for notice in found.notices:
+        logger.info(notice)
+    assert isinstance(found.optimizer, ZerothOrderOptimizer)  # `parse_method` refuses others
+    return found.optimizer
 
 
 def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, trust_remote_code: bool = False) -> Run:

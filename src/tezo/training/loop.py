@@ -33,7 +33,7 @@ from tezo.training.header import check_same, check_unchanged, log_header, reques
 from tezo.training.job import Job, check_untuned, plan, prepare
 from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.recipe import LOSS, Config
-from tezo.training.schedule import interval, is_feedback, lr_factor
+from tezo.training.schedule import interval, lr_factor
 from tezo.training.summary import Outcome, row_counts, summarize
 
 
@@ -132,7 +132,6 @@ class Loop:
         self.processes = processes
         self.sampler = job.sampler()
         self.lr = float(job.optimizer.param_groups[0]["lr"])
-        self.lr_factor = lr_factor(self.settings)
         self.resumed = ResumeState()
         self.evaluations = Evaluations(job, folder, listeners)
         self.best = BestState(job, folder, self.evaluations, listeners, processes)
@@ -304,9 +303,9 @@ class Loop:
     def _take_step(self, step: int, indices: Sequence[int]) -> None:
         job, optimizer = self.job, self.job.optimizer
         for group in optimizer.param_groups:
-            group["lr"] = self.lr * self.lr_factor(step) * self.best.lr_scale
-        if is_feedback(step, self.settings):  # every rank takes it on all rows
-            optimizer.step(job.objective.closure(job.model, job.batches(indices)), rule=FEEDBACK)
+            group["lr"] = self.lr * lr_factor(step, self.settings) * self.best.lr_scale
+        if optimizer.planned(step)[0] == FEEDBACK:  # every rank takes it on all rows
+            optimizer.step(job.objective.closure(job.model, job.batches(indices)))
         else:
             optimizer.step(self._closure(step, indices))
 

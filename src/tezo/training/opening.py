@@ -39,6 +39,10 @@ MAX_NEW_TOKENS = 64
 """Longest answer of free text in tokens, where neither the user nor the task says."""
 
 
+def nothing() -> None:
+    """Does nothing: there is nothing beside the weights."""
+
+
 @dataclass(frozen=True)
 class TunedModel:
     """A tuned model in memory.
@@ -50,8 +54,8 @@ class TunedModel:
     """
 
     loaded: LoadedModel
-    merge: Callable[[], object] = lambda: None
-    close: Callable[[], object] = lambda: None
+    merge: Callable[[], object] = nothing
+    close: Callable[[], object] = nothing
 
 
 def is_run(name: str | Path) -> bool:

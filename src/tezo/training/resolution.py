@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tezo.directions.targets import is_packed
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.estimators.estimate import FEEDBACK, Closure
+from tezo.optim.estimators.estimate import FEEDBACK, Closure, RowsClosure
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
 from tezo.optim.methods import AUTO, HEAD_FEEDBACK, method
@@ -27,7 +27,7 @@ from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
 from tezo.system.progress import FEEDBACK as LOOKING
 from tezo.training.recipe import Config, TrainConfig
-from tezo.training.schedule import KEYS, default_counts, is_feedback
+from tezo.training.schedule import KEYS, default_counts, is_feedback, planned
 
 RESOLVED_AT_START: dict[str, Any] = {
     "data.shape": "auto",
@@ -86,6 +86,35 @@ class Rows(ABC):
         """Computes the losses of the held-out rows, which the first steps do not see."""
 
 
+class ClosureRows(Rows):
+    """The rows of a loop of one's own.
+
+    Args:
+        closures: step -> what that step evaluates.
+        held_out: rows that rates are compared on; None: there are none.
+    """
+
+    def __init__(self, closures: Callable[[int], Closure], held_out: RowsClosure | None) -> None:
+        self._closures, self._others = closures, held_out
+        self.share_directions = not isinstance(closures(0), RowsClosure)
+        self.held_out = 0 if held_out is None else held_out.examples
+
+    def step(self, step: int, *, per_example: bool) -> Closure:
+        del per_example  # a RowsClosure tells either
+        return self._closures(step)
+
+    def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
+        closure: Any = self._closures(step)
+        apart = isinstance(closure, RowsClosure) and not per_example
+        return (lambda: closure.example_losses(1)[0]) if apart else closure
+
+    def few(self) -> Closure:
+        return self._closures(0)
+
+    def held_out_losses(self) -> list[float]:
+        return [] if self._others is None else self._others.example_losses(1)[0].tolist()
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A configuration with no open setting, the optimizer that has it, and what the user should know of the choices."""
@@ -127,6 +156,8 @@ def resolve(
     except BaseException:
         optimizer.close()  # a model that the caller has is free again
         raise
+    if FEEDBACK in optimizer.rules and (config.train.feedback_first or config.train.feedback_last):
+        optimizer.plan = partial(planned, settings=config.train, first=optimizer.rules[0])
     chosen = {key: config.method.options.get(key, AUTO) for key, value in given.items() if value == AUTO}
     chosen |= {key: getattr(config.train, key) for key in KEYS if FEEDBACK in optimizer.rules}
     optimizer.settings = Settings(

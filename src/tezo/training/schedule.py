@@ -1,9 +1,9 @@
 """What happens when, as functions of the step alone: batches, learning rates, feedback steps, evaluations."""
 
 import math
-from typing import Any
 
 from tezo.directions.random import permutation
+from tezo.optim.estimators.estimate import FEEDBACK
 from tezo.training.recipe import TrainConfig
 
 
@@ -34,19 +34,12 @@ class BatchSampler:
         return permutation(self.num_rows, seed=self.seed, step=epoch, name="epoch")
 
 
-def lr_factor(settings: TrainConfig) -> Any:
-    """Step -> factor of the learning rate: that of the schedule, times that of feedback steps."""
-
-    def factor(step: int) -> float:
-        return of_schedule(step) * rate_factor(step, settings)
-
-    def of_schedule(step: int) -> float:
-        left = step / max(1, settings.num_steps)
-        if settings.schedule == "linear":
-            return 1.0 - left
-        return (1 + math.cos(math.pi * left)) / 2 if settings.schedule == "cosine" else 1.0
-
-    return factor
+def lr_factor(step: int, settings: TrainConfig) -> float:
+    """Factor of the learning rate at a step, by the schedule."""
+    if settings.schedule == "constant":
+        return 1.0
+    part = step / max(1, settings.num_steps)
+    return 1.0 - part if settings.schedule == "linear" else (1 + math.cos(math.pi * part)) / 2
 
 
 def interval(every: int | None, settings: TrainConfig) -> int:
@@ -86,9 +79,11 @@ def is_feedback(step: int, settings: TrainConfig) -> bool:
     return step < first or settings.num_steps - last <= step < settings.num_steps
 
 
-def rate_factor(step: int, settings: TrainConfig) -> float:
-    """Factor of the learning rate of a step beside the schedule's; `settings` and `step` as in `is_feedback`."""
-    return EARLY_RATE if step < (settings.feedback_first or 0) else 1.0
+def planned(step: int, settings: TrainConfig, first: str) -> tuple[str, float]:
+    """(the rule of a step, the factor of its learning rate), of an optimizer whose first rule is `first`."""
+    if not is_feedback(step, settings):
+        return first, 1.0
+    return FEEDBACK, EARLY_RATE if step < (settings.feedback_first or 0) else 1.0
 
 
 def judged_feedback(settings: TrainConfig) -> int:

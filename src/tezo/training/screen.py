@@ -35,6 +35,8 @@ class Screen(Listener):
         model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
         self.line.print(f"{job.config.method.name} on {model}")
         self.line.print(f"{len(trained)} of {len(parameters)} parameters are trained{span}, moved {moved}{factors}")
+        for line in str(job.optimizer.settings).splitlines():
+            self.line.print(f"  {line}")
         self.line.print(f"{rows['train']} training rows, {rows['dev']} dev, {rows['test']} test")
         for line in (*job.rows_as_read, *(f"note: {notice}" for notice in job.notices)):
             self.line.print(line)

@@ -30,7 +30,7 @@ from tezo.system.progress import showing
 from tezo.training.job import BASIS_ROWS
 from tezo.training.recipe import Config
 from tezo.training.resolution import resolve
-from tezo.training.schedule import is_feedback, rate_factor
+from tezo.training.schedule import planned
 from tezo.training.trainer.loss import StepLoss, TrainerRows
 from tezo.training.trainer.method import OptimizerView, build, check_precision, check_same, forward_only, parse_method
 from tezo.training.trainer.state import config_of, read_state, restore, save_state
@@ -112,6 +112,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             for notice in frozen_notice(self.model):
                 logger.warning(notice)
             self.tuner = self._made() if self._resumed is None else self._built(self._settings)
+            if self._resumed is not None:
+                self.tuner.plan = partial(planned, settings=self._settings.train, first=self.tuner.rules[0])
             self.tuner.warn = logger.warning
             logger.info("settings of the method:\n%s", self.tuner.settings)
             self.args.learning_rate = self.tuner.param_groups[0]["lr"]
@@ -185,17 +187,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             return torch.zeros((), device=self.args.device)
         batches, self._micro_batches = self._micro_batches, []
         assert self.tuner is not None
-        loss, settings, step = StepLoss(self, batches, num_items_in_batch), self._settings.train, self.tuner.num_steps
-        rule = FEEDBACK if is_feedback(step, settings) else self.tuner.rules[0]
-        closure = loss.closure(per_example=self.tuner.per_example and rule != FEEDBACK)
-        rates = [group["lr"] for group in self.tuner.param_groups]
-        try:
-            for group in self.tuner.param_groups:
-                group["lr"] *= rate_factor(step, settings)
-            taken = self.tuner.step(closure, rule=rule)
-        finally:
-            for group, rate in zip(self.tuner.param_groups, rates, strict=True):
-                group["lr"] = rate
+        loss, (rule, _) = StepLoss(self, batches, num_items_in_batch), self.tuner.planned(self.tuner.num_steps)
+        taken = self.tuner.step(loss.closure(per_example=self.tuner.per_example and rule != FEEDBACK))
         return torch.tensor(taken, device=self.args.device)
 
     def train(self, *args: Any, **named: Any) -> Any:
