@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tezo.optim import adam as factored_adam
-from tezo.optim.adam import AdamFactors, factored_adam_
+from tezo.optim.factored_adam import AdamFactors, factored_adam_
 
 LR = 1e-3
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -110,7 +110,7 @@ def test_a_half_precision_write_goes_to_a_neighbour_and_is_right_on_average(writ
 
 
 def test_products_in_bfloat16_leave_a_step_within_its_rounding(monkeypatch):
-    monkeypatch.setattr("tezo.optim.adam.multiplies_bfloat16", lambda _: True)
+    monkeypatch.setattr("tezo.optim.factored_adam.multiplies_bfloat16", lambda _: True)
     weight, factors = problem(70, 90, 5, torch.bfloat16)
     weight.zero_()
     exact = exact_step(weight, factors, 1.0)
@@ -133,9 +133,9 @@ def test_a_write_needs_no_more_than_its_tiles(monkeypatch):
     weight, factors = problem(70, 90, 5)
     whole, parts = weight.clone(), weight.clone()
     factored_adam_(whole, factors, LR, generator(0))
-    monkeypatch.setattr("tezo.optim.adam.TILE", 200)
+    monkeypatch.setattr("tezo.optim.factored_adam.TILE", 200)
     buffers, scratch = [], factored_adam.scratch
-    monkeypatch.setattr("tezo.optim.adam.scratch", lambda *size: buffers.append(scratch(*size)) or buffers[-1])
+    monkeypatch.setattr("tezo.optim.factored_adam.scratch", lambda *size: buffers.append(scratch(*size)) or buffers[-1])
     factored_adam_(parts, factors, LR, generator(0))
     assert len(buffers) > 30 and len({buffer.data_ptr() for buffer in buffers}) == 1
     assert {buffer.shape.numel() for buffer in buffers} <= {2 * 2 * 90, 2 * 90}

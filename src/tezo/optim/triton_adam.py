@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tezo.optim.adam import AdamFactors
+from tezo.optim.factored_adam import AdamFactors
 
 BLOCK_M = 64
 BLOCK_N = 64

@@ -1,4 +1,4 @@
-"""Update rules, which step one parameter along an estimate of its gradient; the Adam rules are in `adam`."""
+"""Update rules, which step one parameter along an estimate of its gradient; TeZO-Adam's is in `factored_adam`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tezo.directions.perturbation import MomentumNoise
-from tezo.directions.spaces import Direction, FixedFactors, row_tiles
+from tezo.directions.products import scratch
+from tezo.directions.spaces import CP, Core, Dense, Direction, FixedFactors, LowRank, row_tiles
 from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import ParameterEstimate
 from tezo.system.errors import RequestError
@@ -174,3 +175,72 @@ class AdaMU(Update):
             v = noise.beta2 * z1.square() + (1 - noise.beta2) * z2.square()
             moving.add_(noise, rows, kappa * z / torch.sqrt(v + self.eps), -lr)
             state["exp_avg"][rows] = z
+
+
+def reciprocal_root_(v: Tensor, eps: float, eps_in_sqrt: bool) -> Tensor:
+    """V <- 1 / sqrt(v + eps), or 1 / (sqrt(v) + eps)."""
+    return v.add_(eps).rsqrt_() if eps_in_sqrt else v.sqrt_().add_(eps).reciprocal_()
+
+
+class Adam(Update):
+    """Adam on the coefficient of the estimate g, entry by entry:
+
+        m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2,   W -= lr * m / sqrt(v + eps).
+
+    For dense directions this is Adam on the weight, for CP directions Adam on the temporal coefficients. At a refresh
+    of the fixed factors, m is carried over to the new factors; v is kept, because it is about kappa^2 for any factors.
+
+    Args:
+        betas: decay rates (beta1, beta2) of the moments.
+        eps: smoothing term.
+        eps_in_sqrt: True: m / sqrt(v + eps), as in Algorithm 1; False: m / (sqrt(v) + eps), as in torch.
+        bias_correction: whether m is divided by 1 - beta1^t and v by 1 - beta2^t, as in torch; not in Algorithm 1.
+    """
+
+    takes: tuple[type[Direction], ...] = (Dense, CP, Core, LowRank)
+
+    def __init__(self, betas: tuple[float, float], eps: float, *, eps_in_sqrt: bool, bias_correction: bool) -> None:
+        check_average("betas", betas, eps)
+        self.betas = betas
+        self.eps = eps
+        self.eps_in_sqrt = eps_in_sqrt
+        self.bias_correction = bias_correction
+
+    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
+        return {name: zeros_like_coefficient(estimate, moving) for name in ("exp_avg", "exp_avg_sq")}
+
+    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+        self.carry_over(estimate.direction, state)
+        for rows, grad in estimate.tiles():
+            exp_avg, exp_avg_sq = state["exp_avg"][rows], state["exp_avg_sq"][rows]
+            self.average_(exp_avg, exp_avg_sq, grad)
+            moving.add_(estimate.direction, rows, self.ratio(exp_avg, exp_avg_sq, estimate.count), -lr)
+
+    def average_(self, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
+        """Updates both moments with `grad`, in place."""
+        beta1, beta2 = self.betas
+        exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+    def corrections(self, step: int) -> tuple[float, float]:
+        """Returns what bias correction divides m and v by; 1 if it is not configured."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        beta1, beta2 = self.betas
+        return 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)
+
+    def ratio(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
+        """Returns the step m / sqrt(v + eps) or m / (sqrt(v) + eps), with bias correction if configured.
+
+        It is in a scratch buffer that the next call overwrites.
+        """
+        first, second = self.corrections(step)
+        out = scratch("adam", tuple(exp_avg.shape), exp_avg.dtype, exp_avg.device)
+        torch.div(exp_avg_sq, second, out=out)
+        return reciprocal_root_(out, self.eps, self.eps_in_sqrt).mul_(exp_avg).div_(first)
+
+    def divisor(self, kappa_sq: float, num_directions: int) -> float:
+        # the divisor of the largest step: without bias correction m grows before v does, so early steps are larger
+        (beta1, beta2), mean_sq = self.betas, kappa_sq / num_directions
+        start = 1.0 if self.bias_correction else min((1 - beta2**t) ** 0.5 / (1 - beta1**t) for t in range(1, 1000))
+        return float(start * ((mean_sq + self.eps) ** 0.5 if self.eps_in_sqrt else mean_sq**0.5 + self.eps))

@@ -7,10 +7,10 @@ from torch import nn
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Lazy, Scale
 from tezo.directions.ranks import FixedRank
-from tezo.optim.adam import Adam
 from tezo.optim.estimators.feedback import DirectFeedback
 from tezo.optim.optimizer import Common, StepRule, ZerothOrderOptimizer, check_rate
 from tezo.optim.settings import with_settings
+from tezo.optim.updates import Adam
 
 FEEDBACK_UPDATE = Adam((0.9, 0.999), 1e-8, eps_in_sqrt=False, bias_correction=True)
 """Update rule of feedback steps: torch's Adam with torch's default settings."""

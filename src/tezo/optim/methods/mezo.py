@@ -8,11 +8,10 @@ from typing import Unpack
 from torch import nn
 
 from tezo.directions.perturbation import DenseGaussian, SmallEntries
-from tezo.optim.adam import Adam
 from tezo.optim.estimators.two_point import Conservative
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer
 from tezo.optim.settings import with_settings
-from tezo.optim.updates import SGD, Momentum, NormalizedSGD, SignSGD
+from tezo.optim.updates import SGD, Adam, Momentum, NormalizedSGD, SignSGD
 
 
 @with_settings

@@ -7,10 +7,10 @@ from torch import nn
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Scale, Temporal
 from tezo.directions.ranks import RankCriterion, chosen_rank
-from tezo.optim.adam import Adam, FactoredAdam
+from tezo.optim.factored_adam import FactoredAdam
 from tezo.optim.optimizer import Common, ZerothOrderOptimizer
 from tezo.optim.settings import with_settings
-from tezo.optim.updates import SGD, Momentum
+from tezo.optim.updates import SGD, Adam, Momentum
 
 
 @with_settings
