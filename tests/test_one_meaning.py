@@ -10,7 +10,7 @@ from trainers import trainer
 
 import tezo
 from tezo.optim.methods import AUTO, BASELINES, HEAD_FEEDBACK, METHODS
-from tezo.optim.settings import DEFAULT, GIVEN, MEASURED
+from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED
 from tezo.runs.step_log import read_log
 from tezo.training.config import parse_config
 from tezo.training.job import RunRows, prepare
@@ -67,7 +67,7 @@ def test_a_loop_of_ones_own_resolves_to_what_a_run_does(home):
     found = {key: setting.value for key, setting in optimizer.settings.items()}
     for key in ("directions", "feedback_first", "feedback_last", "rank", "scale", "basis"):
         assert found[key] == expected[key], key
-    assert {key for key, setting in optimizer.settings.items() if setting.source == MEASURED} == {
+    assert {key for key, setting in optimizer.settings.items() if setting.source == RESOLVED} == {
         *CHOSEN, "feedback_first", "feedback_last"
     }  # fmt: skip
     assert found["rho"] in (expected["rho"], expected["rho"] * 3, expected["rho"] / 3), "of other calibration rows"
@@ -96,6 +96,17 @@ def test_what_a_run_takes_where_it_takes_feedback_steps(home, tmp_path):
     kinds = [record.rule for record in read_log(tmp_path / "run/steps.log").steps]
     assert (run.config.train.feedback_first, run.config.train.feedback_last) == (first, last)
     assert kinds == ["feedback"] * first + ["two-point"] * (100 - first - last) + ["feedback"] * last
+
+
+def test_what_is_given_is_given_and_the_number_that_a_run_uses(home):
+    job = prepare(request(home, HEAD_FEEDBACK, rank=4, lr=2e-3, directions="shared"))
+    settings = job.optimizer.settings
+    assert {key: setting.value for key, setting in settings.items() if setting.source == GIVEN} == {
+        "rank": 4, "lr": 2e-3, "directions": "shared"
+    }  # fmt: skip
+    assert settings["rho"].source == RESOLVED and settings["rho"].value == job.optimizer.rho
+    assert settings["targets"].source == settings["seed"].source == DEFAULT
+    job.optimizer.close()
 
 
 def test_a_method_that_needs_more_than_forward_passes_says_so():

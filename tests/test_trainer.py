@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 import tezo
 from tezo.models.quantization import stay_packed
 from tezo.optim.methods import METHODS
-from tezo.optim.settings import MEASURED
+from tezo.optim.settings import RESOLVED
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.training.schedule import default_counts
@@ -425,7 +425,7 @@ def test_the_rate_is_the_methods_and_is_resolved_as_in_a_run(tmp_path):
     ours = trainer(tmp_path, lr=None, method="head-feedback", max_steps=40, rows=token_rows(40))
     ours.train()
     settings = ours.tuner.settings
-    assert {name for name, setting in settings.items() if setting.source == MEASURED} == {
+    assert {name for name, setting in settings.items() if setting.source == RESOLVED} == {
         "lr", "rho", "directions", "feedback_first", "feedback_last"
     }  # fmt: skip
     assert ours.args.learning_rate == settings["lr"].value and settings["directions"].value == "per-example"

@@ -12,12 +12,12 @@ from tezo.optim.optimizer import Common, ZerothOrderOptimizer
 P = ParamSpec("P")
 T = TypeVar("T", bound=BaseOptimizer)
 
-GIVEN, DEFAULT, MEASURED = "given", "default", "measured"
+GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and its source: `GIVEN` by the caller, the method's `DEFAULT`, or `MEASURED` before the first step."""
+    """A value, and its source: `GIVEN` by the caller, the method's `DEFAULT`, or `RESOLVED` on the rows of a run."""
 
     value: Any
     source: str

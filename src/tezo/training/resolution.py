@@ -21,7 +21,7 @@ from tezo.optim.learning_rate import choose_lr
 from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
 from tezo.optim.methods import AUTO, HEAD_FEEDBACK, method
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED, ZerothOrderOptimizer
-from tezo.optim.settings import MEASURED, Setting, Settings
+from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED, Setting, Settings
 from tezo.runs.words import REWARD
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
@@ -138,7 +138,7 @@ def resolve(
     Raises:
         RequestError: what the request asks for cannot be had.
     """
-    given = method(config.method.name).defaults() | config.method.options
+    request = config
     config, notices = with_directions(config, rows, build, measuring=measuring)
     optimizer = build(config)
     try:
@@ -158,12 +158,21 @@ def resolve(
         raise
     if FEEDBACK in optimizer.rules and (config.train.feedback_first or config.train.feedback_last):
         optimizer.plan = partial(planned, settings=config.train, first=optimizer.rules[0])
-    chosen = {key: config.method.options.get(key, AUTO) for key, value in given.items() if value == AUTO}
-    chosen |= {key: getattr(config.train, key) for key in KEYS if FEEDBACK in optimizer.rules}
-    optimizer.settings = Settings(
-        {**optimizer.settings, **{key: Setting(value, MEASURED) for key, value in chosen.items()}}
-    )
+    optimizer.settings = _settings(request, config, optimizer)
     return Resolved(config, optimizer, tuple(notices + more))
+
+
+def _settings(request: Config, resolved: Config, optimizer: BaseOptimizer) -> Settings:
+    """Returns every option of an optimizer, with its source in the request."""
+    asked, defaults = request.method.options, method(request.method.name).defaults()
+    found = Settings()
+    for name, setting in optimizer.settings.items():
+        left_open = asked.get(name, defaults.get(name)) == AUTO
+        source = RESOLVED if left_open else GIVEN if name in asked else DEFAULT
+        found[name] = Setting(resolved.method.options.get(name, setting.value), source)
+    for key in KEYS if FEEDBACK in optimizer.rules else ():
+        found[key] = Setting(getattr(resolved.train, key), RESOLVED if getattr(request.train, key) is None else GIVEN)
+    return found
 
 
 def with_directions(
