@@ -1,8 +1,4 @@
-"""Conversion of values from YAML and the command line to the declared types of the settings.
-
-Recipes that come with the library: one for each method, with the paper's settings.
-
-Configuration of a run: reads YAML and `key=value` settings into the sections of a recipe, and checks them.
+"""Reads a configuration from YAML and `key=value` settings, checks it, and writes it; and the recipes of the library.
 
 A recipe has four sections (model, data, method, train). `model: NAME`, `data: FILE` and `method: NAME` are
 short for model.name, data.train and method.name. The resolved configuration is written into the run folder;

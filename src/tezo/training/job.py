@@ -1,9 +1,4 @@
-"""The plan of a run: shape, rank and update of every parameter of the model.
-
-The reward of a configuration, from the function that the user gives.
-
-From a configuration to everything a run needs, before anything is written: model, data, optimizer, plan.
-"""
+"""Makes a job of a configuration, before anything is written: model, rows, reward, optimizer, plan."""
 
 import hashlib
 import math

@@ -1,7 +1,4 @@
-"""First-order fine-tuning, the baseline of zeroth-order methods.
-
-The forward gradient: MeZO with exact derivatives along its directions.
-"""
+"""Baselines with derivatives: Adam by backpropagation, and the forward gradient."""
 
 from collections.abc import Sequence
 

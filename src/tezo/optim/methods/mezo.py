@@ -1,7 +1,4 @@
-"""MeZO: dense Gaussian noise, with plain, normalised, momentum and Adam steps.
-
-Sparse-MeZO: MeZO on the small entries of each parameter.
-"""
+"""MeZO along dense noise, with its steps by sign, by norm, with momentum, Adam and comparison; and Sparse-MeZO."""
 
 from typing import Unpack
 

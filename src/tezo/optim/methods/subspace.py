@@ -1,7 +1,4 @@
-"""SubZO: a random core between two orthonormal factors.
-
-ZO-AdaMU: momentum in the perturbation.
-"""
+"""Two baselines of the paper: SubZO, with a random core between orthonormal factors, and ZO-AdaMU."""
 
 from typing import Unpack
 

@@ -1,7 +1,4 @@
-"""Trackers of experiments, such as TensorBoard, told of a run through transformers' own callbacks.
-
-A listener that calls transformers' TrainerCallbacks: `train(config, output, [TrainerCallbacks([MyCallback()])])`.
-"""
+"""The callbacks of transformers in a run: any that the user gives, and those of trackers of experiments."""
 
 from collections.abc import Sequence
 from pathlib import Path
