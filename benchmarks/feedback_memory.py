@@ -22,7 +22,7 @@ from tezo_studies.bench.shapes import build_model
 from tezo_studies.bench.workload import NoWords
 
 from tezo.optim.estimators.estimate import FEEDBACK, TWO_POINT
-from tezo.optim.methods.lozo import head_feedback
+from tezo.optim.methods.head_feedback import head_feedback
 from tezo.runs.environment import versions
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective

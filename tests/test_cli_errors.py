@@ -155,6 +155,7 @@ def test_an_unknown_device(attempt):
         ("method.eps=-1", ["method.eps", "-1", "negative"]),
         ("train.seed=-1", ["train.seed", "-1", "at least 0"]),
         ("train.seed=99999999999999999999", ["train.seed", "2^63"]),
+        ("train.batch_size=99999999999999999999", ["train.batch_size", "2^31"]),
         ("method.rho=0", ["method.rho", "0", "positive"]),
         ("method.betas=0.9", ["method.betas", "0.9", "[0.9, 0.99]"]),
         ("method.betas.0=0.5", ["method.betas"]),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tezo.optim.factored_adam import FactoredAdam
 from tezo.optim.learning_rate import CAUTION, ENOUGH, MOST_PASSES, MOST_TRIALS, TRIAL_STEPS, ChosenRate, choose_lr
+from tezo.optim.methods import METHODS
 from tezo.optim.updates import SGD, Adam, AdaMU, NormalizedSGD
 from tezo.runs.step_log import read_log
 from tezo.system.errors import NonFiniteModelError
@@ -71,6 +72,7 @@ RATED = [name for name in CASES if name != "sparse-mezo"]
 def test_a_run_at_the_chosen_rate_is_as_good_as_the_best_of_a_grid(case):
     # 15 dimensions: with one direction a step, luck decides. With four, about one seed of eight is short for lozo-m.
     steps, model, options = 120, Noisy(), {"num_directions": 1 if case.single_direction else 4, "seed": 1}
+    options |= {"scale": "unit"} if "scale" in METHODS[case.name].options() else {}
     found = chosen(model, case.build(model, **options), steps)
     grid = {found.lr * 3.0**k: progress(case.name, found.lr * 3.0**k, steps, **options) for k in range(-3, 4)}
     assert 1 - grid[found.lr] > 0.75 * (1 - min(grid.values())), grid

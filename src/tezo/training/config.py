@@ -370,7 +370,7 @@ _LEAST = {
     "data.per_class": 1,
     "data.max_length": 4,
 }
-"""Settings -> the smallest value; None is allowed where it is the default."""
+"""Settings -> the smallest value; None is allowed where it is the default. Seeds are below 2^63, others below 2^31."""
 
 
 def _check(config: Config) -> None:
@@ -379,11 +379,12 @@ def _check(config: Config) -> None:
         value = getattr(getattr(config, section), name)
         if value is not None and value < least:
             raise RequestError(f"{key} is {value}; it must be at least {least}.")
+        bits = 63 if name == "seed" else 31
+        if value is not None and value >= 2**bits:
+            raise RequestError(f"{key} is {value}; it must be below 2^{bits}.")
     train, data = config.train, config.data
     if train.epochs is not None and train.epochs <= 0:
         raise RequestError(f"train.epochs is {train.epochs}; it must be positive.")
-    if max(train.seed, data.seed or 0) >= 2**63:
-        raise RequestError("train.seed and data.seed must be below 2^63; give a smaller one.")
     if data.train is None and data.task is None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
     if data.per_class is not None and data.num_train is not None:
