@@ -1,4 +1,4 @@
-"""tezo: fine-tuning by forward passes alone.
+"""tezo: fine-tuning with forward passes, and at most the gradient of the output head.
 
 `tezo.train` tunes a model on rows and returns a `Run`; `tezo.open_run` opens one that has ended. The methods are
 optimizers too, for loops of your own. What needs torch is imported when it is first used, so that `import tezo` is

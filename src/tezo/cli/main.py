@@ -18,7 +18,7 @@ INTERRUPTED = 130
 """Exit code of typer on KeyboardInterrupt, which it catches without a message."""
 
 app = typer.Typer(
-    help="Fine-tune language models by forward passes alone.",
+    help="Fine-tune language models with forward passes, and at most the gradient of the output head.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

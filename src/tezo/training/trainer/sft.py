@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer by forward passes alone."""
+"""TRL's SFTTrainer with the steps of a zeroth-order method."""
 
 from collections import defaultdict
 from collections.abc import Iterator
