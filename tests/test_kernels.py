@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tezo.optim import adam as factored_adam
+from tezo.optim import factored_adam
 from tezo.optim.factored_adam import AdamFactors, factored_adam_
 
 LR = 1e-3
