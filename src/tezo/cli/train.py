@@ -33,7 +33,7 @@ def train(
     test: Annotated[str | None, typer.Option(help="Rows for the metrics before and after training.")] = None,
     method: Annotated[str | None, typer.Option(help="Method; see `tezo methods`.")] = None,
     lr: Annotated[
-        str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; default auto: by short trials.")
+        str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; auto, head-feedback's default: by trials.")
     ] = None,
     reward: RewardOption = None,
     steps: Annotated[str | None, typer.Option(metavar="INTEGER", help="Number of steps.")] = None,

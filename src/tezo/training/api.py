@@ -70,7 +70,8 @@ def train(
             out; without test rows the dev rows count.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Objects must be given again, a model with the weights that the run began with.
-        listeners: told of every step and evaluation; `tezo.training.integrations` has one for transformers' callbacks.
+        listeners: told of every step and evaluation; `tezo.training.trainer.callbacks` has one for those of
+            transformers.
         progress: whether standard error shows what the run does: a line that is overwritten on a terminal and in a
             notebook, elsewhere a line every few seconds. The `Run` has it as an attribute for what follows.
         settings: any others by their dotted keys, such as {"data.seed": 3}; docs/settings.md has them all.
