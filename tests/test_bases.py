@@ -9,7 +9,7 @@ from tiny import lm_loss, sines, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo.directions.bases import BASES, activation, find_basis
-from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, finder_bytes, groups, input_size
+from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, finder_bytes, groups
 from tezo.directions.bases.basis import GaussianBasis
 from tezo.optim.methods import METHODS
 from tezo.optim.methods.head_feedback import head_feedback

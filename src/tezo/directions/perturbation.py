@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import Basis, FactorStore, GaussianBasis, Passes
+from tezo.directions.bases.basis import Basis, FactorStore, GaussianBasis, Passes, RowsOf
 from tezo.directions.random import Key, fill_normal_
 from tezo.directions.spaces import Dense, Direction, row_tiles
 from tezo.directions.targets import Target
@@ -55,6 +55,10 @@ class Perturbation(ABC):
         """Sets the forward passes that a data-dependent basis is computed from; see `tezo.directions.bases`."""
         if self.basis.data_dependent:
             self.basis.set_calibration_passes(model, passes)
+
+    def set_rows(self, model: nn.Module, rows: RowsOf) -> None:
+        """Sets the rows whose outputs a basis is computed from; see `tezo.directions.bases.errors`."""
+        self.basis.set_rows(model, rows)
 
     def set_factor_store(self, store: FactorStore) -> None:
         """Sets the store for factors that are computed from data."""

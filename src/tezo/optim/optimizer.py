@@ -3,7 +3,7 @@
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypedDict, overload
@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypedDict, overload
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import FactorStore, Passes
+from tezo.directions.bases.basis import FactorStore, Passes, RowsOf
 from tezo.directions.perturbation import DrawKey, Perturbation
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
@@ -167,7 +167,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         self.seed = seed
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
-        self._calibrated = self._stepping = self._has_warned = False
+        self._calibrated = self._has_rows = self._stepping = self._has_warned = False
         self._factor = 1.0
         self.warn: Callable[[str], object] = partial(warnings.warn, category=PerturbationWarning, stacklevel=6)
         perturbation.prepare(self.targets)
@@ -236,6 +236,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         self._closure = closure
         if not self._calibrated:
             self.set_calibration_passes(lambda _: self._closure())
+        if not self._has_rows and isinstance(closure, RowsClosure):
+            self.perturbation.set_rows(self.model, lambda _, count: closure.part(count))
         self._stepping = True
         try:
             with uninterrupted():
@@ -340,13 +342,18 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             passes: function of the refresh step that runs the model on some training rows; the basis is computed from
                 the inputs of each layer. It is called when factors are first needed, and at every refresh.
         """
-
-        def as_in_a_step(refresh_step: int) -> object:
-            with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
-                return passes(refresh_step)
-
-        self.perturbation.set_calibration_passes(self.model, as_in_a_step)
+        self.perturbation.set_calibration_passes(self.model, passes)
         self._calibrated = True
+
+    def set_rows(self, rows: RowsOf) -> None:
+        """Sets the rows whose outputs a basis is computed from; without them they are those of each step.
+
+        Args:
+            rows: function of the refresh step and of the most rows that are wanted; it returns a `RowsClosure` of
+                training rows that tells outputs, such as one of `tezo.closure`.
+        """
+        self.perturbation.set_rows(self.model, rows)
+        self._has_rows = True
 
     def set_factor_store(self, store: FactorStore) -> None:
         """Sets the store for tensors computed from data, so that steps can be replayed without the data."""
@@ -378,10 +385,14 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         self.check_bound()
         keys = [DrawKey(self.seed, self.num_steps, index) for index in range(self.num_directions)]
         drawn: dict[str, tuple[Direction, ...]] = {}
-        for name, moving in self.moving.items():  # one at a time: old factors are dropped before the next draw
-            moments = self.moments[self.rules[0]].get(name, {})
-            drawn[name] = tuple(self.perturbation.direction(moving.target, key, moments) for key in keys)
-            moving.begin(drawn[name][0], keys[0])
+        with ExitStack() as as_in_a_step:
+            if self.perturbation.basis.data_dependent:  # factors may be computed by forward passes
+                as_in_a_step.enter_context(evaluation_mode(self.model))
+                as_in_a_step.enter_context(float32_on_emulating_cpu(self.model))
+            for name, moving in self.moving.items():  # one at a time: old factors are dropped before the next draw
+                moments = self.moments[self.rules[0]].get(name, {})
+                drawn[name] = tuple(self.perturbation.direction(moving.target, key, moments) for key in keys)
+                moving.begin(drawn[name][0], keys[0])
         rule = rule or self.rules[0]
         return StepDraw(self.num_steps, self.counts[rule], self._rate(rule), drawn)
 
@@ -556,14 +567,19 @@ def _prefix(rule: str) -> str:
     return "update/" if rule == TWO_POINT else f"{rule}/"
 
 
-class Common(TypedDict, total=False):
-    """Options of every zeroth-order method; see `ZerothOrderOptimizer`."""
+class Basic(TypedDict, total=False):
+    """Options of every method; see `ZerothOrderOptimizer`."""
 
-    rho: float
     weight_decay: float
-    num_directions: int
     targets: Sequence[str]
     seed: int
+
+
+class Common(Basic, total=False):
+    """Options of every method by two points; see `ZerothOrderOptimizer`."""
+
+    rho: float
+    num_directions: int
     in_forward: bool
     directions: Directions
     frozen_rank: int | None

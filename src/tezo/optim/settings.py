@@ -4,10 +4,10 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.optimizer import Common, ZerothOrderOptimizer
+from tezo.optim.optimizer import ZerothOrderOptimizer
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=BaseOptimizer)
@@ -45,9 +45,11 @@ def with_settings(build: Callable[P, T]) -> Callable[P, T]:
     """Makes a method's function put the `Settings` on the optimizer that it builds, as `optimizer.settings`."""
     parameters = inspect.signature(build).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    if "common" in parameters:
-        shared = inspect.signature(ZerothOrderOptimizer.__init__).parameters
-        defaults |= {name: shared[name].default for name in Common.__annotations__}
+    for p in parameters.values():
+        if p.kind is inspect.Parameter.VAR_KEYWORD:
+            own = inspect.signature(ZerothOrderOptimizer.__init__).parameters
+            (shared,) = get_args(p.annotation)
+            defaults |= {name: own[name].default for name in shared.__annotations__}
 
     @functools.wraps(build)
     def built(*args: P.args, **options: P.kwargs) -> T:

@@ -205,11 +205,12 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     sections = {key: _long(key, value) for key, value in tree.items()}
     if "name" not in sections.get("model", {}):
         raise RequestError("model.name is not set; give --model or a recipe that has it.")
+    chosen, train = _method(sections.get("method", {})), sections.get("train", {})
     config = Config(
         model=_build(ModelConfig, sections["model"], "model"),
         data=_build(DataConfig, sections.get("data", {}), "data"),
-        method=_method(sections.get("method", {})),
-        train=_with_reward(_build(TrainConfig, sections.get("train", {}), "train")),
+        method=chosen,
+        train=_with_reward(_build(TrainConfig, {"batch_size": method(chosen.name).batch_size} | train, "train")),
     )
     _check(config)
     _check_lr(config)

@@ -176,7 +176,7 @@ class Job:
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
-        return self.objective.batches([self.train[i] for i in indices])
+        return self.objective.batches([self.train[i] for i in indices], self.config.train.most_rows)
 
 
 def prepare(
@@ -210,9 +210,10 @@ def prepare(
         optimizer = make_optimizer(settings, loaded, untrained)
         if isinstance(optimizer, ZerothOrderOptimizer):
             optimizer.set_calibration_passes(passes)
+            optimizer.set_rows(partial(rows_to_look_at, loaded, used.objective, used.train, settings.train))
         return optimizer
 
-    train = with_steps(config.train, len(used.train))
+    train = with_steps(config.train, len(used.train), method(config.method.name).steps)
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev)
     try:
@@ -415,6 +416,21 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
         objective.losses(loaded.model, objective.batches([train[i] for i in chosen]), 1)
 
     return passes
+
+
+def rows_to_look_at(
+    loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], settings: TrainConfig, step: int, count: int
+) -> BatchClosure:
+    """The rows that a basis of outputs looks at before a step: those of the steps after it, which it does not step on.
+
+    Where there are no others, they are its own.
+    """
+    sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
+    own, found = sampler.rows(step), dict[int, None]()
+    for later in range(1, 2 + len(train) // settings.batch_size):
+        found |= dict.fromkeys(row for row in sampler.rows(step + later) if row not in own)
+    chosen = list(found or own)[:count]
+    return objective.closure(loaded.model, objective.batches([train[i] for i in chosen], settings.most_rows))
 
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:

@@ -68,6 +68,11 @@ class TrainConfig:
         return self.objective == LOSS
 
     @property
+    def most_rows(self) -> int:
+        """Rows of a forward pass, at most: the batch of a step may be many times as large as that of an evaluation."""
+        return max(self.eval_batch_size, 64)
+
+    @property
     def num_steps(self) -> int:
         """`steps` of a run whose settings are resolved."""
         assert self.steps is not None

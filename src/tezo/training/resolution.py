@@ -143,7 +143,7 @@ def resolve(
     optimizer = build(config)
     try:
         train, more = resolve_feedback(config.train, config.method.name, optimizer, rows, measuring=measuring)
-        guard = train.guard if train.guard is not None else config.method.name == HEAD_FEEDBACK
+        guard = train.guard if train.guard is not None else method(config.method.name).guarded
         config = replace(config, train=replace(train, guard=guard))
         notices += more
         measured = None
@@ -333,9 +333,15 @@ def search_budget(train: TrainConfig, optimizer: BaseOptimizer) -> int:
     return int(SEARCH_SHARE * (own + (optimizer.passes_of(FEEDBACK, first=False) * feedback if feedback else 0)))
 
 
-def with_steps(train: TrainConfig, num_rows: int) -> TrainConfig:
-    """The settings with a number of steps: that given, that of the given epochs, or `EPOCHS` within bounds."""
+def with_steps(train: TrainConfig, num_rows: int, default: int | None = None) -> TrainConfig:
+    """The settings with a number of steps: that given, that of the given epochs, `default`, or `EPOCHS` within bounds.
+
+    A batch has no row twice.
+    """
+    train = replace(train, batch_size=min(train.batch_size, num_rows))
     if train.epochs is None:
+        if default is not None:
+            return replace(train, steps=train.steps or default)
         steps = math.ceil(EPOCHS * num_rows / train.batch_size)
         return replace(train, steps=train.steps or min(MOST_STEPS, max(LEAST_STEPS, steps)))
     steps = math.ceil(train.epochs * num_rows / train.batch_size)

@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 from tezo.directions.bases.activation import ActivationBasis
 from tezo.directions.bases.basis import Basis, GaussianBasis, OrthonormalBasis
+from tezo.directions.bases.errors import ErrorBasis
 from tezo.system.errors import RequestError, nearest
 
 BASES: dict[str, Callable[[], Basis]] = {
     "gaussian": GaussianBasis,
     "orthonormal": OrthonormalBasis,
     "activation": ActivationBasis,
+    "errors": ErrorBasis,
 }
 """Bases by their names in recipes. Each use of a name makes a new basis, since a basis may hold factors."""
 

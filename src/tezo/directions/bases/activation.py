@@ -6,7 +6,6 @@ gradient than a random one (docs/theory.md). Forward passes show nothing about t
 """
 
 import inspect
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import Basis, CollectedFactors, FactorStore, GaussianBasis, Passes, Role
+from tezo.directions.bases.basis import CollectedFactors, Passes
+from tezo.directions.bases.collected import CollectedBasis, input_size
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input
 from tezo.system.errors import RequestError
-from tezo.system.progress import BASIS, current, tracked
+from tezo.system.progress import tracked
 
 EXACT = 512
 """Largest vector size whose second moments are kept in full: 1 MB in float32."""
@@ -27,12 +27,6 @@ EXACT = 512
 SHARE, LEAST_BYTES, MOST_BYTES = 16, 1 << 25, 1 << 28
 """Range finders take at most a sixteenth of the layers' bytes at a time, or `LEAST_BYTES` where that is more, and never
 more than `MOST_BYTES`. Layers that do not fit are divided into groups, each with forward passes of its own."""
-
-KIND = "basis"
-"""The kind under which a factor store keeps the factors."""
-
-_KEPT_REFRESHES = 2
-"""Refresh steps whose factors stay in memory: at a refresh, momentum is carried over from the last factors."""
 
 
 def width(size: int, rank: int) -> int:
@@ -95,7 +89,7 @@ class RangeFinder:
         return leading_IR * torch.sign(torch.gather(leading_IR, 0, largest))
 
 
-class ActivationBasis(Basis):
+class ActivationBasis(CollectedBasis):
     """The leading eigenvectors of each linear layer's inputs x_t, computed in a few forward passes.
 
         v_s = sqrt(I) q_s,   q_1, ..., q_r the eigenvectors of sum_t x_t x_t^T with the largest eigenvalues.
@@ -103,126 +97,40 @@ class ActivationBasis(Basis):
     Factors of the output side are random, and so are both factors of parameters other than linear layers' weights.
     """
 
-    data_dependent = True
-
     def __init__(self) -> None:
-        self._calls = 0
-        self._counted: set[int] = set()
-        self._seconds = 0.0
-        self._targets: list[Target] = []
-        self._ranks: Mapping[str, int] = {}
+        super().__init__()
         self._calibration: tuple[nn.Module, Passes] | None = None
-        self._store: FactorStore | None = None
-        self._collected: dict[int, CollectedFactors] = {}
-        self._random = GaussianBasis()
-
-    def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
-        self._targets = [target for target in targets if target.input_role is not None]
-        self._ranks = ranks
 
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
         self._calibration = model, passes
 
-    def set_factor_store(self, store: FactorStore) -> None:
-        self._store = store
-        self.version += 1
-        # a learning rate that is chosen before the first step has computed factors already
-        for refresh_step, collected in self._collected.items():
-            stored = store.load(KIND, refresh_step)
-            if stored is None:
-                store.save(KIND, refresh_step, collected)
-            self._collected[refresh_step] = stored or collected
-
-    def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
-        if role != target.input_role:
-            return self._random.factor(role, target, rank, seed, refresh_step)
-        if refresh_step not in self._collected:
-            collected = self._store.load(KIND, refresh_step) if self._store is not None else None
-            if collected is None:
-                collected = self._collect(refresh_step)
-                if self._store is not None:
-                    self._store.save(KIND, refresh_step, collected)
-            self._check(collected.factors)
-            self._collected[refresh_step] = collected
-            if refresh_step not in self._counted:  # going back to a better step reads them again
-                self._calls += collected.calls
-                self._counted.add(refresh_step)
-            for old in sorted(self._collected)[:-_KEPT_REFRESHES]:
-                del self._collected[old]
-        return self._collected[refresh_step].factors[target.name]
-
-    def _check(self, factors: Mapping[str, Tensor]) -> None:
-        for target in self._targets:
-            shape = input_size(target), self._ranks[target.name]
-            factor = factors.get(target.name)
-            if factor is None or tuple(factor.shape) != shape:
-                raise RequestError(
-                    f"method.basis: the saved factor of the inputs of {target.name} is not of the shape {shape}; "
-                    "give the folder of this very run, or start it again."
-                )
-
-    def _collect(self, refresh_step: int) -> CollectedFactors:
+    def collect(self, refresh_step: int) -> CollectedFactors:
         if self._calibration is None:
             raise RequestError(
                 "method.basis: this basis is computed from data, and was given none; call "
                 "optimizer.set_calibration_passes(passes), with a function that runs the model on some training rows, "
                 "or set method.basis=gaussian."
             )
-        started, (model, passes) = time.perf_counter(), self._calibration
+        model, passes = self._calibration
         factors: dict[str, Tensor] = {}
         num_calls = 0
-        with current().phase(BASIS):
-            for group in tracked(list(groups(self._targets, self._ranks)), "groups of layers"):
-                finders = {}
-                for target in group:
-                    size, columns = input_size(target), width(input_size(target), self._ranks[target.name])
-                    finders[target.name] = RangeFinder(size, columns, target.device, target.state_dtype, target.name)
-                with recording(model, group, finders) as calls:
-                    passes(refresh_step)
-                num_calls += calls()
-                for name, finder in finders.items():
-                    if finder.count == 0:
-                        raise RequestError(
-                            f"method.basis: the forward passes that were to show the inputs of {name} do not call it; "
-                            "leave it out with method.targets, or set method.basis=gaussian."
-                        )
-                    q_IR = finder.leading(self._ranks[name])
-                    factors[name] = q_IR / q_IR.square().mean().sqrt()
-        self._seconds += time.perf_counter() - started
+        for group in tracked(list(groups(self._targets, self._ranks)), "groups of layers"):
+            finders = {}
+            for target in group:
+                size, columns = input_size(target), width(input_size(target), self._ranks[target.name])
+                finders[target.name] = RangeFinder(size, columns, target.device, target.state_dtype, target.name)
+            with recording(model, group, finders) as calls:
+                passes(refresh_step)
+            num_calls += calls()
+            for name, finder in finders.items():
+                if finder.count == 0:
+                    raise RequestError(
+                        f"method.basis: the forward passes that were to show the inputs of {name} do not call it; "
+                        "leave it out with method.targets, or set method.basis=gaussian."
+                    )
+                q_IR = finder.leading(self._ranks[name])
+                factors[name] = q_IR / q_IR.square().mean().sqrt()
         return CollectedFactors(factors, num_calls)
-
-    @property
-    def cost(self) -> tuple[int, float]:
-        return self._calls, self._seconds
-
-    def state(self) -> dict[str, Tensor]:
-        if not self._collected:
-            return {}
-        factors = {
-            f"{refresh_step}/{name}": factor
-            for refresh_step, collected in self._collected.items()
-            for name, factor in collected.factors.items()
-        }
-        return factors | {"calls": torch.tensor(self._calls)}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self.version += 1
-        loaded: dict[int, dict[str, Tensor]] = {}
-        for key, factor in state.items():
-            if key == "calls":
-                self._calls = max(self._calls, int(factor))  # going back to a better step takes no pass back
-                continue
-            refresh_step, _, name = key.partition("/")
-            loaded.setdefault(int(refresh_step), {})[name] = factor.to("cpu", torch.float64, copy=True)
-        for factors in loaded.values():
-            self._check(factors)
-        self._collected = {refresh_step: CollectedFactors(factors, 0) for refresh_step, factors in loaded.items()}
-        self._counted |= self._collected.keys()
-
-
-def input_size(target: Target) -> int:
-    """Returns I, the number of inputs of a linear layer."""
-    return target.matrix_shape[0 if target.input_role == "u" else 1]
 
 
 def groups(targets: Sequence[Target], ranks: Mapping[str, int]) -> Iterator[list[Target]]:

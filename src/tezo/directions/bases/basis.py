@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from tezo.directions.outputs import Rows
 from tezo.directions.random import normal
 from tezo.directions.targets import Target
 
@@ -18,6 +19,10 @@ ROLES: tuple[Role, Role] = ("u", "v")
 
 Passes = Callable[[int], object]
 """Function of the refresh step; it runs the forward passes that a data-dependent basis is computed from."""
+
+
+RowsOf = Callable[[int, int], Rows]
+"""Function of the refresh step and of the most rows that are wanted; it returns training rows."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,10 @@ class Basis(ABC):
     def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
         """Sets the forward passes that factors are computed from; ignored unless `data_dependent`."""
         del model, passes
+
+    def set_rows(self, model: nn.Module, rows: RowsOf) -> None:
+        """Sets the rows whose outputs factors are computed from; ignored by bases that need no outputs."""
+        del model, rows
 
     def set_factor_store(self, store: FactorStore) -> None:
         """Sets the store for factors that are computed from data; ignored unless `data_dependent`."""

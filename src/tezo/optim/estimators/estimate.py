@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.bases.basis import FactorStore
+from tezo.directions.outputs import Outputs, Places
 from tezo.directions.spaces import Direction, Tile
 from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.system.errors import RequestError
@@ -19,8 +20,9 @@ Closure = Callable[[], Tensor | float]
 MOST_DIRECTIONS = 1 << 12
 """Largest number of directions per step. A step log with more is refused."""
 
-TWO_POINT, FEEDBACK, GRADIENT = "two-point", "feedback", "gradient"
-"""Names of step rules: with random directions, with the error at the last hidden states, with backpropagation."""
+TWO_POINT, FEEDBACK, GRADIENT, GAUSS_NEWTON = "two-point", "feedback", "gradient", "gauss-newton"
+"""Names of step rules: with random directions, with the error at the last hidden states, with backpropagation, with the
+outputs of each row."""
 
 
 class RowsClosure(ABC):
@@ -56,6 +58,33 @@ class RowsClosure(ABC):
     @abstractmethod
     def example_losses(self, copies: int) -> Tensor:
         """Returns the loss of each example for each copy, (copies, examples); their mean is the objective."""
+
+    def outputs(self, like: Outputs | None = None) -> Outputs:
+        """Returns the outputs of the model as it is, whose mean loss is the objective; see `tezo.directions.outputs`.
+
+        Args:
+            like: earlier outputs of these rows, whose classes are taken; None: those that are likely now.
+
+        Raises:
+            RequestError: these rows tell their loss alone.
+        """
+        del like
+        raise RequestError("the closure tells the loss of its rows, and this method needs their outputs; "
+                           "give one of tezo.closure, or another method.")  # fmt: skip
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the outputs of all rows are scores of the same classes, such as labels."""
+        return False
+
+    def part(self, examples: int) -> "RowsClosure":
+        """Returns the objective on so many of the examples, or on all where it cannot be divided."""
+        del examples
+        return self
+
+    def places(self) -> Sequence[Places | None]:
+        """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
+        raise NotImplementedError
 
     def summands(self) -> Iterator[Tensor]:
         """Yields terms whose sum is the objective, computed one after another, no two of which share a graph."""

@@ -2,7 +2,7 @@
 
 Symbols: W (M x N) is a weight, Z a direction of its shape, kappa = (f(W + rho Z) - f(W - rho Z)) / (2 rho) the
 projected gradient, lr the learning rate, r the rank. 1-D parameters, if they are tuned, always have dense directions.
-Options of all methods are in `Common`.
+Options of all methods are in `Basic`, and those of methods by two points in `Common`.
 
 A published method does what its paper says, with the paper's settings, wherever it is called by its name: rho = 1e-3,
 lr = 1e-6 (plain and momentum steps; 1e-7 on OPT-13B) and lr = 1e-5 (Adam) are from the table of hyper-parameters in the
@@ -18,12 +18,13 @@ Deviations from the published methods that all methods share, with reasons in do
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from tezo.optim.base_optimizer import BaseOptimizer as BaseOptimizer
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
 from tezo.optim.methods.first_order import adam as adam
 from tezo.optim.methods.first_order import forward_gradient as forward_gradient
+from tezo.optim.methods.gauss_newton import gauss_newton as gauss_newton
 from tezo.optim.methods.head_feedback import head_feedback as head_feedback
 from tezo.optim.methods.lozo import lozo as lozo
 from tezo.optim.methods.lozo import lozo_m as lozo_m
@@ -40,7 +41,7 @@ from tezo.optim.methods.tezo import tezo as tezo
 from tezo.optim.methods.tezo import tezo_adam as tezo_adam
 from tezo.optim.methods.tezo import tezo_cadam as tezo_cadam
 from tezo.optim.methods.tezo import tezo_m as tezo_m
-from tezo.optim.optimizer import Common, ZerothOrderOptimizer
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError, nearest
 
 T = TypeVar("T", bound=BaseOptimizer, covariant=True)
@@ -65,6 +66,9 @@ class Method(Generic[T]):
         exports_adapter: whether a run on linear layers results in an exact LoRA adapter.
         needs: what it takes of the model.
         chosen: options that a run chooses for itself unless they are given; the others have their defaults.
+        guarded: whether a run returns to its best state when the loss has risen, unless `train.guard` says otherwise.
+        batch_size: default of `train.batch_size`.
+        steps: default of `train.steps`; None: by the number of rows.
     """
 
     name: str
@@ -73,6 +77,9 @@ class Method(Generic[T]):
     exports_adapter: bool = False
     needs: str = FORWARD_PASSES
     chosen: tuple[str, ...] = ()
+    guarded: bool = False
+    batch_size: int = 16
+    steps: int | None = None
 
     @property
     def summary(self) -> str:
@@ -83,9 +90,11 @@ class Method(Generic[T]):
         """Option -> annotated type, for all options that a recipe may set."""
         parameters = inspect.signature(self.build).parameters.values()
         kinds = {p.name: p.annotation for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-            kinds |= Common.__annotations__
-        if "rho" in kinds:
+        for p in parameters:
+            if p.kind is inspect.Parameter.VAR_KEYWORD:
+                (shared,) = get_args(p.annotation)
+                kinds |= shared.__annotations__
+        if "directions" in kinds:
             kinds |= {"lr": Rate, "rho": Rate, "directions": Literal["auto", "shared", "per-example"]}
         return {name: kind for name, kind in kinds.items() if name != "seed"}
 
@@ -100,6 +109,8 @@ class Method(Generic[T]):
         return (own if option in own else shared)[option].default
 
 
+GAUSS_NEWTON = "gauss-newton"
+"""Keeps the outputs of each row; its steps are rounds."""
 HEAD_FEEDBACK = "head-feedback"
 """The default method of runs and of Trainers."""
 
@@ -107,9 +118,10 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
     method.name: method
     for method in (
         Method(
-            HEAD_FEEDBACK, head_feedback, in_paper=False, exports_adapter=True, chosen=("lr", "rho", "directions"),
-            needs="forward passes, and the gradient of the output head",
+            HEAD_FEEDBACK, head_feedback, in_paper=False, exports_adapter=True, guarded=True,
+            chosen=("lr", "rho", "directions"), needs="forward passes, and the gradient of the output head",
         ),
+        Method(GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, guarded=True, batch_size=192, steps=6),
         Method("mezo", mezo),
         Method("mezo-m", mezo_m),
         Method("mezo-adam", mezo_adam),

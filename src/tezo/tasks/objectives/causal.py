@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tezo.directions.outputs import Outputs, Places, joined, of_tokens
 from tezo.models.loading import UNBOUNDED
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
@@ -187,6 +188,39 @@ class CausalObjective(Objective):
         chosen = logits_RUV.log_softmax(-1)[row_S1, batch.slots_SK, batch.tokens_SK]
         hits = logits_RUV.argmax(-1)[row_S1, batch.slots_SK] == batch.tokens_SK
         return chosen * batch.valid_SK, hits & batch.valid_SK
+
+    def outputs(self, model: Any, batch: Batch, tokens_TC: Tensor | None = None) -> Outputs:
+        if batch.labels_B is not None:
+            return super().outputs(model, batch)
+        found, start = [], 0
+        for part in batch.passes():
+            right_T = part.tokens_SK[part.valid_SK]
+            own = None if tokens_TC is None else tokens_TC[start : start + len(right_T)]
+            start += len(right_T)
+            logits_RUV = logits_at(model, part.inputs(model.dtype), part.reads_RU)
+            logits_TV = logits_RUV[part.row_S.unsqueeze(1), part.slots_SK][part.valid_SK]
+            scores, own = of_tokens(logits_TV.log_softmax(-1), right_T.to(logits_TV.device), own)
+            places = torch.tensor(batch.places, device=part.example_S.device)
+            example_T = places[part.example_S].repeat_interleave(part.valid_SK.sum(1))
+            found.append(Outputs(scores, torch.zeros_like(right_T), example_T, own))
+        return joined(found)
+
+    def places(self, batch: Batch, start: int) -> list[Places | None]:
+        if batch.labels_B is not None:
+            return super().places(batch, start)
+        found: list[Places | None] = []
+        for part in batch.passes():
+            row_T = part.row_S.unsqueeze(1).expand_as(part.slots_SK)[part.valid_SK]
+            position_T = part.reads_RU[row_T, part.slots_SK[part.valid_SK]]
+            place_T = start + torch.arange(len(row_T))
+            found.append(Places(row_T, position_T, torch.zeros_like(row_T), place_T))
+            start += len(row_T)
+        return found
+
+    def _places(self, part: Batch, first_S: Tensor, row_P: Tensor, length_P: Tensor, place_P: Tensor) -> Places:
+        del length_P
+        position_P = part.reads_RU[row_P, part.slots_SK[first_S, 0]]
+        return Places(row_P, position_P, position_P + 1, place_P)
 
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
         chosen, _ = self.log_probs(model, batch, copies)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tezo.directions.outputs import Outputs, Places, of_tokens
 from tezo.models.kinds import choose_kind
 from tezo.optim.estimators.estimate import RowsClosure
 from tezo.system.errors import RequestError
@@ -71,6 +72,21 @@ class LabelledTensors(RowsClosure):
 
     def example_losses(self, copies: int) -> Tensor:
         return self._sums(copies) * (self.examples / self._valid_BK.sum())
+
+    def outputs(self, like: Outputs | None = None) -> Outputs:
+        with whole_rows(self._model):
+            logits_BKV = logits_at(self._model, self._inputs, self._positions_BK)
+        valid_BK = self._valid_BK.to(logits_BKV.device)
+        right_T = self._labels_BK.to(logits_BKV.device)[valid_BK]
+        tokens_TC = None if like is None else like.tokens_TC
+        scores_TC, tokens_TC = of_tokens(logits_BKV[valid_BK].log_softmax(-1), right_T, tokens_TC)
+        example_T = torch.arange(self.examples, device=right_T.device).repeat_interleave(valid_BK.sum(1))
+        return Outputs(scores_TC, torch.zeros_like(right_T), example_T, tokens_TC)
+
+    def places(self) -> list[Places | None]:
+        row_T = torch.arange(self.examples).repeat_interleave(self._valid_BK.sum(1).cpu())
+        position_T = self._positions_BK.cpu()[self._valid_BK.cpu()]
+        return [Places(row_T, position_T, torch.zeros_like(row_T), torch.arange(len(row_T)))]
 
     def _sums(self, copies: int) -> Tensor:
         """Returns the sum of the losses of each row's tokens, (copies, rows)."""

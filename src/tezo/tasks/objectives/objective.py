@@ -3,13 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tezo.directions.outputs import Outputs, Places, joined
 from tezo.models.loading import num_embeddings
 from tezo.optim.estimators.estimate import RowsClosure
 from tezo.system.errors import RequestError
@@ -223,6 +224,39 @@ class Objective(ABC):
         examples = torch.arange(len(batch.labels_B), device=losses.device)
         return Terms(losses.view(copies, -1), examples, len(examples))
 
+    def outputs(self, model: Any, batch: Batch, tokens_TC: Tensor | None = None) -> Outputs:
+        """Returns the outputs of a batch: the scores of the options of each example, or of tokens at each answer token.
+
+        Args:
+            model: the model.
+            batch: the batch.
+            tokens_TC: int64, tokens whose scores are returned; None: the likely ones. Without a meaning for options.
+        """
+        del tokens_TC
+        assert batch.labels_B is not None
+        examples_B = torch.tensor(batch.places, device=batch.labels_B.device)
+        return Outputs(self.scores(model, batch), batch.labels_B, examples_B, shared=bool(self.options))
+
+    def places(self, batch: Batch, start: int) -> list[Places | None]:
+        """Returns where the places of a batch are, for each forward pass over it inside `sharing`.
+
+        Args:
+            batch: the batch.
+            start: number of its first place.
+        """
+        found: list[Places | None] = []
+        for part in batch.passes():
+            first_S = part.option_S == 0
+            length_R = (part.ends_RL > 0).sum(1)
+            row_P = part.row_S[first_S]
+            found.append(self._places(part, first_S, row_P, length_R[row_P], start + part.example_S[first_S]))
+        return found
+
+    def _places(self, part: Batch, first_S: Tensor, row_P: Tensor, length_P: Tensor, place_P: Tensor) -> Places:
+        """Returns the places of a pass over options, of which `first_S` are the first of each example."""
+        del part, first_S
+        return Places(row_P, torch.full_like(row_P, -1), length_P, place_P)
+
     def losses(self, model: Any, batches: Sequence[Batch], copies: int) -> Tensor:
         """Returns the mean loss of each copy over the parts of a batch, (copies,); see `BatchClosure`."""
         return self.closure(model, batches).losses(copies)
@@ -263,11 +297,17 @@ class Objective(ABC):
         """Returns the mean number of rows that one evaluation of the loss of a batch puts into the model."""
         return batch_size * sum(map(len, self.trees(encoded))) / len(encoded) + self.shared_rows
 
-    def batches(self, encoded: Sequence[Encoded]) -> list[Batch]:
-        """Returns the examples in parts of similar length, each collated; see `like_lengths`."""
+    def batches(self, encoded: Sequence[Encoded], most: int | None = None) -> list[Batch]:
+        """Returns the examples in parts of similar length, each collated; see `like_lengths`.
+
+        Args:
+            encoded: the examples.
+            most: examples of a part, at most; None: no limit.
+        """
         trees = self.trees(encoded)
         lengths = [max(len(tree.tokens) for tree in own) for own in trees]
-        parts = like_lengths(lengths, [len(own) for own in trees], self.device)
+        whole = like_lengths(lengths, [len(own) for own in trees], self.device)
+        parts = [part[i : i + (most or len(part))] for part in whole for i in range(0, len(part), most or len(part))]
         return [self._collated([encoded[i] for i in part], [trees[i] for i in part], part) for part in parts]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
@@ -333,6 +373,38 @@ class BatchClosure(RowsClosure):
         with whole_rows(model) if copies > 1 else nullcontext(), objective.sharing(model, copies):
             sums = [objective.terms(model, batch, copies).values_CT.sum(1) for batch in self.batches]
         return torch.stack(sums).sum(0), self._num_terms
+
+    def outputs(self, like: Outputs | None = None) -> Outputs:
+        counts = [batch.num_terms for batch in self.batches]
+        tokens: Any = [None] * len(counts)
+        if like is not None and like.tokens_TC is not None:
+            tokens = torch.split(like.tokens_TC, counts)
+        with self.objective.sharing(self.model):
+            parts = [self.objective.outputs(self.model, *own) for own in zip(self.batches, tokens, strict=True)]
+        return joined(parts)
+
+    @property
+    def labelled(self) -> bool:
+        return bool(self.objective.options)
+
+    def part(self, examples: int) -> "BatchClosure":
+        if examples >= self.examples:
+            return self
+        share, taken, batches = examples / self.examples, 0.0, []
+        for batch in self.batches:  # as many of each, for they have rows of different lengths
+            own = round(taken + share * len(batch.places)) - round(taken)
+            taken += share * len(batch.places)
+            if own:
+                batches.append(batch.first(own))
+        return replace(self, batches=tuple(batches))
+
+    def places(self) -> list[Places | None]:
+        found: list[Places | None] = [None] if self.objective.shared_rows else []
+        start = 0
+        for batch in self.batches:
+            found += self.objective.places(batch, start)
+            start += batch.num_terms
+        return found
 
     @property
     def _num_terms(self) -> int:

@@ -1,0 +1,174 @@
+"""What a forward pass tells of its rows: scores of a few classes at each place where an answer is read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Scores of C classes at T places, whose mean cross-entropy with the right classes is the loss.
+
+    A place is an example with options, and its classes are they; or a token of an answer, and its classes are that
+    token, the few that the model finds likeliest, and all others together.
+
+    Attributes:
+        scores_TC: float32 or wider; -inf where a place has fewer classes. Log-probabilities, up to a summand of each
+            place.
+        labels_T: int64, right class of each place.
+        example_T: int64, example of each place.
+        tokens_TC: int64, token of each class, -1 for all others together; None: the classes are options.
+        shared: whether all places have the same classes, such as labels, so that a bias for each has a meaning.
+    """
+
+    scores_TC: Tensor
+    labels_T: Tensor
+    example_T: Tensor
+    tokens_TC: Tensor | None = None
+    shared: bool = False
+
+    def losses(self) -> Tensor:
+        """Returns the loss of each place, (T,)."""
+        return functional.cross_entropy(self.scores_TC, self.labels_T, reduction="none")
+
+    def loss(self) -> float:
+        """Returns the mean loss of the places."""
+        return float(self.losses().double().mean())
+
+
+def joined(parts: Sequence[Outputs]) -> Outputs:
+    """Returns the outputs of all parts, in order; places with fewer classes than others get -inf for the rest."""
+    most = max(part.scores_TC.shape[1] for part in parts)
+    scores = [functional.pad(own.scores_TC, (0, most - own.scores_TC.shape[1]), value=-torch.inf) for own in parts]
+    tokens = [own.tokens_TC for own in parts if own.tokens_TC is not None]
+    return Outputs(
+        torch.cat(scores),
+        torch.cat([own.labels_T for own in parts]),
+        torch.cat([own.example_T for own in parts]),
+        torch.cat(tokens) if tokens else None,
+        all(own.shared for own in parts),
+    )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where in the rows of one forward pass the inputs of the places of `Outputs` are.
+
+    Attributes:
+        row_P: int64, row of the pass.
+        position_P: int64, position in the row whose output is read; -1: there is none.
+        stop_P: int64, end of the tokens, from 0 on, that the answer depends on; 0: they are not averaged.
+        place_P: int64, number of the place.
+    """
+
+    row_P: Tensor
+    position_P: Tensor
+    stop_P: Tensor
+    place_P: Tensor
+
+
+class Rows(Protocol):
+    """Rows of which a pass tells the outputs; closures of `tezo.closure` and of runs are such."""
+
+    @property
+    def labelled(self) -> bool:
+        """Whether all places have the same classes."""
+        ...
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        ...
+
+    def outputs(self, like: Outputs | None = None) -> Outputs:
+        """Returns the outputs of the model as it is.
+
+        Args:
+            like: earlier outputs of these rows, whose classes are taken; None: those that are likely now.
+        """
+        ...
+
+    def places(self) -> Sequence[Places | None]:
+        """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
+        ...
+
+
+LIKELY = 8
+"""Tokens besides the right one whose scores are kept at each place of free text."""
+RARE = 1e-6
+"""Least probability that all other tokens together are taken to have, for its logarithm."""
+
+
+def of_tokens(log_probs_TV: Tensor, right_T: Tensor, tokens_TC: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns (scores_TC, tokens_TC) of log-probabilities over a vocabulary: the right token, likely ones, all others.
+
+    Args:
+        log_probs_TV: float32 or wider.
+        right_T: int64, the right tokens.
+        tokens_TC: tokens whose scores are returned; None: the `LIKELY` likeliest besides the right one.
+    """
+    if tokens_TC is None:
+        count = min(LIKELY, log_probs_TV.shape[1] - 1)
+        others = log_probs_TV.scatter(1, right_T.unsqueeze(1), -torch.inf).topk(count).indices
+        rest = torch.full_like(right_T, -1)
+        tokens_TC = torch.cat([right_T.unsqueeze(1), others, rest.unsqueeze(1)], 1)
+    named = log_probs_TV.gather(1, tokens_TC[:, :-1])
+    rest = (1 - named.double().exp().sum(1, keepdim=True)).clamp_min(RARE).log().to(named.dtype)
+    return torch.cat([named, rest], 1), tokens_TC
+
+
+def fitted_bias(outputs: Outputs) -> Tensor:
+    """Returns the bias of each class that minimises the loss, (C,) in float64, with mean 0; zero unless `shared`.
+
+    Newton's method on a convex function; a class that no place has keeps a bias of at least -20.
+    """
+    scores_TC = outputs.scores_TC.double().cpu()
+    bias_C = torch.zeros(scores_TC.shape[1], dtype=torch.float64)
+    if not outputs.shared:
+        return bias_C
+    target_C = torch.bincount(outputs.labels_T.cpu(), minlength=len(bias_C)).double() / len(scores_TC)
+    for _ in range(50):
+        p_TC = (scores_TC + bias_C).softmax(1)
+        gradient_C = p_TC.mean(0) - target_C
+        hessian_CC = torch.diag(p_TC.mean(0)) - p_TC.T @ p_TC / len(p_TC)
+        step_C = torch.linalg.solve(hessian_CC + 1e-6 * torch.eye(len(bias_C), dtype=torch.float64), gradient_C)
+        bias_C = (bias_C - step_C.clamp(-2, 2)).clamp(-20, 20)
+        bias_C -= bias_C.mean()
+        if float(step_C.abs().max()) < 1e-9:
+            break
+    return bias_C
+
+
+BIASED = 0.1
+"""Least decrease of the loss by a bias for each class, as a part of it, for which the bias is learnt first."""
+
+
+def needs_bias(outputs: Outputs) -> bool:
+    """Whether a bias for each class alone would lower the loss much."""
+    if not outputs.shared:
+        return False
+    scores_TC = outputs.scores_TC.double().cpu() + fitted_bias(outputs)
+    biased = replace(outputs, scores_TC=scores_TC, labels_T=outputs.labels_T.cpu())
+    return outputs.loss() - biased.loss() > BIASED * outputs.loss()
+
+
+def errors(outputs: Outputs, dimensions: int) -> Tensor:
+    """Returns what the outputs are wrong by, right minus said, at each place: (T, E) in float64 on the CPU.
+
+    With options it is 1 - p for the right one and -p for the others, after `fitted_bias`: (T, C). With tokens the error
+    is a vector over the vocabulary, and E = `dimensions` random projections of it are returned.
+    """
+    p_TC = (outputs.scores_TC.double().cpu() + fitted_bias(outputs)).softmax(1)
+    error_TC = functional.one_hot(outputs.labels_T.cpu(), p_TC.shape[1]).double() - p_TC
+    if outputs.tokens_TC is None:
+        return error_TC
+    tokens_TC = outputs.tokens_TC.cpu()
+    used, place_TC = torch.unique(tokens_TC, return_inverse=True)
+    generator = torch.Generator().manual_seed(0)
+    table_VE = torch.randn(int(used.max()) + 1, dimensions, generator=generator, dtype=torch.float64)
+    projected_UE = table_VE[used.clamp_min(0)] * (used >= 0).unsqueeze(1)
+    return torch.einsum("tc,tce->te", error_TC, projected_UE[place_TC])

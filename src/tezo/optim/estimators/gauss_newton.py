@@ -1,0 +1,255 @@
+"""Gauss-Newton in the span of random directions: each row's outputs are kept along every direction, not one loss.
+
+A pass over N rows tells the scores z of C classes at each of T places. Along direction Z_j
+
+    F_j = (z(W + rho Z_j) - z(W)) / rho,   (T, C),
+
+so that z(W + sum_j a_j Z_j) ~ z(W) + sum_j a_j F_j. The loss of these scores is convex in a:
+
+    a = argmin  sum_t cross entropy(z_t + (F a)_t, label_t) + lambda |a|^2 / (2 s^2),   s^-2 = K mean F^2,
+
+with s the size of coefficients that change scores by about 1. This is the generalized Gauss-Newton model of the loss
+(Schraudolph 2002) in a random subspace, as derivative-free least squares has it (DFO-GN and DFBGN, Cartis and Roberts
+2019 and 2023). Newton's method solves it, and there is no learning rate.
+
+lambda is chosen by cross-validation over the rows, which takes the scores for linear in a. They are not, so the real
+loss at the solution is measured on the same rows. A step is judged by the loss to expect on other rows,
+
+    real(lambda) + (validated(lambda) - promised(lambda)),
+
+where the linear model promises one loss on the rows that a was fitted to, and validates another on rows that it was
+not. Larger lambda, which are shorter steps, are tried until that no longer falls. A step that is not expected to lower
+the loss is not taken: all its coefficients are zero.
+
+Where the places have the same classes, such as labels, and a bias for each class alone would lower the loss much, a
+step does not learn anything else before it has learnt that: it takes few directions and few rows, for a bias has few
+numbers. `tezo.directions.bases.errors` gives such a step inputs that are constant.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tezo.directions.outputs import Outputs, needs_bias
+from tezo.directions.products import float32_on_emulating_cpu
+from tezo.directions.spaces import Direction, FixedFactors
+from tezo.forward.perturbed_parameter import Shift, evaluation_mode, let_interrupt
+from tezo.optim.estimators.estimate import (
+    GAUSS_NEWTON,
+    Closure,
+    Estimate,
+    Probe,
+    RowsClosure,
+    StepDraw,
+    StepRecord,
+    average,
+)
+from tezo.optim.estimators.two_point import TwoPoint
+from tezo.system.errors import RequestError
+
+RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Candidates for lambda."""
+FOLDS = 4
+"""Parts of the examples for cross-validation."""
+CLOSE = 0.1
+"""The first step is taken if its real loss is above the promised one by at most this part of the promised decrease."""
+MOST_TRIALS = 3
+"""Steps whose real loss is measured, at most."""
+BIAS_DIRECTIONS, BIAS_ROWS = 6, 64
+"""Directions of a step that learns a bias, besides two for each class, and its rows."""
+NEWTON_STEPS, NEWTON_TOLERANCE = 30, 1e-7
+
+
+class GaussNewton(TwoPoint):
+    """The step to the minimum of the Gauss-Newton model in the span of a step's directions; see the module.
+
+    The projected gradient of direction j is -K a_j, of K directions, so that a plain step with a rate of 1 is the
+    solution. The losses of its probe are those at W + rho Z_j and at W.
+
+    Args:
+        rho: perturbation scale.
+    """
+
+    rule = GAUSS_NEWTON
+
+    def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
+        if not isinstance(closure, RowsClosure):
+            raise RequestError(
+                "gauss-newton needs the outputs of each row, and the closure returns a loss; give step() one of "
+                "tezo.closure(model, batch), or choose another method."
+            )
+        count, passes = len(next(iter(draw.directions.values()))), 1
+        try:
+            with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+                own = closure.outputs()
+                if needs_bias(own):
+                    few = BIAS_DIRECTIONS + 2 * own.scores_TC.shape[1]
+                    count = min(count, few + -few % self._processes.size)
+                    closure = closure.part(BIAS_ROWS)
+                    own, passes = closure.outputs(), 2
+                slopes_TCK, losses = self._slopes(closure, own, draw, count)
+                a_K, trials = self._trusted(LinearModel(own, slopes_TCK), closure, draw)
+        finally:
+            self._set_perturbations(draw.directions, [])
+        loss = own.loss()
+        probes = tuple(Probe(plus, loss, -count * a) for plus, a in zip(losses, a_K, strict=True))
+        return self._estimate(loss, self._checked(probes), passes + count + trials, draw)
+
+    def _slopes(self, closure: RowsClosure, own: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
+        """Returns (F of all directions (T, C, K), the losses there); each rank evaluates its part of the directions."""
+        found: list[float] = []
+        for index in range(self._processes.rank, count, self._processes.size):
+            let_interrupt()
+            self._set_perturbations(draw.directions, [(index, self.rho)])
+            moved = closure.outputs(own)
+            found += [moved.loss(), *(change(moved, own) / self.rho).flatten().tolist()]
+        ranks = [torch.tensor(values, dtype=torch.float64) for values in self._processes.gather(found)]
+        # the first direction of each rank, then the second of each
+        table_KX = torch.stack([values.view(count // self._processes.size, -1) for values in ranks], 1).flatten(0, 1)
+        return table_KX[:, 1:].T.reshape(*own.scores_TC.shape, count), table_KX[:, 0].tolist()
+
+    def _trusted(self, model: "LinearModel", closure: RowsClosure, draw: StepDraw) -> tuple[list[float], int]:
+        """Returns (the coefficients after which the loss of other rows should be lowest, passes made)."""
+        lowest, chosen, trials = model.loss, [0.0] * model.count, 0
+        candidates = model.candidates()
+        self.tried: list[tuple[Candidate, float]] = []
+        for candidate in candidates[candidates.index(min(candidates, key=lambda own: own.validated)) :][:MOST_TRIALS]:
+            let_interrupt()
+            for name, parameter in self._moving.items():
+                parameter.set_perturbations([Shift(combined(draw.directions[name], candidate.coefficients), 1.0)])
+            (real,) = self._processes.first([closure.outputs(model.own).loss()])
+            trials += 1
+            self.tried.append((candidate, real))
+            expected = real + candidate.validated - candidate.promised
+            if expected < lowest:
+                lowest, chosen = expected, candidate.coefficients
+                if real - candidate.promised <= CLOSE * (model.loss - candidate.promised):
+                    break
+            elif any(chosen):
+                break
+        return self._processes.first(chosen), trials
+
+    def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
+        return self._estimate(record.loss, record.probes, record.forward_passes, draw)
+
+    def accepts(self, probes: int, num_directions: int) -> bool:
+        return 0 < probes <= num_directions
+
+    def passes(self, directions: int, *, first: bool) -> int:
+        del first
+        return directions + 2
+
+    @staticmethod
+    def _estimate(loss: float, probes: tuple[Probe, ...], passes: int, draw: StepDraw) -> Estimate:
+        taken = {name: own[: len(probes)] for name, own in draw.directions.items()}
+        return average(loss, probes, passes, replace(draw, directions=taken))
+
+
+def combined(directions: Sequence[Direction], factors: Sequence[float]) -> Direction:
+    """Returns sum_j factors[j] Z_j of low-rank directions with the same fixed factors; of the first, as many."""
+    first = directions[0]
+    assert isinstance(first, FixedFactors)
+    total = torch.zeros_like(first.coefficient)
+    for direction, factor in zip(directions, factors, strict=False):
+        assert isinstance(direction, FixedFactors)
+        total.add_(direction.coefficient, alpha=factor)
+    return first.with_coefficient(total)
+
+
+def change(moved: Outputs, own: Outputs) -> Tensor:
+    """Returns the change of the scores, (T, C) in float64 on the CPU; 0 where a place has no such class."""
+    difference = (moved.scores_TC.double() - own.scores_TC.double()).cpu()
+    return torch.where(own.scores_TC.cpu().isinf(), 0.0, difference)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The step for one lambda.
+
+    Attributes:
+        ridge: lambda.
+        coefficients: of the directions.
+        promised: loss by the linear model, of the rows that they were fitted to.
+        validated: the same of rows that coefficients were not fitted to; that of all where there is one example.
+    """
+
+    ridge: float
+    coefficients: list[float]
+    promised: float
+    validated: float
+
+
+class LinearModel:
+    """The scores of rows as a linear function of the coefficients of K directions.
+
+    Args:
+        own: outputs at W.
+        slopes_TCK: their derivatives along each direction, float64 on the CPU.
+
+    Attributes:
+        loss: at W.
+        count: K.
+    """
+
+    def __init__(self, own: Outputs, slopes_TCK: Tensor) -> None:
+        self.own, self.loss, self.count = own, own.loss(), slopes_TCK.shape[-1]
+        self._z_TC = own.scores_TC.double().cpu()
+        self._labels_T, self._example_T = own.labels_T.cpu(), own.example_T.cpu()
+        size = float(slopes_TCK.square().mean().sqrt()) * math.sqrt(self.count)
+        self._unit = 1 / max(size, 1e-300)
+        self._slopes_TCK = slopes_TCK * self._unit
+
+    def candidates(self) -> list[Candidate]:
+        """Returns the steps for all `RIDGES`."""
+        _, example_T = torch.unique(self._example_T, return_inverse=True)
+        everything, folds = torch.ones_like(example_T, dtype=torch.bool), example_T % FOLDS
+        parts = [folds == fold for fold in range(FOLDS) if bool((folds == fold).any())]
+        start: list[Tensor] = [torch.zeros(self.count, dtype=torch.float64)] * (1 + len(parts))
+        found = []
+        for ridge in sorted(RIDGES, reverse=True):  # each starts from the shorter step before
+            start[0] = self._solve(everything, ridge, start[0])
+            promised, validated = self._loss(everything, start[0]), 0.0
+            for i, part in enumerate(parts if len(parts) > 1 else [], start=1):
+                share = float(part.double().mean())
+                start[i] = self._solve(~part, ridge * (1 - share), start[i])
+                validated += share * self._loss(part, start[i])
+            coefficients = (start[0] * self._unit).tolist()
+            found.append(Candidate(ridge, coefficients, promised, validated if len(parts) > 1 else promised))
+        return found[::-1]
+
+    def _loss(self, places_T: Tensor, a_K: Tensor) -> float:
+        scores_TC = self._z_TC[places_T] + self._slopes_TCK[places_T] @ a_K
+        return float(functional.cross_entropy(scores_TC, self._labels_T[places_T]))
+
+    def _solve(self, places_T: Tensor, ridge: float, a_K: Tensor) -> Tensor:
+        """Returns the minimum over these places, in units of `_unit`: Newton's method, with steps halved as needed."""
+        z_TC, f_TCK, labels_T = self._z_TC[places_T], self._slopes_TCK[places_T], self._labels_T[places_T]
+
+        def value(a_K: Tensor) -> float:
+            loss = functional.cross_entropy(z_TC + f_TCK @ a_K, labels_T, reduction="sum")
+            return float(loss + ridge * a_K.square().sum() / 2)
+
+        now = value(a_K)
+        for _ in range(NEWTON_STEPS):
+            p_TC = (z_TC + f_TCK @ a_K).softmax(1)
+            error_TC = p_TC - functional.one_hot(labels_T, p_TC.shape[1])
+            gradient_K = torch.einsum("tc,tck->k", error_TC, f_TCK) + ridge * a_K
+            # sum_t F_t^T (diag(p_t) - p_t p_t^T) F_t
+            weighted_XK = (p_TC.sqrt().unsqueeze(-1) * f_TCK).flatten(0, 1)
+            mean_TK = torch.einsum("tc,tck->tk", p_TC, f_TCK)
+            hessian_KK = weighted_XK.T @ weighted_XK - mean_TK.T @ mean_TK
+            hessian_KK.diagonal().add_(ridge)
+            step_K = torch.linalg.solve(hessian_KK, gradient_K)
+            length = 1.0
+            while (after := value(a_K - length * step_K)) > now and length > 1e-4:
+                length /= 2
+            if after >= now:
+                break
+            a_K, now = a_K - length * step_K, after
+            if float(step_K.abs().max()) < NEWTON_TOLERANCE:
+                break
+        return a_K
