@@ -1,7 +1,7 @@
 """What a forward pass tells of its rows: scores of a few classes at each place where an answer is read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -63,12 +63,14 @@ class Places:
         position_P: int64, position in the row whose output is read; -1: there is none.
         stop_P: int64, end of the tokens, from 0 on, that the answer depends on; 0: they are not averaged.
         place_P: int64, number of the place.
+        example_R: int64, example of each row of the pass.
     """
 
     row_P: Tensor
     position_P: Tensor
     stop_P: Tensor
     place_P: Tensor
+    example_R: Tensor
 
 
 class Rows(Protocol):
@@ -141,19 +143,6 @@ def fitted_bias(outputs: Outputs) -> Tensor:
         if float(step_C.abs().max()) < 1e-9:
             break
     return bias_C
-
-
-BIASED = 0.1
-"""Least decrease of the loss by a bias for each class, as a part of it, for which the bias is learnt first."""
-
-
-def needs_bias(outputs: Outputs) -> bool:
-    """Whether a bias for each class alone would lower the loss much."""
-    if not outputs.shared:
-        return False
-    scores_TC = outputs.scores_TC.double().cpu() + fitted_bias(outputs)
-    biased = replace(outputs, scores_TC=scores_TC, labels_T=outputs.labels_T.cpu())
-    return outputs.loss() - biased.loss() > BIASED * outputs.loss()
 
 
 def errors(outputs: Outputs, dimensions: int) -> Tensor:

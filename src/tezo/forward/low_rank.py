@@ -216,7 +216,7 @@ def compress(left_MK: Tensor, right_NK: Tensor, most: int) -> tuple[Tensor, Tens
         return left_MK, right_NK, 0.0
     q_MK, a_KK = torch.linalg.qr(left_MK.double().cpu())
     p_NK, b_KK = torch.linalg.qr(right_NK.double().cpu())
-    u_KK, singular_K, vh_KK = torch.linalg.svd(a_KK @ b_KK.T)
+    u_KK, singular_K, vh_KK = torch.linalg.svd(a_KK @ b_KK.T, full_matrices=False)
     root = singular_K[:most].sqrt()
     left, right = q_MK @ u_KK[:, :most] * root, p_NK @ vh_KK[:most].T * root
     norm = float(torch.linalg.vector_norm(singular_K))

@@ -237,7 +237,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         if not self._calibrated:
             self.set_calibration_passes(lambda _: self._closure())
         if not self._has_rows and isinstance(closure, RowsClosure):
-            self.perturbation.set_rows(self.model, lambda _, count: closure.part(count))
+            self.perturbation.set_rows(self.model, lambda *_: closure)
         self._stepping = True
         try:
             with uninterrupted():

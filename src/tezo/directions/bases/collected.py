@@ -15,14 +15,19 @@ from tezo.system.progress import BASIS, current
 KIND = "basis"
 """The kind under which a factor store keeps the factors."""
 
+OUTPUT_SIDE = "/output"
+"""What names of factors of the output side end with."""
+
 _KEPT_REFRESHES = 2
 """Refresh steps whose factors stay in memory: at a refresh, momentum is carried over from the last factors."""
 
 
 class CollectedBasis(Basis):
-    """Factors of the input side are computed from data at each refresh; all others are Gaussian."""
+    """Factors of the input side are computed from data at each refresh; others that are not are Gaussian."""
 
     data_dependent = True
+    both_sides = False
+    """Whether factors of the output side may be computed too, by the names of parameters and `OUTPUT_SIDE`."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -49,7 +54,7 @@ class CollectedBasis(Basis):
             self._collected[refresh_step] = stored or collected
 
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
-        if role != target.input_role:
+        if target.input_role is None or (role != target.input_role and not self.both_sides):
             return self._random.factor(role, target, rank, seed, refresh_step)
         if refresh_step not in self._collected:
             collected = self._store.load(KIND, refresh_step) if self._store is not None else None
@@ -67,7 +72,11 @@ class CollectedBasis(Basis):
                 self._counted.add(refresh_step)
             for old in sorted(self._collected)[:-_KEPT_REFRESHES]:
                 del self._collected[old]
-        return self._collected[refresh_step].factors[target.name]
+        factors = self._collected[refresh_step].factors
+        if role == target.input_role:
+            return factors[target.name]
+        own = factors.get(target.name + OUTPUT_SIDE)
+        return own if own is not None else self._random.factor(role, target, rank, seed, refresh_step)
 
     @abstractmethod
     def collect(self, refresh_step: int) -> CollectedFactors:

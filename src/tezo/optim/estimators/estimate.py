@@ -77,11 +77,6 @@ class RowsClosure(ABC):
         """Whether the outputs of all rows are scores of the same classes, such as labels."""
         return False
 
-    def part(self, examples: int) -> "RowsClosure":
-        """Returns the objective on so many of the examples, or on all where it cannot be divided."""
-        del examples
-        return self
-
     def places(self) -> Sequence[Places | None]:
         """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
         raise NotImplementedError

@@ -20,21 +20,17 @@ loss at the solution is measured on the same rows. A step is judged by the loss 
 where the linear model promises one loss on the rows that a was fitted to, and validates another on rows that it was
 not. Larger lambda, which are shorter steps, are tried until that no longer falls. A step that is not expected to lower
 the loss is not taken: all its coefficients are zero.
-
-Where the places have the same classes, such as labels, and a bias for each class alone would lower the loss much, a
-step does not learn anything else before it has learnt that: it takes few directions and few rows, for a bias has few
-numbers. `tezo.directions.bases.errors` gives such a step inputs that are constant.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.directions.outputs import Outputs, needs_bias
+from tezo.directions.outputs import Outputs
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.forward.perturbed_parameter import Shift, evaluation_mode, let_interrupt
@@ -45,7 +41,6 @@ from tezo.optim.estimators.estimate import (
     Probe,
     RowsClosure,
     StepDraw,
-    StepRecord,
     average,
 )
 from tezo.optim.estimators.two_point import TwoPoint
@@ -59,8 +54,6 @@ CLOSE = 0.1
 """The first step is taken if its real loss is above the promised one by at most this part of the promised decrease."""
 MOST_TRIALS = 3
 """Steps whose real loss is measured, at most."""
-BIAS_DIRECTIONS, BIAS_ROWS = 6, 64
-"""Directions of a step that learns a bias, besides two for each class, and its rows."""
 NEWTON_STEPS, NEWTON_TOLERANCE = 30, 1e-7
 
 
@@ -82,22 +75,17 @@ class GaussNewton(TwoPoint):
                 "gauss-newton needs the outputs of each row, and the closure returns a loss; give step() one of "
                 "tezo.closure(model, batch), or choose another method."
             )
-        count, passes = len(next(iter(draw.directions.values()))), 1
+        count = len(next(iter(draw.directions.values())))
         try:
             with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
                 own = closure.outputs()
-                if needs_bias(own):
-                    few = BIAS_DIRECTIONS + 2 * own.scores_TC.shape[1]
-                    count = min(count, few + -few % self._processes.size)
-                    closure = closure.part(BIAS_ROWS)
-                    own, passes = closure.outputs(), 2
                 slopes_TCK, losses = self._slopes(closure, own, draw, count)
                 a_K, trials = self._trusted(LinearModel(own, slopes_TCK), closure, draw)
         finally:
             self._set_perturbations(draw.directions, [])
         loss = own.loss()
         probes = tuple(Probe(plus, loss, -count * a) for plus, a in zip(losses, a_K, strict=True))
-        return self._estimate(loss, self._checked(probes), passes + count + trials, draw)
+        return average(loss, self._checked(probes), 1 + count + trials, draw)
 
     def _slopes(self, closure: RowsClosure, own: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
         """Returns (F of all directions (T, C, K), the losses there); each rank evaluates its part of the directions."""
@@ -133,20 +121,9 @@ class GaussNewton(TwoPoint):
                 break
         return self._processes.first(chosen), trials
 
-    def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
-        return self._estimate(record.loss, record.probes, record.forward_passes, draw)
-
-    def accepts(self, probes: int, num_directions: int) -> bool:
-        return 0 < probes <= num_directions
-
     def passes(self, directions: int, *, first: bool) -> int:
         del first
         return directions + 2
-
-    @staticmethod
-    def _estimate(loss: float, probes: tuple[Probe, ...], passes: int, draw: StepDraw) -> Estimate:
-        taken = {name: own[: len(probes)] for name, own in draw.directions.items()}
-        return average(loss, probes, passes, replace(draw, directions=taken))
 
 
 def combined(directions: Sequence[Direction], factors: Sequence[float]) -> Direction:

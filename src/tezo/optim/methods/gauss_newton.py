@@ -5,7 +5,7 @@ from typing import Unpack
 from torch import nn
 
 from tezo.directions.bases.basis import Basis
-from tezo.directions.low_rank import Lazy
+from tezo.directions.low_rank import Temporal
 from tezo.directions.ranks import FixedRank
 from tezo.optim.estimators.gauss_newton import GaussNewton
 from tezo.optim.optimizer import Basic, ZerothOrderOptimizer
@@ -47,7 +47,7 @@ def gauss_newton(
     2023), of the kernel view of fine-tuning (Malladi et al. 2023), and of low-rank directions from activations (AGZO,
     ZO-Act). Defaults were chosen on dev rows of SST-2 with a decoder of 135M parameters.
     """
-    perturbation = Lazy(FixedRank(rank=rank), "raw", basis=basis, interval=lazy_update_interval)
+    perturbation = Temporal(FixedRank(rank=rank), "raw", basis=basis, interval=lazy_update_interval)
     return ZerothOrderOptimizer(
         model,
         perturbation,

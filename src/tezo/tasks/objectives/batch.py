@@ -239,17 +239,6 @@ class Batch:
             part |= {name: x[first:last] for name, x in tensors.items() if name.endswith(("_S", "_SK"))}
             yield replace(self, **part | {"row_S": self.row_S[first:last] - start})
 
-    def first(self, examples: int) -> "Batch":
-        """Returns the first so many of its examples as a batch."""
-        kept_R = torch.tensor(self.examples_of_rows()) < examples
-        kept_S = self.example_S < examples
-        kept = {"_RL": kept_R, "_RU": kept_R, "_S": kept_S, "_SK": kept_S}
-        part = {name: x[kept["_" + name.rpartition("_")[2]].to(x.device)] for name, x in self._tensors().items()
-                if not name.endswith("_B")}  # fmt: skip
-        labels_B = None if self.labels_B is None else self.labels_B[:examples]
-        shape_BO = min(examples, self.shape_BO[0]), self.shape_BO[1]
-        return replace(self, **part, labels_B=labels_B, shape_BO=shape_BO, places=self.places[:examples])
-
     def repeated(self, copies: int) -> "Batch":
         """Returns the batch with all rows and examples repeated `copies` times, block after block."""
         if copies == 1:

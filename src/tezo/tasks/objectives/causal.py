@@ -213,14 +213,17 @@ class CausalObjective(Objective):
             row_T = part.row_S.unsqueeze(1).expand_as(part.slots_SK)[part.valid_SK]
             position_T = part.reads_RU[row_T, part.slots_SK[part.valid_SK]]
             place_T = start + torch.arange(len(row_T))
-            found.append(Places(row_T, position_T, torch.zeros_like(row_T), place_T))
+            examples_R = torch.tensor(part.examples_of_rows())
+            found.append(Places(row_T, position_T, torch.zeros_like(row_T), place_T, examples_R))
             start += len(row_T)
         return found
 
-    def _places(self, part: Batch, first_S: Tensor, row_P: Tensor, length_P: Tensor, place_P: Tensor) -> Places:
+    def _position(self, part: Batch, first_S: Tensor, row_P: Tensor) -> Tensor:
+        return part.reads_RU[row_P, part.slots_SK[first_S, 0]]
+
+    def _stop(self, position_P: Tensor, length_P: Tensor) -> Tensor:
         del length_P
-        position_P = part.reads_RU[row_P, part.slots_SK[first_S, 0]]
-        return Places(row_P, position_P, position_P + 1, place_P)
+        return position_P + 1
 
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
         chosen, _ = self.log_probs(model, batch, copies)

@@ -86,7 +86,9 @@ class LabelledTensors(RowsClosure):
     def places(self) -> list[Places | None]:
         row_T = torch.arange(self.examples).repeat_interleave(self._valid_BK.sum(1).cpu())
         position_T = self._positions_BK.cpu()[self._valid_BK.cpu()]
-        return [Places(row_T, position_T, torch.zeros_like(row_T), torch.arange(len(row_T)))]
+        return [
+            Places(row_T, position_T, torch.zeros_like(row_T), torch.arange(len(row_T)), torch.arange(self.examples))
+        ]
 
     def _sums(self, copies: int) -> Tensor:
         """Returns the sum of the losses of each row's tokens, (copies, rows)."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.outputs import Places
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch
@@ -67,9 +66,9 @@ class MaskedObjective(Objective):
         batch = batch.repeated(copies)
         return logits_at(model, batch.inputs(model.dtype), batch.reads_RU)[:, 0, self.words_O]
 
-    def _places(self, part: Batch, first_S: Tensor, row_P: Tensor, length_P: Tensor, place_P: Tensor) -> Places:
+    def _position(self, part: Batch, first_S: Tensor, row_P: Tensor) -> Tensor:
         del first_S
-        return Places(row_P, part.reads_RU[row_P, 0], length_P, place_P)
+        return part.reads_RU[row_P, 0]
 
     def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
         batch = self.collate(encoded)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -248,14 +248,21 @@ class Objective(ABC):
         for part in batch.passes():
             first_S = part.option_S == 0
             length_R = (part.ends_RL > 0).sum(1)
-            row_P = part.row_S[first_S]
-            found.append(self._places(part, first_S, row_P, length_R[row_P], start + part.example_S[first_S]))
+            row_P, place_P = part.row_S[first_S], start + part.example_S[first_S]
+            position_P = self._position(part, first_S, row_P)
+            stop_P = self._stop(position_P, length_R[row_P])
+            found.append(Places(row_P, position_P, stop_P, place_P, start + torch.tensor(part.examples_of_rows())))
         return found
 
-    def _places(self, part: Batch, first_S: Tensor, row_P: Tensor, length_P: Tensor, place_P: Tensor) -> Places:
-        """Returns the places of a pass over options, of which `first_S` are the first of each example."""
+    def _position(self, part: Batch, first_S: Tensor, row_P: Tensor) -> Tensor:
+        """Returns the positions that are read, of a pass over options of which `first_S` are the first; -1: none."""
         del part, first_S
-        return Places(row_P, torch.full_like(row_P, -1), length_P, place_P)
+        return torch.full_like(row_P, -1)
+
+    def _stop(self, position_P: Tensor, length_P: Tensor) -> Tensor:
+        """Returns the end of the tokens that the answers at these positions depend on, in rows of these lengths."""
+        del position_P
+        return length_P
 
     def losses(self, model: Any, batches: Sequence[Batch], copies: int) -> Tensor:
         """Returns the mean loss of each copy over the parts of a batch, (copies,); see `BatchClosure`."""
@@ -386,17 +393,6 @@ class BatchClosure(RowsClosure):
     @property
     def labelled(self) -> bool:
         return bool(self.objective.options)
-
-    def part(self, examples: int) -> "BatchClosure":
-        if examples >= self.examples:
-            return self
-        share, taken, batches = examples / self.examples, 0.0, []
-        for batch in self.batches:  # as many of each, for they have rows of different lengths
-            own = round(taken + share * len(batch.places)) - round(taken)
-            taken += share * len(batch.places)
-            if own:
-                batches.append(batch.first(own))
-        return replace(self, batches=tuple(batches))
 
     def places(self) -> list[Places | None]:
         found: list[Places | None] = [None] if self.objective.shared_rows else []
