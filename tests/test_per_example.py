@@ -381,7 +381,7 @@ def test_experts_are_left_to_their_rows_or_refused():
     assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in LOW_RANK])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LOW_RANK])
 def test_dense_noise_is_refused(name):
     with pytest.raises(RequestError, match=r"per-example, which .* cannot have at bounded memory"):
         METHODS[name].build(tiny_opt(), directions="per-example", **CASES[name].options)

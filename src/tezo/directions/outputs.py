@@ -37,7 +37,7 @@ class Outputs:
 
     def loss(self) -> float:
         """Returns the mean loss of the places."""
-        return float(self.losses().double().mean())
+        return float(self.losses().detach().double().mean())
 
 
 def joined(parts: Sequence[Outputs]) -> Outputs:
@@ -128,7 +128,7 @@ def fitted_bias(outputs: Outputs) -> Tensor:
 
     Newton's method on a convex function; a class that no place has keeps a bias of at least -20.
     """
-    scores_TC = outputs.scores_TC.double().cpu()
+    scores_TC = outputs.scores_TC.detach().double().cpu()
     bias_C = torch.zeros(scores_TC.shape[1], dtype=torch.float64)
     if not outputs.shared:
         return bias_C
@@ -151,7 +151,7 @@ def errors(outputs: Outputs, dimensions: int) -> Tensor:
     With options it is 1 - p for the right one and -p for the others, after `fitted_bias`: (T, C). With tokens the error
     is a vector over the vocabulary, and E = `dimensions` random projections of it are returned.
     """
-    p_TC = (outputs.scores_TC.double().cpu() + fitted_bias(outputs)).softmax(1)
+    p_TC = (outputs.scores_TC.detach().double().cpu() + fitted_bias(outputs)).softmax(1)
     error_TC = functional.one_hot(outputs.labels_T.cpu(), p_TC.shape[1]).double() - p_TC
     if outputs.tokens_TC is None:
         return error_TC

@@ -25,7 +25,7 @@ class TrainConfig:
     """The section `train`: settings of the training loop."""
 
     steps: int | None = None
-    """Number of steps, with two forward passes per direction. Default: 20 epochs, at least 200 and at most 1000."""
+    """Number of steps. Default: 20 epochs, at least 200 and at most 1000; 6 rounds of gauss-newton."""
     epochs: float | None = None
     """Passes over the training rows, instead of steps."""
     feedback_first: int | None = None
@@ -33,7 +33,7 @@ class TrainConfig:
     feedback_last: int | None = None
     """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
     batch_size: int = 16
-    """Rows per step. The paper uses 16 for LLMs and 64 for RoBERTa."""
+    """Rows per step, each at most once. The paper uses 16 for LLMs and 64 for RoBERTa; gauss-newton has 192."""
     objective: str = LOSS
     """What is minimised: the loss, or the negative of the reward or a metric such as accuracy, f1 or exact_match."""
     reward: str | None = None
@@ -54,7 +54,7 @@ class TrainConfig:
     """Keep the parameters with the lowest dev loss instead of the last ones."""
     guard: bool | None = None
     """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it. Default:
-    true for head-feedback; published methods never return."""
+    true for head-feedback and gauss-newton; published methods never return."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     checkpoint_every: int | None = None

@@ -1,0 +1,434 @@
+"""Gauss-Newton over random directions: the outputs, the convex model, what is looked at, the step, whole runs."""
+
+import math
+
+import pytest
+import torch
+from folders import completion_rows, label_rows, model_folder, write_rows
+from tiny import tiny_llama, tokens
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tezo
+from tezo.directions.bases import errors as looking
+from tezo.directions.bases.errors import ErrorBasis, Inputs, Nudges, regress, with_constant
+from tezo.directions.outputs import Outputs, Places, errors, fitted_bias, joined, of_tokens
+from tezo.directions.targets import select_targets
+from tezo.optim.estimators import gauss_newton as estimator
+from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.estimators.gauss_newton import LinearModel, change
+from tezo.optim.methods.gauss_newton import gauss_newton
+from tezo.system.errors import RequestError
+from tezo.training.config import parse_config
+from tezo.training.job import prepare
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Scores(RowsClosure):
+    """Rows of inputs whose scores are those of a module, (rows, classes)."""
+
+    def __init__(self, model: nn.Module, x_NI: Tensor, labels_N: Tensor) -> None:
+        self.model, self.x_NI, self.labels_N = model, x_NI, labels_N
+
+    labelled = True
+
+    @property
+    def tokens(self) -> int:
+        return len(self.x_NI)
+
+    @property
+    def examples(self) -> int:
+        return len(self.x_NI)
+
+    def outputs(self, like: Outputs | None = None) -> Outputs:
+        del like
+        scores_NC = self.model(self.x_NI.unsqueeze(1)).squeeze(1)
+        return Outputs(scores_NC, self.labels_N, torch.arange(len(self.x_NI)), shared=True)
+
+    def places(self) -> list[Places]:
+        every = torch.arange(len(self.x_NI))
+        return [Places(every, torch.zeros_like(every), torch.zeros_like(every), every, every)]
+
+    def losses(self, copies: int) -> Tensor:
+        assert copies == 1
+        return self.outputs().losses().mean().view(1)
+
+    def example_passes(self):
+        raise NotImplementedError
+
+    def example_losses(self, copies: int):
+        raise NotImplementedError
+
+
+def rows(count: int, inputs: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    x_NI = noise(count, inputs, seed=seed)
+    labels_N = (x_NI @ noise(inputs, classes, seed=seed + 1) + noise(count, classes, seed=seed + 2)).argmax(1)
+    return x_NI, labels_N
+
+
+def softmax_model(inputs: int = 6, classes: int = 3) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(inputs, classes, bias=False)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(noise(classes, inputs, seed=5) / 4)
+    return model
+
+
+# --- outputs
+
+
+def objective_closures(tmp_path) -> dict[str, RowsClosure]:
+    """A closure of a run for each kind of objective, and tensors with labels."""
+    found: dict[str, RowsClosure] = {}
+    write_rows(tmp_path / "labels.jsonl", label_rows(12))
+    write_rows(tmp_path / "texts.jsonl", completion_rows(12))
+    for name, family, file in (("options", "opt", "labels"), ("text", "opt", "texts"), ("masked", "roberta", "labels"),
+                               ("encoder", "bert", "labels")):  # fmt: skip
+        model_folder(tmp_path / name, family)
+        config = parse_config({"model": {"name": str(tmp_path / name / family)},
+                               "data": {"train": str(tmp_path / f"{file}.jsonl"), "hold_out": 0.25},
+                               "method": {"name": "tezo", "rank": 2},
+                               "train": {"steps": 1, "batch_size": 8}})  # fmt: skip
+        job = prepare(config)
+        job.optimizer.close()
+        found[name] = job.objective.closure(job.model, job.batches(range(8)))
+    model, ids = tiny_llama(torch.float32), tokens(batch=3, length=9)
+    labels = ids.clone()
+    labels[:, :4] = -100
+    labels[1, 4:6] = -100
+    found["tensors"] = tezo.closure(model, {"input_ids": ids, "labels": labels})
+    return found
+
+
+@pytest.fixture(scope="module")
+def closures(tmp_path_factory):
+    return objective_closures(tmp_path_factory.mktemp("closures"))
+
+
+KINDS = ("options", "text", "masked", "encoder", "tensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_mean_loss_of_the_outputs_is_the_objective(closures, kind):
+    own = closures[kind].outputs()
+    assert own.loss() == pytest.approx(float(closures[kind]()), rel=2e-6)
+    again = closures[kind].outputs(own)
+    assert torch.equal(again.scores_TC, own.scores_TC) and len(own.example_T.unique()) == closures[kind].examples
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_every_place_of_the_outputs_is_found_once_in_the_passes(closures, kind):
+    places = closures[kind].places()
+    calls = []
+    model = closures[kind].model if hasattr(closures[kind], "model") else closures[kind]._model
+    handle = model.register_forward_pre_hook(
+        lambda _, __, kwargs: calls.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    own = closures[kind].outputs()
+    handle.remove()
+    assert [None if p is None else len(p.example_R) for p in places] == [
+        None if p is None else calls[i] for i, p in enumerate(places)
+    ]
+    assert len(places) == len(calls)
+    numbers = torch.cat([p.place_P for p in places if p is not None])
+    assert sorted(numbers.tolist()) == list(range(len(own.labels_T)))
+
+
+def test_scores_of_tokens_keep_the_right_one_and_sum_to_one():
+    log_probs = noise(5, 30, seed=0).log_softmax(1)
+    right = torch.tensor([0, 3, 29, 7, 7])
+    scores, named = of_tokens(log_probs, right, None)
+    assert torch.equal(named[:, 0], right) and bool((named[:, -1] == -1).all())
+    assert all(len(set(row)) == len(row) for row in named.tolist())
+    assert torch.allclose(scores.exp().sum(1), torch.ones(5, dtype=torch.float64))
+    assert torch.equal(functional.cross_entropy(scores, torch.zeros(5, dtype=torch.long), reduction="none").argsort(),
+                       (-log_probs.gather(1, right[:, None])[:, 0]).argsort())  # fmt: skip
+    likely = log_probs.scatter(1, right[:, None], -math.inf).topk(8).indices
+    assert torch.equal(named[:, 1:-1], likely)
+
+
+def test_a_fitted_bias_gives_each_class_its_frequency():
+    labels = torch.tensor([0] * 20 + [1] * 7 + [2] * 3)
+    own = Outputs(noise(30, 3, seed=1) * 2 + torch.tensor([0.0, 3.0, -2.0]), labels, torch.arange(30), shared=True)
+    said = (own.scores_TC + fitted_bias(own)).softmax(1).mean(0)
+    assert torch.allclose(said, torch.tensor([20, 7, 3]).double() / 30, atol=1e-7)
+    assert torch.allclose(errors(own, 4).mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-7)
+    assert not bool(fitted_bias(Outputs(own.scores_TC, labels, own.example_T)).any()), "classes of their own have none"
+
+
+# --- the convex model
+
+
+def reference(z_TC: Tensor, f_TCK: Tensor, labels_T: Tensor, ridge: float) -> Tensor:
+    """The minimum by L-BFGS, of the function as it is written."""
+    unit = 1 / (f_TCK.square().mean().sqrt() * math.sqrt(f_TCK.shape[-1]))
+    a_K = torch.zeros(f_TCK.shape[-1], dtype=torch.float64, requires_grad=True)
+    solver = torch.optim.LBFGS(
+        [a_K], max_iter=500, tolerance_grad=1e-12, tolerance_change=0.0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        solver.zero_grad()
+        loss = functional.cross_entropy(z_TC + f_TCK @ a_K, labels_T, reduction="sum")
+        loss = loss + ridge * (a_K / unit).square().sum() / 2
+        loss.backward()
+        return loss
+
+    solver.step(closure)
+    return a_K.detach()
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_a_candidate_is_the_minimum_of_the_function_as_it_is_written(classes):
+    z, f = noise(40, classes, seed=2), noise(40, classes, 6, seed=3) * 0.3
+    labels = torch.arange(40) % classes
+    model = LinearModel(Outputs(z, labels, torch.arange(40)), f)
+    for candidate in model.candidates():
+        expected = reference(z, f, labels, candidate.ridge)
+        assert torch.allclose(torch.tensor(candidate.coefficients, dtype=torch.float64), expected, atol=1e-5, rtol=1e-4)
+        promised = functional.cross_entropy(z + f @ expected, labels)
+        assert candidate.promised == pytest.approx(float(promised), rel=1e-6)
+
+
+def test_classes_that_a_place_lacks_have_no_part_in_it():
+    z, f = noise(20, 3, seed=4), noise(20, 3, 4, seed=5)
+    z[:, 2] = -torch.inf
+    labels, every = torch.arange(20) % 2, torch.arange(20)
+    own, moved = Outputs(z, labels, every), Outputs(z + f[..., 0], labels, every)
+    assert not bool(change(moved, own)[:, 2].any())
+    f[:, 2] = 0
+    wide, narrow = LinearModel(own, f), LinearModel(Outputs(z[:, :2], labels, every), f[:, :2])
+    narrow._unit, narrow._slopes_TCK = wide._unit, f[:, :2] * wide._unit  # lambda is in units of the mean slope
+    for a, b in zip(wide.candidates(), narrow.candidates(), strict=True):
+        assert a.promised == pytest.approx(b.promised, rel=1e-9)
+        assert a.coefficients == pytest.approx(b.coefficients, rel=1e-6, abs=1e-9)
+
+
+def test_cross_validation_never_fits_to_the_places_of_an_example_that_it_judges():
+    # every example has four places; labels are noise, so what is learnt of other examples does not help
+    z, f = torch.zeros(240, 2, dtype=torch.float64), noise(240, 2, 40, seed=6)
+    labels = torch.randint(2, (60,), generator=torch.Generator().manual_seed(0)).repeat_interleave(4)
+    f = f[::4].repeat_interleave(4, 0)
+    own = Outputs(z, labels, torch.arange(60).repeat_interleave(4))
+    loosest = LinearModel(own, f).candidates()[0]
+    assert loosest.promised < math.log(2) < loosest.validated
+
+
+# --- the step
+
+
+def test_where_scores_are_linear_a_step_is_the_minimum_that_it_promises():
+    model = softmax_model()
+    x, labels = rows(80, 6, 3, seed=10)
+    closure = Scores(model, x, labels)
+    optimizer = gauss_newton(model, num_directions=24, rank=3, basis="gaussian", rho=1e-3)
+    before = closure.outputs().loss()
+    (direction,) = (own[0] for own in optimizer.draw().directions.values())
+    best = lowest_in_the_span(model[0].weight.detach().clone(), direction.u_MR, direction.v_NR, x, labels)
+    assert optimizer.step(closure) == pytest.approx(before)
+    (candidate, real), *_ = optimizer._two_point.tried
+    after = closure.outputs().loss()
+    assert real == pytest.approx(candidate.promised, abs=1e-7) and after == pytest.approx(real, abs=1e-12)
+    assert optimizer.last_step.forward_passes == 24 + 2
+    # 24 directions span the 3 numbers of tau, so that a small lambda leaves the minimum over them
+    assert best <= after < best + 0.05 * (before - best)
+    assert before - best > 0.05
+    optimizer.close()
+
+
+def lowest_in_the_span(w_CI: Tensor, u_CR: Tensor, v_IR: Tensor, x: Tensor, labels: Tensor) -> float:
+    """The lowest loss of W + U diag(c) V^T over c."""
+    c_R = torch.zeros(u_CR.shape[1], dtype=torch.float64, requires_grad=True)
+    solver = torch.optim.LBFGS([c_R], max_iter=300, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        solver.zero_grad()
+        loss = functional.cross_entropy(x @ (w_CI + (u_CR * c_R) @ v_IR.T).T, labels)
+        loss.backward()
+        return loss
+
+    solver.step(closure)
+    return float(closure().detach())
+
+
+class Bent(nn.Module):
+    """Scores that turn back: linear in the weight near 0, falling where they are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = softmax_model()
+        with torch.no_grad():
+            self.inner[0].weight.mul_(0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.2 * torch.sin(5 * self.inner(x))
+
+
+def test_a_step_never_raises_the_loss_of_its_rows():
+    x, labels = rows(80, 6, 3, seed=20)
+    model = Bent()
+    closure = Scores(model, x, labels)
+    optimizer = gauss_newton(model, num_directions=24, rank=3, basis="gaussian", rho=1e-3)
+    for _ in range(4):
+        before = closure.outputs().loss()
+        optimizer.step(closure)
+        assert closure.outputs().loss() <= before
+        reals = [real for _, real in optimizer._two_point.tried]
+        assert 1 <= len(reals) <= estimator.MOST_TRIALS
+    optimizer.close()
+
+
+def test_a_longer_step_than_the_model_bears_is_shortened():
+    x, labels = rows(80, 6, 3, seed=21)
+    model = Bent()
+    optimizer = gauss_newton(model, num_directions=24, rank=3, basis="gaussian", rho=1e-3)
+    optimizer.step(Scores(model, x, labels))
+    (first, real), *more = optimizer._two_point.tried
+    assert real > first.promised + 0.01 and more, "the linear model promised too much"
+    assert more[-1][0].ridge > first.ridge
+    optimizer.close()
+
+
+def test_a_closure_that_returns_a_loss_is_refused():
+    model = softmax_model()
+    optimizer = gauss_newton(model, basis="gaussian", rank=2)
+    with pytest.raises(RequestError, match=r"needs the outputs of each row.*tezo\.closure"):
+        optimizer.step(lambda: model(torch.ones(1, 6, dtype=torch.float64)).sum())
+    optimizer.close()
+
+
+def test_a_replay_of_the_records_is_the_run_to_the_bit():
+    x, labels = rows(40, 6, 3, seed=30)
+    model, other = softmax_model(), softmax_model()
+    first, second = (gauss_newton(m, num_directions=6, rank=2, basis="gaussian") for m in (model, other))
+    for _ in range(3):
+        first.step(Scores(model, x, labels))
+        second.replay(first.last_step)
+    for key, value in first.tuned_state().items():
+        assert torch.equal(value, second.tuned_state()[key]), key
+    first.close()
+    second.close()
+
+
+# --- the look
+
+
+def test_columns_are_those_of_ridge_regression_and_the_signal_is_of_unseen_places():
+    x, e = noise(30, 12, seed=40).float(), noise(30, 2, seed=41)
+    e = e + (x @ noise(12, 2, seed=42).float()).double()
+    inputs = Inputs(at=[(x - x.mean(0)).half()], place=[torch.arange(30)], means=[x.mean(0)])
+    (found,) = regress(inputs, e)
+    x, e = inputs.parts()[0].double(), e - e.mean(0)
+    x = x - x.mean(0)
+    ridge = looking.RIDGE * float((x @ x.T).diagonal().mean())
+    w = torch.linalg.solve(x.T @ x + ridge * torch.eye(12, dtype=torch.float64), x.T @ e)  # the primal form
+    turned = w @ found.turns_EE
+    for own, expected in zip(found.columns_IE.T, turned.T, strict=True):
+        assert torch.cosine_similarity(own, expected, 0) > 1 - 1e-5
+        assert (x @ own).square().mean() == pytest.approx(1, rel=1e-3)
+    said = torch.empty_like(e)
+    for i in range(30):  # each place by the regression of all others, with this lambda
+        kept = torch.arange(30) != i
+        part = torch.linalg.solve(x[kept].T @ x[kept] + ridge * torch.eye(12, dtype=torch.float64), x[kept].T @ e[kept])
+        said[i] = x[i] @ part
+    expected = (said * e).sum() / said.norm() / e.norm()
+    assert found.signal == pytest.approx(float(expected), abs=2e-3)
+
+
+def test_noise_carries_no_signal():
+    x, e = noise(200, 300, seed=50).float(), noise(200, 1, seed=51)
+    inputs = Inputs(at=[x.half()], place=[torch.arange(200)], means=[torch.zeros(300)])
+    (found,) = regress(inputs, e)
+    assert abs(found.signal) < 3.3 / math.sqrt(200)  # 99.9 % of a correlation of independent numbers
+
+
+class Stream(nn.Module):
+    """Layers that write to a stream, one that only reads it, and scores of the stream's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inside, self.last = (nn.Linear(5, 5, bias=False).double() for _ in range(3))
+        self.head_CM = noise(3, 5, seed=60)
+        with torch.no_grad():
+            for i, layer in enumerate((self.first, self.inside, self.last)):
+                layer.weight.copy_(noise(5, 5, seed=61 + i) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.first(x)
+        h = h + self.last(torch.tanh(0.02 * self.inside(h)))
+        return h @ self.head_CM.T
+
+
+@torch.no_grad()
+def test_vectors_that_raise_a_class_are_measured_and_the_layers_that_write_the_stream_found():
+    model = Stream()
+    x, labels = rows(60, 5, 3, seed=70)
+    closure = Scores(model, x, labels)
+    targets = {t.name: t for t in select_targets(model, ("all",))}
+    nudges = Nudges(model, closure, closure.places(), closure.outputs(), 0)
+    stream = nudges.stream(targets["last.weight"], 0.1)
+    names, stream = nudges.writers(list(targets.values()), stream)
+    assert names == ["first.weight", "last.weight"]
+    raised = model.head_CM @ stream  # (C, C): what each vector does
+    raised = raised - raised.mean(0)
+    assert torch.allclose(raised.diagonal(), torch.full((3,), 2 / 3, dtype=torch.float64), atol=0.2)
+    assert bool((raised.argmax(0) == torch.arange(3)).all())
+
+
+def test_constant_inputs_tell_labels_apart_and_no_rows():
+    mean = noise(7, seed=80)
+    v, turns = with_constant(torch.zeros(7, 2, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64), mean, 5)
+    assert v.shape == (7, 5) and turns.shape == (4, 5)
+    assert torch.allclose(mean @ v[:, :3], torch.ones(3, dtype=torch.float64))
+    assert torch.linalg.matrix_rank(turns[:, :3]) == 3 and torch.allclose(
+        turns[:, :3].sum(0), torch.zeros(3, dtype=torch.float64)
+    )
+
+
+def test_a_look_that_sees_what_is_wrong_mends_it_with_few_directions():
+    # 40 inputs, of which two tell the labels: random factors of rank 4 hardly meet them
+    ends = {}
+    for basis in ("errors", "gaussian"):
+        model = Stream40()
+        x = noise(400, 40, seed=90)
+        labels = (x[:, 3] - x[:, 17] > 0).long()
+        step, other = Scores(model, x[:160], labels[:160]), Scores(model, x[160:320], labels[160:320])
+        unseen = Scores(model, x[320:], labels[320:])
+        optimizer = gauss_newton(model, num_directions=4, rank=4, basis=basis, rho=0.02, targets=("all",))
+        optimizer.set_rows(lambda *_, other=other: other)
+        optimizer.step(step)
+        ends[basis] = unseen.outputs().loss()
+        optimizer.close()
+    assert ends["errors"] < 0.45 < 0.6 < ends["gaussian"]
+
+
+class Stream40(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(40, 8, bias=False).double()
+        self.head_CM = noise(2, 8, seed=95)
+        with torch.no_grad():
+            self.layer.weight.copy_(noise(8, 40, seed=96) / 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ self.head_CM.T
+
+
+def test_a_basis_without_rows_says_what_to_do():
+    optimizer = gauss_newton(softmax_model(), rank=2)
+    with pytest.raises(RequestError, match=r"optimizer\.set_rows"):
+        optimizer.draw()
+    assert isinstance(optimizer.perturbation.basis, ErrorBasis)
+    optimizer.close()
+
+
+def test_outputs_are_joined_in_order():
+    first = Outputs(noise(2, 3, seed=0), torch.tensor([0, 1]), torch.tensor([5, 6]), shared=True)
+    second = Outputs(noise(1, 2, seed=1), torch.tensor([1]), torch.tensor([2]), shared=True)
+    both = joined([first, second])
+    assert both.scores_TC.shape == (3, 3) and both.scores_TC[2, 2] == -math.inf
+    assert both.example_T.tolist() == [5, 6, 2] and both.shared
