@@ -59,6 +59,8 @@ def test_forecasts_are_what_a_step_keeps(home, family):
     loaded = load_model(str(home / family))
     ids = torch.arange(5, 15).unsqueeze(0)
     for forecast in forecasts(loaded.model):
+        if METHODS[forecast.method].takes_outputs:
+            continue  # a loss alone is no closure of its own
         options = {} if forecast.rank is None else {"rank": forecast.rank}
         model = load_model(str(home / family)).model
         optimizer = METHODS[forecast.method].build(model, seed=0, **options)
@@ -103,7 +105,7 @@ def test_doctor_says_what_a_packed_model_cannot_take(tmp_path, model):
     assert done.code == 0, done.err
     report = json.loads(done.out)["model"]
     can = {row["method"] for row in report["methods"] if row["refusal"] is None}
-    assert can == {"tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "head-feedback", "subzo"}
+    assert can == {"tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "head-feedback", "subzo", "gauss-newton"}
     whole = load_model(str(model)).model
     assert report["parameters"] == sum(p.numel() for p in whole.parameters()), "numbers, not bytes that hold two"
 

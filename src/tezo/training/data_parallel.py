@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tezo.forward.blocks import NotInBlocksError
 from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.methods import method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
@@ -105,6 +106,10 @@ def check_shareable(job: Job, processes: ProcessGroup) -> None:
         raise RequestError(
             f"train.batch_size is {train.batch_size}, and with model.placement=shards each of {processes.size} ranks "
             "needs a row; raise it."
+        )
+    if method(job.config.method.name).takes_outputs and train.parallel == "rows":
+        raise RequestError(
+            f"method.name is {job.config.method.name}, whose rows cannot be shared out; set train.parallel=directions."
         )
     if train.parallel == "directions":
         job.optimizer.share_directions(processes)

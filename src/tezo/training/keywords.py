@@ -126,7 +126,7 @@ def suggestion(key: str, known: Iterable[str]) -> str:
         known: names that are known in its place.
     """
     name = key.rpartition(".")[2]
-    elsewhere = keys_by_name().get(name, [])
+    elsewhere = [own for own in keys_by_name().get(name, []) if own != key]
     return f"Did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(name, known)
 
 
