@@ -56,13 +56,15 @@ def settings() -> str:
     shared = [key for key in METHODS["mezo"].defaults() if key != "lr"]
     common = ", ".join(f"`{key}` {shown(METHODS['mezo'].defaults()[key])}" for key in shared)
     parts += [
-        f"All methods: {common}; `lr` may be `{AUTO}`, measured before the first step.",
+        f"All methods, unless the table says otherwise: {common}; `lr` may be `{AUTO}`, measured before the first "
+        "step.",
         "",
         "| method | options and defaults |",
         "|---|---|",
     ]
     for method in METHODS.values():
-        own = {key: value for key, value in method.defaults().items() if key not in shared}
+        usual = METHODS["mezo"].defaults()
+        own = {key: value for key, value in method.defaults().items() if key not in shared or value != usual[key]}
         parts.append(f"| `{method.name}` | " + ", ".join(f"`{k}` {shown(v)}" for k, v in own.items()) + " |")
     return "\n".join(parts) + "\n"
 

@@ -12,11 +12,11 @@ from torch.nn import functional
 import tezo
 from tezo.directions.bases import errors as looking
 from tezo.directions.bases.errors import ErrorBasis, Inputs, Nudges, regress, with_constant
-from tezo.directions.outputs import Outputs, Places, errors, fitted_bias, joined, of_tokens
+from tezo.directions.outputs import Outputs, Places, change, errors, fitted_bias, joined, of_tokens
 from tezo.directions.targets import select_targets
 from tezo.optim.estimators import gauss_newton as estimator
 from tezo.optim.estimators.estimate import RowsClosure
-from tezo.optim.estimators.gauss_newton import LinearModel, change
+from tezo.optim.estimators.gauss_newton import LinearModel
 from tezo.optim.methods.gauss_newton import gauss_newton
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
@@ -32,8 +32,6 @@ class Scores(RowsClosure):
 
     def __init__(self, model: nn.Module, x_NI: Tensor, labels_N: Tensor) -> None:
         self.model, self.x_NI, self.labels_N = model, x_NI, labels_N
-
-    labelled = True
 
     @property
     def tokens(self) -> int:

@@ -54,6 +54,12 @@ def joined(parts: Sequence[Outputs]) -> Outputs:
     )
 
 
+def change(moved: Outputs, own: Outputs) -> Tensor:
+    """Returns the change of the scores, (T, C) in float64 on the CPU; 0 where a place has no such class."""
+    difference = (moved.scores_TC.double() - own.scores_TC.double()).cpu()
+    return torch.where(own.scores_TC.cpu().isinf(), 0.0, difference)
+
+
 @dataclass(frozen=True)
 class Places:
     """Where in the rows of one forward pass the inputs of the places of `Outputs` are.
@@ -75,16 +81,6 @@ class Places:
 
 class Rows(Protocol):
     """Rows of which a pass tells the outputs; closures of `tezo.closure` and of runs are such."""
-
-    @property
-    def labelled(self) -> bool:
-        """Whether all places have the same classes."""
-        ...
-
-    @property
-    def examples(self) -> int:
-        """Number of examples."""
-        ...
 
     def outputs(self, like: Outputs | None = None) -> Outputs:
         """Returns the outputs of the model as it is.

@@ -42,7 +42,7 @@ from torch.nn import functional
 
 from tezo.directions.bases.basis import CollectedFactors, RowsOf
 from tezo.directions.bases.collected import OUTPUT_SIDE, CollectedBasis, input_size
-from tezo.directions.outputs import Outputs, Places, Rows, errors
+from tezo.directions.outputs import Outputs, Places, Rows, change, errors
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input
 from tezo.system.errors import RequestError
@@ -99,7 +99,7 @@ class ErrorBasis(CollectedBasis):
             )
         model, rows_of = self._source
         tried = self._targets[-math.ceil(LAST_LAYERS * len(self._targets)) :]
-        rows = rows_of(refresh_step, rows_to_look_at(tried, sum(t.parameter.nbytes for t in self._targets)))
+        rows = rows_of(refresh_step, rows_of_a_look(tried, sum(t.parameter.nbytes for t in self._targets)))
         places = rows.places()
         with recording(model, tried, places) as seen:
             outputs = rows.outputs()
@@ -113,7 +113,7 @@ class ErrorBasis(CollectedBasis):
         targets = {target.name: target for target in self._targets}
         factors: dict[str, Tensor] = {}
         looks = 1
-        if rows.labelled:
+        if outputs.shared:
             nudges = Nudges(model, rows, places, outputs, refresh_step)
             last = targets[names[-1]]
             names = [name for name in names if output_size(targets[name]) == output_size(last)]
@@ -133,10 +133,10 @@ class ErrorBasis(CollectedBasis):
             v_IR = torch.zeros(input_size(target), rank, dtype=torch.float64)
             if self.signal.get(name, -1.0) >= least:
                 own, turns = columns(found[id(seen.inputs[name])], rank, len(error_TE.T))
-                if rows.labelled and name == names[-1]:
+                if outputs.shared and name == names[-1]:
                     own, turns = with_constant(own, turns, seen.inputs[name].means[0].double(), rank)
                 v_IR[:, : own.shape[1]] = own / math.sqrt(len(names) * own.shape[1])
-                if rows.labelled:
+                if outputs.shared:
                     factors[name + OUTPUT_SIDE] = functional.pad(factors[STREAM] @ turns, (0, rank - turns.shape[1]))
                 else:
                     v_IR *= seen.output_size(name)
@@ -144,7 +144,7 @@ class ErrorBasis(CollectedBasis):
         return CollectedFactors(factors, looks * len(places))
 
 
-def rows_to_look_at(targets: Sequence[Target], most_bytes: int) -> int:
+def rows_of_a_look(targets: Sequence[Target], most_bytes: int) -> int:
     """Returns the number of rows whose inputs of these layers may be kept, in a part of so many bytes."""
     row = sum(4 * input_size(target) for target in targets)
     return max(LEAST_ROWS, min(MOST_ROWS, most_bytes // SHARE // max(1, row)))
@@ -315,8 +315,7 @@ class Nudges:
             for name, target in targets.items():
                 hooks.enter_context(target.sites[0].module.register_forward_hook(partial(add, name)))
             moved = self._rows.outputs(self._own)
-        raised_TC = (moved.scores_TC.double() - self._own.scores_TC.double()).cpu()
-        raised_TC = torch.where(raised_TC.isfinite(), raised_TC, 0.0)
+        raised_TC = change(moved, self._own)
         return raised_TC - raised_TC.mean(1, keepdim=True)
 
 

@@ -25,6 +25,12 @@ TWO_POINT, FEEDBACK, GRADIENT, GAUSS_NEWTON = "two-point", "feedback", "gradient
 outputs of each row."""
 
 
+NO_OUTPUTS = (
+    "the closure tells the loss of its rows, and this method needs their outputs; give one of tezo.closure, or choose "
+    "another method."
+)
+
+
 class RowsClosure(ABC):
     """An objective on rows, of which one forward pass can evaluate several perturbed models: it tells its rows apart.
 
@@ -69,17 +75,15 @@ class RowsClosure(ABC):
             RequestError: these rows tell their loss alone.
         """
         del like
-        raise RequestError("the closure tells the loss of its rows, and this method needs their outputs; "
-                           "give one of tezo.closure, or another method.")  # fmt: skip
-
-    @property
-    def labelled(self) -> bool:
-        """Whether the outputs of all rows are scores of the same classes, such as labels."""
-        return False
+        raise RequestError(NO_OUTPUTS)
 
     def places(self) -> Sequence[Places | None]:
-        """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
-        raise NotImplementedError
+        """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows.
+
+        Raises:
+            RequestError: these rows tell their loss alone.
+        """
+        raise RequestError(NO_OUTPUTS)
 
     def summands(self) -> Iterator[Tensor]:
         """Yields terms whose sum is the objective, computed one after another, no two of which share a graph."""

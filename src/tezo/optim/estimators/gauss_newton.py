@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.directions.outputs import Outputs
+from tezo.directions.outputs import Outputs, change
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.forward.perturbed_parameter import Shift, evaluation_mode, let_interrupt
@@ -38,6 +38,7 @@ from tezo.optim.estimators.estimate import (
     GAUSS_NEWTON,
     Closure,
     Estimate,
+    ParameterEstimate,
     Probe,
     RowsClosure,
     StepDraw,
@@ -65,9 +66,13 @@ class GaussNewton(TwoPoint):
 
     Args:
         rho: perturbation scale.
+
+    Attributes:
+        tried: the candidates whose real loss the last step measured, each with that loss.
     """
 
     rule = GAUSS_NEWTON
+    tried: Sequence[tuple["Candidate", float]] = ()
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         if not isinstance(closure, RowsClosure):
@@ -80,12 +85,12 @@ class GaussNewton(TwoPoint):
             with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
                 own = closure.outputs()
                 slopes_TCK, losses = self._slopes(closure, own, draw, count)
-                a_K, trials = self._trusted(LinearModel(own, slopes_TCK), closure, draw)
+                a_K = self._trusted(LinearModel(own, slopes_TCK), closure, draw)
         finally:
             self._set_perturbations(draw.directions, [])
         loss = own.loss()
         probes = tuple(Probe(plus, loss, -count * a) for plus, a in zip(losses, a_K, strict=True))
-        return average(loss, self._checked(probes), 1 + count + trials, draw)
+        return average(loss, self._checked(probes), 1 + count + len(self.tried), draw)
 
     def _slopes(self, closure: RowsClosure, own: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
         """Returns (F of all directions (T, C, K), the losses there); each rank evaluates its part of the directions."""
@@ -100,18 +105,17 @@ class GaussNewton(TwoPoint):
         table_KX = torch.stack([values.view(count // self._processes.size, -1) for values in ranks], 1).flatten(0, 1)
         return table_KX[:, 1:].T.reshape(*own.scores_TC.shape, count), table_KX[:, 0].tolist()
 
-    def _trusted(self, model: "LinearModel", closure: RowsClosure, draw: StepDraw) -> tuple[list[float], int]:
-        """Returns (the coefficients after which the loss of other rows should be lowest, passes made)."""
-        lowest, chosen, trials = model.loss, [0.0] * model.count, 0
+    def _trusted(self, model: "LinearModel", closure: RowsClosure, draw: StepDraw) -> list[float]:
+        """Returns the coefficients after which the loss of other rows should be lowest."""
+        lowest, chosen = model.loss, [0.0] * model.count
         candidates = model.candidates()
-        self.tried: list[tuple[Candidate, float]] = []
+        tried: list[tuple[Candidate, float]] = []
         for candidate in candidates[candidates.index(min(candidates, key=lambda own: own.validated)) :][:MOST_TRIALS]:
             let_interrupt()
             for name, parameter in self._moving.items():
                 parameter.set_perturbations([Shift(combined(draw.directions[name], candidate.coefficients), 1.0)])
             (real,) = self._processes.first([closure.outputs(model.own).loss()])
-            trials += 1
-            self.tried.append((candidate, real))
+            tried.append((candidate, real))
             expected = real + candidate.validated - candidate.promised
             if expected < lowest:
                 lowest, chosen = expected, candidate.coefficients
@@ -119,7 +123,8 @@ class GaussNewton(TwoPoint):
                     break
             elif any(chosen):
                 break
-        return self._processes.first(chosen), trials
+        self.tried = tried
+        return self._processes.first(chosen)
 
     def passes(self, directions: int, *, first: bool) -> int:
         del first
@@ -127,20 +132,11 @@ class GaussNewton(TwoPoint):
 
 
 def combined(directions: Sequence[Direction], factors: Sequence[float]) -> Direction:
-    """Returns sum_j factors[j] Z_j of low-rank directions with the same fixed factors; of the first, as many."""
+    """Returns sum_j factors[j] Z_j of low-rank directions with the same fixed factors: what a step adds."""
     first = directions[0]
     assert isinstance(first, FixedFactors)
-    total = torch.zeros_like(first.coefficient)
-    for direction, factor in zip(directions, factors, strict=False):
-        assert isinstance(direction, FixedFactors)
-        total.add_(direction.coefficient, alpha=factor)
-    return first.with_coefficient(total)
-
-
-def change(moved: Outputs, own: Outputs) -> Tensor:
-    """Returns the change of the scores, (T, C) in float64 on the CPU; 0 where a place has no such class."""
-    difference = (moved.scores_TC.double() - own.scores_TC.double()).cpu()
-    return torch.where(own.scores_TC.cpu().isinf(), 0.0, difference)
+    ((_, coefficient),) = ParameterEstimate(directions, [len(factors) * factor for factor in factors], 0).tiles()
+    return first.with_coefficient(coefficient)
 
 
 @dataclass(frozen=True)

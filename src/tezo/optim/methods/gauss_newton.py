@@ -28,24 +28,27 @@ def gauss_newton(
 ) -> ZerothOrderOptimizer:
     """Random-subspace Gauss-Newton: the outputs of each row along a step's directions, and no rate. Ours.
 
-        Z_j = A_j V^T,   A_j (M x r) drawn, V (N x r) from a look,   j = 1, ..., K,
+        Z_j = U diag(tau_j) V^T,   U (M x r) and V (N x r) from a look, tau_j drawn,   j = 1, ..., K,
         F_j = (z(W + rho Z_j) - z(W)) / rho,   z the scores of the classes of each row,
         a = argmin  sum of the losses of z(W) + F a, plus lambda |a|^2,
-        A <- A + lr sum_j a_j A_j,   W = W_0 + A V^T.
+        c <- c + lr sum_j a_j tau_j,   W = W_0 + U diag(c) V^T.
 
     A step is a round, of `num_directions` + 2 passes over a batch that should be large (`tezo train` takes 192 rows). A
-    look over other rows finds the inputs of the last layers that foretell what the outputs are wrong by
-    (`tezo.directions.bases.errors`). The step is the minimum of a convex model of the loss, shortened until the real
-    loss is near what the model says (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken.
+    look over other rows finds the inputs of the last layers that foretell what the outputs are wrong by and, on
+    labelled rows, the outputs of these layers that mend it (`tezo.directions.bases.errors`). The step is the minimum of
+    a convex model of the loss, shortened until the real loss is near what the model says
+    (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken.
 
     The closure must be of `tezo.closure`, or another `RowsClosure` that tells outputs.
 
-    V is new every `lazy_update_interval` steps; the change so far is then stored beside W_0 with rank `frozen_rank` at
-    most, so that the result is an exact LoRA adapter. rho is the part of their outputs by which layers are moved.
+    U and V are new every `lazy_update_interval` steps; the change so far is then stored beside W_0 with rank
+    `frozen_rank` at most, so that the result is an exact LoRA adapter. rho is about the change of scores along a
+    direction or, in free text, the part of their outputs by which layers move.
 
     It is ours; the parts are of the derivative-free Gauss-Newton methods DFO-GN and DFBGN (Cartis and Roberts 2019,
     2023), of the kernel view of fine-tuning (Malladi et al. 2023), and of low-rank directions from activations (AGZO,
-    ZO-Act). Defaults were chosen on dev rows of SST-2 with a decoder of 135M parameters.
+    ZO-Act). Defaults are of first trials on SST-2 with a
+    decoder of 135M parameters, and were not searched.
     """
     perturbation = Temporal(FixedRank(rank=rank), "raw", basis=basis, interval=lazy_update_interval)
     return ZerothOrderOptimizer(

@@ -390,10 +390,6 @@ class BatchClosure(RowsClosure):
             parts = [self.objective.outputs(self.model, *own) for own in zip(self.batches, tokens, strict=True)]
         return joined(parts)
 
-    @property
-    def labelled(self) -> bool:
-        return bool(self.objective.options)
-
     def places(self) -> list[Places | None]:
         found: list[Places | None] = [None] if self.objective.shared_rows else []
         start = 0
