@@ -131,7 +131,8 @@ from tezo.optim.methods import BASELINES, METHODS
 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
 for method in (*METHODS.values(), *BASELINES.values()):
     optimizer = method.build(model, **({"rank": 2} if "rank" in method.defaults() else {}))
-    optimizer.step(lambda: model(torch.ones(2, 4)).square().mean())
+    if not method.takes_outputs:
+        optimizer.step(lambda: model(torch.ones(2, 4)).square().mean())
     optimizer.close()
 assert "torchao" not in sys.modules
 tezo.train
