@@ -11,6 +11,7 @@ transcribed here. Where ours deviates from a publication, on purpose:
 """
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -194,6 +195,35 @@ class SparseMeZO(Published):
         return super().noise(name, parameter) * self.masks[name]
 
 
+class FZOO(Published):
+    """Z is of signs; kappa_i = (l_i - f(W)) / (standard deviation of all l)."""
+
+    draws: KeyedDraws
+    num_directions: int
+
+    def noise(self, name: str, parameter: nn.Parameter) -> Tensor:
+        weights, self.draws.weights = self.draws.weights, ()
+        if not weights:
+            return super().noise(name, parameter).sign()
+        signs = []
+        for self.draws.index in range(len(weights)):  # noqa: B020 - the draws have the index
+            signs.append(super().noise(name, parameter).sign())
+        self.draws.weights = weights
+        return sum(weight * sign for weight, sign in zip(weights, signs, strict=True))
+
+    def measure(self, loss: Callable[[], Tensor]) -> float:
+        index = self.draws.index
+        if index == 0:
+            own, losses = float(loss()), []
+            for self.draws.index in range(self.num_directions):  # noqa: B020
+                self.perturb(1)
+                losses.append(float(loss()))
+                self.perturb(-1)
+            self.found = [(one - own) / statistics.stdev(losses) for one in losses]
+            self.draws.index = 0
+        return self.found[index]
+
+
 class LOZOAdam(LOZO):
     """Adam's quotient on kappa U, its eps in the root; V is drawn once."""
 
@@ -228,6 +258,7 @@ OWN = {
     "mezo-sign": MeZOSign,
     "mezo-conservative": MeZOConservative,
     "sparse-mezo": SparseMeZO,
+    "fzoo": FZOO,
     "head-feedback": LOZOAdam,
     "tezo-cadam": TeZOcAdam,
 }

@@ -69,6 +69,7 @@ CASES = {
         Case("mezo-sign", first_step_parallel=False, has_state=False),
         Case("mezo-conservative", has_state=False, passes=5, single_direction=True),
         Case("sparse-mezo", {"sparsity": 0.5}, spans=False, has_state=False),
+        Case("fzoo", {"num_directions": 4}, has_state=False, passes=5, first_step_parallel=False),
         Case("lozo", _LAZY),
         Case("lozo-m", _LAZY),
         Case(

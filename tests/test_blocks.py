@@ -196,8 +196,8 @@ def test_what_modules_see_beside_rows_is_never_cut_into_blocks(case, make, targe
 def test_how_many_models_share_a_pass(tokens, directions, dense, copies):
     closure = Repeated(nn.Identity(), torch.zeros(1), [], tokens)
     assert isinstance(closure, RowsClosure)
-    assert copies_of_a_pass(closure, directions, dense=dense) == copies
-    assert copies_of_a_pass(lambda: 0.0, directions, dense=dense) == 1
+    assert copies_of_a_pass(closure, 2 * directions, dense=dense) == copies
+    assert copies_of_a_pass(lambda: 0.0, 2 * directions, dense=dense) == 1
 
 
 def test_rows_that_do_not_fall_into_blocks_are_refused():

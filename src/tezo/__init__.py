@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tezo.optim.methods import METHODS as METHODS
     from tezo.optim.methods import adam as adam
     from tezo.optim.methods import forward_gradient as forward_gradient
+    from tezo.optim.methods import fzoo as fzoo
     from tezo.optim.methods import gauss_newton as gauss_newton
     from tezo.optim.methods import head_feedback as head_feedback
     from tezo.optim.methods import lozo as lozo
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 __version__ = version("tezo")
 
 _METHODS = (
-    "adam", "forward_gradient", "gauss_newton", "lozo", "head_feedback", "lozo_m", "mezo", "mezo_adam",
+    "adam", "forward_gradient", "fzoo", "gauss_newton", "lozo", "head_feedback", "lozo_m", "mezo", "mezo_adam",
     "mezo_conservative", "mezo_m", "mezo_norm", "mezo_sign", "sparse_mezo", "subzo", "tezo", "tezo_adam", "tezo_cadam",
     "tezo_m", "zo_adamu",
 )  # fmt: skip

@@ -22,7 +22,7 @@ from tezo.optim.methods import METHODS
 
 LONG, SHORT = 50, 15
 RHO, SEED, DECAY = 1e-3, 11, 0.5
-LRS = dict.fromkeys(("mezo-adam", "head-feedback", "mezo-norm", "tezo-adam", "tezo-cadam"), 1e-3) | {"zo-adamu": 1e-5}
+LRS = dict.fromkeys(("mezo-adam", "head-feedback", "mezo-norm", "tezo-adam", "tezo-cadam", "fzoo"), 1e-3) | {"zo-adamu": 1e-5}
 
 
 def kept_beside(case: Case, names: list[str]) -> set[str]:
@@ -39,7 +39,7 @@ def compare(case: Case, make: Callable[[], nn.Module], targets: tuple[str, ...],
         lr=lr, rho=RHO, rank=RANK, interval=case.options.get("lazy_update_interval", steps),
         draws=KeyedDraws(SEED, unit=({**METHODS[case.name].defaults(), **options}).get("scale") != "raw"),
     )  # fmt: skip
-    algorithm.decay, algorithm.num_directions = DECAY, options.get("num_directions", 1)
+    algorithm.decay, algorithm.num_directions = DECAY, (case.options | options).get("num_directions", 1)
     algorithm.beside = kept_beside(case, list(start)) if options.get("in_forward", True) else ()
     for step in range(steps):
         optimizer.step(lm_loss(model, tokens(seed=step)))

@@ -106,6 +106,23 @@ class DenseGaussian(Perturbation):
         return dense(target, key)
 
 
+class SignNoise(Dense):
+    """Signs of standard normal noise: 1 and -1 with equal probability."""
+
+    def fill_(self, out: Tensor, rows: slice) -> Tensor:
+        return super().fill_(out, rows).sign_()
+
+
+class DenseRademacher(Perturbation):
+    """FZOO's z, whose entries are 1 or -1."""
+
+    draws = SignNoise
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> SignNoise:
+        del state
+        return SignNoise(**vars(dense(target, key)))
+
+
 @dataclass(frozen=True)
 class Annealing:
     """Schedule of ZO-AdaMU's alpha, beta1 and beta2: constant 1, then a cosine decay to a final value.

@@ -387,6 +387,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         drawn: dict[str, tuple[Direction, ...]] = {}
         with ExitStack() as as_in_a_step:
             if self.perturbation.basis.data_dependent:  # factors may be computed by forward passes
+                as_in_a_step.enter_context(torch.no_grad())
                 as_in_a_step.enter_context(evaluation_mode(self.model))
                 as_in_a_step.enter_context(float32_on_emulating_cpu(self.model))
             for name, moving in self.moving.items():  # one at a time: old factors are dropped before the next draw

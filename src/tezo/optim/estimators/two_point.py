@@ -87,8 +87,12 @@ class TwoPoint(Estimator):
             FloatingPointError: a loss is NaN or infinite.
         """
         own = range(self._processes.rank, len(next(iter(drawn.values()))), self._processes.size)
-        points = [(index, sign * rho) for index in own for sign in (1, -1)]
-        copies = copies_of_a_pass(closure, len(own), dense=self._dense) if self._in_blocks else 1
+        losses = self.losses(closure, drawn, [(index, sign * rho) for index in own for sign in (1, -1)])
+        return self._checked(gather_probes(probes_of(losses, rho), self._processes))
+
+    def losses(self, closure: Closure, drawn: Drawn, points: Sequence[tuple[int, float]]) -> list[float]:
+        """Returns the loss at W + scale * Z_i for each of the points (i, scale), as many of a pass as should be."""
+        copies = copies_of_a_pass(closure, len(points), dense=self._dense) if self._in_blocks else 1
         losses: list[float] = []
         try:
             with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
@@ -104,10 +108,10 @@ class TwoPoint(Estimator):
             if not self._in_blocks:
                 raise
             self._in_blocks = False  # found out in the first step
-            return self.probes(closure, drawn, rho)
+            return self.losses(closure, drawn, points)
         finally:
             self._set_perturbations(drawn, [])
-        return self._checked(gather_probes(probes_of(losses, rho), self._processes))
+        return losses
 
     def _set_perturbations(self, drawn: Drawn, points: Sequence[tuple[int, float]]) -> None:
         """Perturbs the j-th block of the rows by scale * Z_i, for the j-th of the points (i, scale); none: no rows."""
@@ -150,17 +154,17 @@ def gather_probes(probes: tuple[Probe, ...], processes: ProcessGroup) -> tuple[P
     return tuple(probe for turn in zip(*by_rank, strict=True) for probe in turn)
 
 
-def copies_of_a_pass(closure: Closure, directions: int, *, dense: bool) -> int:
-    """Returns the number of models per forward pass: 1, or even, so that both signs of a direction share a pass.
+def copies_of_a_pass(closure: Closure, points: int, *, dense: bool) -> int:
+    """Returns the number of models per forward pass: all, or 1, or even, for both signs of a direction in one pass.
 
     Args:
         closure: the objective; a plain closure is evaluated separately for every model.
-        directions: number of directions, with two models each.
+        points: number of models.
         dense: whether sharing a pass saves draws of dense noise.
     """
     if not isinstance(closure, RowsClosure):
         return 1
-    return max(1, min(2 * directions, fitting_copies(closure.tokens, dense=dense)))
+    return max(1, min(points, fitting_copies(closure.tokens, dense=dense)))
 
 
 def fitting_copies(tokens: int, *, dense: bool) -> int:

@@ -24,6 +24,7 @@ from tezo.optim.base_optimizer import BaseOptimizer as BaseOptimizer
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
 from tezo.optim.methods.first_order import adam as adam
 from tezo.optim.methods.first_order import forward_gradient as forward_gradient
+from tezo.optim.methods.fzoo import fzoo as fzoo
 from tezo.optim.methods.gauss_newton import gauss_newton as gauss_newton
 from tezo.optim.methods.head_feedback import head_feedback as head_feedback
 from tezo.optim.methods.lozo import lozo as lozo
@@ -132,6 +133,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method("mezo-sign", mezo_sign, in_paper=False),
         Method("mezo-conservative", mezo_conservative, in_paper=False),
         Method("sparse-mezo", sparse_mezo, in_paper=False),
+        Method("fzoo", fzoo, in_paper=False),
         Method("lozo", lozo),
         Method("lozo-m", lozo_m),
         Method("subzo", subzo),
