@@ -206,7 +206,7 @@ class FZOO(Published):
         if not weights:
             return super().noise(name, parameter).sign()
         signs = []
-        for self.draws.index in range(len(weights)):  # noqa: B020 - the draws have the index
+        for self.draws.index in range(len(weights)):
             signs.append(super().noise(name, parameter).sign())
         self.draws.weights = weights
         return sum(weight * sign for weight, sign in zip(weights, signs, strict=True))

@@ -256,8 +256,8 @@ def test_a_loss_that_overflows_later_tells_the_step_and_the_last_good_loss(home,
 def test_methods_and_doctor_answer_people_and_programs(home):
     listed = json.loads(tezo("methods", "--json").out)
     assert {m["name"] for m in listed if not m["in_paper"]} == {
-        "mezo-norm", "tezo-cadam", "head-feedback", "gauss-newton", "mezo-sign", "mezo-conservative", "sparse-mezo", "fzoo",
-        "forward-gradient",
+        "mezo-norm", "tezo-cadam", "head-feedback", "gauss-newton", "mezo-sign", "mezo-conservative", "sparse-mezo",
+        "fzoo", "forward-gradient",
     }  # fmt: skip
     shown = tezo("methods").out
     assert all(m["name"] in shown for m in listed)

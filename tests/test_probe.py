@@ -8,7 +8,7 @@ from folders import completion_rows, label_rows, model_folder, refused, tezo, wr
 from questions import case
 from torch.nn import functional
 
-from tezo.tasks.evaluation import features, fit
+from tezo.tasks.untuned import features, fit
 
 
 def test_the_fit_is_the_minimum_of_the_penalised_loss():

@@ -22,7 +22,9 @@ from tezo.optim.methods import METHODS
 
 LONG, SHORT = 50, 15
 RHO, SEED, DECAY = 1e-3, 11, 0.5
-LRS = dict.fromkeys(("mezo-adam", "head-feedback", "mezo-norm", "tezo-adam", "tezo-cadam", "fzoo"), 1e-3) | {"zo-adamu": 1e-5}
+LRS = dict.fromkeys(("mezo-adam", "head-feedback", "mezo-norm", "tezo-adam", "tezo-cadam", "fzoo"), 1e-3) | {
+    "zo-adamu": 1e-5
+}
 
 
 def kept_beside(case: Case, names: list[str]) -> set[str]:

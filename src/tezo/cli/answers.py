@@ -23,7 +23,10 @@ def evaluate(
     shots: Annotated[int, typer.Option(help="Training rows shown, solved, before each question.")] = 0,
     calibrate: Annotated[bool, typer.Option(help="Score options against a prompt without the row's text.")] = False,
     reward: RewardOption = None,
-    probe: Annotated[bool, typer.Option(help="Fit a linear probe to the training rows, and measure that.")] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(help="Fit a bias for each label and a linear probe to the training rows."),
+    ] = False,
     lm_eval: Annotated[
         str | None, typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness, by commas, instead of rows.")
     ] = None,
@@ -32,7 +35,7 @@ def evaluate(
     json: bool = JsonOption,
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
-    from tezo.tasks import evaluation
+    from tezo.tasks import untuned
     from tezo.tasks.splits import rows_to_report
     from tezo.training.config import parse_setting
     from tezo.training.opening import measure_rows, open_model, run_config
@@ -51,12 +54,15 @@ def evaluate(
                 "--calibrate and --reward, or name rows with --set data.train and --set data.test."
             )
         sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
-        metrics, counts = evaluation.probe(config.data, open_model(run, config), **sizes)
+        lines, counts = untuned.lines(config.data, open_model(run, config), **sizes)
         if json:
-            print_json({"rows": counts, **metrics})
+            print_json({"rows": counts, **lines[untuned.PROBE], untuned.BIAS: lines[untuned.BIAS]})
         else:
-            print(f"a linear probe on {counts['train']} training rows, {counts['test']} test rows")
-            print_table([(name, metric_text(name, value)) for name, value in metrics.items()], "  ")
+            print(f"fitted to {counts['train']} training rows, {counts['test']} test rows")
+            table = [("metric", "a bias for each label", "a linear probe")]
+            for name, value in lines[untuned.PROBE].items():
+                table.append((name, metric_text(name, lines[untuned.BIAS][name]), metric_text(name, value)))
+            print_table(table, "  ")
     else:
         rows, source = rows_to_report(config.data, config.train.seed, data)
         metrics, notices = measure_rows(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)

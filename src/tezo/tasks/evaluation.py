@@ -1,4 +1,4 @@
-"""Evaluation of a model on encoded examples, prediction of answers, and linear probes of frozen models."""
+"""Evaluation of a model on encoded examples, and prediction of answers."""
 
 import math
 from collections import Counter
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.models.loading import LoadedModel
@@ -22,7 +21,6 @@ from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rewards import EVALUATION, Reward, prompt_of
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.setup import make_format, make_objective, with_shots
-from tezo.tasks.splits import divide, read_splits
 
 Metrics = dict[str, float]
 
@@ -157,13 +155,11 @@ def _sums(means: Sequence[Tensor], encoded: Sequence[Encoded]) -> list[Tensor]:
 
 
 def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> list[Tensor]:
-    tables = _by_example(encoded, batch_size, lambda part: objective.scores(model, objective.collate(part)))
+    tables = by_example(encoded, batch_size, lambda part: objective.scores(model, objective.collate(part)))
     return [row[: len(e.example.options)] for row, e in zip(tables, encoded, strict=True)]
 
 
-def _by_example(
-    encoded: Sequence[Encoded], batch_size: int, compute: Callable[[list[Encoded]], Tensor]
-) -> list[Tensor]:
+def by_example(encoded: Sequence[Encoded], batch_size: int, compute: Callable[[list[Encoded]], Tensor]) -> list[Tensor]:
     """Returns what `compute` gives for each example of a batch, in order, float64 on the CPU."""
     found: dict[int, Tensor] = {}
     for part in by_length(encoded, batch_size):
@@ -233,60 +229,3 @@ def macro_f1(predictions: Sequence[int], labels: Sequence[int | None]) -> float:
     hits = Counter(p for p, t in zip(predictions, labels, strict=True) if p == t)
     scores = [2 * hits[c] / (said[c] + true[c]) for c in sorted({*said, *true})]
     return sum(scores) / len(scores)
-
-
-@torch.no_grad()
-def probe(data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int) -> tuple[Metrics, dict[str, int]]:
-    """Fits a linear probe, logistic regression on features of the frozen model, to the training rows.
-
-    Returns (metrics on the test rows, or the dev rows if there are none; number of "train" and "test" rows).
-    `RequestError`: the rows have no labels in common.
-    """
-    splits = read_splits(data)
-    form = make_format(data, loaded, splits.train)
-    if not form.options:
-        raise RequestError("probe is set, but these rows do not share their labels; use it with labelled rows.")
-    kept = replace(data, hold_out=0.0) if splits.test else data  # nothing is chosen by dev rows here
-    rows = divide(splits, form, kept, seed)
-    objective = make_objective(data, loaded, form)
-    parts = [[objective.encode(form.example(row)) for row in part] for part in (rows.train, rows.test or rows.dev)]
-    with current().phase(EVALUATING):
-        train_BD, test_BD = (features(loaded.model, objective, part, batch_size) for part in parts)
-    check_finite({"sum of features": float(train_BD.sum() + test_BD.sum())}, loaded.model)
-    labels_B = torch.tensor([e.example.label for e in parts[0]])
-    center_D, scale_D = train_BD.mean(0), train_BD.std(0).clamp_min(1e-12)
-    weight_OD, bias_O = fit((train_BD - center_D) / scale_D, labels_B, len(form.options))
-    scores = list(((test_BD - center_D) / scale_D) @ weight_OD.T + bias_O)
-    best = [int(row.argmax()) for row in scores]
-    return choice_metrics(scores, best, parts[1], shared=True), {"train": len(parts[0]), "test": len(parts[1])}
-
-
-def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Tensor:
-    """Returns features of the examples, (B, D) in float64 on the CPU; see `Objective.features`."""
-    with float32_on_emulating_cpu(model):
-        return torch.stack(_by_example(encoded, batch_size, lambda part: objective.features(model, part)))
-
-
-@torch.enable_grad()
-def fit(x_BD: Tensor, labels_B: Tensor, options: int) -> tuple[Tensor, Tensor]:
-    """Returns (weight_OD, bias_O) of the multinomial logistic regression that minimises
-
-        sum_b cross entropy(W x_b + bias, label_b) + |W|^2 / 2,
-
-    which has one minimum (the penalty is scikit-learn's default). Solved by L-BFGS in float64; labels are int64.
-    """
-    weight_OD = torch.zeros(options, x_BD.shape[1], dtype=torch.float64, requires_grad=True)
-    bias_O = torch.zeros(options, dtype=torch.float64, requires_grad=True)
-    solver = torch.optim.LBFGS(
-        [weight_OD, bias_O], max_iter=1000, tolerance_grad=1e-8, tolerance_change=0.0, line_search_fn="strong_wolfe"
-    )
-
-    def closure() -> Tensor:
-        solver.zero_grad()
-        loss = functional.cross_entropy(x_BD @ weight_OD.T + bias_O, labels_B, reduction="sum")
-        loss = loss + weight_OD.square().sum() / 2
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    solver.step(closure)  # type: ignore[no-untyped-call]
-    return weight_OD.detach(), bias_O.detach()

@@ -6,17 +6,19 @@ answers.json has what `compare` makes of them.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import RunFolder
 from tezo.runs.reader import OUTCOMES
-from tezo.system.errors import NonFiniteModelError
+from tezo.system.errors import NonFiniteModelError, RequestError
 from tezo.system.files import json_text
 from tezo.tasks.evaluation import Metrics, evaluate, predict
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.rewards import EVALUATION
+from tezo.tasks.untuned import BIAS, MOST_ROWS, PROBE, untuned
 from tezo.training.job import Job
 from tezo.training.listeners import Listener
 
@@ -62,11 +64,27 @@ class Evaluations:
                     raise NonFiniteModelError(f"the untuned model's loss of the {split} rows", metrics["loss"], dtype)
                 if split == "test":
                     self.answers[split, step] = answers_to_keep(self.job, answers)
+        self._tell(split, step, metrics)
+        return metrics
+
+    def _tell(self, split: str, step: int, metrics: Metrics) -> None:
         self.known[split, step] = metrics
         self.folder.append_evaluation(split, step, metrics, self.answers.get((split, step), ()))
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)
-        return metrics
+
+    def untuned(self, steps: int) -> dict[str, Metrics]:
+        """Returns name -> metrics of the test rows, by what is fitted to the untuned model; see `tezo.tasks.untuned`.
+
+        Empty where there is no such thing to compare with, or nobody has measured it before the `steps` taken.
+        """
+        if not any((name, 0) in self.known for name in (BIAS, PROBE)) and steps == 0 and has_lines(self.job):
+            job, batch_size = self.job, self.job.config.train.eval_batch_size
+            with suppress(RequestError):  # of an output head that cannot be read
+                found = untuned(job.model, job.objective, job.train[:MOST_ROWS], job.test, batch_size)
+                for name, metrics in found.items():
+                    self._tell(name, 0, metrics)
+        return {name: self.known[name, 0] for name in (BIAS, PROBE) if (name, 0) in self.known}
 
     def metrics(self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION) -> Metrics:
         """Returns metrics of the model on some rows.
@@ -91,6 +109,11 @@ class Evaluations:
             reward=self.job.reward,
             step=step,
         )
+
+
+def has_lines(job: Job) -> bool:
+    """Returns whether the untuned model is compared with: the rows have labels in common, and one process the model."""
+    return bool(job.objective.options) and job.reward is None and job.config.model.placement != "shards"
 
 
 def answers_to_keep(job: Job, answers: Sequence[str]) -> list[str]:

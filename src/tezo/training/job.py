@@ -421,16 +421,17 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
 def rows_to_look_at(
     loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], settings: TrainConfig, step: int, count: int
 ) -> BatchClosure:
-    """The rows that a basis of outputs looks at before a step: those of the steps after it, which it does not step on.
+    """The rows that a basis of outputs looks at before a step: those before its own in the epoch, going round.
 
-    Where there are no others, they are its own.
+    What a look finds holds for its rows better than for others, and what a step chooses by its rows should hold for
+    others. So a step has rows that no look had, as long as there are such. Where there are no others, they are its own.
     """
-    sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
-    own, found = sampler.rows(step), dict[int, None]()
-    for later in range(1, 2 + len(train) // settings.batch_size):
-        found |= dict.fromkeys(row for row in sampler.rows(step + later) if row not in own)
-    chosen = list(found or own)[:count]
-    return objective.closure(loaded.model, objective.batches([train[i] for i in chosen], settings.most_rows))
+    own = BatchSampler(len(train), settings.batch_size, settings.seed).rows(step)
+    epoch, place = divmod(step * settings.batch_size, len(train))
+    order = BatchSampler(len(train), len(train), settings.seed).rows(epoch)
+    others = set(order) - set(own)
+    chosen = [row for row in [*order[:place][::-1], *order[place:][::-1]] if row in others] or own
+    return objective.closure(loaded.model, objective.batches([train[i] for i in chosen[:count]], settings.most_rows))
 
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:

@@ -38,7 +38,11 @@ class Listener:
         """Called when a step is finished."""
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
-        """Called when `split` ("dev" or "test") was evaluated after `step` steps."""
+        """Called when `split` ("dev" or "test") was evaluated after `step` steps.
+
+        Before the first step, of labelled rows, `split` is also what was fitted to the untuned model and measured on
+        the test rows: "bias" or "probe".
+        """
 
     def warned(self, text: str) -> None:
         """Called with what was not known of the run at its start; the summary has it among the notices."""

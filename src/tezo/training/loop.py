@@ -158,6 +158,7 @@ class Loop:
             listener.started(self.job)
         with self.meter.phase(BEFORE):
             before = self.evaluations.of("test", 0)
+            untuned = self.evaluations.untuned(start)
         (own_loss,) = self.processes.first([before["loss"]])
         if isinstance(self.job.optimizer, ZerothOrderOptimizer):
             self.job.optimizer.own_loss, self.job.optimizer.warn = own_loss, self._warn
@@ -169,7 +170,7 @@ class Loop:
             after = self.evaluations.of("test", steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
-        return self._finish(steps, before, after)
+        return self._finish(steps, before, after, untuned)
 
     def _open(self) -> ResumeState:
         """Opens the folder; the first rank puts it in order before the others read it."""
@@ -338,7 +339,7 @@ class Loop:
     def _asked_to_stop(self) -> bool:
         return any(listener.wants_stop for listener in self.listeners)
 
-    def _finish(self, steps: int, before: Metrics, after: Metrics) -> dict[str, Any]:
+    def _finish(self, steps: int, before: Metrics, after: Metrics, untuned: dict[str, Metrics]) -> dict[str, Any]:
         kept = self.best.kept
         outcome = Outcome(
             steps,
@@ -347,6 +348,7 @@ class Loop:
             self.step_seconds,
             before,
             after,
+            untuned,
             self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
             self.best.rollbacks,
             kept is not None,

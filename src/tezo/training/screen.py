@@ -52,7 +52,7 @@ class Screen(Listener):
         self.line.figures[STEPS] = ", ".join(figures)
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
-        if self.job.test is self.job.dev:
+        if split == "test" and self.job.test is self.job.dev:
             split = "dev"
         if split == "dev":
             self.dev_losses.append(metrics["loss"])

@@ -11,17 +11,20 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.runs.folder import SUMMARY, read_summary
 from tezo.runs.step_log import Rollback
-from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, REWARD, TEXT_LOSS, minus
+from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, REWARD, TEXT_LOSS, metric_text, minus
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.objectives.objective import Encoded
+from tezo.tasks.untuned import BIAS, PROBE
 from tezo.training.best_state import REASONS
 from tezo.training.job import Job, parameter_counts, plan
 
 LEAST_GAIN = 1e-3
 """Relative decrease of the loss (increase of the reward) below which a run is called hardly better."""
 FEW_ROWS = 100
+LINES = {BIAS: "with a bias fitted to each label", PROBE: "under a linear probe"}
+"""What a run is compared with, in words."""
 
 
 def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
@@ -68,6 +71,18 @@ def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> 
     return f"Try {another} (it was {lr:.1e}), or more steps than {summary['steps']}."
 
 
+def against_untuned(summary: Mapping[str, Any]) -> str:
+    """Returns a sentence on what a run has to beat: what is fitted to the untuned model; "" where nothing is."""
+    end = summary["after"].get("accuracy")
+    lines = {name: metrics["accuracy"] for name, metrics in summary["untuned"].items()}
+    if end is None or not lines:
+        return ""
+    texts = [f"{metric_text('accuracy', value)} {LINES[name]}" for name, value in lines.items()]
+    above = [name for name, value in lines.items() if value > end]
+    where = "above" if not above else "below" if len(above) == len(lines) else f"below the {above[0]}"
+    return f"The untuned model has an accuracy of {' and '.join(texts)} on these rows; this run ends {where}."
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a finished run.
@@ -78,6 +93,7 @@ class Outcome:
         seconds: time spent on steps.
         before: metrics of the test rows before training.
         after: the same after training.
+        untuned: name -> the same by what is fitted to the untuned model; see `tezo.tasks.untuned`.
         chosen: whether the step was kept for its loss on the dev rows.
         stopped: key of `tezo.training.best_state.REASONS` for which the run ended before its last step, or None.
     """
@@ -88,6 +104,7 @@ class Outcome:
     seconds: float
     before: Metrics
     after: Metrics
+    untuned: Mapping[str, Metrics]
     dev_loss_before: float | None
     rollbacks: Sequence[Rollback]
     chosen: bool
@@ -130,6 +147,7 @@ def summarize(
         "losses": losses,
         "before": outcome.before,
         "after": outcome.after,
+        "untuned": outcome.untuned,
         "rows": row_counts(job),
         "steps": outcome.steps,
         "test_rows_chose": job.test is job.dev and outcome.chosen,
@@ -157,7 +175,8 @@ def summarize(
         "hardware": hardware(),
         "versions": versions(),
     }
-    return summary | {"verdict": verdict(summary, float(job.config.method.options["lr"]), train.num_steps)}
+    found = verdict(summary, float(job.config.method.options["lr"]), train.num_steps)
+    return summary | {"verdict": " ".join(part for part in (found, against_untuned(summary)) if part)}
 
 
 def _loss_text(rows: Sequence[Encoded]) -> str:

@@ -16,8 +16,9 @@ from tezo.runs.folder import LOG
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunError, TezoError
 from tezo.system.files import check_free, own_object, write_file
 from tezo.system.progress import quiet_libraries
-from tezo.tasks.evaluation import Metrics, measure, probe
+from tezo.tasks.evaluation import Metrics, measure
 from tezo.tasks.splits import evaluation_rows
+from tezo.tasks.untuned import PROBE, lines
 from tezo.training.config import overlay, parse_config
 from tezo.training.job import load
 from tezo.training.loop import train
@@ -146,7 +147,8 @@ def _zero_shot(config: Config) -> tuple[Metrics, dict[str, int]]:
 
 def _probe(config: Config) -> tuple[Metrics, dict[str, int]]:
     """(metrics of a linear probe on the test rows, numbers of rows)."""
-    return probe(config.data, load(config), batch_size=config.train.eval_batch_size, seed=config.train.seed)
+    found, rows = lines(config.data, load(config), batch_size=config.train.eval_batch_size, seed=config.train.seed)
+    return found[PROBE], rows
 
 
 def _write_summary(folder: Path, metrics: Metrics, rows: dict[str, Any]) -> None:

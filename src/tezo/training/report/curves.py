@@ -12,6 +12,8 @@ Points = list[tuple[float, float]]
 
 OUTLIER_RMS = 3
 """A kappa of more than so many rms is an outlier."""
+SPLITS = ("dev", "test")
+"""Splits whose metrics are points of a curve; others are of what is fitted to the untuned model."""
 MAX_POINTS = 300
 """Points of a curve in a chart, which is about as many pixels wide."""
 
@@ -51,10 +53,10 @@ def seconds_at(run: RecordedRun) -> dict[int, float]:
 
 
 def metric_points(run: RecordedRun, name: str) -> dict[str, Points]:
-    """Returns split -> (steps, metric) of its evaluations, in the order of steps."""
+    """Returns "dev" and "test" -> (steps, metric) of their evaluations, in the order of steps."""
     found: dict[str, Points] = {}
     for e in run.evaluations:
-        if name in e.metrics:
+        if name in e.metrics and e.split in SPLITS:
             found.setdefault(e.split, []).append((e.step, e.metrics[name]))
     return found
 

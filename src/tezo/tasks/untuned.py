@@ -1,0 +1,147 @@
+"""What the untuned model knows of labelled rows, for a run to be compared with: a bias for each label, and a probe.
+
+Both are fitted to training rows, and neither changes the model. Tuning that ends below the probe has taught a model
+less than what was in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tezo.directions.outputs import Outputs, fitted_bias
+from tezo.directions.products import float32_on_emulating_cpu
+from tezo.models.loading import LoadedModel
+from tezo.system.errors import RequestError
+from tezo.system.progress import EVALUATING, current
+from tezo.tasks.evaluation import Metrics, by_example, check_finite, choice_metrics, option_scores
+from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.row_files import DataConfig
+from tezo.tasks.setup import make_format, make_objective
+from tezo.tasks.splits import divide, read_splits
+
+BIAS, PROBE = "bias", "probe"
+"""Names of the two, where metrics are kept or shown."""
+MOST_ROWS = 512
+"""Training rows that a run fits them to, at most."""
+PENALTIES = (1.0, 10.0, 100.0, 1000.0)
+"""Candidates for the penalty of a probe, the first of which is scikit-learn's default."""
+FOLDS = 4
+
+
+def untuned(
+    model: Any, objective: Objective, train: Sequence[Encoded], rows: Sequence[Encoded], batch_size: int
+) -> dict[str, Metrics]:
+    """Returns `BIAS` and `PROBE` -> metrics on `rows`, as `tezo.tasks.evaluation.evaluate` names them.
+
+    Args:
+        model: the untuned model.
+        objective: of the model, for rows that share their labels.
+        train: rows that bias and probe are fitted to.
+        rows: rows that they are measured on.
+        batch_size: examples per batch.
+
+    Raises:
+        RequestError: the input of the model's output head cannot be read.
+    """
+    objective.adapt(model, [*train, *rows])
+    with objective.sharing(model), float32_on_emulating_cpu(model):
+        own = torch.stack(option_scores(model, objective, train, batch_size))
+        biased = torch.stack(option_scores(model, objective, rows, batch_size))
+    labels_B = torch.tensor([e.example.label for e in train])
+    biased = biased + fitted_bias(Outputs(own, labels_B, torch.arange(len(train)), shared=True))
+    scores = {BIAS: biased, PROBE: probed(model, objective, train, rows, batch_size)}
+    return {
+        name: choice_metrics(list(table), table.argmax(1).tolist(), rows, shared=True) for name, table in scores.items()
+    }
+
+
+@torch.no_grad()
+def lines(
+    data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int
+) -> tuple[dict[str, Metrics], dict[str, int]]:
+    """Fits both to all training rows of a run.
+
+    Returns (`BIAS` and `PROBE` -> metrics on the test rows, or the dev rows if there are none; number of "train" and
+    "test" rows). `RequestError`: the rows have no labels in common, or the output head cannot be read.
+    """
+    splits = read_splits(data)
+    form = make_format(data, loaded, splits.train)
+    if not form.options:
+        raise RequestError("probe is set, but these rows do not share their labels; use it with labelled rows.")
+    kept = replace(data, hold_out=0.0) if splits.test else data  # nothing is chosen by dev rows here
+    rows = divide(splits, form, kept, seed)
+    objective = make_objective(data, loaded, form)
+    train, test = (
+        [objective.encode(form.example(row)) for row in part] for part in (rows.train, rows.test or rows.dev)
+    )
+    with current().phase(EVALUATING):
+        found = untuned(loaded.model, objective, train, test, batch_size)
+    return found, {"train": len(train), "test": len(test)}
+
+
+def probed(
+    model: Any, objective: Objective, train: Sequence[Encoded], rows: Sequence[Encoded], batch_size: int
+) -> Tensor:
+    """Returns the scores of options by a linear probe, logistic regression on features of the frozen model: (B, O).
+
+    The penalty is the one of `PENALTIES` with the least loss by cross-validation over the training rows.
+    """
+    train_BD, rows_BD = (features(model, objective, part, batch_size) for part in (train, rows))
+    check_finite({"sum of features": float(train_BD.sum() + rows_BD.sum())}, model)
+    labels_B = torch.tensor([e.example.label for e in train])
+    center_D, scale_D = train_BD.mean(0), train_BD.std(0).clamp_min(1e-12)
+    x_BD, options = (train_BD - center_D) / scale_D, len(objective.options)
+    weight_OD, bias_O = fit(x_BD, labels_B, options, _penalty(x_BD, labels_B, options))
+    return ((rows_BD - center_D) / scale_D) @ weight_OD.T + bias_O
+
+
+def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Tensor:
+    """Returns features of the examples, (B, D) in float64 on the CPU; see `Objective.features`."""
+    with float32_on_emulating_cpu(model):
+        return torch.stack(by_example(encoded, batch_size, lambda part: objective.features(model, part)))
+
+
+def _penalty(x_BD: Tensor, labels_B: Tensor, options: int) -> float:
+    if len(x_BD) < FOLDS:
+        return PENALTIES[0]
+    fold_B = torch.arange(len(x_BD)) % FOLDS
+
+    def loss(penalty: float) -> float:
+        total = 0.0
+        for fold in range(FOLDS):
+            part = fold_B == fold
+            weight_OD, bias_O = fit(x_BD[~part], labels_B[~part], options, penalty)
+            scores = x_BD[part] @ weight_OD.T + bias_O
+            total += float(functional.cross_entropy(scores, labels_B[part], reduction="sum"))
+        return total
+
+    return min(PENALTIES, key=loss)
+
+
+@torch.enable_grad()
+def fit(x_BD: Tensor, labels_B: Tensor, options: int, penalty: float = PENALTIES[0]) -> tuple[Tensor, Tensor]:
+    """Returns (weight_OD, bias_O) of the multinomial logistic regression that minimises
+
+        sum_b cross entropy(W x_b + bias, label_b) + penalty |W|^2 / 2,
+
+    which has one minimum. Solved by L-BFGS in float64; labels are int64.
+    """
+    weight_OD = torch.zeros(options, x_BD.shape[1], dtype=torch.float64, requires_grad=True)
+    bias_O = torch.zeros(options, dtype=torch.float64, requires_grad=True)
+    solver = torch.optim.LBFGS(
+        [weight_OD, bias_O], max_iter=1000, tolerance_grad=1e-8, tolerance_change=0.0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        solver.zero_grad()
+        loss = functional.cross_entropy(x_BD @ weight_OD.T + bias_O, labels_B, reduction="sum")
+        loss = loss + penalty * weight_OD.square().sum() / 2
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    solver.step(closure)  # type: ignore[no-untyped-call]
+    return weight_OD.detach(), bias_O.detach()
