@@ -9,12 +9,12 @@ import pytest
 
 from tezo.directions.random import permutation
 from tezo.training.recipe import TrainConfig
-from tezo.training.schedule import BatchSampler, evaluation_steps, lr_factor
+from tezo.training.schedule import LOOKED, BatchSampler, evaluation_steps, lr_factor, parts
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(14, 4), (5, 16), (16, 16), (1, 3), (7, 7)])
 def test_batches_are_the_epochs_permutations_one_after_the_other(rows, batch):
-    sampler = BatchSampler(rows, batch, seed=3)
+    sampler = BatchSampler(range(rows), batch, seed=3)
     batches = [sampler.rows(step) for step in range(60)]
     epochs = [permutation(rows, seed=3, step=epoch, name="epoch") for epoch in range(60 * batch // rows + 1)]
     assert all(Counter(epoch) == Counter(range(rows)) for epoch in epochs)
@@ -22,13 +22,24 @@ def test_batches_are_the_epochs_permutations_one_after_the_other(rows, batch):
     assert all(len(rows_of) == batch for rows_of in batches)
     if rows > 4:
         assert len({tuple(epoch) for epoch in epochs}) > 1
-        assert sampler.rows(0) != BatchSampler(rows, batch, seed=4).rows(0)
+        assert sampler.rows(0) != BatchSampler(range(rows), batch, seed=4).rows(0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 10, 434])
+def test_looks_and_steps_have_rows_of_their_own(rows):
+    looked, stepped = parts(rows, seed=3)
+    assert looked and stepped and sorted({*looked, *stepped}) == list(range(rows))
+    if rows > 1:
+        assert not {*looked} & {*stepped} and len(looked) == round(LOOKED * rows)
+    assert (looked, stepped) == parts(rows, seed=3) and (rows < 10 or parts(rows, seed=4) != (looked, stepped))
+    sampler = BatchSampler(stepped, len(stepped), seed=3)
+    assert all(sorted(sampler.rows(step)) == sorted(stepped) for step in range(3))
 
 
 def test_batches_are_functions_of_the_step_alone():
-    sampler = BatchSampler(14, 4, seed=3)
+    sampler = BatchSampler(range(14), 4, seed=3)
     batches = [sampler.rows(step) for step in range(50)]
-    for asked in (sampler, BatchSampler(14, 4, seed=3)):  # in another order, of another sampler
+    for asked in (sampler, BatchSampler(range(14), 4, seed=3)):  # in another order, of another sampler
         assert [asked.rows(step) for step in (41, 7, 8)] == [batches[i] for i in (41, 7, 8)]
 
 

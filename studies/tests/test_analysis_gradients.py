@@ -50,7 +50,7 @@ def given(home) -> Given:
 def gradients(home, batch_size: int) -> dict[str, np.ndarray]:
     """Of the first step, by autograd alone."""
     job = prepare(given(home).config)
-    batches = job.batches(BatchSampler(len(job.train), batch_size, seed=3).rows(0))
+    batches = job.batches(BatchSampler(range(len(job.train)), batch_size, seed=3).rows(0))
     targets = select_targets(job.model)
     found = torch.autograd.grad(job.objective.loss(job.model, *batches), [target.parameter for target in targets])
     return {target.name: gradient.double().numpy() for target, gradient in zip(targets, found, strict=True)}

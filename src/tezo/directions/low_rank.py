@@ -186,12 +186,24 @@ class Subspace(LowRankPerturbation):
 class Temporal(LowRankPerturbation):
     """TeZO's Z_t = U diag(tau_t) V^T, low-rank over the model and over time (Eq. 3, Algorithm 1).
 
-    u_MR and v_NR are drawn once per run or interval, tau_R ~ N(0, I_r) every step. Unit scale: V includes the factor
-    r^(-1/2).
+    u_MR and v_NR are drawn once per run or interval, tau_R ~ N(0, I_r) every step; a basis may propose tau_R. Unit
+    scale: V includes the factor r^(-1/2).
     """
 
     draws = CP
     coefficient = "tau", 1
+
+    def count(self, step: int, most: int) -> int:
+        proposed_JR = self.basis.proposed(self.refresh_step(step))
+        return most if proposed_JR is None else min(most, len(proposed_JR))
+
+    def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
+        drawn = super().matrix_direction(target, key)
+        proposed_JR = self.basis.proposed(drawn.refresh_step)
+        if proposed_JR is None or key.index >= len(proposed_JR):
+            return drawn
+        tau_R = proposed_JR[key.index, : self._ranks[target.name]]
+        return drawn.with_coefficient(tau_R.to(target.device, target.state_dtype))
 
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]

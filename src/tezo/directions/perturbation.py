@@ -87,6 +87,11 @@ class Perturbation(ABC):
         del name
         return None
 
+    def count(self, step: int, most: int) -> int:
+        """Returns the number of directions of a step, at most `most`; fewer where no more matter."""
+        del step
+        return most
+
     @abstractmethod
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
         """Returns the direction for `target` at `key`; `state` is the update rule's state of the parameter."""

@@ -383,13 +383,14 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         if self.parameters.closed:
             raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
         self.check_bound()
-        keys = [DrawKey(self.seed, self.num_steps, index) for index in range(self.num_directions)]
         drawn: dict[str, tuple[Direction, ...]] = {}
         with ExitStack() as as_in_a_step:
             if self.perturbation.basis.data_dependent:  # factors may be computed by forward passes
                 as_in_a_step.enter_context(torch.no_grad())
                 as_in_a_step.enter_context(evaluation_mode(self.model))
                 as_in_a_step.enter_context(float32_on_emulating_cpu(self.model))
+            count = self.perturbation.count(self.num_steps, self.num_directions)
+            keys = [DrawKey(self.seed, self.num_steps, index) for index in range(count)]
             for name, moving in self.moving.items():  # one at a time: old factors are dropped before the next draw
                 moments = self.moments[self.rules[0]].get(name, {})
                 drawn[name] = tuple(self.perturbation.direction(moving.target, key, moments) for key in keys)

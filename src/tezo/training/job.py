@@ -39,7 +39,7 @@ from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.training.recipe import LOSS as LOSS
 from tezo.training.recipe import Config, TrainConfig
 from tezo.training.resolution import Rows, resolve, with_steps
-from tezo.training.schedule import BatchSampler
+from tezo.training.schedule import BatchSampler, parts
 
 
 def plan(model: Any, optimizer: BaseOptimizer) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ class Job:
     def sampler(self) -> BatchSampler:
         """Which training rows a step takes."""
         train = self.config.train
-        return BatchSampler(len(self.train), train.batch_size, train.seed)
+        return BatchSampler(stepped(self.config, len(self.train)), train.batch_size, train.seed)
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
@@ -213,7 +213,7 @@ def prepare(
             optimizer.set_rows(partial(rows_to_look_at, loaded, used.objective, used.train, settings.train))
         return optimizer
 
-    train = with_steps(config.train, len(used.train), method(config.method.name).steps)
+    train = with_steps(config.train, len(stepped(config, len(used.train))), method(config.method.name).steps)
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev)
     try:
@@ -304,7 +304,7 @@ class RunRows(Rows):
         self, settings: TrainConfig, model: Any, objective: Objective, train: Sequence[Encoded], dev: Sequence[Encoded]
     ) -> None:
         self._model, self._train, self._objective = model, train, objective
-        self._sampler = BatchSampler(len(train), settings.batch_size, settings.seed)
+        self._sampler = BatchSampler(range(len(train)), settings.batch_size, settings.seed)
         self._size = settings.batch_size  # no pass takes more memory than a step's
         seen = {row for step in range(TRIAL_STEPS) for row in self._sampler.rows(step)}
         others = dev or [row for i, row in enumerate(train) if i not in seen]
@@ -418,20 +418,19 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
     return passes
 
 
+def stepped(config: Config, num_rows: int) -> Sequence[int]:
+    """The training rows that steps have: all, or those that looks have not."""
+    return parts(num_rows, config.train.seed)[1] if method(config.method.name).takes_outputs else range(num_rows)
+
+
 def rows_to_look_at(
     loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], settings: TrainConfig, step: int, count: int
 ) -> BatchClosure:
-    """The rows that a basis of outputs looks at before a step: those before its own in the epoch, going round.
-
-    What a look finds holds for its rows better than for others, and what a step chooses by its rows should hold for
-    others. So a step has rows that no look had, as long as there are such. Where there are no others, they are its own.
-    """
-    own = BatchSampler(len(train), settings.batch_size, settings.seed).rows(step)
-    epoch, place = divmod(step * settings.batch_size, len(train))
-    order = BatchSampler(len(train), len(train), settings.seed).rows(epoch)
-    others = set(order) - set(own)
-    chosen = [row for row in [*order[:place][::-1], *order[place:][::-1]] if row in others] or own
-    return objective.closure(loaded.model, objective.batches([train[i] for i in chosen[:count]], settings.most_rows))
+    """The rows that a basis of outputs looks at before a step, at most `count`: in turn those that no step has."""
+    looked, _ = parts(len(train), settings.seed)
+    count = min(count, len(looked))
+    chosen = [train[looked[i % len(looked)]] for i in range(step * count, (step + 1) * count)]
+    return objective.closure(loaded.model, objective.batches(chosen, settings.most_rows))
 
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:

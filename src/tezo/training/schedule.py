@@ -1,6 +1,7 @@
 """What happens when, as functions of the step alone: batches, learning rates, feedback steps, evaluations."""
 
 import math
+from collections.abc import Sequence
 
 from tezo.directions.random import permutation
 from tezo.optim.estimators.estimate import FEEDBACK
@@ -11,13 +12,14 @@ class BatchSampler:
     """Rows of each step's batch, as a function of (seed, step): epoch after epoch, each in a random order of its own.
 
     Args:
-        num_rows: of the training data.
+        rows: numbers of the training rows that steps have.
         batch_size: rows of a batch, which may go on into the next epoch.
         seed: of the orders.
     """
 
-    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, rows: Sequence[int], batch_size: int, seed: int) -> None:
+        self.num_rows = len(rows)
+        self._rows = rows
         self.batch_size = batch_size
         self.seed = seed
         self._orders: dict[int, list[int]] = {}
@@ -31,7 +33,22 @@ class BatchSampler:
         return [self._orders[position // self.num_rows][position % self.num_rows] for position in positions]
 
     def _order(self, epoch: int) -> list[int]:
-        return permutation(self.num_rows, seed=self.seed, step=epoch, name="epoch")
+        order = permutation(self.num_rows, seed=self.seed, step=epoch, name="epoch")
+        return [self._rows[place] for place in order]
+
+
+LOOKED = 0.6
+"""Part of the training rows that looks have, where a method keeps outputs; its steps have the others. Our choice."""
+
+
+def parts(num_rows: int, seed: int) -> tuple[list[int], list[int]]:
+    """Returns (rows that looks have, rows that steps have), of a method that keeps outputs; a single row is in both.
+
+    What a look finds holds for its rows better than for others, and a step has to choose what holds for others.
+    """
+    order = permutation(num_rows, seed=seed, step=0, name="parts")
+    looked = round(LOOKED * num_rows)
+    return order[:looked] or order, order[looked:] or order
 
 
 def lr_factor(step: int, settings: TrainConfig) -> float:

@@ -77,6 +77,11 @@ class Basis(ABC):
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
         """Returns the factor of `target` from a step on: (M, rank) for the role "u", (N, rank) for "v"."""
 
+    def proposed(self, refresh_step: int) -> Tensor | None:
+        """Returns coefficients of directions, the same for all targets, (J, rank); None: they are random."""
+        del refresh_step
+        return None
+
     @property
     def cost(self) -> tuple[int, float]:
         """(calls of the model, seconds) spent on computing factors from data so far."""

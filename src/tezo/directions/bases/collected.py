@@ -56,6 +56,14 @@ class CollectedBasis(Basis):
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
         if target.input_role is None or (role != target.input_role and not self.both_sides):
             return self._random.factor(role, target, rank, seed, refresh_step)
+        factors = self.collected(refresh_step).factors
+        if role == target.input_role:
+            return factors[target.name]
+        own = factors.get(target.name + OUTPUT_SIDE)
+        return own if own is not None else self._random.factor(role, target, rank, seed, refresh_step)
+
+    def collected(self, refresh_step: int) -> CollectedFactors:
+        """Returns the factors from a step on: those in memory, those of the store, or else new ones."""
         if refresh_step not in self._collected:
             collected = self._store.load(KIND, refresh_step) if self._store is not None else None
             if collected is None:
@@ -72,11 +80,7 @@ class CollectedBasis(Basis):
                 self._counted.add(refresh_step)
             for old in sorted(self._collected)[:-_KEPT_REFRESHES]:
                 del self._collected[old]
-        factors = self._collected[refresh_step].factors
-        if role == target.input_role:
-            return factors[target.name]
-        own = factors.get(target.name + OUTPUT_SIDE)
-        return own if own is not None else self._random.factor(role, target, rank, seed, refresh_step)
+        return self._collected[refresh_step]
 
     @abstractmethod
     def collect(self, refresh_step: int) -> CollectedFactors:

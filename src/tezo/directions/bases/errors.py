@@ -6,35 +6,39 @@ V^T x_p tells them apart. For each layer ridge regression from its inputs to the
 
     W = X^T (X X^T + lambda I)^-1 E,
 
-gives the few columns V = W B that foretell the errors best, with B the leading right singular vectors of X W; inputs at
-the place itself and their mean over the tokens before are regressed apart. The correlation of the errors with what the
-regression says of places that it has not seen, in closed form
+gives what foretells the errors best; inputs at the place itself and their mean over the tokens before are regressed
+apart. What the regression says of places that it has not seen is known in closed form,
 
-    e_p - alpha_p / K_pp,   K = (X X^T + lambda I)^-1,   alpha = K E,
+    f_p = e_p - alpha_p / K_pp,   K = (X X^T + lambda I)^-1,   alpha = K E.
 
-says how much signal a layer's inputs carry; where it is far below the best layer's, V is zero and the layer is left as
-it is. Columns have V^T x of mean square 1.
+Its correlation with the errors, the signal, chooses lambda for each layer and the layers that are changed: those with
+nearly the best signal. All foretell much the same, each with noise of its own, so that their sum is better than any.
 
-On rows with labels, U is measured too. A second pass adds a random vector n_p to the outputs of the last layer in the
-row of each example, and the change d_p of the scores (C classes, less their mean) shows the vectors that raise each:
+On rows with labels, the output side is measured too. A second pass adds a random vector n_p to the outputs of the last
+layer in the row of each example, and the change d_p of the scores (C classes, less their mean) shows the vectors that
+raise each:
 
     S = N^T (N N^T + mu I)^-1 D,   (M, C).
 
 Layers with outputs of the same size may write to the same stream. A third pass adds such a vector to the outputs of one
-of them in each row; those at which it acts as at the last layer are changed, with U = S B: a unit of c adds what V
-foretells to the scores. The last layer also has constant inputs, V^T x about 1, by which labels get a bias.
+of them in each row; those at which it acts as at the last layer are changed. With B (C, R) the leading right singular
+vectors of the sum of all f, and w the signal of a layer as a part of the sum of those of all layers,
 
-Elsewhere U is Gaussian, and V has the size of the layer's outputs. Everywhere only the last layers of the model are
-tried, where a change acts on the outputs of the model more nearly in proportion, and V is divided by the root of the
-number of all columns: a perturbation of scale rho moves scores, or the outputs of layers, by about the part rho.
+    U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
+
+along a column, all layers together add to the scores what they foretell, with size 1. The last layer also has constant
+inputs, V^T x about 1, by which labels get a bias. So columns mean the same in all layers, and directions along them are
+proposed: the bias of each class, all that inputs at the place foretell, all that means foretell, and both for each
+column of B.
+
+Elsewhere U is Gaussian, the columns of V are those of each layer that foretell most, in the size of the layer's
+outputs, and the coefficients are random. V is divided by the root of the number of all columns: a perturbation of scale
+rho moves the outputs of layers by about the part rho.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +46,9 @@ from torch.nn import functional
 
 from tezo.directions.bases.basis import CollectedFactors, RowsOf
 from tezo.directions.bases.collected import OUTPUT_SIDE, CollectedBasis, input_size
-from tezo.directions.outputs import Outputs, Places, Rows, change, errors
-from tezo.directions.random import normal
-from tezo.directions.targets import Target, only_input
+from tezo.directions.bases.looks import Nudges, Seen, output_size, recording
+from tezo.directions.outputs import Outputs, errors
+from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
 
 MOST_ROWS = 256
@@ -52,26 +56,20 @@ MOST_ROWS = 256
 LEAST_ROWS = 32
 SHARE = 8
 """Inputs are kept in half precision, at most this part of the bytes of all layers, from `LEAST_ROWS` rows on."""
-MOST_PLACES = 1024
-"""Places of which inputs are kept, evenly spaced among all."""
-RIDGE = 0.3
-"""lambda, as a part of the mean of the diagonal of X X^T; likewise mu."""
+RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0)
+"""Candidates for lambda, as parts of the mean of the diagonal of X X^T."""
 KEPT_SIGNAL = 0.7
-"""Least correlation of a layer that is changed, as a part of the best layer's."""
-LAST_LAYERS = 1 / 4
-"""Layers that may be changed, the last ones of the model, as a part of all."""
+"""Least signal of a layer that is changed, as a part of the best one's."""
+LAST_LAYERS, LAST_LAYERS_TEXT = 1 / 2, 1 / 4
+"""Layers that may be changed, the last ones of the model, as a part of all: of labelled rows, and of others."""
 NUDGE = 0.1
 """Size of the vectors that are added to outputs of layers, as a part of theirs."""
-PUSH = 0.3
-"""By how much a class's score should be raised where layers are tried."""
-KEPT_EFFECT = 0.3
-"""Least effect of a vector at a layer, as a part of its effect at the last one."""
 PROJECTIONS = 32
 """Random projections of errors over a vocabulary."""
 WEAK = 1e-3
 """Columns whose singular value is a smaller part of the largest are zero: errors over C options have rank C - 1."""
-STREAM = "outputs of the last layer"
-"""The name under which S is kept with the factors."""
+STREAM, PROPOSED = "vectors that raise each class", "coefficients of proposed directions"
+"""The names under which S, and the coefficients of directions, are kept with the factors."""
 
 
 class ErrorBasis(CollectedBasis):
@@ -91,6 +89,9 @@ class ErrorBasis(CollectedBasis):
     def set_rows(self, model: nn.Module, rows: RowsOf) -> None:
         self._source = model, rows
 
+    def proposed(self, refresh_step: int) -> Tensor | None:
+        return self.collected(refresh_step).factors.get(PROPOSED)
+
     def collect(self, refresh_step: int) -> CollectedFactors:
         if self._source is None:
             raise RequestError(
@@ -98,7 +99,8 @@ class ErrorBasis(CollectedBasis):
                 "optimizer.set_rows(rows), or set method.basis=gaussian."
             )
         model, rows_of = self._source
-        tried = self._targets[-math.ceil(LAST_LAYERS * len(self._targets)) :]
+        like_last = [target for target in self._targets if output_size(target) == output_size(self._targets[-1])]
+        tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
         rows = rows_of(refresh_step, rows_of_a_look(tried, sum(t.parameter.nbytes for t in self._targets)))
         places = rows.places()
         with recording(model, tried, places) as seen:
@@ -108,40 +110,59 @@ class ErrorBasis(CollectedBasis):
                 "method.basis: no linear layer that is tuned has an input for each token of a row; choose others with "
                 "method.targets, or set method.basis=gaussian."
             )
+        if not outputs.shared:
+            return CollectedFactors(self._of_texts(seen, outputs), len(places))
+        nudges = Nudges(model, rows, places, outputs, refresh_step)
+        return CollectedFactors(self._of_labels(seen, outputs, nudges), 3 * len(places))
+
+    def _of_texts(self, seen: Seen, outputs: Outputs) -> dict[str, Tensor]:
+        names = [*seen.inputs][-math.ceil(LAST_LAYERS_TEXT / LAST_LAYERS * len(seen.inputs)) :]
         error_TE = errors(outputs, PROJECTIONS)
-        names = list(seen.inputs)
-        targets = {target.name: target for target in self._targets}
-        factors: dict[str, Tensor] = {}
-        looks = 1
-        if outputs.shared:
-            nudges = Nudges(model, rows, places, outputs, refresh_step)
-            last = targets[names[-1]]
-            names = [name for name in names if output_size(targets[name]) == output_size(last)]
-            before = self._collected[max(self._collected)].factors if self._collected else {}
-            stream_MC = before.get(STREAM)
-            if stream_MC is None:
-                stream_MC = nudges.stream(last, NUDGE * seen.output_size(last.name))
-                looks += 1
-            names, stream_MC = nudges.writers([targets[name] for name in names], stream_MC)
-            factors[STREAM] = stream_MC
-            looks += 1
-        found = {id(own): regress(own, error_TE[own.places()]) for own in seen.distinct(names)}
+        found = {id(own): regress(own.parts(), error_TE[own.places()]) for own in seen.distinct(names)}
         self.signal = {name: max(part.signal for part in found[id(seen.inputs[name])]) for name in names}
-        least = KEPT_SIGNAL * max(self.signal.values(), default=0.0)
-        for name, target in targets.items():
-            rank = self._ranks[name]
-            v_IR = torch.zeros(input_size(target), rank, dtype=torch.float64)
+        least, factors = KEPT_SIGNAL * max(self.signal.values()), {}
+        for target in self._targets:
+            name, rank = target.name, self._ranks[target.name]
+            factors[name] = torch.zeros(input_size(target), rank, dtype=torch.float64)
             if self.signal.get(name, -1.0) >= least:
-                own, turns = columns(found[id(seen.inputs[name])], rank, len(error_TE.T))
-                if outputs.shared and name == names[-1]:
-                    own, turns = with_constant(own, turns, seen.inputs[name].means[0].double(), rank)
-                v_IR[:, : own.shape[1]] = own / math.sqrt(len(names) * own.shape[1])
-                if outputs.shared:
-                    factors[name + OUTPUT_SIDE] = functional.pad(factors[STREAM] @ turns, (0, rank - turns.shape[1]))
-                else:
-                    v_IR *= seen.output_size(name)
+                v_IR = leading(found[id(seen.inputs[name])], rank)
+                size = seen.output_size(name) / math.sqrt(len(names) * v_IR.shape[1])
+                factors[name][:, : v_IR.shape[1]] = size * v_IR
+        return factors
+
+    def _of_labels(self, seen: Seen, outputs: Outputs, nudges: Nudges) -> dict[str, Tensor]:
+        targets = {target.name: target for target in self._targets}
+        last = targets[[*seen.inputs][-1]]
+        stream_MC = nudges.stream(last, NUDGE * seen.output_size(last.name))
+        names, stream_MC = nudges.writers([targets[name] for name in seen.inputs], stream_MC)
+        error_TC = errors(outputs, PROJECTIONS)
+        regressions = {id(own): regress(own.parts(), error_TC[own.places()]) for own in seen.distinct(names)}
+        found = {name: regressions[id(seen.inputs[name])] for name in names}
+        self.signal = {name: max(part.signal for part in parts) for name, parts in found.items()}
+        least = KEPT_SIGNAL * max(self.signal.values())
+        every = {(name, kind): part for name, parts in found.items() for kind, part in enumerate(parts)}
+        kept = {key: part for key, part in every.items() if part.signal >= least}
+        rank, kinds = min(self._ranks[name] for name in names), len(found[names[-1]])
+        layout = Layout.of(error_TC.shape[1], kinds, rank)
+        turns_CR, weights_R = common(list(kept.values()), layout.contrasts)
+        totals = [sum(part.signal for (_, i), part in kept.items() if i == kind) for kind in range(kinds)]
+        factors = {STREAM: stream_MC, PROPOSED: layout.proposed(weights_R, max(self._ranks.values()))}
+        for name, target in targets.items():
+            v_IR = torch.zeros(input_size(target), self._ranks[name], dtype=torch.float64)
+            turns_CK = torch.zeros(error_TC.shape[1], self._ranks[name], dtype=torch.float64)
+            for kind in range(kinds):
+                if (name, kind) in kept:
+                    part, columns = kept[name, kind], layout.columns(kind)
+                    v_IR[:, columns] = part.along(turns_CR) * (part.signal / totals[kind])
+                    turns_CK[:, columns] = turns_CR
+            if name == last.name and layout.biases:
+                mean_I = seen.inputs[name].means[0].double().cpu()
+                v_IR[:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
+                turns_CK[:, layout.bias] = contrasts(error_TC.shape[1])[:, : layout.biases]
             factors[name] = v_IR
-        return CollectedFactors(factors, looks * len(places))
+            if bool(turns_CK.any()):
+                factors[name + OUTPUT_SIDE] = stream_MC @ turns_CK
+        return factors
 
 
 def rows_of_a_look(targets: Sequence[Target], most_bytes: int) -> int:
@@ -150,43 +171,53 @@ def rows_of_a_look(targets: Sequence[Target], most_bytes: int) -> int:
     return max(LEAST_ROWS, min(MOST_ROWS, most_bytes // SHARE // max(1, row)))
 
 
-def output_size(target: Target) -> int:
-    """Returns the number of outputs of a linear layer."""
-    return target.matrix_shape[1 if target.input_role == "u" else 0]
+def contrasts(classes: int) -> Tensor:
+    """Returns orthonormal contrasts of classes, (C, C - 1)."""
+    found: Tensor = torch.linalg.qr(torch.eye(classes, dtype=torch.float64) - 1 / classes).Q
+    return found[:, : classes - 1]
 
 
-@dataclass
-class Inputs:
-    """Inputs of the layers that share them, at the places of all passes.
+@dataclass(frozen=True)
+class Layout:
+    """What the columns of labelled rows mean: R contrasts foretold by inputs of each kind, then biases.
 
     Attributes:
-        at: inputs at the place, (P, I) for each pass, in half precision, less their mean in the first one.
-        mean: likewise the means over the tokens before.
-        place: the places.
-        means: these means in the first pass, (I,), as far as there are any.
+        contrasts: R.
+        kinds: of inputs: at the place, and their mean.
+        biases: columns with a constant input, in the last layer alone.
     """
 
-    at: list[Tensor] = field(default_factory=list)
-    mean: list[Tensor] = field(default_factory=list)
-    place: list[Tensor] = field(default_factory=list)
-    means: list[Tensor] = field(default_factory=list)
+    contrasts: int
+    kinds: int
+    biases: int
 
-    def places(self) -> Tensor:
-        """Returns the places, (P,)."""
-        return torch.cat(self.place)
+    @classmethod
+    def of(cls, classes: int, kinds: int, rank: int) -> "Layout":
+        """Returns the layout of the columns of this rank."""
+        biases = min(classes - 1, rank // 3)
+        return cls(max(1, min(classes - 1, (rank - biases) // kinds)), kinds, biases)
 
-    def add(self, at: Tensor | None, mean: Tensor | None, place: Tensor) -> None:
-        """Adds the inputs of a pass."""
-        shown = [(values, kept) for values, kept in ((at, self.at), (mean, self.mean)) if values is not None]
-        if not self.means:
-            self.means = [values.mean(0) for values, _ in shown]
-        for (values, kept), mean_I in zip(shown, self.means, strict=True):
-            kept.append((values - mean_I).clamp(-6e4, 6e4).half().cpu())
-        self.place.append(place.cpu())
+    def columns(self, kind: int) -> slice:
+        """Returns the columns that inputs of a kind foretell."""
+        return slice(kind * self.contrasts, (kind + 1) * self.contrasts)
 
-    def parts(self) -> list[Tensor]:
-        """Returns the inputs at the place and the means, (P, I) each, as far as there are any."""
-        return [torch.cat(own) for own in (self.at, self.mean) if own]
+    @property
+    def bias(self) -> slice:
+        """The columns with a constant input."""
+        return slice(self.kinds * self.contrasts, self.kinds * self.contrasts + self.biases)
+
+    def proposed(self, weights_R: Tensor, rank: int) -> Tensor:
+        """Returns the coefficients of the proposed directions, (J, rank); contrasts have these weights in a sum."""
+        rows = []
+        for bias in range(self.bias.start, self.bias.stop):
+            rows.append(functional.one_hot(torch.tensor(bias), rank).double())
+        for kind in range(self.kinds):
+            rows.append(torch.zeros(rank, dtype=torch.float64))
+            rows[-1][self.columns(kind)] = weights_R
+        for contrast in range(self.contrasts if self.contrasts > 1 else 0):
+            rows.append(torch.zeros(rank, dtype=torch.float64))
+            rows[-1][[kind * self.contrasts + contrast for kind in range(self.kinds)]] = 1.0
+        return torch.stack(rows)
 
 
 @dataclass(frozen=True)
@@ -194,212 +225,63 @@ class Regression:
     """The regression from inputs to errors.
 
     Attributes:
-        columns_IE: columns, those that foretell most first, with V^T x of mean square 1.
-        turns_EE: for each column (second index) the errors that it foretells: right singular vectors.
-        weights_E: singular values, as parts of the largest.
-        signal: correlation of the errors with what the regression says of unseen places.
+        x_PI: inputs, less their mean; float32.
+        w_IE: W, float32.
+        unseen_PE: what it says of places that it has not seen.
+        signal: their correlation with the errors.
     """
 
-    columns_IE: Tensor
-    turns_EE: Tensor
-    weights_E: Tensor
+    x_PI: Tensor
+    w_IE: Tensor
+    unseen_PE: Tensor
     signal: float
 
+    def along(self, turns_ER: Tensor) -> Tensor:
+        """Returns columns W B with V^T x of mean square 1, (I, R) in float64."""
+        v_IR = self.w_IE @ turns_ER.float()
+        size_R = (self.x_PI @ v_IR).square().mean(0).sqrt().clamp_min(1e-30)
+        return (v_IR / size_R).double()
 
-def regress(inputs: Inputs, error_PE: Tensor) -> list[Regression]:
-    """Returns the regressions from inputs at the place and from means to errors, as far as there are such inputs."""
+
+def regress(inputs: Sequence[Tensor], error_PE: Tensor) -> list[Regression]:
+    """Returns the regressions from inputs of each kind, (P, I), to errors, each with the lambda of the best signal."""
     error_PE = error_PE - error_PE.mean(0)
+    return [max(_with_ridges(x_PI.float() - x_PI.float().mean(0), error_PE), key=_signal) for x_PI in inputs]
+
+
+def _signal(found: Regression) -> float:
+    return found.signal
+
+
+def _with_ridges(x_PI: Tensor, error_PE: Tensor) -> list[Regression]:
+    gram_PP = (x_PI @ x_PI.T).double()
+    mean = float(gram_PP.diagonal().mean())
+    values_P, vectors_PP = torch.linalg.eigh(gram_PP)
     found = []
-    for x_PI in inputs.parts():
-        x_PI = x_PI.float()
-        x_PI = x_PI - x_PI.mean(0)
-        inverse_PP = _inverse(x_PI)
+    for ridge in RIDGES:
+        inverse_PP = (vectors_PP / (values_P.clamp_min(0) + ridge * mean + 1e-12)) @ vectors_PP.T
         alpha_PE = inverse_PP @ error_PE
         unseen_PE = error_PE - alpha_PE / inverse_PP.diagonal().unsqueeze(1)
         size = torch.linalg.vector_norm(unseen_PE) * torch.linalg.vector_norm(error_PE)
         signal = float((unseen_PE * error_PE).sum() / size.clamp_min(1e-30))
-        w_IE = x_PI.T @ alpha_PE.float()
-        _, singular_E, turns_EE = torch.linalg.svd((x_PI @ w_IE).double(), full_matrices=False)
-        columns_IE = w_IE.double() @ turns_EE.T
-        sizes_E = (x_PI @ columns_IE.float()).double().square().mean(0).sqrt().clamp_min(1e-30)
-        weights_E = singular_E / singular_E[0].clamp_min(1e-30)
-        found.append(Regression(columns_IE / sizes_E, turns_EE.T, weights_E, signal))
+        found.append(Regression(x_PI, x_PI.T @ alpha_PE.float(), unseen_PE, signal))
     return found
 
 
-def _inverse(x_PI: Tensor) -> Tensor:
-    """Returns (X X^T + lambda I)^-1 in float64 on the CPU."""
-    gram_PP = (x_PI @ x_PI.T).double()
-    gram_PP.diagonal().add_(RIDGE * float(gram_PP.diagonal().mean()) + 1e-12)
-    return torch.cholesky_inverse(torch.linalg.cholesky(gram_PP))
+def common(found: Sequence[Regression], count: int) -> tuple[Tensor, Tensor]:
+    """Returns (B (E, R), singular values as parts of the largest): what all say together of unseen places."""
+    together_PE = sum(part.signal * part.unseen_PE / part.unseen_PE.square().mean().sqrt() for part in found)
+    assert isinstance(together_PE, Tensor)
+    _, singular_E, turns_EE = torch.linalg.svd(together_PE, full_matrices=False)
+    weights_R = singular_E[:count] / singular_E[0].clamp_min(1e-30)
+    return turns_EE[:count].T, weights_R
 
 
-def columns(found: Sequence[Regression], rank: int, most: int) -> tuple[Tensor, Tensor]:
-    """Returns (V (I, R), weighted turns (E, R)) of the leading columns of all regressions, at most `rank`."""
-    v, turns = [], []
+def leading(found: Sequence[Regression], rank: int) -> Tensor:
+    """Returns the columns that foretell most, at most `rank` of all regressions, in mean square 1: (I, R)."""
+    columns = []
     for part in found:
-        kept = min(rank // len(found), most, int((part.weights_E > WEAK).sum()))
-        v.append(part.columns_IE[:, :kept])
-        turns.append(part.turns_EE[:, :kept] * part.weights_E[:kept])
-    return torch.cat(v, 1), torch.cat(turns, 1)
-
-
-def with_constant(v_IR: Tensor, turns_CR: Tensor, mean_I: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Returns V and turns with a constant input for each of C - 1 contrasts of classes, as the first columns."""
-    classes = len(turns_CR)
-    contrasts_CC, _ = torch.linalg.qr(torch.eye(classes, dtype=torch.float64) - 1 / classes)
-    added = min(classes - 1, rank)
-    constant_I1 = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
-    v = torch.cat([constant_I1.cpu().expand(-1, added), v_IR], 1)[:, :rank]
-    return v, torch.cat([contrasts_CC[:, :added], turns_CR], 1)[:, :rank]
-
-
-class Nudges:
-    """Measures how vectors that are added to outputs of layers act on the scores of labels.
-
-    Args:
-        model: the model.
-        rows: rows with labels.
-        places: of these rows.
-        own: their outputs.
-        step: of the draws.
-    """
-
-    def __init__(self, model: nn.Module, rows: Rows, places: Sequence[Places | None], own: Outputs, step: int) -> None:
-        self._model, self._rows, self._places, self._own, self._step = model, rows, places, own, step
-
-    def stream(self, target: Target, size: float) -> Tensor:
-        """Returns S (M, C): how much of each class's score an added vector raises, per unit of it; float64.
-
-        Args:
-            target: the layer.
-            size: of each number of the vectors.
-        """
-        shape = len(self._own.labels_T), output_size(target)
-        nudge_TM = normal(shape, seed=0, step=self._step, name=target.name, role="nudge").double() * size
-        raised_TC = self._raised({target.name: target}, {target.name: nudge_TM})
-        gradient_MC = nudge_TM.T @ (_inverse(nudge_TM.float()) @ raised_TC)
-        # the vector that raises a class by 1, by what was measured along it
-        return gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
-
-    def writers(self, targets: Sequence[Target], stream_MC: Tensor) -> tuple[list[str], Tensor]:
-        """Returns (the layers at whose outputs S acts as at the last one, S scaled so that it raises scores by 1)."""
-        count, classes = len(self._own.labels_T), stream_MC.shape[1]
-        turn_T = torch.arange(count)
-        class_T = (turn_T // len(targets)) % classes
-        vectors_TM = PUSH * stream_MC.T[class_T]
-        nudges = {t.name: vectors_TM * (turn_T % len(targets) == i).unsqueeze(1) for i, t in enumerate(targets)}
-        raised_TC = self._raised({t.name: t for t in targets}, nudges)
-        wanted_TC = PUSH * (functional.one_hot(class_T, classes).double() - 1 / classes)
-        effect_T = (raised_TC * wanted_TC).sum(1) / wanted_TC.square().sum(1)
-        effects = [float(effect_T[turn_T % len(targets) == i].mean()) for i in range(len(targets))]
-        kept = [t.name for t, effect in zip(targets, effects, strict=True) if effect >= KEPT_EFFECT * effects[-1]]
-        return kept or [targets[-1].name], stream_MC / max(effects[-1], 0.1)
-
-    def _raised(self, targets: Mapping[str, Target], nudges: Mapping[str, Tensor]) -> Tensor:
-        """Returns the changes of the scores (T, C), less their mean over the classes, with vectors added."""
-        passes = iter(self._places)
-        now: list[Places | None] = [None]
-
-        def enter(*_: object) -> None:
-            now[0] = next(passes, None)
-
-        def add(name: str, module: nn.Module, args: object, output: Tensor) -> Tensor:
-            del module, args
-            if now[0] is None or len(now[0].example_R) != len(output):
-                return output
-            return output + nudges[name][now[0].example_R.cpu()].to(output.device, output.dtype).unsqueeze(1)
-
-        with ExitStack() as hooks:
-            hooks.enter_context(self._model.register_forward_pre_hook(enter))
-            for name, target in targets.items():
-                hooks.enter_context(target.sites[0].module.register_forward_hook(partial(add, name)))
-            moved = self._rows.outputs(self._own)
-        raised_TC = change(moved, self._own)
-        return raised_TC - raised_TC.mean(1, keepdim=True)
-
-
-class Seen:
-    """What `recording` has seen.
-
-    Attributes:
-        inputs: parameter name -> inputs of its layer, in the order in which layers are called.
-    """
-
-    def __init__(self, model_places: Sequence[Places | None]) -> None:
-        total = sum(len(own.place_P) for own in model_places if own is not None)
-        self._stride = max(1, -(-total // MOST_PLACES))
-        self._passes = iter(model_places)
-        self._now: Places | None = None
-        self._last: dict[tuple[int, ...], tuple[Inputs, Tensor]] = {}
-        self.inputs: dict[str, Inputs] = {}
-        self._adds: set[str] = set()
-        self._squares: dict[str, list[float]] = {}
-
-    def enter(self, *_: object) -> None:
-        """Called before each pass of the model."""
-        own = next(self._passes, None)
-        self._last.clear()
-        if own is not None:
-            kept = own.place_P % self._stride == 0
-            own = Places(own.row_P[kept], own.position_P[kept], own.stop_P[kept], own.place_P[kept], own.example_R)
-        self._now = own if own is not None and len(own.place_P) else None
-
-    def take(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Called after each call of a layer."""
-        del module
-        now, x_RLI = self._now, only_input(args, kwargs)
-        if now is None or x_RLI.ndim != 3 or len(x_RLI) != len(now.example_R):
-            return
-        at, mean = _at(x_RLI, now), _mean(x_RLI, now)
-        shown = at if at is not None else mean
-        assert shown is not None
-        if name not in self.inputs:
-            before = self._last.get(tuple(shown.shape))
-            is_shared = before is not None and torch.equal(before[1], shown)
-            self.inputs[name] = before[0] if is_shared and before is not None else Inputs()
-            if not is_shared:
-                self._adds.add(name)
-        if name in self._adds:
-            self.inputs[name].add(at, mean, now.place_P)
-            self._last[tuple(shown.shape)] = self.inputs[name], shown
-        out = _at(output, now) if at is not None else _mean(output, now)
-        assert out is not None
-        self._squares.setdefault(name, []).append(float(out.float().square().mean()))
-
-    def distinct(self, names: Sequence[str]) -> Iterator[Inputs]:
-        """Yields each of the inputs of these layers once."""
-        yield from {id(self.inputs[name]): self.inputs[name] for name in names}.values()
-
-    def output_size(self, name: str) -> float:
-        """Returns the root mean square of a layer's outputs."""
-        return math.sqrt(sum(self._squares[name]) / len(self._squares[name]))
-
-
-def _at(x_RLI: Tensor, places: Places) -> Tensor | None:
-    """Returns the vectors at the places, (P, I); None if the places have no position."""
-    if bool((places.position_P < 0).any()):
-        return None
-    device = x_RLI.device
-    return x_RLI[places.row_P.to(device), places.position_P.to(device)].detach().float()
-
-
-def _mean(x_RLI: Tensor, places: Places) -> Tensor | None:
-    """Returns the means over the tokens that answers depend on, (P, I); None if they are not averaged."""
-    if not bool((places.stop_P > 0).all()):
-        return None
-    row_P, stop_P = places.row_P.to(x_RLI.device), places.stop_P.to(x_RLI.device)
-    weight_PL = (torch.arange(x_RLI.shape[1], device=x_RLI.device) < stop_P.unsqueeze(1)) / stop_P.unsqueeze(1)
-    return torch.bmm(weight_PL.to(x_RLI.dtype).unsqueeze(1), x_RLI.detach()[row_P]).squeeze(1).float()
-
-
-@contextmanager
-def recording(model: nn.Module, targets: Sequence[Target], places: Sequence[Places | None]) -> Iterator[Seen]:
-    """Keeps the inputs of the targets' layers at these places, pass after pass, while open."""
-    seen = Seen(places)
-    with ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(seen.enter))
-        for target in targets:
-            hook = partial(seen.take, target.name)
-            hooks.enter_context(target.sites[0].module.register_forward_hook(hook, with_kwargs=True))
-        yield seen
+        _, singular_E, turns_EE = torch.linalg.svd((part.x_PI @ part.w_IE).double(), full_matrices=False)
+        kept = min(rank // len(found), int((singular_E > WEAK * singular_E[0]).sum()))
+        columns.append(part.along(turns_EE[:kept].T))
+    return torch.cat(columns, 1)

@@ -13,18 +13,22 @@ with s the size of coefficients that change scores by about 1. This is the gener
 2019 and 2023). Newton's method solves it, and there is no learning rate.
 
 lambda is chosen by cross-validation over the rows, which takes the scores for linear in a. They are not, so the real
-loss at the solution is measured on the same rows. A step is judged by the loss to expect on other rows,
+outputs z' at the solution are measured on the same rows. Where they are not nearly what was promised, the part t of the
+step is taken after which the scores
+
+    z + t F a + t^2 (z' - z - F a)
+
+have the lowest loss. A step is judged by the loss to expect on other rows,
 
     real(lambda) + (validated(lambda) - promised(lambda)),
 
 where the linear model promises one loss on the rows that a was fitted to, and validates another on rows that it was
-not. Larger lambda, which are shorter steps, are tried until that no longer falls. A step that is not expected to lower
-the loss is not taken: all its coefficients are zero.
+not. If none is expected to lower the loss, no step is taken: all coefficients are zero.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,9 +56,9 @@ RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 FOLDS = 4
 """Parts of the examples for cross-validation."""
 CLOSE = 0.1
-"""The first step is taken if its real loss is above the promised one by at most this part of the promised decrease."""
-MOST_TRIALS = 3
-"""Steps whose real loss is measured, at most."""
+"""A step is taken if its real loss is above the promised one by at most this part of the promised decrease."""
+PARTS = tuple(part / 20 for part in range(1, 21))
+"""Parts of a step that are compared."""
 NEWTON_STEPS, NEWTON_TOLERANCE = 30, 1e-7
 
 
@@ -95,36 +99,43 @@ class GaussNewton(TwoPoint):
     def _slopes(self, closure: RowsClosure, own: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
         """Returns (F of all directions (T, C, K), the losses there); each rank evaluates its part of the directions."""
         found: list[float] = []
-        for index in range(self._processes.rank, count, self._processes.size):
+        rank, size = self._processes.rank, self._processes.size
+        for index in range(rank, size * math.ceil(count / size), size):
             let_interrupt()
-            self._set_perturbations(draw.directions, [(index, self.rho)])
+            self._set_perturbations(draw.directions, [(index % count, self.rho)])
             moved = closure.outputs(own)
             found += [moved.loss(), *(change(moved, own) / self.rho).flatten().tolist()]
         ranks = [torch.tensor(values, dtype=torch.float64) for values in self._processes.gather(found)]
         # the first direction of each rank, then the second of each
-        table_KX = torch.stack([values.view(count // self._processes.size, -1) for values in ranks], 1).flatten(0, 1)
+        table_KX = torch.stack([values.view(math.ceil(count / size), -1) for values in ranks], 1).flatten(0, 1)[:count]
         return table_KX[:, 1:].T.reshape(*own.scores_TC.shape, count), table_KX[:, 0].tolist()
 
     def _trusted(self, model: "LinearModel", closure: RowsClosure, draw: StepDraw) -> list[float]:
         """Returns the coefficients after which the loss of other rows should be lowest."""
+        step = model.best()
         lowest, chosen = model.loss, [0.0] * model.count
-        candidates = model.candidates()
         tried: list[tuple[Candidate, float]] = []
-        for candidate in candidates[candidates.index(min(candidates, key=lambda own: own.validated)) :][:MOST_TRIALS]:
+        part = 1.0
+        while True:
             let_interrupt()
+            there = replace(step, coefficients=[part * own for own in step.coefficients])
             for name, parameter in self._moving.items():
-                parameter.set_perturbations([Shift(combined(draw.directions[name], candidate.coefficients), 1.0)])
-            (real,) = self._processes.first([closure.outputs(model.own).loss()])
-            tried.append((candidate, real))
-            expected = real + candidate.validated - candidate.promised
+                parameter.set_perturbations([Shift(combined(draw.directions[name], there.coefficients), 1.0)])
+            moved = closure.outputs(model.own)
+            real, shorter = self._processes.first([moved.loss(), model.best_part(step, moved)])
+            tried.append((there, real))
+            expected = real + step.validated - step.promised
             if expected < lowest:
-                lowest, chosen = expected, candidate.coefficients
-                if real - candidate.promised <= CLOSE * (model.loss - candidate.promised):
-                    break
-            elif any(chosen):
+                lowest, chosen = expected, there.coefficients
+            missed = real - step.promised > CLOSE * (model.loss - step.promised)
+            if part < 1.0 or shorter == 1.0 or not missed:
                 break
+            part = shorter
         self.tried = tried
         return self._processes.first(chosen)
+
+    def accepts(self, probes: int, num_directions: int) -> bool:
+        return 0 < probes <= num_directions
 
     def passes(self, directions: int, *, first: bool) -> int:
         del first
@@ -175,6 +186,21 @@ class LinearModel:
         size = float(slopes_TCK.square().mean().sqrt()) * math.sqrt(self.count)
         self._unit = 1 / max(size, 1e-300)
         self._slopes_TCK = slopes_TCK * self._unit
+
+    def best_part(self, step: Candidate, moved: Outputs) -> float:
+        """Returns the part of a step after which the loss is lowest, by scores that are quadratic along it."""
+        along_TC = self._slopes_TCK @ (torch.tensor(step.coefficients, dtype=torch.float64) / self._unit)
+        bend_TC = torch.where(self._z_TC.isinf(), 0.0, moved.scores_TC.double().cpu() - self._z_TC) - along_TC
+
+        def loss(part: float) -> float:
+            scores_TC = self._z_TC + part * along_TC + part**2 * bend_TC
+            return float(functional.cross_entropy(scores_TC, self._labels_T))
+
+        return min(PARTS, key=loss)
+
+    def best(self) -> Candidate:
+        """Returns the step with the lowest validated loss."""
+        return min(self.candidates(), key=lambda own: own.validated)
 
     def candidates(self) -> list[Candidate]:
         """Returns the steps for all `RIDGES`."""

@@ -20,7 +20,7 @@ def gauss_newton(
     num_directions: int = 16,
     rho: float = 0.1,
     lr: float = 1.0,
-    rank: int = 8,
+    rank: int = 16,
     basis: str | Basis = "errors",
     lazy_update_interval: int | None = 1,
     frozen_rank: int | None = 64,

@@ -117,7 +117,7 @@ class TrainerRows(Rows):
         shared: bool,
     ) -> None:
         self._loss_of, self._train, self._size = loss_of, train, batch_size
-        self._sampler = BatchSampler(len(train), batch_size, seed)
+        self._sampler = BatchSampler(range(len(train)), batch_size, seed)
         self._source, others = other, list(range(len(other) if other is not None else 0))
         if not others:
             seen = {row for step in range(TRIAL_STEPS) for row in self._sampler.rows(step)}

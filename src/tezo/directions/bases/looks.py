@@ -1,0 +1,222 @@
+"""What the passes of a look measure: inputs of layers at the places of outputs, and how added vectors act on scores."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tezo.directions.outputs import Outputs, Places, Rows, change
+from tezo.directions.random import normal
+from tezo.directions.targets import Target, only_input
+
+MOST_PLACES = 1024
+"""Places of which inputs are kept, evenly spaced among all."""
+NUDGE_RIDGE = 0.3
+"""mu, as a part of the mean of the diagonal of N N^T."""
+PUSH = 0.3
+"""By how much a class's score should be raised where layers are tried."""
+KEPT_EFFECT = 0.3
+"""Least effect of a vector at a layer, as a part of its effect at the last one."""
+
+
+def output_size(target: Target) -> int:
+    """Returns the number of outputs of a linear layer."""
+    return target.matrix_shape[1 if target.input_role == "u" else 0]
+
+
+@dataclass
+class Inputs:
+    """Inputs of the layers that share them, at the places of all passes.
+
+    Attributes:
+        at: inputs at the place, (P, I) for each pass, in half precision, less their mean in the first one.
+        mean: likewise the means over the tokens before.
+        place: the places.
+        means: these means in the first pass, (I,), as far as there are any.
+    """
+
+    at: list[Tensor] = field(default_factory=list)
+    mean: list[Tensor] = field(default_factory=list)
+    place: list[Tensor] = field(default_factory=list)
+    means: list[Tensor] = field(default_factory=list)
+
+    def places(self) -> Tensor:
+        """Returns the places, (P,)."""
+        return torch.cat(self.place)
+
+    def add(self, at: Tensor | None, mean: Tensor | None, place: Tensor) -> None:
+        """Adds the inputs of a pass."""
+        shown = [(values, kept) for values, kept in ((at, self.at), (mean, self.mean)) if values is not None]
+        if not self.means:
+            self.means = [values.mean(0) for values, _ in shown]
+        for (values, kept), mean_I in zip(shown, self.means, strict=True):
+            kept.append((values - mean_I).clamp(-6e4, 6e4).half().cpu())
+        self.place.append(place.cpu())
+
+    def parts(self) -> list[Tensor]:
+        """Returns the inputs at the place and the means, (P, I) each, as far as there are any."""
+        return [torch.cat(own) for own in (self.at, self.mean) if own]
+
+
+class Nudges:
+    """Measures how vectors that are added to outputs of layers act on the scores of labels.
+
+    Args:
+        model: the model.
+        rows: rows with labels.
+        places: of these rows.
+        own: their outputs.
+        step: of the draws.
+    """
+
+    def __init__(self, model: nn.Module, rows: Rows, places: Sequence[Places | None], own: Outputs, step: int) -> None:
+        self._model, self._rows, self._places, self._own, self._step = model, rows, places, own, step
+
+    def stream(self, target: Target, size: float) -> Tensor:
+        """Returns S (M, C): how much of each class's score an added vector raises, per unit of it; float64.
+
+        Args:
+            target: the layer.
+            size: of each number of the vectors.
+        """
+        shape = len(self._own.labels_T), output_size(target)
+        nudge_TM = normal(shape, seed=0, step=self._step, name=target.name, role="nudge").double() * size
+        raised_TC = self._raised({target.name: target}, {target.name: nudge_TM})
+        gradient_MC = nudge_TM.T @ (_inverse(nudge_TM) @ raised_TC)
+        # the vector that raises a class by 1, by what was measured along it
+        return gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
+
+    def writers(self, targets: Sequence[Target], stream_MC: Tensor) -> tuple[list[str], Tensor]:
+        """Returns (the layers at whose outputs S acts as at the last one, S scaled so that it raises scores by 1)."""
+        count, classes = len(self._own.labels_T), stream_MC.shape[1]
+        turn_T = torch.arange(count)
+        class_T = (turn_T // len(targets)) % classes
+        vectors_TM = PUSH * stream_MC.T[class_T]
+        nudges = {t.name: vectors_TM * (turn_T % len(targets) == i).unsqueeze(1) for i, t in enumerate(targets)}
+        raised_TC = self._raised({t.name: t for t in targets}, nudges)
+        wanted_TC = PUSH * (functional.one_hot(class_T, classes).double() - 1 / classes)
+        effect_T = (raised_TC * wanted_TC).sum(1) / wanted_TC.square().sum(1)
+        effects = [float(effect_T[turn_T % len(targets) == i].mean()) for i in range(len(targets))]
+        kept = [t.name for t, effect in zip(targets, effects, strict=True) if effect >= KEPT_EFFECT * effects[-1]]
+        return kept or [targets[-1].name], stream_MC / max(effects[-1], 0.1)
+
+    def _raised(self, targets: Mapping[str, Target], nudges: Mapping[str, Tensor]) -> Tensor:
+        """Returns the changes of the scores (T, C), less their mean over the classes, with vectors added."""
+        passes = iter(self._places)
+        now: list[Places | None] = [None]
+
+        def enter(*_: object) -> None:
+            now[0] = next(passes, None)
+
+        def add(name: str, module: nn.Module, args: object, output: Tensor) -> Tensor:
+            del module, args
+            if now[0] is None or len(now[0].example_R) != len(output):
+                return output
+            return output + nudges[name][now[0].example_R.cpu()].to(output.device, output.dtype).unsqueeze(1)
+
+        with ExitStack() as hooks:
+            hooks.enter_context(self._model.register_forward_pre_hook(enter))
+            for name, target in targets.items():
+                hooks.enter_context(target.sites[0].module.register_forward_hook(partial(add, name)))
+            moved = self._rows.outputs(self._own)
+        raised_TC = change(moved, self._own)
+        return raised_TC - raised_TC.mean(1, keepdim=True)
+
+
+def _inverse(x_PI: Tensor) -> Tensor:
+    """Returns (X X^T + mu I)^-1."""
+    gram_PP = x_PI @ x_PI.T
+    gram_PP.diagonal().add_(NUDGE_RIDGE * float(gram_PP.diagonal().mean()) + 1e-12)
+    return torch.cholesky_inverse(torch.linalg.cholesky(gram_PP))
+
+
+class Seen:
+    """What `recording` has seen.
+
+    Attributes:
+        inputs: parameter name -> inputs of its layer, in the order in which layers are called.
+    """
+
+    def __init__(self, model_places: Sequence[Places | None]) -> None:
+        total = sum(len(own.place_P) for own in model_places if own is not None)
+        self._stride = max(1, -(-total // MOST_PLACES))
+        self._passes = iter(model_places)
+        self._now: Places | None = None
+        self._last: dict[tuple[int, ...], tuple[Inputs, Tensor]] = {}
+        self.inputs: dict[str, Inputs] = {}
+        self._adds: set[str] = set()
+        self._squares: dict[str, list[float]] = {}
+
+    def enter(self, *_: object) -> None:
+        """Called before each pass of the model."""
+        own = next(self._passes, None)
+        self._last.clear()
+        if own is not None:
+            kept = own.place_P % self._stride == 0
+            own = Places(own.row_P[kept], own.position_P[kept], own.stop_P[kept], own.place_P[kept], own.example_R)
+        self._now = own if own is not None and len(own.place_P) else None
+
+    def take(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Called after each call of a layer."""
+        del module
+        now, x_RLI = self._now, only_input(args, kwargs)
+        if now is None or x_RLI.ndim != 3 or len(x_RLI) != len(now.example_R):
+            return
+        at, mean = _at(x_RLI, now), _mean(x_RLI, now)
+        shown = at if at is not None else mean
+        assert shown is not None
+        if name not in self.inputs:
+            before = self._last.get(tuple(shown.shape))
+            is_shared = before is not None and torch.equal(before[1], shown)
+            self.inputs[name] = before[0] if is_shared and before is not None else Inputs()
+            if not is_shared:
+                self._adds.add(name)
+        if name in self._adds:
+            self.inputs[name].add(at, mean, now.place_P)
+            self._last[tuple(shown.shape)] = self.inputs[name], shown
+        out = _at(output, now) if at is not None else _mean(output, now)
+        assert out is not None
+        self._squares.setdefault(name, []).append(float(out.float().square().mean()))
+
+    def distinct(self, names: Sequence[str]) -> Iterator[Inputs]:
+        """Yields each of the inputs of these layers once."""
+        yield from {id(self.inputs[name]): self.inputs[name] for name in names}.values()
+
+    def output_size(self, name: str) -> float:
+        """Returns the root mean square of a layer's outputs."""
+        return math.sqrt(sum(self._squares[name]) / len(self._squares[name]))
+
+
+def _at(x_RLI: Tensor, places: Places) -> Tensor | None:
+    """Returns the vectors at the places, (P, I); None if the places have no position."""
+    if bool((places.position_P < 0).any()):
+        return None
+    device = x_RLI.device
+    return x_RLI[places.row_P.to(device), places.position_P.to(device)].detach().float()
+
+
+def _mean(x_RLI: Tensor, places: Places) -> Tensor | None:
+    """Returns the means over the tokens that answers depend on, (P, I); None if they are not averaged."""
+    if not bool((places.stop_P > 0).all()):
+        return None
+    row_P, stop_P = places.row_P.to(x_RLI.device), places.stop_P.to(x_RLI.device)
+    weight_PL = (torch.arange(x_RLI.shape[1], device=x_RLI.device) < stop_P.unsqueeze(1)) / stop_P.unsqueeze(1)
+    return torch.bmm(weight_PL.to(x_RLI.dtype).unsqueeze(1), x_RLI.detach()[row_P]).squeeze(1).float()
+
+
+@contextmanager
+def recording(model: nn.Module, targets: Sequence[Target], places: Sequence[Places | None]) -> Iterator[Seen]:
+    """Keeps the inputs of the targets' layers at these places, pass after pass, while open."""
+    seen = Seen(places)
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(seen.enter))
+        for target in targets:
+            hook = partial(seen.take, target.name)
+            hooks.enter_context(target.sites[0].module.register_forward_hook(hook, with_kwargs=True))
+        yield seen
