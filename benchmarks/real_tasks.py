@@ -85,7 +85,7 @@ def measured(settings: list[tuple[str, Any]]) -> dict[str, Any]:
         summary = train(read_config(None, settings), Path(folder) / "run", [])
         batch_size = read_config(Path(folder) / "run/config.yaml", []).train.batch_size
     passes = sum(spent["passes"] for name, spent in summary["phases"].items() if name not in (BEFORE, BETWEEN, AFTER))
-    keys = ("before", "after", "untuned", "dev_loss_before", "dev_loss", "kept_step", "steps", "rows", "phases")
+    keys = ("before", "after", "untuned", "dev_loss_before", "dev_loss", "kept_step", "steps", "rows")
     found = {key: summary[key] for key in keys}
     return found | {"batch_size": batch_size, "passes_of_64_rows": round(passes * batch_size / ROWS_OF_A_PASS, 1)}
 

@@ -175,7 +175,9 @@ def test_the_metrics_are_the_lines_of_the_run(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert run.metrics == lines
     evaluations = {(line["split"], line["step"]): line for line in run.metrics if "split" in line}
-    assert set(evaluations) == {("dev", 0), ("dev", 2), ("dev", 4), ("test", 0), ("test", 4)}
+    untuned = {("bias", 0), ("probe", 0)}
+    assert set(evaluations) == {("dev", 0), ("dev", 2), ("dev", 4), ("test", 0), ("test", 4)} | untuned
+    assert evaluations["probe", 0] == {"step": 0, "split": "probe", **run.summary["untuned"]["probe"]}
     assert evaluations["test", 4] == {"step": 4, "split": "test", **run.summary["after"]}
     assert [line["step"] for line in run.metrics if "split" not in line] == [2, 4]
     assert run.summary == json.loads((tmp_path / "run/summary.json").read_text())

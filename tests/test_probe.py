@@ -8,7 +8,11 @@ from folders import completion_rows, label_rows, model_folder, refused, tezo, wr
 from questions import case
 from torch.nn import functional
 
-from tezo.tasks.untuned import features, fit
+from tezo.tasks.evaluation import evaluate, option_scores
+from tezo.tasks.untuned import features, fit, untuned
+from tezo.training.config import parse_config
+from tezo.training.job import prepare
+from tezo.training.summary import against_untuned
 
 
 def test_the_fit_is_the_minimum_of_the_penalised_loss():
@@ -38,6 +42,36 @@ def test_what_is_read_is_the_state_the_answer_comes_from_and_alike_in_any_compan
     head = model.get_output_embeddings()
     logits = head(together[:1].to(head.weight.dtype))
     torch.testing.assert_close(logits[0], model(input_ids=ids).logits[0, place], rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_bias_for_each_label_is_the_best_there_is_on_the_rows_it_is_fitted_to(tmp_path):
+    job = labelled_job(tmp_path)
+    found = untuned(job.model, job.objective, job.train, job.train, 8)
+    plain, _ = evaluate(job.model, job.objective, job.train, 8)
+    scores = torch.stack(option_scores(job.model, job.objective, job.train, 8))
+    labels = torch.tensor([e.example.label for e in job.train])
+    shifts = [torch.tensor([shift, 0.0]) for shift in torch.arange(-9, 9, 0.01)]
+    best = min(float(functional.cross_entropy(scores + shift, labels)) for shift in shifts)
+    assert found["bias"]["loss"] == pytest.approx(best, abs=1e-4) and best < plain["loss"] - 0.01
+    assert found["probe"]["loss"] < best
+
+
+def labelled_job(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(60, seed=2))
+    config = parse_config({"model": {"name": str(model_folder(tmp_path, "opt"))}, "data": {"train": str(rows)},
+                           "method": {"name": "tezo", "rank": 2}, "train": {"steps": 1}})  # fmt: skip
+    return prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [(0.9, "ends above."), (0.8, "ends below the probe."), (0.6, "ends below."), (None, "")]
+)
+def test_a_run_says_where_it_ends_beside_the_untuned_model(end, said):
+    after = {} if end is None else {"accuracy": end}
+    summary = {"after": after, "untuned": {"bias": {"accuracy": 0.75}, "probe": {"accuracy": 0.832}}}
+    found = against_untuned(summary)
+    assert found.endswith(said) and (not said or ("75.0 %" in found and "83.2 %" in found))
 
 
 def test_a_probe_learns_what_words_tell(tmp_path):

@@ -32,6 +32,7 @@ PENALTIES = (1.0, 10.0, 100.0, 1000.0)
 FOLDS = 4
 
 
+@torch.no_grad()
 def untuned(
     model: Any, objective: Objective, train: Sequence[Encoded], rows: Sequence[Encoded], batch_size: int
 ) -> dict[str, Metrics]:
@@ -59,7 +60,6 @@ def untuned(
     }
 
 
-@torch.no_grad()
 def lines(
     data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int
 ) -> tuple[dict[str, Metrics], dict[str, int]]:

@@ -28,16 +28,17 @@ def gauss_newton(
 ) -> ZerothOrderOptimizer:
     """Random-subspace Gauss-Newton: the outputs of each row along a step's directions, and no rate. Ours.
 
-        Z_j = U diag(tau_j) V^T,   U (M x r) and V (N x r) from a look, tau_j drawn,   j = 1, ..., K,
+        Z_j = U diag(tau_j) V^T,   U (M x r), V (N x r) and tau_j from a look,   j = 1, ..., K,
         F_j = (z(W + rho Z_j) - z(W)) / rho,   z the scores of the classes of each row,
         a = argmin  sum of the losses of z(W) + F a, plus lambda |a|^2,
         c <- c + lr sum_j a_j tau_j,   W = W_0 + U diag(c) V^T.
 
-    A step is a round, of `num_directions` + 2 passes over a batch that should be large (`tezo train` takes 192 rows). A
-    look over other rows finds the inputs of the last layers that foretell what the outputs are wrong by and, on
-    labelled rows, the outputs of these layers that mend it (`tezo.directions.bases.errors`). The step is the minimum of
-    a convex model of the loss, shortened until the real loss is near what the model says
-    (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken.
+    A step is a round, of K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 192 rows). A look
+    over other rows finds the inputs of the later layers that foretell what the outputs are wrong by and, on labelled
+    rows, the outputs of these layers that mend it (`tezo.directions.bases.errors`). There it proposes the directions,
+    3 for two labels, of which the first `num_directions` are taken; for free text, tau_j are drawn, and K is
+    `num_directions`. The step is the minimum of a convex model of the loss, shortened where the real loss is not what
+    the model says (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken.
 
     The closure must be of `tezo.closure`, or another `RowsClosure` that tells outputs.
 
