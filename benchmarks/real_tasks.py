@@ -34,9 +34,11 @@ def sst2(shared: Path, folder: Path) -> list[tuple[str, Any]]:
     (folder / "sst2").mkdir()
     for part, longest in (("train", 110), ("validation", 130)):
         rows = map(json.loads, (shared / f"data/sst2/{part}.jsonl").read_text(encoding="utf-8").splitlines())
-        short = [row for row in rows if len(row["sentence"]) < longest]
+        every = [*rows]
         if part == "validation":
-            random.Random(2).shuffle(short)
+            random.Random(2).shuffle(every)
+        short = [row for row in every if len(row["sentence"]) < longest]
+        if part == "validation":
             short = short[:256]
         (folder / f"sst2/{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short), encoding="utf-8")
     counts = {"data.num_train": 434, "data.num_dev": 128, "data.num_test": 256}

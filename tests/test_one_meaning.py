@@ -45,7 +45,7 @@ def test_a_published_name_has_its_papers_settings_in_every_door(home, tmp_path, 
     options = {"rank": 4} if "rank" in own else {}
     of_trainer = trainer(tmp_path, method=name, lr=None, max_steps=1, method_options=options)
     of_trainer.train()
-    for key in ("lr", "rho", "directions", *(("scale",) if "scale" in own else ())):
+    for key in (key for key in ("lr", "rho", "directions", "scale") if key in own):
         assert own[key].value == of_run[key].value == of_trainer.tuner.settings[key].value, key
         assert {own[key].source, of_run[key].source, of_trainer.tuner.settings[key].source} == {DEFAULT}, key
     assert (own["rho"].value, own["directions"].value) == (1e-3, "shared")

@@ -17,6 +17,7 @@ from tezo.runs.folder import RunFolder
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RunError
 from tezo.system.processes import ProcessGroup
 from tezo.tasks.evaluation import evaluate
+from tezo.tasks.untuned import MOST_ROWS, untuned
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
 from tezo.training.listeners import Interruption, Listener
@@ -175,7 +176,9 @@ def test_out_of_memory_at_the_first_step_says_what_to_lower(home, tmp_path):
 
     evaluations: list[int] = []
     counter = job.model.register_forward_pre_hook(lambda *_: evaluations.append(1))
-    evaluate(job.model, job.objective, job.test, job.config.train.eval_batch_size)[0]
+    size = job.config.train.eval_batch_size
+    evaluate(job.model, job.objective, job.test, size)
+    untuned(job.model, job.objective, job.train[:MOST_ROWS], job.test, size)
     counter.remove()
     job.model.register_forward_pre_hook(allocate)
     with pytest.raises(RunError) as caught:

@@ -80,7 +80,9 @@ class Evaluations:
         """
         if not any((name, 0) in self.known for name in (BIAS, PROBE)) and steps == 0 and has_lines(self.job):
             job, batch_size = self.job, self.job.config.train.eval_batch_size
-            with suppress(RequestError):  # of an output head that cannot be read
+            longest = sorted([*job.train[:MOST_ROWS], *job.test], key=lambda row: row.length)[-batch_size:]
+            memory = memory_for("the evaluation of the untuned model", longest, "train.eval_batch_size")
+            with memory, suppress(RequestError):  # of an output head that cannot be read
                 found = untuned(job.model, job.objective, job.train[:MOST_ROWS], job.test, batch_size)
                 for name, metrics in found.items():
                     self._tell(name, 0, metrics)
