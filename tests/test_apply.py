@@ -245,7 +245,7 @@ def test_a_loss_that_is_not_finite_stops_the_step_and_leaves_the_parameters(case
     run(undisturbed, 0, INTERVAL)
     last = run(optimizer, 0, INTERVAL)[-1]  # the step that fails is a refresh
     before, answer = effective_weights(optimizer), lm_loss(model, tokens())().item()
-    calls = iter(range(2))
+    calls = iter(range(case.passes))
     with pytest.raises(NonFiniteLossError, match=rf"{bad} at step {INTERVAL}; the last good loss was {last:.6g}") as e:
         optimizer.step(lambda: bad if next(calls) == call else 1.0)
     assert (e.value.step, e.value.last_loss) == (INTERVAL, last)

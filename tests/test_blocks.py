@@ -76,6 +76,9 @@ def assert_same(case: Case, make, expected: list[int], **options) -> None:
 
 @every_method_fast_for_kinds
 def test_both_signs_share_a_pass_and_the_trajectory_is_the_same(case):
+    if "num_directions" in case.options:  # the loss itself, and then all points, which have one sign
+        assert_same(case, tiny_opt, [1, case.passes - 1] * STEPS, targets=("all",))
+        return
     further = [1] * (case.passes - 2)  # evaluations at other points than the two signs have passes of their own
     assert_same(case, tiny_opt, [2, *further] * STEPS, targets=("all",))
 

@@ -239,9 +239,9 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_tuned_as_one(case):
     assert {site.module for target in optimizer.targets for site in target.sites} == linear
     loss, before = lm_loss(model, tokens()), effective_weights(optimizer)
     draw = optimizer.draw()
-    (probe,) = optimizer.measure(loss, rho=0.1)
+    probe, *_ = optimizer.measure(loss, rho=0.1)
     at = tiny_falcon()
-    for name, (direction,) in draw.directions.items():
+    for name, (direction, *_) in draw.directions.items():
         direction.add_to_(at.get_parameter(name).data, 0.1)
     torch.testing.assert_close(probe.loss_plus, float(lm_loss(at, tokens())().detach()), rtol=1e-9, atol=0)
     for _ in range(2):

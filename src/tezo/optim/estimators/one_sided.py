@@ -3,7 +3,9 @@
 import math
 import statistics
 
-from tezo.optim.estimators.estimate import Closure, Estimate, Probe, StepDraw, average
+from tezo.directions.products import float32_on_emulating_cpu
+from tezo.forward.perturbed_parameter import evaluation_mode
+from tezo.optim.estimators.estimate import Closure, Estimate, Probe, StepDraw, average, mean_loss
 from tezo.optim.estimators.two_point import TwoPoint, check_finite
 
 
@@ -22,8 +24,9 @@ class OverSpread(TwoPoint):
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         count = len(next(iter(draw.directions.values())))
         own = range(self._processes.rank, count, self._processes.size)
-        loss, *moved = self.losses(closure, draw.directions, [(0, 0.0), *((index, self.rho) for index in own)])
-        ranks = self._processes.gather(moved)
+        with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            loss = mean_loss(closure)
+        ranks = self._processes.gather(self.losses(closure, draw.directions, [(index, self.rho) for index in own]))
         losses = [one for turn in zip(*ranks, strict=True) for one in turn]
         spread = statistics.stdev(losses) if all(map(math.isfinite, losses)) else math.nan
         kappas = [(one - loss) / spread if spread else 0.0 for one in losses]
