@@ -117,13 +117,14 @@ def curves(cell: dict[str, Any]) -> dict[str, Any]:
 
 def probe(cell: dict[str, Any]) -> dict[str, Any]:
     """Logistic regression on the frozen model: its metrics on the test rows, and seconds with the model in memory."""
-    from tezo.tasks.untuned import PROBE, lines
+    from tezo.tasks.untuned import PROBE, measure_untuned
     from tezo.training.config import read_config
     from tezo.training.job import load
 
     config = read_config(None, list(cell["settings"].items()))
     loaded, started = load(config), time.perf_counter()
-    metrics, rows = lines(config.data, loaded, batch_size=config.train.eval_batch_size, seed=config.train.seed)
+    sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
+    metrics, rows = measure_untuned(config.data, loaded, **sizes)
     return {"seconds": time.perf_counter() - started, "after": metrics[PROBE], "rows": rows}
 
 

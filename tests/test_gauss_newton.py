@@ -415,7 +415,7 @@ def test_vectors_that_raise_a_class_are_measured_and_the_layers_that_write_the_s
     closure = Scores(model, x, labels)
     targets = {t.name: t for t in select_targets(model, ("all",))}
     nudges = Nudges(model, closure, closure.places(), closure.outputs(), 0)
-    stream = nudges.stream(targets["last.weight"], 0.1)
+    stream = nudges.stream(targets["last.weight"], 1.0)
     names, stream = nudges.writers(list(targets.values()), stream)
     assert names == ["first.weight", "last.weight"]
     raised = model.head_CM @ stream  # (C, C): what each vector does

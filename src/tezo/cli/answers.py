@@ -54,14 +54,14 @@ def evaluate(
                 "--calibrate and --reward, or name rows with --set data.train and --set data.test."
             )
         sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
-        lines, counts = untuned.lines(config.data, open_model(run, config), **sizes)
+        found, counts = untuned.measure_untuned(config.data, open_model(run, config), **sizes)
         if json:
-            print_json({"rows": counts, **lines[untuned.PROBE], untuned.BIAS: lines[untuned.BIAS]})
+            print_json({"rows": counts, **found[untuned.PROBE], untuned.BIAS: found[untuned.BIAS]})
         else:
             print(f"fitted to {counts['train']} training rows, {counts['test']} test rows")
             table = [("metric", "a bias for each label", "a linear probe")]
-            for name, value in lines[untuned.PROBE].items():
-                table.append((name, metric_text(name, lines[untuned.BIAS][name]), metric_text(name, value)))
+            for name, value in found[untuned.PROBE].items():
+                table.append((name, metric_text(name, found[untuned.BIAS][name]), metric_text(name, value)))
             print_table(table, "  ")
     else:
         rows, source = rows_to_report(config.data, config.train.seed, data)

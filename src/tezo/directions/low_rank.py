@@ -193,7 +193,7 @@ class Temporal(LowRankPerturbation):
     draws = CP
     coefficient = "tau", 1
 
-    def count(self, step: int, most: int) -> int:
+    def num_directions(self, step: int, most: int) -> int:
         proposed_JR = self.basis.proposed(self.refresh_step(step))
         return most if proposed_JR is None else min(most, len(proposed_JR))
 

@@ -87,8 +87,8 @@ class Perturbation(ABC):
         del name
         return None
 
-    def count(self, step: int, most: int) -> int:
-        """Returns the number of directions of a step, at most `most`; fewer where no more matter."""
+    def num_directions(self, step: int, most: int) -> int:
+        """Returns the number of directions of a step, at most `most`: those that a basis proposes, if it does."""
         del step
         return most
 

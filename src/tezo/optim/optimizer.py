@@ -389,7 +389,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
                 as_in_a_step.enter_context(torch.no_grad())
                 as_in_a_step.enter_context(evaluation_mode(self.model))
                 as_in_a_step.enter_context(float32_on_emulating_cpu(self.model))
-            count = self.perturbation.count(self.num_steps, self.num_directions)
+            count = self.perturbation.num_directions(self.num_steps, self.num_directions)
             keys = [DrawKey(self.seed, self.num_steps, index) for index in range(count)]
             for name, moving in self.moving.items():  # one at a time: old factors are dropped before the next draw
                 moments = self.moments[self.rules[0]].get(name, {})

@@ -60,7 +60,7 @@ def untuned(
     }
 
 
-def lines(
+def measure_untuned(
     data: DataConfig, loaded: LoadedModel, *, batch_size: int, seed: int
 ) -> tuple[dict[str, Metrics], dict[str, int]]:
     """Fits both to all training rows of a run.

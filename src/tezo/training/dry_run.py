@@ -29,7 +29,7 @@ from tezo.system.progress import TIMING, current, metered
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.untuned import MOST_ROWS
 from tezo.training.config import to_tree
-from tezo.training.evaluations import SAMPLE_TOKENS, has_lines
+from tezo.training.evaluations import SAMPLE_TOKENS, compares_with_untuned
 from tezo.training.forecasts import copies_of, first_order_kept, forecast
 from tezo.training.job import BASIS_ROWS, Job, parameter_counts, plan, prepare
 from tezo.training.recipe import Config
@@ -154,7 +154,7 @@ def _evaluation_seconds(job: Job, pace: _Pace) -> float:
     settings = job.config.train
     of_dev = max(0, len(evaluation_steps(settings)) - (job.dev is job.test)) if job.dev else 0
     reading = of_dev * _tokens(job, job.dev) + 2 * _tokens(job, job.test)
-    if has_lines(job):  # scores of options, and features
+    if compares_with_untuned(job):  # scores of options, and features
         reading += 2 * (_tokens(job, job.train[:MOST_ROWS]) + _tokens(job, job.test))
     batches = math.ceil(len(job.test) / settings.eval_batch_size) if job.reward or job.format.measures else 1
     return reading * pace.token + 2 * batches * _new_tokens(job) * pace.written

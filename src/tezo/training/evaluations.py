@@ -78,7 +78,7 @@ class Evaluations:
 
         Empty where there is no such thing to compare with, or nobody has measured it before the `steps` taken.
         """
-        if not any((name, 0) in self.known for name in (BIAS, PROBE)) and steps == 0 and has_lines(self.job):
+        if (PROBE, 0) not in self.known and steps == 0 and compares_with_untuned(self.job):
             job, batch_size = self.job, self.job.config.train.eval_batch_size
             longest = sorted([*job.train[:MOST_ROWS], *job.test], key=lambda row: row.length)[-batch_size:]
             memory = memory_for("the evaluation of the untuned model", longest, "train.eval_batch_size")
@@ -113,7 +113,7 @@ class Evaluations:
         )
 
 
-def has_lines(job: Job) -> bool:
+def compares_with_untuned(job: Job) -> bool:
     """Returns whether the untuned model is compared with: the rows have labels in common, and one process the model."""
     return bool(job.objective.options) and job.reward is None and job.config.model.placement != "shards"
 

@@ -23,7 +23,7 @@ from tezo.training.job import Job, parameter_counts, plan
 LEAST_GAIN = 1e-3
 """Relative decrease of the loss (increase of the reward) below which a run is called hardly better."""
 FEW_ROWS = 100
-LINES = {BIAS: "with a bias fitted to each label", PROBE: "under a linear probe"}
+UNTUNED = {BIAS: "with a bias fitted to each label", PROBE: "under a linear probe"}
 """What a run is compared with, in words."""
 
 
@@ -77,7 +77,7 @@ def against_untuned(summary: Mapping[str, Any]) -> str:
     lines = {name: metrics["accuracy"] for name, metrics in summary["untuned"].items()}
     if end is None or not lines:
         return ""
-    texts = [f"{metric_text('accuracy', value)} {LINES[name]}" for name, value in lines.items()]
+    texts = [f"{metric_text('accuracy', value)} {UNTUNED[name]}" for name, value in lines.items()]
     above = [name for name, value in lines.items() if value > end]
     where = "above" if not above else "below" if len(above) == len(lines) else f"below the {above[0]}"
     return f"The untuned model has an accuracy of {' and '.join(texts)} on these rows; this run ends {where}."

@@ -18,7 +18,7 @@ from tezo.system.files import check_free, own_object, write_file
 from tezo.system.progress import quiet_libraries
 from tezo.tasks.evaluation import Metrics, measure
 from tezo.tasks.splits import evaluation_rows
-from tezo.tasks.untuned import PROBE, lines
+from tezo.tasks.untuned import PROBE, measure_untuned
 from tezo.training.config import overlay, parse_config
 from tezo.training.job import load
 from tezo.training.loop import train
@@ -147,7 +147,9 @@ def _zero_shot(config: Config) -> tuple[Metrics, dict[str, int]]:
 
 def _probe(config: Config) -> tuple[Metrics, dict[str, int]]:
     """(metrics of a linear probe on the test rows, numbers of rows)."""
-    found, rows = lines(config.data, load(config), batch_size=config.train.eval_batch_size, seed=config.train.seed)
+    found, rows = measure_untuned(
+        config.data, load(config), batch_size=config.train.eval_batch_size, seed=config.train.seed
+    )
     return found[PROBE], rows
 
 

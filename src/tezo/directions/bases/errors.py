@@ -1,7 +1,8 @@
 """A basis computed from data: inputs that foretell what the outputs are wrong by, and outputs that mend it.
 
 A pass over P places, rows with options or tokens of answers, gives the errors e_p of the outputs there (right minus
-said) and the inputs x_p of every linear layer. A change U diag(c) V^T of a weight can mend the errors only as far as
+said) and the inputs x_p of linear layers: of the later ones of the model, whose outputs are of the size of the last
+one's, so that they may write to the same stream. A change U diag(c) V^T of a weight can mend the errors only as far as
 V^T x_p tells them apart. For each layer ridge regression from its inputs to the errors,
 
     W = X^T (X X^T + lambda I)^-1 E,
@@ -20,18 +21,18 @@ raise each:
 
     S = N^T (N N^T + mu I)^-1 D,   (M, C).
 
-Layers with outputs of the same size may write to the same stream. A third pass adds such a vector to the outputs of one
-of them in each row; those at which it acts as at the last layer are changed. With B (C, R) the leading right singular
+A third pass adds such a vector to the outputs of one layer in each row; those at which it acts nearly as at the last
+layer are changed. With B (C, R) the leading right singular
 vectors of the sum of all f, and w the signal of a layer as a part of the sum of those of all layers,
 
     U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
 
 along a column, all layers together add to the scores what they foretell, with size 1. The last layer also has constant
 inputs, V^T x about 1, by which labels get a bias. So columns mean the same in all layers, and directions along them are
-proposed: the bias of each class, all that inputs at the place foretell, all that means foretell, and both for each
+proposed: each contrast of biases, all that inputs at the place foretell, all that means foretell, and both for each
 column of B.
 
-Elsewhere U is Gaussian, the columns of V are those of each layer that foretell most, in the size of the layer's
+On other rows U is Gaussian, the columns of V are those of each layer that foretell most, in the size of the layer's
 outputs, and the coefficients are random. V is divided by the root of the number of all columns: a perturbation of scale
 rho moves the outputs of layers by about the part rho.
 """
@@ -62,12 +63,10 @@ KEPT_SIGNAL = 0.7
 """Least signal of a layer that is changed, as a part of the best one's."""
 LAST_LAYERS, LAST_LAYERS_TEXT = 1 / 2, 1 / 4
 """Layers that may be changed, the last ones of the model, as a part of all: of labelled rows, and of others."""
-NUDGE = 0.1
-"""Size of the vectors that are added to outputs of layers, as a part of theirs."""
 PROJECTIONS = 32
 """Random projections of errors over a vocabulary."""
 WEAK = 1e-3
-"""Columns whose singular value is a smaller part of the largest are zero: errors over C options have rank C - 1."""
+"""Columns of free text whose singular value is a smaller part of the largest are left out."""
 STREAM, PROPOSED = "vectors that raise each class", "coefficients of proposed directions"
 """The names under which S, and the coefficients of directions, are kept with the factors."""
 
@@ -115,17 +114,24 @@ class ErrorBasis(CollectedBasis):
         nudges = Nudges(model, rows, places, outputs, refresh_step)
         return CollectedFactors(self._of_labels(seen, outputs, nudges), 3 * len(places))
 
+    def _regressions(
+        self, seen: Seen, names: Sequence[str], error_TE: Tensor
+    ) -> tuple[dict[str, list["Regression"]], float]:
+        """Returns (the regressions of each layer, by kind of input; the least signal of those that are kept)."""
+        distinct = {id(own): regress(own.parts(), error_TE[own.places()]) for own in seen.distinct(names)}
+        found = {name: distinct[id(seen.inputs[name])] for name in names}
+        self.signal = {name: max(part.signal for part in parts) for name, parts in found.items()}
+        return found, KEPT_SIGNAL * max(self.signal.values())
+
     def _of_texts(self, seen: Seen, outputs: Outputs) -> dict[str, Tensor]:
         names = [*seen.inputs][-math.ceil(LAST_LAYERS_TEXT / LAST_LAYERS * len(seen.inputs)) :]
-        error_TE = errors(outputs, PROJECTIONS)
-        found = {id(own): regress(own.parts(), error_TE[own.places()]) for own in seen.distinct(names)}
-        self.signal = {name: max(part.signal for part in found[id(seen.inputs[name])]) for name in names}
-        least, factors = KEPT_SIGNAL * max(self.signal.values()), {}
+        found, least = self._regressions(seen, names, errors(outputs, PROJECTIONS))
+        factors = {}
         for target in self._targets:
             name, rank = target.name, self._ranks[target.name]
             factors[name] = torch.zeros(input_size(target), rank, dtype=torch.float64)
             if self.signal.get(name, -1.0) >= least:
-                v_IR = leading(found[id(seen.inputs[name])], rank)
+                v_IR = leading(found[name], rank)
                 size = seen.output_size(name) / math.sqrt(len(names) * v_IR.shape[1])
                 factors[name][:, : v_IR.shape[1]] = size * v_IR
         return factors
@@ -133,13 +139,10 @@ class ErrorBasis(CollectedBasis):
     def _of_labels(self, seen: Seen, outputs: Outputs, nudges: Nudges) -> dict[str, Tensor]:
         targets = {target.name: target for target in self._targets}
         last = targets[[*seen.inputs][-1]]
-        stream_MC = nudges.stream(last, NUDGE * seen.output_size(last.name))
+        stream_MC = nudges.stream(last, seen.output_size(last.name))
         names, stream_MC = nudges.writers([targets[name] for name in seen.inputs], stream_MC)
         error_TC = errors(outputs, PROJECTIONS)
-        regressions = {id(own): regress(own.parts(), error_TC[own.places()]) for own in seen.distinct(names)}
-        found = {name: regressions[id(seen.inputs[name])] for name in names}
-        self.signal = {name: max(part.signal for part in parts) for name, parts in found.items()}
-        least = KEPT_SIGNAL * max(self.signal.values())
+        found, least = self._regressions(seen, names, error_TC)
         every = {(name, kind): part for name, parts in found.items() for kind, part in enumerate(parts)}
         kept = {key: part for key, part in every.items() if part.signal >= least}
         rank, kinds = min(self._ranks[name] for name in names), len(found[names[-1]])

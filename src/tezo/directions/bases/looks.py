@@ -17,6 +17,8 @@ from tezo.directions.targets import Target, only_input
 
 MOST_PLACES = 1024
 """Places of which inputs are kept, evenly spaced among all."""
+NUDGE = 0.1
+"""Size of the random vectors that are added to outputs of the last layer, as a part of theirs."""
 NUDGE_RIDGE = 0.3
 """mu, as a part of the mean of the diagonal of N N^T."""
 PUSH = 0.3
@@ -83,10 +85,10 @@ class Nudges:
 
         Args:
             target: the layer.
-            size: of each number of the vectors.
+            size: root mean square of its outputs.
         """
         shape = len(self._own.labels_T), output_size(target)
-        nudge_TM = normal(shape, seed=0, step=self._step, name=target.name, role="nudge").double() * size
+        nudge_TM = normal(shape, seed=0, step=self._step, name=target.name, role="nudge").double() * NUDGE * size
         raised_TC = self._raised({target.name: target}, {target.name: nudge_TM})
         gradient_MC = nudge_TM.T @ (_inverse(nudge_TM) @ raised_TC)
         # the vector that raises a class by 1, by what was measured along it

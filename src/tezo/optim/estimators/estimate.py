@@ -26,8 +26,8 @@ outputs of each row."""
 
 
 NO_OUTPUTS = (
-    "the closure tells the loss of its rows, and this method needs their outputs; give one of tezo.closure, or choose "
-    "another method."
+    "this method needs the outputs of each row, and the closure tells a loss alone; give one of tezo.closure(model, "
+    "batch), or choose another method."
 )
 
 

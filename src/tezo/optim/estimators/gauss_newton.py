@@ -1,4 +1,4 @@
-"""Gauss-Newton in the span of random directions: each row's outputs are kept along every direction, not one loss.
+"""Gauss-Newton in the span of a few directions: each row's outputs are kept along every direction, not one loss.
 
 A pass over N rows tells the scores z of C classes at each of T places. Along direction Z_j
 
@@ -40,6 +40,7 @@ from tezo.directions.spaces import Direction, FixedFactors
 from tezo.forward.perturbed_parameter import Shift, evaluation_mode, let_interrupt
 from tezo.optim.estimators.estimate import (
     GAUSS_NEWTON,
+    NO_OUTPUTS,
     Closure,
     Estimate,
     ParameterEstimate,
@@ -72,7 +73,8 @@ class GaussNewton(TwoPoint):
         rho: perturbation scale.
 
     Attributes:
-        tried: the candidates whose real loss the last step measured, each with that loss.
+        tried: the steps whose real loss the last step measured, each with that loss: the whole one, and a part of it,
+            whose other figures are those of the whole.
     """
 
     rule = GAUSS_NEWTON
@@ -80,10 +82,7 @@ class GaussNewton(TwoPoint):
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         if not isinstance(closure, RowsClosure):
-            raise RequestError(
-                "gauss-newton needs the outputs of each row, and the closure returns a loss; give step() one of "
-                "tezo.closure(model, batch), or choose another method."
-            )
+            raise RequestError(NO_OUTPUTS)
         count = len(next(iter(draw.directions.values())))
         try:
             with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
@@ -190,7 +189,7 @@ class LinearModel:
     def best_part(self, step: Candidate, moved: Outputs) -> float:
         """Returns the part of a step after which the loss is lowest, by scores that are quadratic along it."""
         along_TC = self._slopes_TCK @ (torch.tensor(step.coefficients, dtype=torch.float64) / self._unit)
-        bend_TC = torch.where(self._z_TC.isinf(), 0.0, moved.scores_TC.double().cpu() - self._z_TC) - along_TC
+        bend_TC = change(moved, self.own) - along_TC
 
         def loss(part: float) -> float:
             scores_TC = self._z_TC + part * along_TC + part**2 * bend_TC

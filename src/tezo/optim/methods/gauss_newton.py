@@ -1,4 +1,4 @@
-"""Random-subspace Gauss-Newton, a method of this library: each row's outputs are kept, and no rate is chosen."""
+"""Gauss-Newton in a small subspace, a method of this library: each row's outputs are kept; no rate is chosen."""
 
 from typing import Unpack
 
@@ -26,7 +26,7 @@ def gauss_newton(
     frozen_rank: int | None = 64,
     **basic: Unpack[Basic],
 ) -> ZerothOrderOptimizer:
-    """Random-subspace Gauss-Newton: the outputs of each row along a step's directions, and no rate. Ours.
+    """Gauss-Newton in a small subspace: the outputs of each row along a step's directions, and no rate. Ours.
 
         Z_j = U diag(tau_j) V^T,   U (M x r), V (N x r) and tau_j from a look,   j = 1, ..., K,
         F_j = (z(W + rho Z_j) - z(W)) / rho,   z the scores of the classes of each row,
@@ -40,7 +40,8 @@ def gauss_newton(
     `num_directions`. The step is the minimum of a convex model of the loss, shortened where the real loss is not what
     the model says (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken.
 
-    The closure must be of `tezo.closure`, or another `RowsClosure` that tells outputs.
+    The closure must be of `tezo.closure`, or another `RowsClosure` that tells outputs. Without `optimizer.set_rows` a
+    look has the rows of its step.
 
     U and V are new every `lazy_update_interval` steps; the change so far is then stored beside W_0 with rank
     `frozen_rank` at most, so that the result is an exact LoRA adapter. rho is about the change of scores along a
@@ -48,8 +49,7 @@ def gauss_newton(
 
     It is ours; the parts are of the derivative-free Gauss-Newton methods DFO-GN and DFBGN (Cartis and Roberts 2019,
     2023), of the kernel view of fine-tuning (Malladi et al. 2023), and of low-rank directions from activations (AGZO,
-    ZO-Act). Defaults are of first trials on SST-2 with a
-    decoder of 135M parameters, and were not searched.
+    ZO-Act). Defaults are of first trials on SST-2 and TREC with a decoder of 135M parameters, and were not searched.
     """
     perturbation = Temporal(FixedRank(rank=rank), "raw", basis=basis, interval=lazy_update_interval)
     return ZerothOrderOptimizer(
