@@ -84,9 +84,11 @@ class Evaluations:
             memory = memory_for("the evaluation of the untuned model", longest, "train.eval_batch_size")
             with memory, suppress(RequestError):  # of an output head that cannot be read
                 found = untuned(job.model, job.objective, job.train[:MOST_ROWS], job.test, batch_size)
-                for name, metrics in found.items():
-                    self._tell(name, 0, metrics)
-        return {name: self.known[name, 0] for name in (BIAS, PROBE) if (name, 0) in self.known}
+                self.known |= {(name, 0): metrics for name, metrics in found.items()}
+        known = {name: self.known[name, 0] for name in (BIAS, PROBE) if (name, 0) in self.known}
+        for name, metrics in known.items():
+            self._tell(name, 0, metrics)
+        return known
 
     def metrics(self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION) -> Metrics:
         """Returns metrics of the model on some rows.
