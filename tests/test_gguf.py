@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from folders import bpe_tokenizer, completion_rows, label_rows, read_jsonl, refused, tezo, train, write_rows
-from gguf.quants import quantize
+from gguf_files import GROUPS, HEADS, in_llama_cpp_order, tensors_of, tiny_llama, write_gguf
 from safetensors.torch import load_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -20,71 +20,6 @@ from tezo.models.saving import HERE
 from tezo.system.errors import RequestError
 
 TEXT = "The plot  2024 falls apart,\n  3 times 1234 it's  over"
-HEADS, GROUPS = 4, 2
-
-
-def tiny_llama(vocabulary: int) -> transformers.LlamaForCausalLM:
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, initializer_range=0.2,
-        num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=8, max_position_embeddings=64,
-        tie_word_embeddings=True, rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=2, pad_token_id=1,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config).eval()
-
-
-def in_llama_cpp_order(name: str, weight: torch.Tensor, counts: tuple[int, int] = (HEADS, GROUPS)) -> torch.Tensor:
-    """Rows of queries and keys as llama.cpp rotates them: the two halves of each head interleaved."""
-    heads = dict(zip(("attn_q", "attn_k"), counts, strict=True)).get(name.split(".")[-2])
-    if heads is None:
-        return weight
-    dim = weight.shape[0] // heads
-    order = [head * dim + half * dim // 2 + i for head in range(heads) for i in range(dim // 2) for half in range(2)]
-    return weight[order]
-
-
-def tensors_of(model) -> dict[str, torch.Tensor]:
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    found = {names.get_name(name, (".weight",)): weight.detach() for name, weight in model.named_parameters()}
-    return {name: in_llama_cpp_order(name, weight) for name, weight in found.items()}
-
-
-def write_gguf(path, model, tokenizer, *, packed=None, pre="smollm", architecture="llama", more=None):
-    """A file of a Llama as llama.cpp has it; matrices in the type `packed`, or in float32."""
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
-    writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    inner = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    tokens = sorted(inner["vocab"], key=inner["vocab"].get)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in inner["merges"]])
-    for name in ("bos", "eos", "pad", "unk"):
-        getattr(writer, f"add_{name}_token_id")(getattr(tokenizer, f"{name}_token_id"))
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
-    for key, value in (more or {}).items():
-        {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)](key, value)
-    for name, weight in tensors_of(model).items():
-        kind = packed if packed is not None and weight.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, quantize(weight.numpy(), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,19 @@ import tezo
 SOURCE = Path(tezo.__file__).parent
 
 # A package may import itself and those before it.
-ORDER = ["system", "directions", "forward", "optim", "models", "tasks", "runs", "training", "cli", "__main__"]
+ORDER = [
+    "system",
+    "directions",
+    "forward",
+    "optim",
+    "models",
+    "tasks",
+    "engines",
+    "runs",
+    "training",
+    "cli",
+    "__main__",
+]
 
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 

@@ -37,6 +37,7 @@ def train(
     ] = None,
     reward: RewardOption = None,
     steps: Annotated[str | None, typer.Option(metavar="INTEGER", help="Number of steps.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What runs the forward passes: torch, or llama.cpp.")] = None,
     quantization: Annotated[str | None, typer.Option(help="Quantization of linear layers: nf4, int8, int8wo.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of directions, data order and sampling.")] = None,
     settings: list[str] = SetOption,
@@ -53,8 +54,8 @@ def train(
         raise RequestError("output is not set; give --output FOLDER for the run.")
     named = {
         "model.name": model, "data.train": data, "data.task": task, "data.dir": data_dir, "data.test": test,
-        "method.name": method, "method.lr": lr, "model.quantization": quantization, "train.reward": reward,
-        "train.steps": steps, "train.seed": seed,
+        "method.name": method, "method.lr": lr, "model.engine": engine, "model.quantization": quantization,
+        "train.reward": reward, "train.steps": steps, "train.seed": seed,
     }  # fmt: skip
     flags = [(key, value) for key, value in named.items() if value is not None]
     with showing_work() as line:
@@ -150,6 +151,8 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
         print(f"LoRA adapter of rank {made['rank']}: {result}")
         alone = made.get("why_not_in_peft")
         print(f"  for tezo alone: {alone}" if alone else in_peft)
+        if "engine_file" in made:
+            print(f"  {made['engine']}:  --lora {result / made['engine_file']}")
     elif made["kind"] == "peft":
         print(f"{made['adapter']} adapter: {result}")
         print(in_peft)

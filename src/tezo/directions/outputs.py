@@ -114,9 +114,13 @@ def of_tokens(log_probs_TV: Tensor, right_T: Tensor, tokens_TC: Tensor | None) -
         others = log_probs_TV.scatter(1, right_T.unsqueeze(1), -torch.inf).topk(count).indices
         rest = torch.full_like(right_T, -1)
         tokens_TC = torch.cat([right_T.unsqueeze(1), others, rest.unsqueeze(1)], 1)
-    named = log_probs_TV.gather(1, tokens_TC[:, :-1])
-    rest = (1 - named.double().exp().sum(1, keepdim=True)).clamp_min(RARE).log().to(named.dtype)
-    return torch.cat([named, rest], 1), tokens_TC
+    return named_and_rest(log_probs_TV.gather(1, tokens_TC[:, :-1])), tokens_TC
+
+
+def named_and_rest(log_probs_TC: Tensor) -> Tensor:
+    """Returns log-probabilities of some tokens, and behind them that of all others together, (T, C + 1)."""
+    rest_T1 = (1 - log_probs_TC.double().exp().sum(1, keepdim=True)).clamp_min(RARE).log()
+    return torch.cat([log_probs_TC, rest_T1.to(log_probs_TC.dtype)], 1)
 
 
 def fitted_bias(outputs: Outputs) -> Tensor:

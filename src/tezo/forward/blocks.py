@@ -109,7 +109,7 @@ def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift]
     for _, group in groupby(shifts, key=lambda shift: (id(shift.direction), *shift.examples)):
         own = list(group)
         blocks, start = slice(start, start + len(own)) if len(own) < len(shifts) else None, start + len(own)
-        z, scales = _draw(own[0].direction).of(own[0].examples[0]), [shift.scale for shift in own]
+        z, scales = draw_of(own[0].direction).of(own[0].examples[0]), [shift.scale for shift in own]
         if origin is None:
             yield blocks, change.with_coefficient(z).scaled(scales)
         elif apart:
@@ -129,7 +129,7 @@ def _column(scales: tuple[float, ...], ndim: int, dtype: torch.dtype, device: to
 
 def _of_examples(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift]) -> Iterator[Points]:
     directions = {id(shift.direction): shift for shift in shifts}
-    points = {key: _draw(shift.direction).points(shift.examples) for key, shift in directions.items()}
+    points = {key: draw_of(shift.direction).points(shift.examples) for key, shift in directions.items()}
     size, start = change.coefficient.numel(), 0
     if size * sum(len(shift.examples) for shift in shifts) <= STACK:  # one product for all
         moved = [points[id(shift.direction)](shift.scale, slice(None), origin) for shift in shifts]
@@ -143,6 +143,7 @@ def _of_examples(change: FixedFactors, origin: Tensor | None, shifts: Sequence[S
             start += len(some)
 
 
-def _draw(direction: Direction) -> CoefficientDraw:
+def draw_of(direction: Direction) -> CoefficientDraw:
+    """Returns the draw of the coefficients of a low-rank direction."""
     assert isinstance(direction, FixedFactors)
     return direction.draw

@@ -18,7 +18,7 @@ from tezo.directions.products import arithmetic_dtype
 from tezo.directions.spaces import Direction, FixedCoefficient, FixedFactors, LowRank, row_tiles
 from tezo.directions.targets import Site, Target, only_input
 from tezo.forward import rounding
-from tezo.forward.blocks import Blocks, Points, block_points
+from tezo.forward.blocks import Blocks, Points, block_points, draw_of
 from tezo.forward.interception import EMBEDDING, Interception, untraced
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, require_plain, require_writable
 
@@ -138,6 +138,24 @@ class InForward(PerturbedParameter):
     def trained(self) -> list[tuple[Tensor, Tensor]]:
         frozen = [] if self.frozen is None else [self.frozen.factors()]
         return frozen + ([self.change.split_factors()] if self.change is not None and self._changed else [])
+
+    def changes(self) -> list[tuple[Tensor, Tensor] | None]:
+        # F + D + scale_g Z_g; D and Z_g have the same fixed factors, and so has their sum
+        self.was_called |= bool(self.shifts)
+        if not self._moved:
+            return [None]
+        own: list[FixedFactors] = []
+        if self.change is not None and self.shifts:
+            drawn = {id(shift.direction): shift for shift in self.shifts}
+            points = {key: draw_of(shift.direction).points(shift.examples) for key, shift in drawn.items()}
+            origin, every = self.change.coefficient if self._changed else None, slice(None)
+            stacks = [points[id(shift.direction)](shift.scale, every, origin) for shift in self.shifts]
+            own = [self.change.with_coefficient(coefficient) for stack in stacks for coefficient in stack]
+        elif self.change is not None and self._changed:
+            own = [self.change]
+        frozen = [] if self.frozen is None else [self.frozen.factors()]
+        dtype = self.target.state_dtype
+        return [join([*frozen, point.factors()], dtype) for point in own] or [join(frozen, dtype)]
 
     def fold(self) -> None:
         # W += F + D, then F = D = 0, in one pass over the stored tensor

@@ -276,6 +276,19 @@ class PerturbedParameter(ABC):
         """Returns (left, right) pairs; the change stored beside the stored tensor is the sum of left @ right^T."""
         return []
 
+    def changes(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Returns factors (left, right) of the difference of W_t, perturbed, and the stored tensor, for each block.
+
+        None: there is no difference. One block: it is that of all rows.
+
+        Raises:
+            RequestError: the change is not low-rank.
+        """
+        raise RequestError(
+            f"{self.target.name} is perturbed {self.way}, and an engine takes low-rank changes of linear layers alone; "
+            "use gauss-newton, tezo, lozo or subzo, or method.targets=all-linear."
+        )
+
     def fold(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor
         """Adds the change stored beside the stored tensor to it; here there is none."""
 
@@ -322,10 +335,15 @@ _open: WeakSet[PerturbedParameter] = WeakSet()
 """All instances that are not closed."""
 
 
+def open_on(parameters: Iterable[Tensor]) -> list[PerturbedParameter]:
+    """Returns what perturbs and updates any of these, of optimizers that are not closed."""
+    asked = {id(parameter) for parameter in parameters}
+    return [moving for moving in _open if id(moving.target.parameter) in asked]
+
+
 def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
     """Returns whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
-    asked = {id(parameter) for parameter in parameters}
-    return any(id(moving.target.parameter) in asked and moving.state() for moving in _open)
+    return any(moving.state() for moving in open_on(parameters))
 
 
 def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
@@ -336,8 +354,7 @@ def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
     Raises:
         RequestError: they cannot be added, because the tensors are packed.
     """
-    asked = {id(parameter) for parameter in parameters}
-    ours = [moving for moving in _open if id(moving.target.parameter) in asked]
+    ours = open_on(parameters)
     if any(moving.owner() is not None and moving.state() for moving in ours):
         gc.collect()  # its optimizer may be gone but for a cycle
     left = [moving for moving in ours if moving.owner() is None]

@@ -6,7 +6,7 @@ same file, llama.cpp's is what the model was made with.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import pre_tokenizers
+from torch import Tensor
 
 from tezo.models.lora import Adapter
 from tezo.system.errors import RequestError
@@ -199,25 +200,76 @@ def save_gguf(adapter: Adapter, folder: Path, *, model: Any) -> None:
         RequestError: see `check_gguf`, or a layer has no name in GGUF.
     """
     check_gguf(model)
+    write_gguf_lora(folder / GGUF_FILE, adapter.rank, adapter.pairs, GgufNames(model))
+
+
+class GgufNames:
+    """How a model of transformers is written in GGUF: names, and the order of rows that llama.cpp rotates.
+
+    Args:
+        model: of a class in `ARCHITECTURES`.
+
+    Attributes:
+        architecture: its name in GGUF.
+    """
+
+    def __init__(self, model: Any) -> None:
+        import gguf
+
+        config = model.config
+        self.architecture = ARCHITECTURES[type(model).__name__]
+        number = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+        self._heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+
+    def name(self, parameter: str) -> str | None:
+        """Returns the name of a tensor; None if there is none."""
+        found: str | None = self._names.get_name(parameter, try_suffixes=(".weight", ".bias"))
+        return found
+
+    def to_gguf(self, module: str, rows: Tensor) -> Tensor:
+        """Returns the rows of a layer's weight or factor in llama.cpp's order."""
+        heads = self._rotated(module)  # it rotates neighbouring pairs of a head here, where transformers rotates halves
+        return (
+            rows if heads is None else rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        )
+
+    def from_gguf(self, module: str, rows: Tensor) -> Tensor:
+        """Undoes `to_gguf`."""
+        heads = self._rotated(module)
+        return (
+            rows if heads is None else rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        )
+
+    def _rotated(self, module: str) -> int | None:
+        return self._heads.get(module.rpartition(".")[2]) if self.architecture == "llama" else None
+
+
+def write_gguf_lora(path: str | Path, alpha: int, pairs: Mapping[str, tuple[Tensor, Tensor]], names: GgufNames) -> None:
+    """Writes a LoRA adapter; see `save_gguf`.
+
+    Args:
+        path: of the file.
+        alpha: llama.cpp adds alpha / R times B A; for 0 it adds B A, whatever the rank of a layer.
+        pairs: module name -> (A_RI, B_OR).
+        names: of the base model.
+
+    Raises:
+        RequestError: a layer has no name in GGUF.
+    """
     import gguf
 
-    architecture, config, tensors = ARCHITECTURES[type(model).__name__], model.config, {}
-    number = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for module, (a_RI, b_OR) in adapter.pairs.items():
-        name, layer = names.get_name(f"{module}.weight", try_suffixes=(".weight",)), module.rpartition(".")[2]
+    tensors = {}
+    for module, (a_RI, b_OR) in pairs.items():
+        name = names.name(f"{module}.weight")
         if name is None:
-            raise RequestError(f"format is gguf-lora, and {module} has no name in GGUF; use --format lora.")
-        if architecture == "llama" and layer in heads:
-            # llama.cpp rotates neighbouring pairs of a head here, where transformers rotates halves
-            b_OR = b_OR.reshape(heads[layer], 2, -1, b_OR.shape[1]).transpose(1, 2).reshape(b_OR.shape)
-        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = a_RI, b_OR
-    writer = gguf.GGUFWriter(folder / GGUF_FILE, architecture)
+            raise RequestError(f"{module} has no name in GGUF, which an adapter for llama.cpp needs; leave it out.")
+        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = a_RI, names.to_gguf(module, b_OR)
+    writer = gguf.GGUFWriter(path, names.architecture)
     try:
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(adapter.rank))
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
         for name, value in tensors.items():
             writer.add_tensor(name, value.to(torch.float32).contiguous().numpy())
         writer.write_header_to_file()
@@ -225,3 +277,35 @@ def save_gguf(adapter: Adapter, folder: Path, *, model: Any) -> None:
         writer.write_tensors_to_file()
     finally:
         writer.close()
+
+
+class GgufWeights(Mapping[str, Tensor]):
+    """The weights of a file by the names of their parameters in transformers, read and unpacked at each use.
+
+    Args:
+        path: of the file.
+        model: its model, of a class in `ARCHITECTURES`.
+    """
+
+    def __init__(self, path: str, model: Any) -> None:
+        import gguf
+
+        self._names = GgufNames(model)
+        self._parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+    def __getitem__(self, parameter: str) -> Tensor:
+        import gguf
+
+        name = self._names.name(parameter) or ""
+        tied = "token_embd.weight" if name == "output.weight" and name not in self._tensors else name
+        found = self._tensors[tied]
+        values = gguf.quants.dequantize(found.data, found.tensor_type)
+        values = values if values.flags.writeable else values.copy()  # plain numbers are a view of the file
+        return self._names.from_gguf(parameter.rpartition(".")[0], torch.from_numpy(values).float())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

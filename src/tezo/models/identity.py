@@ -37,17 +37,23 @@ _JUST_NOW = 2.0
 """Seconds within which a file can change again and keep its time of change, on file systems with coarse clocks."""
 
 
-def fingerprint(model: Any, kind: Kind, tokenizer: Any = None, *, loaded_from: str | None = None) -> dict[str, str]:
+def fingerprint(
+    model: Any, kind: Kind, tokenizer: Any = None, *, loaded_from: str | None = None, file: str | None = None
+) -> dict[str, str]:
     """Returns the fingerprint of a model as it is loaded, the same on every device and placement.
 
     Packed weights count as they are packed; weights that no loss of this kind depends on do not count. Where
     `loaded_from` names the files and the way of loading (see `stamp`), the digest of the weights is kept in the cache
-    folder, and not made again.
+    folder, and not made again. Weights that stay in their file count by `file`, its digest.
     """
     packed = getattr(model.config, "quantization_config", None) is not None
+    weights, form = file, "in the file"
+    if weights is None:
+        weights = _weights(model, kind) if loaded_from is None else _kept_weights(model, kind, loaded_from)
+        form = f"{model.dtype}{', packed' * packed}".removeprefix("torch.")
     parts = {
-        "weights": _weights(model, kind) if loaded_from is None else _kept_weights(model, kind, loaded_from),
-        "form": f"{model.dtype}{', packed' * packed}".removeprefix("torch."),
+        "weights": weights,
+        "form": form,
         "config.class": type(model).__name__,
     }
     parts |= {f"config.{key}": _text(value) for key, value in _settings(model.config.to_dict()).items()}

@@ -29,6 +29,7 @@ from transformers import (
 
 from tezo.directions.products import is_emulated
 from tezo.directions.targets import device_of, find_targets, frozen_notice, is_packed
+from tezo.forward.engine import Engine
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.models.gguf import check_gguf_file, gguf_tokenizer, is_gguf, load_gguf, reading_once, settle_gguf
 from tezo.models.identity import Fingerprint, fingerprint, stamp
@@ -91,6 +92,8 @@ class LoadedModel:
     """Positions that an adapter takes in front of every text."""
     labels: CarriedLabels | None = None
     """Labels that are beside the weights."""
+    engine: Engine | None = None
+    """Runs the forward passes; None: torch does."""
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +143,7 @@ def load_model(
             no safetensors, its index points outside its folder, the GGUF file has no whole model, or the model does not
             support this quantization, placement or untying.
     """
-    source, place, where = _resolve(name), PLACEMENTS[placement], choose_device(device)
+    source, place, where = resolve_name(name), PLACEMENTS[placement], choose_device(device)
     trust, packed, in_gguf = {"trust_remote_code": trust_remote_code}, quantization != "none", is_gguf(source)
     if packed and not place.packed:
         raise RequestError(
@@ -152,7 +155,7 @@ def load_model(
             f"model.quantization is {quantization}, and {name} is a GGUF file, whose weights are unpacked; "
             "leave it out, or give the model as safetensors."
         )
-    with current().phase(LOADING), _loading(name, trust_remote_code), reading_once() if in_gguf else nullcontext():
+    with current().phase(LOADING), loading(name, trust_remote_code), reading_once() if in_gguf else nullcontext():
         before = stamp(source)
         config = AutoConfig.from_pretrained(source, **({"gguf_file": source} if in_gguf else trust))
         asked: AskedKind = "causal" if in_gguf and kind == "auto" else kind  # no architecture stands in such a file
@@ -178,7 +181,7 @@ def load_model(
         _check_complete(name, model, model_kind, report["missing_keys"])
         if quantization == "nf4":
             stay_packed(model)
-        _set_padding(name, model, tokenizer, model_kind)
+        set_padding(name, model, tokenizer, model_kind)
         model = (model if "device_map" in options else model.to(where)).eval()
         if untie_head:
             notices += give_head_weights(model)
@@ -194,7 +197,7 @@ def load_model(
 
 
 @contextmanager
-def _loading(name: str, trust_remote_code: bool) -> Iterator[None]:
+def loading(name: str, trust_remote_code: bool = False) -> Iterator[None]:
     """Turns what transformers and tokenizers raise over the files of a model into a `RequestError`."""
     folder = "give a folder that save_pretrained wrote, or a hub name"
     try:
@@ -246,7 +249,7 @@ def num_embeddings(model: Any) -> int | None:
         return None
 
 
-def _set_padding(name: str, model: Any, tokenizer: Any, kind: Kind) -> None:
+def set_padding(name: str, model: Any, tokenizer: Any, kind: Kind) -> None:
     """Gives a tokenizer without a padding token its end-of-text or unknown token; `RequestError` if it has neither."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -309,8 +312,12 @@ def embedded_source(name: str) -> Path:
     return weights if is_gguf(weights) else weights.parent
 
 
-def _resolve(name: str) -> str:
-    """The folder, the absolute path of a GGUF file, or the hub name that a model is loaded from."""
+def resolve_name(name: str) -> str:
+    """Returns the folder, the absolute path of a GGUF file, or the hub name that a model is loaded from.
+
+    Raises:
+        RequestError: there is no such model.
+    """
     if name == IN_MEMORY:
         raise RequestError(
             "model.name: the base model of this run was an object in memory; save it with save_pretrained, and give "
@@ -464,7 +471,7 @@ def from_objects(model: Any, tokenizer: Any, kind: AskedKind = "auto", *, keep: 
         )
     settle_gguf(model)
     found = choose_kind(kind, [type(model).__name__], model.config)
-    _set_padding(type(model).__name__, model, tokenizer, found)
+    set_padding(type(model).__name__, model, tokenizer, found)
     notices = [SETTLED] * any(kept) + frozen_notice(model) + _emulation_notice(model)
     current().watch(model)
     with current().phase(LOADING):

@@ -222,10 +222,16 @@ def _refuse_loading() -> None:
     )
 
 
+def attached_to(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns module name -> (A_RI, B_OR) of what `attach_adapter` has attached to a model and is still attached."""
+    terms = {id(weight): term.args for term, weight in _attached.items()}
+    names = {name: id(getattr(module, "weight", None)) for name, module in model.named_modules()} if terms else {}
+    return {name: terms[weight] for name, weight in names.items() if weight in terms}
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Returns whether `attach_adapter` has attached an adapter to the model that is still attached."""
-    weights = {id(parameter) for parameter in model.parameters()}
-    return any(id(weight) in weights for weight in _attached.values())
+    return bool(attached_to(model))
 
 
 _left: WeakKeyDictionary[nn.Module, tuple[Sequence[Handle], Adapter]] = WeakKeyDictionary()

@@ -182,8 +182,11 @@ def save_result(
                 raise _NotInPeftError
             save_adapter(adapter, folder, model=loaded.model, base=config.name)
             save_card(adapter, folder, loaded.model, config.name, loaded.fingerprint, tuning, reason)
-            odd = {} if reason is None else {"why_not_in_peft": reason}
-            return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank, **odd}
+            more = {} if reason is None else {"why_not_in_peft": reason}
+            if loaded.engine is not None:
+                beside = loaded.engine.save_beside(adapter.rank, adapter.pairs, folder)
+                more |= {} if beside is None else {"engine": loaded.engine.name, "engine_file": beside}
+            return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank, **more}
     optimizer.merge()
     with place("model") as folder:
         save_model(loaded.model, loaded.tokenizer, folder)

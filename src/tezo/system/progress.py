@@ -138,7 +138,10 @@ class Meter:
 
     def _count(self, module: Any, args: Sequence[Sized], named: Mapping[str, Sized]) -> None:
         del module
-        rows = len((*args, *named.values())[0])
+        self.count(len((*args, *named.values())[0]))
+
+    def count(self, rows: int) -> None:
+        """Counts rows that a model gets."""
         self._open[-1].rows += rows
         self._rows[self._open[-1].name] += rows
 

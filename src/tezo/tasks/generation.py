@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
 
 from tezo.directions.random import normal
 from tezo.system.progress import tracked
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
+from tezo.tasks.objectives.evaluators import Continuing
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.objectives.readers import base_of
 
@@ -85,31 +85,12 @@ def _generate(
 ) -> list[str]:
     assert isinstance(objective, CausalObjective)
     tokenizer, rows = objective.tokenizer, [encoded[i] for i in part]
-    prompts = [e.prompt for e in rows]
-    length = max(map(len, prompts))
-    padded = [(tokenizer.pad_token_id,) * (length - len(p)) + tuple(p) for p in prompts]
-    mask = [[0] * (length - len(p)) + [1] * len(p) for p in prompts]
-    one_line = not rows[0].example.ends
-    more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if one_line else {}
-    if sampling is not None:
-        noisy = sampling.noisy
-        more["logits_processor"] = LogitsProcessorList([lambda ids, scores: noisy(scores, part, ids.shape[1] - length)])
-    base = base_of(model)
-    kept = base.generation_config  # `generate` would add its penalties, limits of time, and tokens forced or suppressed
-    ends = sorted(objective.ends.marks)
-    base.generation_config = GenerationConfig(bos_token_id=kept.bos_token_id, eos_token_id=ends or None)
-    try:
-        output = model.generate(
-            input_ids=torch.tensor(padded, device=objective.device),
-            attention_mask=torch.tensor(mask, device=objective.device),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id,
-            **more,
-        )
-    finally:
-        base.generation_config = kept
+    prompts, one_line = [e.prompt for e in rows], not rows[0].example.ends
+    noisy = None if sampling is None else lambda logits, at, place: sampling.noisy(logits, [part[i] for i in at], place)
+    wanted = Continuing(max_new_tokens, sorted(objective.ends.marks), one_line, noisy)
+    continued = objective.evaluator.continuations(model, tokenizer, prompts, wanted)
     texts = []
-    for own, prompt, new in zip(rows, prompts, output[:, length:].tolist(), strict=True):
+    for own, prompt, new in zip(rows, prompts, continued, strict=True):
         end = next((place for place, token in enumerate(new) if token in objective.ends.marks), None)
         text = text_after(tokenizer, prompt, new[:end], special=False)
         if end is None and not (one_line and "\n" in text):

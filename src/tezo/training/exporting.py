@@ -49,7 +49,11 @@ def export_run(
     Raises:
         RequestError: the run has no result of this form, or the base model is another one.
     """
-    settings = [("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
+    settings = [
+        ("model.placement", "device"),
+        ("model.engine", "torch"),  # weights in the file of an engine take no change
+        ("model.trust_remote_code", trust_remote_code),
+    ]
     config = _checked_config(run, output, form, [*settings, *([("model.name", model)] if model else [])])
     saved, peft = run / ADAPTER, config.model.peft
     if not saved.is_dir():
@@ -76,8 +80,11 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None
 
 def check_mergeable(model: Any) -> None:
     """Raises a `RequestError` where the weights of a model in memory cannot take a change."""
-    if getattr(model, "is_quantized", False):  # set by transformers
-        raise RequestError("the base model is packed and takes no change; export its adapter, in the format lora.")
+    if getattr(model, "is_quantized", False) or any(p.is_meta for p in model.parameters()):  # set by transformers
+        raise RequestError(
+            "the base model is packed, or stays in its file, and takes no change; export its adapter, in the format "
+            "lora, or export the folder of the run."
+        )
 
 
 def _checked_config(run: Path, output: Path, form: str, settings: list[tuple[str, Any]]) -> Config:

@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tezo import engines
 from tezo.directions.bases.basis import Passes
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.random import permutation
 from tezo.directions.ranks import is_zero
 from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
+from tezo.forward.engine import Engine
 from tezo.forward.interception import DirectReads
 from tezo.models.kinds import IN_MEMORY, is_unused
-from tezo.models.loading import LoadedModel, check_head_not_tied, load_model
+from tezo.models.loading import LoadedModel, check_head_not_tied
 from tezo.models.peft import add_adapter
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, method
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.words import REWARD
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError
 from tezo.system.progress import CHECKING, ENCODING, current, tracked
@@ -121,6 +123,9 @@ def reward_notice(reward: Reward | None) -> list[str]:
 BASIS_ROWS = 64
 """Training rows that a basis which sees the data looks at: as many as two steps of 16 rows pass."""
 
+LOOKED_AT_ONCE = 32
+"""Rows of a pass in torch where an engine runs the others, so that a look takes little more memory than they do."""
+
 HELD_OUT_ROWS = 64
 """Rows that trials of learning rates are compared on, at most."""
 
@@ -200,6 +205,10 @@ def prepare(
         RequestError: something does not fit.
     """
     reward = make_reward(config, score)
+    if config.model.engine != engines.TORCH and config.method.options.get("directions") == PER_EXAMPLE:
+        raise RequestError(
+            f"method.directions is per-example, which {config.model.engine} does not compute; set shared, or auto."
+        )
     splits = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
     used = _encode(config, loaded, splits, reward)
@@ -237,7 +246,7 @@ def prepare(
         notices=(
             *reward_notice(reward),
             *used.notices,
-            *_untrained_notice(untrained),
+            *_untrained_notice(untrained, loaded.engine),
             *_left_out_notice(config, optimizer, untrained),
             *_rank_notice(config, optimizer),
             *found.notices,
@@ -311,7 +320,7 @@ class RunRows(Rows):
         order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
         self._others = [others[i] for i in order]
         self.held_out = len(self._others)
-        self.share_directions = objective.shared_tokens > 0
+        self.share_directions = objective.shared_tokens > 0 or objective.evaluator.shares_directions
 
     def _closure(self, rows: Sequence[Encoded]) -> BatchClosure:
         return self._objective.closure(self._model, self._objective.batches(rows))
@@ -334,17 +343,7 @@ class RunRows(Rows):
 
 def load(config: Config) -> LoadedModel:
     """The base model of a configuration."""
-    m = config.model
-    return load_model(
-        m.name,
-        kind=m.kind,
-        dtype=m.dtype,
-        device=m.device,
-        quantization=m.quantization,
-        placement=m.placement,
-        untie_head=m.untie_head,
-        trust_remote_code=m.trust_remote_code,
-    )
+    return engines.load(config.model)
 
 
 def load_for_tuning(config: Config, loaded: LoadedModel | None = None) -> LoadedModel:
@@ -354,19 +353,20 @@ def load_for_tuning(config: Config, loaded: LoadedModel | None = None) -> Loaded
 
 def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded]) -> list[str]:
     """Parameters that the loss does not depend on, or that it reads past their modules."""
-    targets, batch = find_targets(loaded.model), objective.collate(train[:1])
+    targets = find_targets(loaded.model)
+    if loaded.engine is not None:
+        return [t.name for t in targets if not (t.is_linear and loaded.engine.changes(t.sites[0].name))]
+    batch = objective.collate(train[:1])
     with current().phase(CHECKING), torch.no_grad(), DirectReads(targets) as reads:
         uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
     apart = uncalled | reads.names
     return [target.name for target in targets if target.name in apart or is_unused(target.name, loaded.kind)]
 
 
-def _untrained_notice(names: Sequence[str]) -> list[str]:
-    return (
-        [f"left untrained, since the loss does not depend on them, or reads them past their modules: {_some(names)}."]
-        if names
-        else []
-    )
+def _untrained_notice(names: Sequence[str], engine: Engine | None) -> list[str]:
+    why = "the loss does not depend on them, or reads them past their modules"
+    why = why if engine is None else f"{engine.name} changes linear layers inside the model alone"
+    return [f"left untrained, since {why}: {_some(names)}."] if names else []
 
 
 def _left_out_notice(config: Config, optimizer: BaseOptimizer, untrained: Collection[str]) -> list[str]:
@@ -413,7 +413,8 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
 
     def passes(refresh_step: int) -> None:
         chosen = permutation(len(train), seed=seed, step=refresh_step, name="basis")[:BASIS_ROWS]
-        objective.losses(loaded.model, objective.batches([train[i] for i in chosen]), 1)
+        rows = objective.in_torch()
+        rows.losses(loaded.model, rows.batches([train[i] for i in chosen]), 1)
 
     return passes
 
@@ -430,7 +431,9 @@ def rows_to_look_at(
     looked, _ = parts(len(train), settings.seed)
     count = min(count, len(looked))
     chosen = [train[looked[i % len(looked)]] for i in range(step * count, (step + 1) * count)]
-    return objective.closure(loaded.model, objective.batches(chosen, settings.most_rows))
+    looking = objective.in_torch()
+    most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
+    return looking.closure(loaded.model, looking.batches(chosen, most))
 
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:

@@ -6,6 +6,7 @@ from tezo.models.kinds import Kind
 from tezo.models.loading import LoadedModel
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.encoder import ClassifierObjective, EncoderObjective
+from tezo.tasks.objectives.evaluators import InEngine
 from tezo.tasks.objectives.masked import MaskedObjective
 from tezo.tasks.objectives.objective import Objective
 
@@ -24,4 +25,7 @@ def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int |
     """
     length = min(max_length or loaded.max_length, loaded.max_length)
     head = (loaded.classes,) if loaded.classes else ()
-    return _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options, *head, model=loaded.model)
+    found = _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options, *head, model=loaded.model)
+    if loaded.engine is not None and isinstance(found, CausalObjective):
+        found.evaluator = InEngine(loaded.engine)
+    return found

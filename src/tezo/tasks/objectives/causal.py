@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.outputs import Outputs, Places, joined, of_tokens
+from tezo.directions.outputs import Outputs, Places
 from tezo.models.loading import UNBOUNDED
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
@@ -15,14 +15,10 @@ from tezo.tasks.objectives.batch import (
     Batch,
     TokenTree,
     common_prefix,
-    longest_packed,
     packed_tree,
-    padded,
-    takes_packed,
 )
 from tezo.tasks.objectives.ends import ends_of
 from tezo.tasks.objectives.objective import Encoded, Objective, Terms
-from tezo.tasks.objectives.readers import hidden_at, logits_at
 
 MOST_PACKED = 512
 """Tokens of options in a packed row, or as many as its prompt has: each token is compared with the whole row."""
@@ -146,8 +142,8 @@ class CausalObjective(Objective):
         several = [e for e in encoded if len(e.sequences) > 1]
         if several and (self._model is None or self._model() is not model):
             longest = max(several, key=lambda e: e.length)
-            self.packs = takes_packed(model, longest.sequences[0])
-            self._most, self._model = longest_packed(model), weakref.ref(model)
+            self.packs, self._most = self.evaluator.packed_length(model, longest.sequences[0])
+            self._model = weakref.ref(model)
 
     def trees(self, encoded: Sequence[Encoded]) -> list[list[TokenTree]]:
         # a batch has one mask for all rows, so no row is packed if a sequence of it is too long
@@ -178,32 +174,15 @@ class CausalObjective(Objective):
 
         float32 or wider and bool, both (copies S, K), 0 and False where not valid.
         """
-        parts = [self._log_probs(model, part.repeated(copies)) for part in batch.passes()]
-        chosen, hits = (torch.cat([x.unflatten(0, (copies, -1)) for x in own], 1) for own in zip(*parts, strict=True))
-        return chosen.flatten(0, 1), hits.flatten(0, 1)
-
-    def _log_probs(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits_RUV = logits_at(model, batch.inputs(model.dtype), batch.reads_RU)
-        row_S1 = batch.row_S.unsqueeze(1)
-        chosen = logits_RUV.log_softmax(-1)[row_S1, batch.slots_SK, batch.tokens_SK]
-        hits = logits_RUV.argmax(-1)[row_S1, batch.slots_SK] == batch.tokens_SK
-        return chosen * batch.valid_SK, hits & batch.valid_SK
+        return self.evaluator.log_probs(model, batch, copies)
 
     def outputs(self, model: Any, batch: Batch, tokens_TC: Tensor | None = None) -> Outputs:
         if batch.labels_B is not None:
             return super().outputs(model, batch)
-        found, start = [], 0
-        for part in batch.passes():
-            right_T = part.tokens_SK[part.valid_SK]
-            own = None if tokens_TC is None else tokens_TC[start : start + len(right_T)]
-            start += len(right_T)
-            logits_RUV = logits_at(model, part.inputs(model.dtype), part.reads_RU)
-            logits_TV = logits_RUV[part.row_S.unsqueeze(1), part.slots_SK][part.valid_SK]
-            scores, own = of_tokens(logits_TV.log_softmax(-1), right_T.to(logits_TV.device), own)
-            places = torch.tensor(batch.places, device=part.example_S.device)
-            example_T = places[part.example_S].repeat_interleave(part.valid_SK.sum(1))
-            found.append(Outputs(scores, torch.zeros_like(right_T), example_T, own))
-        return joined(found)
+        scores_TC, tokens_TC = self.evaluator.likely(model, batch, tokens_TC)
+        places = torch.tensor(batch.places, device=batch.example_S.device)
+        example_T = places[batch.example_S].repeat_interleave(batch.valid_SK.sum(1))
+        return Outputs(scores_TC, torch.zeros_like(example_T), example_T, tokens_TC)
 
     def places(self, batch: Batch, start: int) -> list[Places | None]:
         if batch.labels_B is not None:
@@ -234,10 +213,7 @@ class CausalObjective(Objective):
 
     def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
         prompts = [e.prompt for e in encoded]
-        ids_BL = padded(prompts, int(self.tokenizer.pad_token_id)).to(self.device)
-        last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=self.device)
-        mask_BL = (torch.arange(ids_BL.shape[1], device=self.device) <= last_B1).long()
-        return hidden_at(model, {"input_ids": ids_BL, "attention_mask": mask_BL}, last_B1)[:, 0]
+        return self.evaluator.hidden(model, prompts, int(self.tokenizer.pad_token_id), self.device)
 
     def terms(self, model: Any, batch: Batch, copies: int = 1) -> Terms:
         if batch.labels_B is not None:

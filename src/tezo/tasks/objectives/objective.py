@@ -1,10 +1,11 @@
 """Objectives: encode examples, make batches of them, and compute the loss and the scores of their options."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from tezo.optim.estimators.estimate import RowsClosure
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch, TokenTree, padded, plain_tree
+from tezo.tasks.objectives.evaluators import IN_TORCH, Evaluator
 
 
 @contextmanager
@@ -150,6 +152,8 @@ class Objective(ABC):
     """The part of a prompt that is cut, in words."""
     packs: bool | None = None
     """Whether the options of an example share a row; None until `adapt` has tried it on examples."""
+    evaluator: Evaluator = IN_TORCH
+    """Runs the model, where it is a causal one."""
     shared_tokens: int = 0
     """Tokens, padding included, of the inputs that all batches share (label descriptions)."""
     shared_rows: int = 0
@@ -283,6 +287,12 @@ class Objective(ABC):
     def closure(self, model: Any, batches: Sequence[Batch]) -> "BatchClosure":
         """Returns the loss on the parts of a batch as a closure, for one model or for several copies at once."""
         return BatchClosure(self, model, tuple(batches))
+
+    def in_torch(self) -> Self:
+        """Returns the objective with forward passes of the model's own modules, for hooks in them."""
+        found = copy.copy(self)
+        found.evaluator = IN_TORCH
+        return found
 
     @contextmanager
     def sharing(self, model: Any, copies: int = 1) -> Iterator[None]:

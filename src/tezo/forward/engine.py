@@ -1,0 +1,168 @@
+"""The interface of engines: forward passes of a model whose weights another program holds.
+
+An engine is given texts, places in them, and changes of the weights as low-rank factors. It tells log-probabilities of
+tokens at the places. It knows nothing of directions, losses or methods, and these know nothing of it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tezo.forward.perturbed_parameter import open_on
+from tezo.system.errors import RequestError
+
+Change = Mapping[str, tuple[Tensor, Tensor]]
+"""Module name -> (A_RI, B_OR): x A^T B^T is added to the output of a linear layer. Modules that are not named, and all
+of an empty mapping, compute with the stored weights."""
+
+Chosen = Callable[[Tensor, Sequence[int], int], Tensor]
+Ended = Callable[[int, Sequence[int]], bool]
+
+NOTHING = -1
+"""In the place of a token that is not asked for."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of an engine: the next token at P places of texts, and C tokens of interest at each.
+
+    Attributes:
+        texts: token ids of each text, which ends at the last place in it. No text is the beginning of another, and no
+            two places have the same tokens up to them.
+        text_P: int64, text of each place, ascending.
+        position_P: int64, position in the text of the last token that is seen, ascending within a text.
+        tokens_PC: int64, tokens whose log-probabilities are asked for; `NOTHING` where a place has fewer.
+        likely: number of most likely tokens that are asked for besides.
+    """
+
+    texts: Sequence[Sequence[int]]
+    text_P: Tensor
+    position_P: Tensor
+    tokens_PC: Tensor
+    likely: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all texts."""
+        return sum(map(len, self.texts))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an engine tells of a model at the places that it was asked for.
+
+    Attributes:
+        log_probs_PC: float32, log-probabilities of the tokens that were asked for; 0 in the place of `NOTHING`.
+        likely_PL: int64, the most likely tokens, the likeliest first.
+        likely_log_probs_PL: float32, their log-probabilities.
+    """
+
+    log_probs_PC: Tensor
+    likely_PL: Tensor
+    likely_log_probs_PL: Tensor
+
+    def at(self, order_P: Tensor) -> "Told":
+        """Returns what was told of these places."""
+        return Told(self.log_probs_PC[order_P], self.likely_PL[order_P], self.likely_log_probs_PL[order_P])
+
+
+def told_by(logits_PV: Tensor, tokens_PC: Tensor, likely: int) -> Told:
+    """Returns what logits over a vocabulary, float32, tell of these tokens and of the `likely` likeliest."""
+    normal_P1 = logits_PV.logsumexp(1, keepdim=True)
+    log_probs_PC = logits_PV.gather(1, tokens_PC.clamp_min(0)) - normal_P1
+    values_PL, likely_PL = logits_PV.topk(likely)
+    return Told(log_probs_PC.masked_fill(tokens_PC == NOTHING, 0.0), likely_PL, values_PL - normal_P1)
+
+
+def joined(parts: Sequence[Told]) -> Told:
+    """Returns what was told of all places, in order."""
+    return Told(
+        torch.cat([part.log_probs_PC for part in parts]),
+        torch.cat([part.likely_PL for part in parts]),
+        torch.cat([part.likely_log_probs_PL for part in parts]),
+    )
+
+
+class Engine(ABC):
+    """A program that runs forward passes of a causal model."""
+
+    name: ClassVar[str]
+    """Value of `model.engine`."""
+
+    at_once = 1
+    """Number of changes that it computes side by side."""
+
+    @abstractmethod
+    def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
+        """Returns what is asked for, for each of the changes.
+
+        Raises:
+            RequestError: a change is of a layer that the engine does not change, or the engine fails.
+        """
+
+    @abstractmethod
+    def changes(self, module: str) -> bool:
+        """Returns whether the engine can change the weight of this linear layer."""
+
+    def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Returns the inputs of the output head at the last token of each text, (texts, D) in float32.
+
+        Raises:
+            RequestError: the engine does not tell them.
+        """
+        del change, texts
+        raise RequestError(f"the input of the output head cannot be read from {self.name}.")
+
+    def generate(
+        self, change: Change, prompts: Sequence[Sequence[int]], most: int, chosen: Chosen, ended: Ended
+    ) -> list[list[int]]:
+        """Returns the tokens that continue each prompt, the one that ended it among them.
+
+        Args:
+            change: of the weights.
+            prompts: token ids.
+            most: number of tokens after which a continuation is cut.
+            chosen: (logits of rows (rows, vocabulary), the rows, place of the token) -> the next tokens, (rows,).
+            ended: (row, its tokens so far) -> whether they are the last.
+
+        Raises:
+            RequestError: the engine does not continue texts.
+        """
+        del change, prompts, most, chosen, ended
+        raise RequestError(f"{self.name} continues no texts here; leave out what needs answers, or use another engine.")
+
+    def save_beside(self, rank: int, change: Change, folder: Path) -> str | None:
+        """Writes a trained change of rank R into the folder of an adapter; returns the name of the file.
+
+        None: there is no form of the engine's own.
+        """
+        del rank, change, folder
+        return None
+
+    def close(self) -> None:  # noqa: B027 - not every engine holds something
+        """Frees what the engine holds; it is not used any more."""
+
+
+def changes_of(model: nn.Module, count: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """Returns the change of the weights of a model in each of `count` blocks of rows, by all that tune it now.
+
+    Raises:
+        RequestError: what is tuned has a change that is not low-rank, or each example has its own.
+    """
+    found: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in range(count)]
+    for moving in open_on(model.parameters()):
+        blocks = moving.changes()
+        if len(blocks) not in (1, count):
+            raise RequestError(
+                "method.directions is per-example, which is not computed by an engine; set method.directions=shared."
+            )
+        for own, pair in zip(found, blocks * count if len(blocks) == 1 else blocks, strict=True):
+            if pair is not None:
+                left_MK, right_NK = (factor.detach().float().cpu() for factor in pair)
+                own[moving.target.sites[0].name] = right_NK.T.contiguous(), left_MK.contiguous()
+    return found

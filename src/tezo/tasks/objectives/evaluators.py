@@ -1,0 +1,264 @@
+"""Evaluators: what a causal model says at places of texts, by a forward pass in torch or in an engine.
+
+An objective asks its evaluator, and knows of no other way to run the model.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+
+from tezo.directions.outputs import LIKELY, named_and_rest, of_tokens
+from tezo.directions.targets import device_of
+from tezo.forward.engine import NOTHING, Asked, Change, Engine, Told, changes_of
+from tezo.models.lora import attached_to
+from tezo.system.progress import current
+from tezo.tasks.objectives.batch import Batch, longest_packed, padded, takes_packed
+from tezo.tasks.objectives.ends import text_after
+from tezo.tasks.objectives.readers import base_of, hidden_at, logits_at
+
+
+@dataclass(frozen=True)
+class Continuing:
+    """How prompts are continued.
+
+    Attributes:
+        most: number of tokens after which a continuation is cut.
+        ends: tokens that end one.
+        one_line: whether a line break ends one.
+        noisy: (logits, rows, place of the token) -> values whose largest is the next token; None: the logits are.
+    """
+
+    most: int
+    ends: Sequence[int]
+    one_line: bool
+    noisy: Callable[[Tensor, Sequence[int], int], Tensor] | None = None
+
+
+class Evaluator(ABC):
+    """Runs forward passes of a causal model with the parameters that it has at the time of the call."""
+
+    shares_directions = False
+    """Whether the rows of a batch must share their directions."""
+
+    @abstractmethod
+    def log_probs(self, model: Any, batch: Batch, copies: int) -> tuple[Tensor, Tensor]:
+        """Returns (log-probabilities of the answer tokens, whether each is the most likely token).
+
+        float32 or wider and bool, both (copies S, K), 0 and False where not valid. Hooks may perturb each copy
+        differently.
+        """
+
+    @abstractmethod
+    def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns (scores_TC, tokens_TC) at the T valid answer tokens, see `tezo.directions.outputs.of_tokens`."""
+
+    @abstractmethod
+    def hidden(self, model: Any, texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
+        """Returns the inputs of the output head at the last token of each text, (texts, D).
+
+        Raises:
+            RequestError: they cannot be read.
+        """
+
+    @abstractmethod
+    def continuations(
+        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing
+    ) -> list[list[int]]:
+        """Returns the tokens that continue each prompt; those behind its end are to be ignored."""
+
+    @abstractmethod
+    def packed_length(self, model: Any, sequence: Sequence[int]) -> tuple[bool, int | None]:
+        """Returns whether the options of an example may share a row, and its maximum length in tokens, if any."""
+
+
+class InTorch(Evaluator):
+    """Forward passes of the model itself."""
+
+    def log_probs(self, model: Any, batch: Batch, copies: int) -> tuple[Tensor, Tensor]:
+        parts = [self._log_probs(model, part.repeated(copies)) for part in batch.passes()]
+        chosen, hits = (torch.cat([x.unflatten(0, (copies, -1)) for x in own], 1) for own in zip(*parts, strict=True))
+        return chosen.flatten(0, 1), hits.flatten(0, 1)
+
+    def _log_probs(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits_RUV = logits_at(model, batch.inputs(model.dtype), batch.reads_RU)
+        row_S1 = batch.row_S.unsqueeze(1)
+        chosen = logits_RUV.log_softmax(-1)[row_S1, batch.slots_SK, batch.tokens_SK]
+        hits = logits_RUV.argmax(-1)[row_S1, batch.slots_SK] == batch.tokens_SK
+        return chosen * batch.valid_SK, hits & batch.valid_SK
+
+    def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores, tokens, start = [], [], 0
+        for part in batch.passes():
+            right_T = part.tokens_SK[part.valid_SK]
+            asked = None if tokens_TC is None else tokens_TC[start : start + len(right_T)]
+            start += len(right_T)
+            logits_RUV = logits_at(model, part.inputs(model.dtype), part.reads_RU)
+            logits_TV = logits_RUV[part.row_S.unsqueeze(1), part.slots_SK][part.valid_SK]
+            own = of_tokens(logits_TV.log_softmax(-1), right_T.to(logits_TV.device), asked)
+            scores.append(own[0])
+            tokens.append(own[1])
+        return torch.cat(scores), torch.cat(tokens)
+
+    def hidden(self, model: Any, texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
+        ids_BL = padded(texts, fill).to(device)
+        last_B1 = torch.tensor([[len(text) - 1] for text in texts], device=device)
+        mask_BL = (torch.arange(ids_BL.shape[1], device=device) <= last_B1).long()
+        return hidden_at(model, {"input_ids": ids_BL, "attention_mask": mask_BL}, last_B1)[:, 0]
+
+    def continuations(
+        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing
+    ) -> list[list[int]]:
+        length, device, noisy = max(map(len, prompts)), device_of(model), wanted.noisy
+        padding = [(tokenizer.pad_token_id,) * (length - len(prompt)) for prompt in prompts]
+        padded_BL = torch.tensor([own + tuple(p) for own, p in zip(padding, prompts, strict=True)], device=device)
+        mask_BL = torch.tensor([[0] * len(own) + [1] * (length - len(own)) for own in padding], device=device)
+        more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if wanted.one_line else {}
+        if noisy is not None:
+            rows = range(len(prompts))
+            more["logits_processor"] = LogitsProcessorList(
+                [lambda ids, scores: noisy(scores, rows, ids.shape[1] - length)]
+            )
+        base = base_of(model)
+        kept = base.generation_config  # `generate` would add its penalties, limits, and tokens forced or suppressed
+        base.generation_config = GenerationConfig(
+            bos_token_id=kept.bos_token_id, eos_token_id=list(wanted.ends) or None
+        )
+        try:
+            output = model.generate(
+                input_ids=padded_BL,
+                attention_mask=mask_BL,
+                max_new_tokens=wanted.most,
+                pad_token_id=tokenizer.pad_token_id,
+                **more,
+            )
+        finally:
+            base.generation_config = kept
+        found: list[list[int]] = output[:, length:].tolist()
+        return found
+
+    def packed_length(self, model: Any, sequence: Sequence[int]) -> tuple[bool, int | None]:
+        return takes_packed(model, sequence), longest_packed(model)
+
+
+IN_TORCH = InTorch()
+
+
+class InEngine(Evaluator):
+    """Forward passes of an engine, which is sent the change of the model's weights.
+
+    Args:
+        engine: holds the weights of the model.
+    """
+
+    shares_directions = True
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def log_probs(self, model: Any, batch: Batch, copies: int) -> tuple[Tensor, Tensor]:
+        asked, place_T, slot_T1 = ask(batch, batch.tokens_SK[batch.valid_SK].unsqueeze(1), likely=1)
+        current().count(copies * len(batch.input_ids_RL))
+        found, hits = (torch.zeros(copies, *batch.valid_SK.shape, dtype=kind) for kind in (torch.float32, torch.bool))
+        for own, hit, told in zip(found, hits, self._told(model, asked, copies), strict=True):
+            own[batch.valid_SK] = told.log_probs_PC[place_T, slot_T1[:, 0]]
+            hit[batch.valid_SK] = told.likely_PL[place_T, 0] == batch.tokens_SK[batch.valid_SK]
+        return found.flatten(0, 1), hits.flatten(0, 1)
+
+    def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None) -> tuple[Tensor, Tensor]:
+        right_T = batch.tokens_SK[batch.valid_SK]
+        named_TC = right_T.unsqueeze(1) if tokens_TC is None else tokens_TC[:, :-1]
+        asked, place_T, slot_TC = ask(batch, named_TC, likely=LIKELY + 1)
+        current().count(len(batch.input_ids_RL))
+        (told,) = self._told(model, asked, 1)
+        log_probs_TC = told.log_probs_PC[place_T.unsqueeze(1), slot_TC]
+        if tokens_TC is not None:
+            return named_and_rest(log_probs_TC), tokens_TC
+        likely_TL, values_TL = told.likely_PL[place_T], told.likely_log_probs_PL[place_T]
+        # the right token, which is there already, goes to the end, where it is cut off
+        order_TL = (likely_TL == right_T.unsqueeze(1)).int().argsort(stable=True, dim=1)[:, :LIKELY]
+        scores_TC = named_and_rest(torch.cat([log_probs_TC, values_TL.gather(1, order_TL)], 1))
+        rest_T1 = torch.full_like(right_T, NOTHING).unsqueeze(1)
+        return scores_TC, torch.cat([named_TC, likely_TL.gather(1, order_TL), rest_T1], 1)
+
+    def hidden(self, model: Any, texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
+        del fill
+        current().count(len(texts))
+        return self._engine.hidden(self._changes(model, 1)[0], texts).to(device)
+
+    def continuations(
+        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing
+    ) -> list[list[int]]:
+        ends, noisy = frozenset(wanted.ends), wanted.noisy
+
+        def chosen(logits: Tensor, rows: Sequence[int], place: int) -> Tensor:
+            current().count(len(rows))
+            return (logits if noisy is None else noisy(logits, rows, place)).argmax(-1)
+
+        def ended(row: int, tokens: Sequence[int]) -> bool:
+            if tokens[-1] in ends:
+                return True
+            # a line break may be a part of a token, or of several
+            return wanted.one_line and "\n" in text_after(tokenizer, prompts[row], tokens, special=True)
+
+        return self._engine.generate(self._changes(model, 1)[0], prompts, wanted.most, chosen, ended)
+
+    def packed_length(self, model: Any, sequence: Sequence[int]) -> tuple[bool, int | None]:
+        del model, sequence
+        return False, None  # an engine shares prefixes by itself
+
+    def _told(self, model: Any, asked: Asked, copies: int) -> list[Told]:
+        return self._engine.log_probs(self._changes(model, copies), asked)
+
+    def _changes(self, model: Any, copies: int) -> list[Change]:
+        attached = attached_to(model)
+        found: list[Change] = []
+        for own in changes_of(model, copies):
+            for name, (a_RI, b_OR) in attached.items():
+                pairs = [own[name], (a_RI, b_OR)] if name in own else [(a_RI, b_OR)]
+                own[name] = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1)
+            found.append(own)
+        return found
+
+
+def ask(batch: Batch, tokens_TC: Tensor, likely: int) -> tuple[Asked, Tensor, Tensor]:
+    """Returns what to ask of an engine on a batch without packed rows, and (place_T, slot_TC) of its answer tokens.
+
+    Places with equal texts up to them are one place, and texts that are the beginning of others are not asked apart.
+
+    Args:
+        batch: the batch.
+        tokens_TC: int64, tokens of interest at each valid answer token.
+        likely: number of most likely tokens wanted at each place.
+    """
+    lengths = (batch.ends_RL > 0).sum(1).tolist()
+    rows = [ids[:length] for ids, length in zip(batch.input_ids_RL.tolist(), lengths, strict=True)]
+    row_T = batch.row_S.unsqueeze(1).expand_as(batch.slots_SK)[batch.valid_SK]
+    position_T = batch.reads_RU[row_T, batch.slots_SK[batch.valid_SK]]
+    seen = [tuple(rows[r][: p + 1]) for r, p in zip(row_T.tolist(), position_T.tolist(), strict=True)]
+    contexts = sorted(set(seen))
+    texts: list[tuple[int, ...]] = []
+    text_of = []
+    for i, context in enumerate(contexts):
+        text_of.append(len(texts))
+        following = contexts[i + 1] if i + 1 < len(contexts) else ()
+        if following[: len(context)] != context:
+            texts.append(context)
+    place_of = {context: i for i, context in enumerate(contexts)}
+    wanted: list[dict[int, int]] = [{} for _ in contexts]  # token -> its slot
+    slots = []
+    for context, tokens in zip(seen, tokens_TC.tolist(), strict=True):
+        own = wanted[place_of[context]]
+        slots.append([own.setdefault(token, len(own)) for token in tokens])
+    asked = Asked(
+        texts,
+        torch.tensor(text_of),
+        torch.tensor([len(context) - 1 for context in contexts]),
+        padded([list(own) for own in wanted], NOTHING),
+        likely,
+    )
+    return asked, torch.tensor([place_of[context] for context in seen]), torch.tensor(slots)
