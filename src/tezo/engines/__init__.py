@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 from tezo.engines.llama_cpp import load_llama_cpp
+from tezo.engines.vllm import load_server, load_vllm
+from tezo.engines.workers import load_in_ray
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel, load_model
 from tezo.system.errors import RequestError, nearest
@@ -22,11 +24,16 @@ def load_torch(config: ModelConfig) -> LoadedModel:
     )
 
 
-TORCH = "torch"
-ENGINES: dict[str, Callable[[ModelConfig], LoadedModel]] = {TORCH: load_torch, "llama.cpp": load_llama_cpp}
-"""Value of `model.engine` -> what loads a model for it."""
+TORCH, ADDRESS = "torch", "http"
+ENGINES: dict[str, Callable[[ModelConfig], LoadedModel]] = {
+    TORCH: load_torch,
+    "llama.cpp": load_llama_cpp,
+    "vllm": load_vllm,
+    ADDRESS: load_server,
+}
+"""Value of `model.engine` -> what loads a model for it; addresses of servers begin with `ADDRESS`."""
 
-_OF_TORCH = ("kind", "dtype", "device", "quantization", "placement", "untie_head", "peft")
+_OF_TORCH = ("kind", "dtype", "device", "quantization", "placement", "untie_head", "peft", "trust_remote_code")
 """Settings that only torch has."""
 
 
@@ -36,13 +43,20 @@ def load(config: ModelConfig) -> LoadedModel:
     Raises:
         RequestError: there is no such engine, or a setting is of torch alone.
     """
-    if config.engine not in ENGINES:
-        raise RequestError(f"model.engine: there is no {config.engine!r}. " + nearest(config.engine, ENGINES))
-    if config.engine != TORCH:
+    name = ADDRESS if config.engine.startswith(("http://", "https://")) else config.engine
+    if name not in ENGINES or config.engine == ADDRESS:
+        known = [*(known for known in ENGINES if known != ADDRESS), "http://HOST:PORT"]
+        raise RequestError(f"model.engine: there is no {config.engine!r}. " + nearest(config.engine, known))
+    if name != TORCH:
         for key in _OF_TORCH:
             if getattr(config, key) != getattr(ModelConfig, key):
                 raise RequestError(
                     f"model.{key} is {getattr(config, key)}, which is for torch, and model.engine is {config.engine}; "
                     "leave one of them out."
                 )
-    return ENGINES[config.engine](config)
+    if config.workers and name in (TORCH, ADDRESS):
+        raise RequestError(
+            f"model.workers is {config.workers}, which is for llama.cpp and vllm in Ray; leave it out (torchrun shares "
+            "torch's passes, and addresses of several servers may stand with commas between)."
+        )
+    return load_in_ray(config, ENGINES[name]) if config.workers else ENGINES[name](config)

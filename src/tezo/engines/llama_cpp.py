@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tezo.forward.engine import Asked, Change, Chosen, Ended, Engine, Told, joined, told_by
+from tezo.forward.engine import Asked, Change, Continuing, Engine, Told, joined, told_by
 from tezo.models.gguf import GGUF_FILE, GgufNames, write_gguf_lora
 from tezo.models.in_file import load_in_file
 from tezo.models.kinds import ModelConfig
@@ -146,17 +146,15 @@ class LlamaCpp(Engine):
         found_TD, number = torch.cat(parts)[torch.tensor(plan.places).argsort()], {t: i for i, t in enumerate(several)}
         return found_TD[[number[tuple(text)] for text in texts]]
 
-    def generate(
-        self, change: Change, prompts: Sequence[Sequence[int]], most: int, chosen: Chosen, ended: Ended
-    ) -> list[list[int]]:
-        many = max(1, min(MOST_TEXTS, GENERATED_AT_ONCE // (max(map(len, prompts)) + most)))
+    def generate(self, change: Change, prompts: Sequence[Sequence[int]], wanted: Continuing) -> list[list[int]]:
+        many = max(1, min(MOST_TEXTS, GENERATED_AT_ONCE // (max(map(len, prompts)) + wanted.most)))
         written: list[list[int]] = [[] for _ in prompts]
         for start in range(0, len(prompts), many):
             rows = range(start, min(start + many, len(prompts)))
             tree = packed_tree([prompts[i] for i in rows], [[len(prompts[i]) - 1] for i in rows])
             part, slots = _part(tree, 0), [own[0] for own in tree.slots]
-            with self._changed(change, Plan(None, 0, [part], slots, len(part.token_T) + len(rows) * most)):
-                self._continue(part, slots, prompts, written, rows, most, chosen, ended)
+            with self._changed(change, Plan(None, 0, [part], slots, len(part.token_T) + len(rows) * wanted.most)):
+                self._continue(part, slots, prompts, written, rows, wanted)
         return written
 
     def _continue(
@@ -166,20 +164,17 @@ class LlamaCpp(Engine):
         prompts: Sequence[Sequence[int]],
         written: Sequence[list[int]],
         rows: range,
-        most: int,
-        chosen: Chosen,
-        ended: Ended,
+        wanted: Continuing,
     ) -> None:
         lib = self._lib
         lib.llama_memory_clear(lib.llama_get_memory(self._context), False)
         logits = torch.cat([values.clone() for _, values in self._pieces(part)])[list(slots)]
         open_rows = list(rows)
-        for place in range(most):
-            tokens = chosen(logits, open_rows, place).tolist()
-            for row, token in zip(open_rows, tokens, strict=True):
+        for place in range(wanted.most):
+            for row, token in zip(open_rows, wanted.chosen(logits, open_rows, place), strict=True):
                 written[row].append(token)
-            open_rows = [row for row in open_rows if not ended(row, written[row])]
-            if not open_rows or place == most - 1:
+            open_rows = [row for row in open_rows if not wanted.is_end(row, written[row])]
+            if not open_rows or place == wanted.most - 1:
                 return
             ones = np.ones(len(open_rows), dtype=np.int32)
             last = Part(

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,6 @@ from tezo.system.errors import RequestError
 Change = Mapping[str, tuple[Tensor, Tensor]]
 """Module name -> (A_RI, B_OR): x A^T B^T is added to the output of a linear layer. Modules that are not named, and all
 of an empty mapping, compute with the stored weights."""
-
-Chosen = Callable[[Tensor, Sequence[int], int], Tensor]
-Ended = Callable[[int, Sequence[int]], bool]
 
 NOTHING = -1
 """In the place of a token that is not asked for."""
@@ -71,6 +67,39 @@ class Told:
         return Told(self.log_probs_PC[order_P], self.likely_PL[order_P], self.likely_log_probs_PL[order_P])
 
 
+@dataclass(frozen=True)
+class Continuing:
+    """How prompts are continued.
+
+    Attributes:
+        most: number of tokens after which a continuation is cut.
+        ends: tokens that end one.
+        one_line: whether a line break ends one.
+        noisy: (logits, rows, place of the token) -> values whose largest is the next token; None: the logits are.
+        line_ended: (row, its tokens) -> whether there is a line break in their text; where `one_line`.
+    """
+
+    most: int
+    ends: Sequence[int]
+    one_line: bool
+    noisy: Callable[[Tensor, Sequence[int], int], Tensor] | None = None
+    line_ended: Callable[[int, Sequence[int]], bool] = lambda row, tokens: False  # noqa: ARG005
+
+    def is_end(self, row: int, tokens: Sequence[int]) -> bool:
+        """Returns whether these tokens are all of a row's continuation."""
+        return tokens[-1] in self.ends or (self.one_line and self.line_ended(row, tokens))
+
+    def chosen(self, logits: Tensor, rows: Sequence[int], place: int) -> list[int]:
+        """Returns the next token of each row."""
+        values = logits if self.noisy is None else self.noisy(logits, rows, place)
+        found: list[int] = values.argmax(-1).tolist()
+        return found
+
+
+class EngineLostError(RequestError):
+    """An engine is gone, and may come back: a server that was ended, a worker that died."""
+
+
 def told_by(logits_PV: Tensor, tokens_PC: Tensor, likely: int) -> Told:
     """Returns what logits over a vocabulary, float32, tell of these tokens and of the `likely` likeliest."""
     normal_P1 = logits_PV.logsumexp(1, keepdim=True)
@@ -91,7 +120,7 @@ def joined(parts: Sequence[Told]) -> Told:
 class Engine(ABC):
     """A program that runs forward passes of a causal model."""
 
-    name: ClassVar[str]
+    name: str
     """Value of `model.engine`."""
 
     at_once = 1
@@ -118,23 +147,13 @@ class Engine(ABC):
         del change, texts
         raise RequestError(f"the input of the output head cannot be read from {self.name}.")
 
-    def generate(
-        self, change: Change, prompts: Sequence[Sequence[int]], most: int, chosen: Chosen, ended: Ended
-    ) -> list[list[int]]:
-        """Returns the tokens that continue each prompt, the one that ended it among them.
-
-        Args:
-            change: of the weights.
-            prompts: token ids.
-            most: number of tokens after which a continuation is cut.
-            chosen: (logits of rows (rows, vocabulary), the rows, place of the token) -> the next tokens, (rows,).
-            ended: (row, its tokens so far) -> whether they are the last.
+    @abstractmethod
+    def generate(self, change: Change, prompts: Sequence[Sequence[int]], wanted: Continuing) -> list[list[int]]:
+        """Returns the tokens that continue each prompt; those behind its end are to be ignored.
 
         Raises:
-            RequestError: the engine does not continue texts.
+            RequestError: the engine does not continue texts in this way.
         """
-        del change, prompts, most, chosen, ended
-        raise RequestError(f"{self.name} continues no texts here; leave out what needs answers, or use another engine.")
 
     def save_beside(self, rank: int, change: Change, folder: Path) -> str | None:
         """Writes a trained change of rank R into the folder of an adapter; returns the name of the file.

@@ -6,17 +6,21 @@ same, for a look at a few rows, each layer's weights are unpacked for its own fo
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from tezo.models.gguf import ARCHITECTURES, GgufWeights, gguf_tokenizer, reading_once
-from tezo.models.identity import fingerprint, stamp
+from tezo.models.identity import Fingerprint, fingerprint, stamp
+from tezo.models.kinds import choose_kind, read_labels
 from tezo.models.loading import CLASSES, LoadedModel, loading, resolve_name, set_padding
 from tezo.system.errors import RequestError
 from tezo.system.files import NumberCache, default_cache
@@ -85,41 +89,115 @@ def load_in_file(name: str) -> tuple[LoadedModel, str]:
     Raises:
         RequestError: it is no GGUF file, or not of an architecture in `ARCHITECTURES`.
     """
-    from accelerate import init_empty_weights
-
     source = resolve_name(name)
     if not Path(source).is_file():
         raise RequestError(f"model.engine is llama.cpp, which reads GGUF files, and {name} is none; give such a file.")
     with current().phase(LOADING), loading(name), reading_once():
         before = stamp(source)
-        config = AutoConfig.from_pretrained(source, gguf_file=source)
-        with init_empty_weights(include_buffers=False):
-            model = CLASSES["causal"].from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+        model = _without_weights(AutoConfig.from_pretrained(source, gguf_file=source), source)
         if type(model).__name__ not in ARCHITECTURES:
             raise RequestError(
                 f"model.engine is llama.cpp, for which layers of {', '.join(ARCHITECTURES)} have been compared, and "
                 f"{name} is {type(model).__name__}; leave model.engine out."
             )
-        model.requires_grad_(True)
-        model.tie_weights()
-        model.name_or_path = model.config.name_or_path = source
         tokenizer, notices = gguf_tokenizer(source)
-        set_padding(name, model, tokenizer, "causal")
-        current().watch(model)
-        made = fingerprint(model, "causal", tokenizer, file=_digest(source, before))
-        read_at_use(model, Unread(partial(GgufWeights, source, model)))
-    return LoadedModel(model, tokenizer, "causal", made, tuple(notices)), source
+        made = fingerprint(model, "causal", tokenizer, file=_digest([Path(source)], before))
+        return _ready(name, model, tokenizer, made, notices, partial(GgufWeights, source, model)), source
 
 
-def _digest(source: str, known_as: str | None) -> str:
-    """Returns the SHA-256 of a file, which is kept in the cache folder under `known_as`."""
+def load_folder(name: str) -> tuple[LoadedModel, str]:
+    """Returns (a model whose weights stay in the safetensors of its folder, the folder).
+
+    Raises:
+        RequestError: it is no folder or hub name of a causal model.
+    """
+    source = resolve_name(name)
+    if Path(source).is_file():
+        raise RequestError(f"model.engine is vllm, which reads folders with safetensors, and {name} is a GGUF file; "
+                           "give its folder, or --engine llama.cpp.")  # fmt: skip
+    with current().phase(LOADING), loading(name):
+        if not Path(source).is_dir():
+            source = snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
+        config = AutoConfig.from_pretrained(source)
+        if choose_kind("auto", config.architectures or [], config) != "causal":
+            raise RequestError(f"model.engine: {name} is no causal model, which engines run alone; leave it out.")
+        model, tokenizer = _without_weights(config, source), AutoTokenizer.from_pretrained(source)
+        model.generation_config = GenerationConfig.from_model_config(config)
+        if (Path(source) / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(source)
+        files = sorted(Path(source).glob("*.safetensors"))
+        made = fingerprint(model, "causal", tokenizer, file=_digest(files, stamp(source)))
+        loaded = _ready(name, model, tokenizer, made, [], partial(SafetensorsWeights, files, model))
+        return replace(loaded, labels=read_labels(Path(source))), source
+
+
+def _without_weights(config: Any, source: str) -> Any:
+    try:
+        from accelerate import init_empty_weights
+    except ImportError:
+        raise RequestError("model.engine needs the package accelerate: pip install accelerate.") from None
+    with init_empty_weights(include_buffers=False):
+        model = CLASSES["causal"].from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+    model.requires_grad_(True)
+    model.tie_weights()
+    model.name_or_path = model.config.name_or_path = source
+    return model
+
+
+def _ready(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    made: Fingerprint,
+    notices: Sequence[str],
+    weights: Callable[[], Mapping[str, Tensor]],
+) -> LoadedModel:
+    set_padding(name, model, tokenizer, "causal")
+    current().watch(model)
+    read_at_use(model, Unread(weights))
+    return LoadedModel(model, tokenizer, "causal", made, tuple(notices))
+
+
+class SafetensorsWeights(Mapping[str, Tensor]):
+    """The weights in some files by the names of parameters, read at each use, in float32.
+
+    Args:
+        files: safetensors.
+        model: their model.
+    """
+
+    def __init__(self, files: Sequence[Path], model: Any) -> None:
+        self._parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._tied = dict(model.all_tied_weights_keys)
+        self._files: dict[str, Path] = {}
+        for path in files:
+            with safe_open(path, "pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = name if name in self._files else self._tied.get(name, name)
+        with safe_open(self._files[stored], "pt") as file:
+            found: Tensor = file.get_tensor(stored)
+        return found.float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def _digest(files: Sequence[Path], known_as: str | None) -> str:
+    """Returns a SHA-256 of the files' contents, which is kept in the cache folder under `known_as`."""
     cache = NumberCache(default_cache(), "weights")
     key = hashlib.sha256(f"file {known_as}".encode()).hexdigest()
     if known_as is not None and key in cache.numbers:
         return f"{cache.numbers[key]:064x}"
-    with Path(source).open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if known_as is not None and known_as == stamp(source):
-        cache.numbers[key] = int(found, 16)
+    found = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    if known_as is not None:
+        cache.numbers[key] = int(found.hexdigest(), 16)
         cache.save()
-    return found
+    return found.hexdigest()

@@ -78,7 +78,9 @@ class ModelConfig:
     name: str
     """Model folder, GGUF file, hub name, embedded:smollm2-135m, or embedded:all-minilm-l6-v2."""
     engine: str = "torch"
-    """What runs the forward passes: torch, or llama.cpp (of a GGUF file as it is)."""
+    """What runs the forward passes: torch, llama.cpp (of a GGUF file), vllm, or addresses of vLLM servers."""
+    workers: int = 0
+    """Number of Ray actors that share the passes, each with an engine of its own. Default 0: this process alone."""
     kind: Literal["auto", "causal", "masked", "encoder", "classifier"] = "auto"
     """Kind of model: causal, masked, encoder or classifier. Default auto: by its architecture."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"

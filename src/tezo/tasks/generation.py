@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tezo.directions.random import normal
+from tezo.forward.engine import Continuing
 from tezo.system.progress import tracked
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
-from tezo.tasks.objectives.evaluators import Continuing
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.objectives.readers import base_of
 

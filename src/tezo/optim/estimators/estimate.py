@@ -65,6 +65,11 @@ class RowsClosure(ABC):
     def example_losses(self, copies: int) -> Tensor:
         """Returns the loss of each example for each copy, (copies, examples); their mean is the objective."""
 
+    @property
+    def most_copies(self) -> int | None:
+        """Number of models that what runs the passes computes side by side; None: by the number of tokens."""
+        return None
+
     def outputs(self, like: Outputs | None = None) -> Outputs:
         """Returns the outputs of the model as it is, whose mean loss is the objective; see `tezo.directions.outputs`.
 
@@ -76,6 +81,11 @@ class RowsClosure(ABC):
         """
         del like
         raise RequestError(NO_OUTPUTS)
+
+    def outputs_of(self, copies: int, like: Outputs | None = None) -> list[Outputs]:
+        """Returns the outputs of each of `copies` models, more than one only where `most_copies` allows it."""
+        del copies
+        return [self.outputs(like)]
 
     def places(self) -> Sequence[Places | None]:
         """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows.

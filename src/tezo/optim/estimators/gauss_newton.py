@@ -99,11 +99,14 @@ class GaussNewton(TwoPoint):
         """Returns (F of all directions (T, C, K), the losses there); each rank evaluates its part of the directions."""
         found: list[float] = []
         rank, size = self._processes.rank, self._processes.size
-        for index in range(rank, size * math.ceil(count / size), size):
+        points = [(index % count, self.rho) for index in range(rank, size * math.ceil(count / size), size)]
+        copies = closure.most_copies or 1  # in torch a pass of many rows gains nothing from others
+        for start in range(0, len(points), copies):
             let_interrupt()
-            self._set_perturbations(draw.directions, [(index % count, self.rho)])
-            moved = closure.outputs(own)
-            found += [moved.loss(), *(change(moved, own) / self.rho).flatten().tolist()]
+            together = points[start : start + copies]
+            self._set_perturbations(draw.directions, together)
+            for moved in closure.outputs_of(len(together), own):
+                found += [moved.loss(), *(change(moved, own) / self.rho).flatten().tolist()]
         ranks = [torch.tensor(values, dtype=torch.float64) for values in self._processes.gather(found)]
         # the first direction of each rank, then the second of each
         table_KX = torch.stack([values.view(math.ceil(count / size), -1) for values in ranks], 1).flatten(0, 1)[:count]

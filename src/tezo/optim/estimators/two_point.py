@@ -164,6 +164,8 @@ def copies_of_a_pass(closure: Closure, points: int, *, dense: bool) -> int:
     """
     if not isinstance(closure, RowsClosure):
         return 1
+    if closure.most_copies is not None:
+        return max(1, min(points, closure.most_copies))
     return max(1, min(points, fitting_copies(closure.tokens, dense=dense)))
 
 

@@ -176,13 +176,13 @@ class CausalObjective(Objective):
         """
         return self.evaluator.log_probs(model, batch, copies)
 
-    def outputs(self, model: Any, batch: Batch, tokens_TC: Tensor | None = None) -> Outputs:
+    def outputs(self, model: Any, batch: Batch, tokens_TC: Tensor | None = None, copies: int = 1) -> list[Outputs]:
         if batch.labels_B is not None:
-            return super().outputs(model, batch)
-        scores_TC, tokens_TC = self.evaluator.likely(model, batch, tokens_TC)
+            return super().outputs(model, batch, tokens_TC, copies)
         places = torch.tensor(batch.places, device=batch.example_S.device)
         example_T = places[batch.example_S].repeat_interleave(batch.valid_SK.sum(1))
-        return Outputs(scores_TC, torch.zeros_like(example_T), example_T, tokens_TC)
+        found = self.evaluator.likely(model, batch, tokens_TC, copies)
+        return [Outputs(scores_TC, torch.zeros_like(example_T), example_T, own_TC) for scores_TC, own_TC in found]
 
     def places(self, batch: Batch, start: int) -> list[Places | None]:
         if batch.labels_B is not None:

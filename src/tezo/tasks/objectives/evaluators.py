@@ -4,8 +4,8 @@ An objective asks its evaluator, and knows of no other way to run the model.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from tezo.directions.outputs import LIKELY, named_and_rest, of_tokens
 from tezo.directions.targets import device_of
-from tezo.forward.engine import NOTHING, Asked, Change, Engine, Told, changes_of
+from tezo.forward.engine import NOTHING, Asked, Change, Continuing, Engine, Told, changes_of
 from tezo.models.lora import attached_to
 from tezo.system.progress import current
 from tezo.tasks.objectives.batch import Batch, longest_packed, padded, takes_packed
@@ -22,28 +22,13 @@ from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.objectives.readers import base_of, hidden_at, logits_at
 
 
-@dataclass(frozen=True)
-class Continuing:
-    """How prompts are continued.
-
-    Attributes:
-        most: number of tokens after which a continuation is cut.
-        ends: tokens that end one.
-        one_line: whether a line break ends one.
-        noisy: (logits, rows, place of the token) -> values whose largest is the next token; None: the logits are.
-    """
-
-    most: int
-    ends: Sequence[int]
-    one_line: bool
-    noisy: Callable[[Tensor, Sequence[int], int], Tensor] | None = None
-
-
 class Evaluator(ABC):
     """Runs forward passes of a causal model with the parameters that it has at the time of the call."""
 
     shares_directions = False
     """Whether the rows of a batch must share their directions."""
+    most_copies: int | None = None
+    """Number of models that it computes side by side; None: by the number of tokens."""
 
     @abstractmethod
     def log_probs(self, model: Any, batch: Batch, copies: int) -> tuple[Tensor, Tensor]:
@@ -54,8 +39,8 @@ class Evaluator(ABC):
         """
 
     @abstractmethod
-    def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns (scores_TC, tokens_TC) at the T valid answer tokens, see `tezo.directions.outputs.of_tokens`."""
+    def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None, copies: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns (scores_TC, tokens_TC) of each copy at the T valid answer tokens; see `of_tokens` of `Outputs`."""
 
     @abstractmethod
     def hidden(self, model: Any, texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
@@ -91,18 +76,19 @@ class InTorch(Evaluator):
         hits = logits_RUV.argmax(-1)[row_S1, batch.slots_SK] == batch.tokens_SK
         return chosen * batch.valid_SK, hits & batch.valid_SK
 
-    def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None) -> tuple[Tensor, Tensor]:
-        scores, tokens, start = [], [], 0
+    def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None, copies: int) -> list[tuple[Tensor, Tensor]]:
+        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(copies)]
+        start = 0
         for part in batch.passes():
             right_T = part.tokens_SK[part.valid_SK]
             asked = None if tokens_TC is None else tokens_TC[start : start + len(right_T)]
             start += len(right_T)
-            logits_RUV = logits_at(model, part.inputs(model.dtype), part.reads_RU)
-            logits_TV = logits_RUV[part.row_S.unsqueeze(1), part.slots_SK][part.valid_SK]
-            own = of_tokens(logits_TV.log_softmax(-1), right_T.to(logits_TV.device), asked)
-            scores.append(own[0])
-            tokens.append(own[1])
-        return torch.cat(scores), torch.cat(tokens)
+            every = part.repeated(copies)
+            logits_RUV = logits_at(model, every.inputs(model.dtype), every.reads_RU)
+            logits_XV = logits_RUV[every.row_S.unsqueeze(1), every.slots_SK][every.valid_SK]
+            for own, logits_TV in zip(found, logits_XV.chunk(copies), strict=True):
+                own.append(of_tokens(logits_TV.log_softmax(-1), right_T.to(logits_TV.device), asked))
+        return [(torch.cat([s for s, _ in own]), torch.cat([t for _, t in own])) for own in found]
 
     def hidden(self, model: Any, texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
         ids_BL = padded(texts, fill).to(device)
@@ -158,7 +144,7 @@ class InEngine(Evaluator):
     shares_directions = True
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self.most_copies = engine, engine.at_once
 
     def log_probs(self, model: Any, batch: Batch, copies: int) -> tuple[Tensor, Tensor]:
         asked, place_T, slot_T1 = ask(batch, batch.tokens_SK[batch.valid_SK].unsqueeze(1), likely=1)
@@ -169,21 +155,24 @@ class InEngine(Evaluator):
             hit[batch.valid_SK] = told.likely_PL[place_T, 0] == batch.tokens_SK[batch.valid_SK]
         return found.flatten(0, 1), hits.flatten(0, 1)
 
-    def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None) -> tuple[Tensor, Tensor]:
+    def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None, copies: int) -> list[tuple[Tensor, Tensor]]:
         right_T = batch.tokens_SK[batch.valid_SK]
         named_TC = right_T.unsqueeze(1) if tokens_TC is None else tokens_TC[:, :-1]
-        asked, place_T, slot_TC = ask(batch, named_TC, likely=LIKELY + 1)
-        current().count(len(batch.input_ids_RL))
-        (told,) = self._told(model, asked, 1)
-        log_probs_TC = told.log_probs_PC[place_T.unsqueeze(1), slot_TC]
-        if tokens_TC is not None:
-            return named_and_rest(log_probs_TC), tokens_TC
-        likely_TL, values_TL = told.likely_PL[place_T], told.likely_log_probs_PL[place_T]
-        # the right token, which is there already, goes to the end, where it is cut off
-        order_TL = (likely_TL == right_T.unsqueeze(1)).int().argsort(stable=True, dim=1)[:, :LIKELY]
-        scores_TC = named_and_rest(torch.cat([log_probs_TC, values_TL.gather(1, order_TL)], 1))
-        rest_T1 = torch.full_like(right_T, NOTHING).unsqueeze(1)
-        return scores_TC, torch.cat([named_TC, likely_TL.gather(1, order_TL), rest_T1], 1)
+        asked, place_T, slot_TC = ask(batch, named_TC, likely=LIKELY + 1 if tokens_TC is None else 0)
+        current().count(copies * len(batch.input_ids_RL))
+        found = []
+        for told in self._told(model, asked, copies):
+            log_probs_TC = told.log_probs_PC[place_T.unsqueeze(1), slot_TC]
+            own_TC = tokens_TC
+            if own_TC is None:
+                likely_TL, values_TL = told.likely_PL[place_T], told.likely_log_probs_PL[place_T]
+                # the right token, which is there already, goes to the end, where it is cut off
+                order_TL = (likely_TL == right_T.unsqueeze(1)).int().argsort(stable=True, dim=1)[:, :LIKELY]
+                log_probs_TC = torch.cat([log_probs_TC, values_TL.gather(1, order_TL)], 1)
+                rest_T1 = torch.full_like(right_T, NOTHING).unsqueeze(1)
+                own_TC = torch.cat([named_TC, likely_TL.gather(1, order_TL), rest_T1], 1)
+            found.append((named_and_rest(log_probs_TC), own_TC))
+        return found
 
     def hidden(self, model: Any, texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
         del fill
@@ -193,19 +182,13 @@ class InEngine(Evaluator):
     def continuations(
         self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing
     ) -> list[list[int]]:
-        ends, noisy = frozenset(wanted.ends), wanted.noisy
+        def line_ended(row: int, tokens: Sequence[int]) -> bool:  # a line break may be a part of a token
+            return "\n" in text_after(tokenizer, prompts[row], tokens, special=True)
 
-        def chosen(logits: Tensor, rows: Sequence[int], place: int) -> Tensor:
-            current().count(len(rows))
-            return (logits if noisy is None else noisy(logits, rows, place)).argmax(-1)
-
-        def ended(row: int, tokens: Sequence[int]) -> bool:
-            if tokens[-1] in ends:
-                return True
-            # a line break may be a part of a token, or of several
-            return wanted.one_line and "\n" in text_after(tokenizer, prompts[row], tokens, special=True)
-
-        return self._engine.generate(self._changes(model, 1)[0], prompts, wanted.most, chosen, ended)
+        wanted = replace(wanted, line_ended=line_ended)
+        found = self._engine.generate(self._changes(model, 1)[0], prompts, wanted)
+        current().count(sum(map(len, found)))
+        return found
 
     def packed_length(self, model: Any, sequence: Sequence[int]) -> tuple[bool, int | None]:
         del model, sequence

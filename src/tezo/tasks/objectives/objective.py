@@ -228,18 +228,20 @@ class Objective(ABC):
         examples = torch.arange(len(batch.labels_B), device=losses.device)
         return Terms(losses.view(copies, -1), examples, len(examples))
 
-    def outputs(self, model: Any, batch: Batch, tokens_TC: Tensor | None = None) -> Outputs:
-        """Returns the outputs of a batch: the scores of the options of each example, or of tokens at each answer token.
+    def outputs(self, model: Any, batch: Batch, tokens_TC: Tensor | None = None, copies: int = 1) -> list[Outputs]:
+        """Returns the outputs of each copy: the scores of the options of an example, or of tokens at an answer token.
 
         Args:
             model: the model.
             batch: the batch.
             tokens_TC: int64, tokens whose scores are returned; None: the likely ones. Without a meaning for options.
+            copies: number of models, each with the rows of the batch; hooks may perturb them differently.
         """
         del tokens_TC
         assert batch.labels_B is not None
         examples_B = torch.tensor(batch.places, device=batch.labels_B.device)
-        return Outputs(self.scores(model, batch), batch.labels_B, examples_B, shared=bool(self.options))
+        scores = self.scores(model, batch, copies).chunk(copies)
+        return [Outputs(own, batch.labels_B, examples_B, shared=bool(self.options)) for own in scores]
 
     def places(self, batch: Batch, start: int) -> list[Places | None]:
         """Returns where the places of a batch are, for each forward pass over it inside `sharing`.
@@ -391,14 +393,22 @@ class BatchClosure(RowsClosure):
             sums = [objective.terms(model, batch, copies).values_CT.sum(1) for batch in self.batches]
         return torch.stack(sums).sum(0), self._num_terms
 
+    @property
+    def most_copies(self) -> int | None:
+        return self.objective.evaluator.most_copies
+
     def outputs(self, like: Outputs | None = None) -> Outputs:
+        return self.outputs_of(1, like)[0]
+
+    def outputs_of(self, copies: int, like: Outputs | None = None) -> list[Outputs]:
         counts = [batch.num_terms for batch in self.batches]
         tokens: Any = [None] * len(counts)
         if like is not None and like.tokens_TC is not None:
             tokens = torch.split(like.tokens_TC, counts)
-        with self.objective.sharing(self.model):
-            parts = [self.objective.outputs(self.model, *own) for own in zip(self.batches, tokens, strict=True)]
-        return joined(parts)
+        model, objective = self.model, self.objective
+        with whole_rows(model) if copies > 1 else nullcontext(), objective.sharing(model, copies):
+            parts = [objective.outputs(model, *own, copies) for own in zip(self.batches, tokens, strict=True)]
+        return [joined(own) for own in zip(*parts, strict=True)]
 
     def places(self) -> list[Places | None]:
         found: list[Places | None] = [None] if self.objective.shared_rows else []

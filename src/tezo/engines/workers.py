@@ -1,0 +1,189 @@
+"""Several engines of one kind that share the changes of a call: servers, or actors of Ray.
+
+Changes are independent, so an engine that is lost has its change computed again by another, and one that comes back is
+used again. All compute the same numbers, so results do not depend on who computed what.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tezo.forward.engine import Asked, Change, Engine, EngineLostError, Told
+from tezo.models.kinds import ModelConfig
+from tezo.models.loading import LoadedModel
+from tezo.system.errors import RequestError
+
+SECONDS_ASIDE = 5.0
+"""For how long an engine that was lost is left alone, unless all were."""
+MOST_LOSSES = 10
+"""Times that one change may be lost."""
+
+
+class Workers(Engine):
+    """Engines that compute side by side.
+
+    Args:
+        engines: of one kind, on one model.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self.name = f"{len(engines)} x {engines[0].name}"
+        self.at_once = sum(engine.at_once for engine in engines)
+
+    def changes(self, module: str) -> bool:
+        return self._engines[0].changes(module)
+
+    def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(len(changes)):
+            waiting.put(number)
+        found: dict[int, Told] = {}
+        failures: list[BaseException] = []
+        losses = [0] * len(changes)
+
+        def work(engine: Engine) -> None:
+            while len(found) < len(changes) and not failures:
+                try:
+                    number = waiting.get(timeout=0.05)
+                except queue.Empty:  # another may still lose its own
+                    continue
+                try:
+                    (found[number],) = engine.log_probs([changes[number]], asked)
+                except EngineLostError as error:
+                    losses[number] += 1
+                    waiting.put(number)
+                    if losses[number] > MOST_LOSSES:
+                        failures.append(error)
+                    time.sleep(SECONDS_ASIDE)
+                except BaseException as error:  # it is raised below, in the caller's thread
+                    failures.append(error)
+
+        threads = [
+            threading.Thread(target=work, args=(engine,), daemon=True)
+            for engine in self._engines
+            for _ in range(engine.at_once)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and len(found) < len(changes) and not failures:
+                thread.join(0.05)
+        if failures:
+            raise failures[0]
+        return [found[number] for number in range(len(changes))]
+
+    def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Any:
+        return self._engines[0].hidden(change, texts)
+
+    def generate(self, *arguments: Any) -> list[list[int]]:
+        return self._engines[0].generate(*arguments)
+
+    def save_beside(self, *arguments: Any) -> str | None:
+        return self._engines[0].save_beside(*arguments)
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+
+
+class Holder:
+    """What an actor of Ray holds: an engine of its own.
+
+    Args:
+        config: the section `model`, without workers.
+        load: what loads a model for its engine.
+        threads: number of threads of the actor.
+    """
+
+    def __init__(self, config: ModelConfig, load: Callable[[ModelConfig], LoadedModel], threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        engine = load(config).engine
+        assert engine is not None
+        self._engine = engine
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Calls a method of the engine."""
+        return getattr(self._engine, name)(*arguments)
+
+    def process(self) -> int:
+        """Returns the number of the actor's process."""
+        return os.getpid()
+
+
+class InRay(Engine):
+    """An engine in an actor of Ray, which Ray starts again where it dies.
+
+    Args:
+        actor: of `Holder`.
+        like: an engine of the same kind in this process, for what is not computed.
+    """
+
+    def __init__(self, actor: Any, like: Engine) -> None:
+        self._actor, self._like = actor, like
+        self.name = f"{like.name} in Ray"
+
+    def changes(self, module: str) -> bool:
+        return self._like.changes(module)
+
+    def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
+        found: list[Told] = self._called("log_probs", changes, asked)
+        return found
+
+    def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Any:
+        return self._called("hidden", change, texts)
+
+    def generate(self, *arguments: Any) -> list[list[int]]:
+        return self._like.generate(*arguments)
+
+    def save_beside(self, *arguments: Any) -> str | None:
+        return self._like.save_beside(*arguments)
+
+    def _called(self, name: str, *arguments: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(self._actor.call.remote(name, *arguments))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, RequestError) else error from None
+        except ray.exceptions.RayError as error:
+            raise EngineLostError(f"model.workers: an actor of Ray is lost ({type(error).__name__}).") from None
+
+    def close(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+        self._like.close()
+
+
+def load_in_ray(config: ModelConfig, load: Callable[[ModelConfig], LoadedModel]) -> LoadedModel:
+    """Loads a model for an engine in as many actors of Ray as `model.workers` says.
+
+    Raises:
+        RequestError: Ray is missing, or has not so many processors.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    try:
+        import ray
+    except ImportError:
+        raise RequestError(f"model.workers is {config.workers}, which needs Ray: pip install 'tezo[ray]'.") from None
+    alone = replace(config, workers=0)
+    loaded = load(alone)
+    assert loaded.engine is not None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, configure_logging=False, include_dashboard=False)
+    available = int(ray.cluster_resources().get("CPU", 0))
+    if config.workers > available:
+        raise RequestError(f"model.workers is {config.workers}, and Ray has {available} processors; lower it.")
+    threads = max(1, available // config.workers) if available else torch.get_num_threads()
+    remote = ray.remote(num_cpus=1, max_restarts=-1)(Holder)
+    actors = [remote.remote(alone, load, threads) for _ in range(config.workers)]
+    return replace(loaded, engine=Workers([InRay(actor, loaded.engine) for actor in actors]))

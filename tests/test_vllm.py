@@ -1,0 +1,298 @@
+"""Forward passes in vLLM: prompts that tell what is asked for, and a real server where there is one.
+
+The server is started by the python that the variable TEZO_VLLM names, of an environment with vLLM.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+import transformers
+from folders import bpe_tokenizer, completion_rows, label_rows, refused, saved, train, write_rows
+from gguf_files import tiny_llama
+from safetensors.torch import load_file
+from torch import nn
+
+import tezo as package
+from tezo.engines import load
+from tezo.engines.vllm import Answer, Prompt, prompts_of, told_of, uniform
+from tezo.forward.engine import NOTHING, Asked
+from tezo.models.kinds import ModelConfig
+from tezo.models.lora import Adapter, attach_adapter
+from tezo.system.errors import RequestError
+from tezo.training.config import parse_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train as run_config
+
+PYTHON = os.environ.get("TEZO_VLLM")
+real = pytest.mark.skipif(PYTHON is None, reason="no vLLM here: TEZO_VLLM names the python of an environment with it")
+PORT = 8411
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root, tokenizer = tmp_path_factory.mktemp("home"), bpe_tokenizer(chat=True)
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    model = tiny_llama(64 * -(-len(tokenizer) // 64), max_position_embeddings=256, **sizes)
+    saved(model, tokenizer, root / "tiny")
+    write_rows(root / "labels.jsonl", label_rows(24))
+    write_rows(root / "texts.jsonl", completion_rows(24))
+    return root
+
+
+def table_of(model, tokens) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
+
+
+def answered(model, prompt: Prompt, likely: int) -> Answer:
+    """What vLLM says of a prompt, by its documentation: the tokens that are asked for, and the likeliest, ranked."""
+    table = table_of(model, prompt.tokens)
+
+    def entry(row, tokens, count):
+        best = row.topk(count).indices.tolist()
+        return {t: (float(row[t]), 1 + int((row > row[t]).sum())) for t in {*best, *tokens}}
+
+    if prompt.wanted:
+        return Answer({len(prompt.tokens): entry(table[-1], prompt.wanted, 1)})
+    return Answer({i: entry(table[i - 1], [prompt.tokens[i]], likely) for i in range(1, len(prompt.tokens))})
+
+
+@pytest.mark.parametrize("likely", [0, 1, 4])
+def test_prompts_tell_what_is_asked_for(home, likely):
+    model, draw = transformers.AutoModelForCausalLM.from_pretrained(home / "tiny"), random.Random(likely)
+    asked = some_asked(draw, several=likely < 2, likely=likely)
+    prompts = prompts_of(asked)
+    told = told_of(asked, prompts, [answered(model, prompt, likely) for prompt in prompts])
+    check(asked, told, [table_of(model, text) for text in asked.texts])
+
+
+def some_asked(draw, *, several: bool, likely: int) -> Asked:
+    beginning = draw.choices(range(4, 250), k=5)
+    texts = sorted({(*beginning, *draw.choices(range(4, 250), k=draw.randint(1, 9))) for _ in range(6)})
+    places = {}
+    for i, text in enumerate(texts):
+        for p in {len(beginning) - 1, len(text) // 2, len(text) - 1}:
+            places.setdefault(text[: p + 1], (i, p))
+    pairs, rows = sorted(places.values()), []
+    for i, p in pairs:
+        following = texts[i][p + 1] if p + 1 < len(texts[i]) else draw.randrange(4, 250)
+        more = draw.choice([[], [7, 9]]) if several else []
+        rows.append([following, *more, *[NOTHING] * (2 - len(more))])
+    return Asked(texts, *(torch.tensor(own) for own in zip(*pairs, strict=True)), torch.tensor(rows), likely)
+
+
+def check(asked, told, tables) -> None:
+    for place, (text, position) in enumerate(zip(asked.text_P.tolist(), asked.position_P.tolist(), strict=True)):
+        row = tables[text][position]
+        for token, own in zip(asked.tokens_PC[place].tolist(), told.log_probs_PC[place].tolist(), strict=True):
+            assert abs(own - (0.0 if token == NOTHING else float(row[token]))) < 1e-3
+        assert torch.allclose(row.topk(asked.likely).values, told.likely_log_probs_PL[place], atol=1e-3)
+        assert torch.allclose(row[told.likely_PL[place]], told.likely_log_probs_PL[place], atol=1e-3)
+
+
+def test_layers_of_other_ranks_are_one_adapter(home):
+    model = transformers.AutoModelForCausalLM.from_pretrained(home / "tiny")
+    change = a_change(model, ranks=(3, 5))
+    adapter = uniform(change)
+    assert adapter.rank == 5
+    for name, (a_RI, b_OR) in change.items():
+        a, b = adapter.pairs[name]
+        assert a.shape[0] == b.shape[1] == 5 and torch.allclose(b @ a, b_OR @ a_RI)
+
+
+def a_change(model, ranks=(4,), seed=0, size=0.1):
+    generator = torch.Generator().manual_seed(seed)
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and "layers" in n]
+    return {
+        name: (
+            torch.randn(ranks[i % len(ranks)], layer.in_features, generator=generator) * size,
+            torch.randn(layer.out_features, ranks[i % len(ranks)], generator=generator) * size,
+        )
+        for i, (name, layer) in enumerate(layers)
+    }
+
+
+@contextmanager
+def server(home, *more, port=PORT, **environment):
+    python = Path(str(PYTHON))
+    command = [
+        python.with_name("vllm"), "serve", home / "tiny", "--served-model-name", "tiny", "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", "256", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16",
+        "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+        "--port", port, "--host", "127.0.0.1", *more,
+    ]  # fmt: skip
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+                "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # fmt: skip
+    log = (home / f"server-{port}.log").open("w")
+    process = subprocess.Popen(
+        list(map(str, command)), env={**os.environ, **settings, **environment}, stdout=log, stderr=log,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        for _ in range(400):
+            try:
+                if requests.get(f"http://127.0.0.1:{port}/v1/models", timeout=5).ok:
+                    break
+            except requests.RequestException:
+                time.sleep(0.5)
+        else:
+            raise AssertionError((home / f"server-{port}.log").read_text()[-3000:])
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
+        log.close()
+
+
+@pytest.fixture(scope="module")
+def address(home):
+    with server(home):
+        yield f"http://127.0.0.1:{PORT}"
+
+
+def config(home, rows="labels", engine="torch", name="tezo-cadam"):
+    return parse_config(
+        {
+            "model": {"name": str(home / "tiny"), "engine": engine},
+            "data": {part: str(home / f"{rows}.jsonl") for part in ("train", "dev", "test")},
+            "method": {"name": name, "rank": 4, "num_directions": 20}
+            | ({} if name == "gauss-newton" else {"lr": 0.05}),
+            "train": {"steps": 3, "batch_size": 12, "eval_every": 2, "keep_best": False},
+        }
+    )
+
+
+@real
+@pytest.mark.slow
+def test_a_server_tells_what_torch_computes_under_no_one_and_several_changes(home, address):
+    loaded, model = (
+        load(ModelConfig(name=str(home / "tiny"), engine=address)),
+        load(ModelConfig(name=str(home / "tiny"))).model,
+    )
+    changes = [{}, a_change(model), a_change(model, seed=1), {}, a_change(model, seed=2, ranks=(2, 9))]
+    for several, likely in ((True, 1), (False, 5)):
+        asked = some_asked(random.Random(0), several=several, likely=likely)
+        for _ in range(2):  # what was cached under earlier adapters is of no later one
+            for change, told in zip(changes, loaded.engine.log_probs(changes, asked), strict=True):
+                handles = attach_adapter(model, Adapter(uniform(change).rank, change)) if change else []
+                check(asked, told, [table_of(model, text) for text in asked.texts])
+                for handle in handles:
+                    handle.remove()
+    names = [own["id"] for own in requests.get(f"{address}/v1/models", timeout=5).json()["data"]]
+    assert names == ["tiny"]
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "name"), [("labels", "tezo-cadam"), ("texts", "gauss-newton")])
+def test_a_run_on_a_server_ends_where_one_in_torch_does(home, address, tmp_path, rows, name):
+    runs = [run_config(config(home, rows, engine, name), tmp_path / engine[:5]) for engine in (address, "torch")]
+    states = [load_file(tmp_path / own / "adapter/adapter_model.safetensors") for own in ("http:", "torch")]
+    products = [
+        torch.cat([(s[n] @ s[n.replace("_B", "_A")]).flatten() for n in sorted(s) if ".lora_B." in n]) for s in states
+    ]
+    assert (products[0] - products[1]).norm() <= 1e-2 * products[1].norm()
+    assert abs(runs[0]["after"]["loss"] - runs[1]["after"]["loss"]) < 1e-3
+    assert runs[0]["num_forward_passes"] == runs[1]["num_forward_passes"]
+
+
+class Restart(Listener):
+    """Ends a server after a step; another is started by the test."""
+
+    def __init__(self, process) -> None:
+        self.process, self.after = process, None
+
+    def stepped(self, progress):
+        if progress.record.step == 0:
+            os.killpg(self.process.pid, 9)
+
+
+@real
+@pytest.mark.slow
+def test_a_server_that_is_ended_and_started_again_loses_nothing(home, tmp_path):
+    import threading
+
+    run_config(config(home), tmp_path / "torch")
+    with server(home, port=PORT + 1) as process:
+        restarted = threading.Event()
+
+        def again():
+            process.wait()
+            with server(home, port=PORT + 1):
+                restarted.set()
+                done.wait()
+
+        done = threading.Event()
+        thread = threading.Thread(target=again)
+        thread.start()
+        try:
+            run_config(config(home, engine=f"http://127.0.0.1:{PORT + 1}"), tmp_path / "run", [Restart(process)])
+        finally:
+            done.set()
+            thread.join()
+    assert restarted.is_set()
+    states = [load_file(tmp_path / own / "adapter/adapter_model.safetensors") for own in ("run", "torch")]
+    assert all(torch.allclose(states[0][n], states[1][n], atol=1e-3) for n in states[0])
+
+
+@real
+@pytest.mark.slow
+def test_what_a_server_cannot_do_is_one_sentence(home, address, tmp_path):
+    rows = home / "labels.jsonl"
+    other = saved(tiny_llama(300), bpe_tokenizer(chat=False), tmp_path / "other")
+    refused(train(other, rows, tmp_path / "run", "--engine", "http://127.0.0.1:1"), "does not answer")
+    more = {"method__rank": 32, "method__name": "tezo-cadam"}
+    refused(train(home / "tiny", rows, tmp_path / "run", "--engine", address, **more), "rank 32")
+    with pytest.raises(RequestError, match="password"):
+        load(ModelConfig(name=str(home / "tiny"), engine="http://me:secret@127.0.0.1:1"))
+
+
+SCRIPT = """
+import json, sys
+from tezo.training.config import parse_config
+from tezo.training.loop import train
+from pathlib import Path
+if __name__ == "__main__":
+    made = json.loads(Path(sys.argv[1]).read_text())
+    train(parse_config(made), Path(sys.argv[2]))
+"""
+
+
+@real
+@pytest.mark.slow
+def test_a_run_with_vllm_in_its_own_process_ends_where_one_in_torch_does(home, tmp_path):
+    from tezo.training.config import to_tree
+
+    run_config(config(home), tmp_path / "torch")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    tree = to_tree(replace(config(home), model=ModelConfig(name=str(home / "tiny"), engine="vllm")))
+    (tmp_path / "made.json").write_text(json.dumps(tree, default=str))
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(Path(package.__file__).parents[1]),
+    }
+    done = subprocess.run(
+        [str(PYTHON), str(tmp_path / "script.py"), str(tmp_path / "made.json"), str(tmp_path / "run")],
+        env={**os.environ, **settings}, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    states = [load_file(tmp_path / own / "adapter/adapter_model.safetensors") for own in ("run", "torch")]
+    assert all(torch.allclose(states[0][n], states[1][n], atol=1e-3) for n in states[0])
+
+
+def test_vllm_that_is_not_installed_is_named(home, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(RequestError, match="vllm, which is not installed"):
+        load(ModelConfig(name=str(home / "tiny"), engine="vllm"))

@@ -1,0 +1,143 @@
+"""Engines that share the changes of a call: whoever computes them, and whoever dies, the numbers are the same."""
+
+import os
+import signal
+import threading
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+from folders import bpe_tokenizer, label_rows, write_rows
+from gguf_files import tiny_llama, write_gguf
+from safetensors.torch import load_file
+
+from tezo.engines import load, workers
+from tezo.engines.workers import Workers
+from tezo.forward.engine import Asked, Engine, EngineLostError, Told
+from tezo.models.kinds import ModelConfig
+from tezo.system.errors import RequestError
+from tezo.training.config import parse_config
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (pip install 'tezo[ray]')")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root, tokenizer = tmp_path_factory.mktemp("home"), bpe_tokenizer(chat=True)
+    write_gguf(root / "tiny.gguf", tiny_llama(len(tokenizer)), tokenizer)
+    write_rows(root / "rows.jsonl", label_rows(16))
+    return root
+
+
+def config(home, workers=0):
+    rows = {part: str(home / "rows.jsonl") for part in ("train", "dev", "test")}
+    return parse_config(
+        {
+            "model": {"name": str(home / "tiny.gguf"), "engine": "llama.cpp", "workers": workers},
+            "data": rows,
+            "method": {"name": "tezo-cadam", "lr": 0.05, "rank": 4, "num_directions": 4},
+            "train": {"steps": 6, "batch_size": 8, "eval_every": 3, "keep_best": False},
+        }
+    )
+
+
+class Counting(Engine):
+    """Tells the number in a change, slowly, and is lost now and then."""
+
+    name = "counting"
+
+    def __init__(self, losses: int = 0, error: Exception | None = None) -> None:
+        self.losses, self.error, self.calls = losses, error, 0
+
+    def changes(self, module):
+        del module
+        return True
+
+    def generate(self, change, prompts, wanted):
+        raise NotImplementedError
+
+    def log_probs(self, changes, asked):
+        del asked
+        (change,) = changes
+        self.calls += 1
+        time.sleep(0.01)
+        if self.error is not None:
+            raise self.error
+        if self.losses:
+            self.losses -= 1
+            raise EngineLostError("lost")
+        value = change["x"][0]
+        return [Told(value, value.long(), value)]
+
+
+ASKED = Asked([], torch.tensor([]), torch.tensor([]), torch.tensor([]), 0)
+
+
+def numbers(count):
+    return [{"x": (torch.tensor([float(i)]), torch.zeros(1))} for i in range(count)]
+
+
+def test_changes_are_shared_and_a_lost_one_is_computed_again_elsewhere(monkeypatch):
+    monkeypatch.setattr(workers, "SECONDS_ASIDE", 0.05)
+    engines = [Counting(), Counting(losses=2), Counting()]
+    told = Workers(engines).log_probs(numbers(80), ASKED)
+    assert [float(own.log_probs_PC) for own in told] == list(range(80))
+    assert all(engine.calls > 2 for engine in engines)  # the lost one was used again
+    assert threading.active_count() < 20
+
+
+def test_where_all_are_lost_or_one_refuses_the_caller_is_told(monkeypatch):
+    monkeypatch.setattr(workers, "SECONDS_ASIDE", 0.0)
+    with pytest.raises(EngineLostError):
+        Workers([Counting(losses=99), Counting(losses=99)]).log_probs(numbers(3), ASKED)
+    with pytest.raises(RequestError, match="refused"):
+        Workers([Counting(), Counting(error=RequestError("refused"))]).log_probs(numbers(9), ASKED)
+
+
+class Killer(Listener):
+    """Kills the process of an actor of Ray after some steps."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+
+    def started(self, job):
+        self.engine = job.loaded.engine
+
+    def stepped(self, progress):
+        if progress.record.step == 2:
+            import ray
+
+            number = ray.get(self.engine._engines[0]._actor.process.remote())
+            os.kill(number, signal.SIGKILL)
+            self.killed.append(number)
+
+
+@needs_ray
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Ray's own, and of sockets that it leaves to the system
+@pytest.mark.parametrize("count", [2, 4])
+def test_actors_of_ray_one_of_which_is_killed_give_the_same_bits(home, tmp_path, count):
+    import ray
+
+    train(config(home), tmp_path / "alone")
+    ray.init(num_cpus=count, log_to_driver=False, include_dashboard=False)
+    try:
+        killer = Killer()
+        train(config(home, count), tmp_path / "actors", [killer])
+        assert len(killer.killed) == 1
+    finally:
+        ray.shutdown()
+    states = [load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("alone", "actors")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_workers_are_refused_where_they_mean_nothing(home, monkeypatch):
+    with pytest.raises(RequestError, match=r"model\.workers is 2"):
+        load(ModelConfig(name=str(home), workers=2))
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(RequestError, match=r"tezo\[ray\]"):
+        load(ModelConfig(name=str(home / "tiny.gguf"), engine="llama.cpp", workers=2))
