@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -216,6 +216,9 @@ class InProcess(Vllm):
                        if isinstance(module, nn.Linear) and self.changes(name)})  # fmt: skip
         self._llm = LLM(
             model=source,
+            dtype=str(model.config.dtype or "auto").removeprefix(
+                "torch."
+            ),  # vLLM's own choice for float32 is half of it
             enable_lora=True,
             max_loras=AT_ONCE,
             max_lora_rank=self.RANK,
@@ -231,12 +234,14 @@ class InProcess(Vllm):
 
         options = [
             SamplingParams(
-                max_tokens=1, temperature=0.0, detokenize=False,
-                **({"logprob_token_ids": list(prompt.wanted), "logprobs": 1} if prompt.wanted
-                   else {"prompt_logprobs": likely}),
+                max_tokens=1,
+                temperature=0.0,
+                detokenize=False,
+                logprob_token_ids=list(prompt.wanted) or None,
+                prompt_logprobs=None if prompt.wanted else likely,
             )
             for prompt in prompts
-        ]  # fmt: skip
+        ]
         adapters = []
         for folder in folders:
             self._number += 1  # a number that was used before is a cached adapter
@@ -416,9 +421,15 @@ class _FailedError(EngineLostError):
     """The server answers that it failed, as it does while it is being ended, and where it was asked too much."""
 
 
-def _said(answer: Any) -> str:
-    text = " ".join(answer.text.split())
-    return text if len(text) <= 300 else f"{text[:300]} ..."
+def _said(answer: requests.Response) -> str:
+    """Returns the first sentence of an answer that is an error, with the way out where it is known."""
+    try:
+        text = str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        text = answer.text
+    text = " ".join(text.split()).partition(". ")[0].rstrip(".")
+    way_out = "; start it with a larger --max-lora-rank, or lower method.rank" if "max_lora_rank" in text else ""
+    return (text if len(text) <= 300 else f"{text[:300]} ...") + f"{way_out}."
 
 
 def _answer_of(prompt: Prompt, choice: Any) -> Answer:

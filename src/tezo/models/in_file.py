@@ -141,6 +141,7 @@ def _without_weights(config: Any, source: str) -> Any:
     model.requires_grad_(True)
     model.tie_weights()
     model.name_or_path = model.config.name_or_path = source
+    model.config.dtype = config.dtype  # as stored
     return model
 
 
