@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from drawing import RESULTS, SHORT, grid, head, machine, read
+from engine_tables import ENGINE_TABLES
 from first_run_tables import FIRST_RUN_TABLES
 from gpu_tables import GPU_TABLES
 from reward_tables import reward, reward_samples
@@ -257,6 +258,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"{name}-ranked": partial(study_ranked, name) for name in STUDIES},
     **{f"{name}-removed": partial(study_removed, name) for name in STUDIES},
     **{f"figure-{name}": partial(figure, name) for name in FIGURES},
+    **ENGINE_TABLES,
     **FIRST_RUN_TABLES,
     **GPU_TABLES,
     **WHEN_TABLES,

@@ -357,7 +357,7 @@ def test_ctrl_c_before_the_first_step_is_said_and_leaves_nothing(home, tmp_path,
         raise KeyboardInterrupt
 
     # by hand: workers of pytest-xdist ignore the signal
-    monkeypatch.setattr("tezo.training.job.load_model", pressed)
+    monkeypatch.setattr("tezo.engines.load", pressed)
     done = train(home / "opt", home / "rows.jsonl", tmp_path / "run")
     assert done.code == 130 and done.says("interrupted", "--resume")
     assert not (tmp_path / "run").exists()

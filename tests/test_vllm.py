@@ -29,7 +29,8 @@ from tezo.forward.engine import NOTHING, Asked
 from tezo.models.kinds import ModelConfig
 from tezo.models.lora import Adapter, attach_adapter
 from tezo.system.errors import RequestError
-from tezo.training.config import parse_config
+from tezo.training.config import parse_config, to_tree, untrusted_tree
+from tezo.training.header import check_unchanged
 from tezo.training.listeners import Listener
 from tezo.training.loop import train as run_config
 
@@ -273,8 +274,6 @@ if __name__ == "__main__":
 @real
 @pytest.mark.slow
 def test_a_run_with_vllm_in_its_own_process_ends_where_one_in_torch_does(home, tmp_path):
-    from tezo.training.config import to_tree
-
     run_config(config(home), tmp_path / "torch")
     (tmp_path / "script.py").write_text(SCRIPT)
     tree = to_tree(replace(config(home), model=ModelConfig(name=str(home / "tiny"), engine="vllm")))
@@ -291,6 +290,16 @@ def test_a_run_with_vllm_in_its_own_process_ends_where_one_in_torch_does(home, t
     assert done.returncode == 0, done.stderr[-3000:]
     states = [load_file(tmp_path / own / "adapter/adapter_model.safetensors") for own in ("run", "torch")]
     assert all(torch.allclose(states[0][n], states[1][n], atol=1e-3) for n in states[0])
+
+
+def test_a_run_folder_does_not_say_which_server_is_asked_and_a_server_may_move(home):
+    tree = to_tree(config(home, engine="http://127.0.0.1:1"))
+    assert untrusted_tree(tree)["model"]["engine"] == "http"
+    with pytest.raises(RequestError, match="give it again"):
+        load(ModelConfig(name=str(home / "tiny"), engine="http"))
+    check_unchanged(parse_config(tree), config(home, engine="https://127.0.0.1:2"))
+    with pytest.raises(RequestError, match=r"model\.engine"):
+        check_unchanged(parse_config(tree), config(home))
 
 
 def test_vllm_that_is_not_installed_is_named(home, monkeypatch):

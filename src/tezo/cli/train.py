@@ -37,7 +37,10 @@ def train(
     ] = None,
     reward: RewardOption = None,
     steps: Annotated[str | None, typer.Option(metavar="INTEGER", help="Number of steps.")] = None,
-    engine: Annotated[str | None, typer.Option(help="What runs the forward passes: torch, or llama.cpp.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="What runs the passes: torch, llama.cpp, vllm, or http://HOST:PORT of a vLLM server."),
+    ] = None,
     quantization: Annotated[str | None, typer.Option(help="Quantization of linear layers: nf4, int8, int8wo.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of directions, data order and sampling.")] = None,
     settings: list[str] = SetOption,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from tezo.engines.llama_cpp import load_llama_cpp
 from tezo.engines.vllm import load_server, load_vllm
 from tezo.engines.workers import load_in_ray
-from tezo.models.kinds import ModelConfig
+from tezo.models.kinds import ADDRESS, ModelConfig, engine_kind
 from tezo.models.loading import LoadedModel, load_model
 from tezo.system.errors import RequestError, nearest
 
@@ -24,7 +24,7 @@ def load_torch(config: ModelConfig) -> LoadedModel:
     )
 
 
-TORCH, ADDRESS = "torch", "http"
+TORCH = "torch"
 ENGINES: dict[str, Callable[[ModelConfig], LoadedModel]] = {
     TORCH: load_torch,
     "llama.cpp": load_llama_cpp,
@@ -43,8 +43,13 @@ def load(config: ModelConfig) -> LoadedModel:
     Raises:
         RequestError: there is no such engine, or a setting is of torch alone.
     """
-    name = ADDRESS if config.engine.startswith(("http://", "https://")) else config.engine
-    if name not in ENGINES or config.engine == ADDRESS:
+    name = engine_kind(config.engine)
+    if config.engine == ADDRESS:
+        raise RequestError(
+            "model.engine was the address of a server, which a run folder may not name; give it again, by --engine or "
+            "--set model.engine=http://HOST:PORT, or model.engine=torch."
+        )
+    if name not in ENGINES:
         known = [*(known for known in ENGINES if known != ADDRESS), "http://HOST:PORT"]
         raise RequestError(f"model.engine: there is no {config.engine!r}. " + nearest(config.engine, known))
     if name != TORCH:

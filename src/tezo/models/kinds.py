@@ -67,6 +67,15 @@ def is_unused(name: str, kind: Kind) -> bool:
     return kind != "classifier" and "pooler" in name.split(".")
 
 
+ADDRESS = "http"
+"""Kind of an engine that is a server, or several, named by addresses."""
+
+
+def engine_kind(engine: str) -> str:
+    """Returns the kind of a value of `model.engine`: itself, or `ADDRESS`."""
+    return ADDRESS if engine.startswith(("http://", "https://")) else engine
+
+
 IN_MEMORY = "in memory"
 """In the place of a name or a file: what was given to `tezo.train` as an object, and has no name to be found by."""
 

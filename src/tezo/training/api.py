@@ -235,7 +235,7 @@ def _configured(
     return config, None
 
 
-_OF_LOADING = ("dtype", "device", "quantization", "placement", "untie_head", "trust_remote_code")
+_OF_LOADING = ("engine", "workers", "dtype", "device", "quantization", "placement", "untie_head", "trust_remote_code")
 
 
 def _with_object(config: Config, model: Any, tokenizer: Any, *, keep: bool) -> tuple[Config, LoadedModel]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from tezo.models.kinds import ModelConfig
+from tezo.models.kinds import ModelConfig, engine_kind
 from tezo.models.local_names import absolute_name
 from tezo.optim.methods import AUTO, method
 from tezo.runs.files import check_manifest
@@ -189,6 +189,9 @@ def untrusted_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     for key in ONLY_FROM_THE_USER:
         section, _, name = key.partition(".")
         sections.get(section, {}).pop(name, None)
+    model = sections.get("model", {})
+    if isinstance(model.get("engine"), str):  # a stranger's folder does not say where a key is sent
+        model["engine"] = engine_kind(model["engine"])
     return sections
 
 

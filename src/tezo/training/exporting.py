@@ -80,11 +80,10 @@ def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None
 
 def check_mergeable(model: Any) -> None:
     """Raises a `RequestError` where the weights of a model in memory cannot take a change."""
-    if getattr(model, "is_quantized", False) or any(p.is_meta for p in model.parameters()):  # set by transformers
-        raise RequestError(
-            "the base model is packed, or stays in its file, and takes no change; export its adapter, in the format "
-            "lora, or export the folder of the run."
-        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise RequestError("the weights stay in their file and take no change; export the folder of the run.")
+    if getattr(model, "is_quantized", False):  # set by transformers
+        raise RequestError("the base model is packed and takes no change; export its adapter, in the format lora.")
 
 
 def _checked_config(run: Path, output: Path, form: str, settings: list[tuple[str, Any]]) -> Config:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
+from tezo.models.kinds import engine_kind
 from tezo.models.local_names import is_gone
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.methods import AUTO, method
@@ -22,6 +23,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.checkpoint_every",
     "model.device",
     "model.placement",
+    "model.workers",
     "model.trust_remote_code",
     "train.reward",
 )
@@ -102,6 +104,8 @@ def request_of(config: Config) -> dict[str, Any]:
 def _fixed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that may not change, by dotted key, with paths in full."""
     settings = {key: value for key, value in _settings(tree).items() if key not in MAY_CHANGE_ON_RESUME}
+    if "model.engine" in settings:  # a server may move
+        settings["model.engine"] = engine_kind(str(settings["model.engine"]))
     return settings | {key: absolute_setting(key, settings[key]) for key in PATHS if key in settings}
 
 

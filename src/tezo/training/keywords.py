@@ -16,6 +16,8 @@ class Options(TypedDict, total=False):
     """The settings that `tezo.train` takes by the last part of their keys; docs/settings.md says what each means."""
 
     # section model
+    engine: str
+    workers: int
     kind: Literal["auto", "causal", "masked", "encoder", "classifier"]
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"]
     device: str

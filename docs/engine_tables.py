@@ -1,0 +1,70 @@
+"""The tables of engines, and of what methods learn of real rows with a real language model."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from drawing import grid, machine, read
+
+
+def engines() -> str:
+    """Seconds of a direction's pass over 64 rows, by engine, and what they are of a pass without a change."""
+    found = read("engines")
+    rows = [
+        [
+            name,
+            f"{own['seconds_changed']:.2f}",
+            f"{own['tokens'] / own['seconds_changed']:.0f}",
+            f"{own['ratio']:.2f}",
+            f"{own['peak'] / 2**20:.0f}",
+            f"{own['memory_ratio']:.2f}",
+        ]
+        for name, own in found["ways"].items()
+    ]
+    heads = ["", "seconds a direction", "tokens a second", "of a plain pass", "peak MiB", "of a plain pass"]
+    what = f"{found['model']}, {found['rows']} rows of SST-2, a change of rank {found['rank']} in all linear layers"
+    return grid(heads, rows) + (
+        f"\n{what}; medians of {found['passes']} passes, each beside one without a change, a process for each engine. "
+        "The peak is that of the process, with Python, torch and transformers. `python benchmarks/engines.py`; "
+        f"{machine(found)}.\n"
+    )
+
+
+def real_tasks() -> str:
+    """What methods learn of rows of SST-2 and TREC, beside LoRA: test loss and accuracy, and passes."""
+    found = read("real_tasks")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for name, own in found["runs"].items():
+        groups.setdefault(name.partition(", seed")[0], []).append(own)
+    rows = []
+    for name, runs in groups.items():
+        task, _, method = name.partition("/")
+        middle = [
+            statistics.median(read_from(run) for run in runs)
+            for read_from in (_passes, lambda run: run["after"]["loss"], lambda run: 100 * run["after"]["accuracy"])
+        ]
+        rows.append([task, method, f"{len(runs)}", f"{middle[0]:.0f}", f"{middle[1]:.3f}", f"{middle[2]:.1f} %"])
+    for task in dict.fromkeys(row[0] for row in rows):
+        first = next(run for name, run in found["runs"].items() if name.startswith(f"{task}/"))
+        known = {"untuned": first["before"], "untuned, bias fitted": first["untuned"]["bias"]}
+        known["untuned, linear probe"] = first["untuned"]["probe"]
+        rows += [
+            [task, what, "", "0", f"{own['loss']:.3f}", f"{100 * own['accuracy']:.1f} %"] for what, own in known.items()
+        ]
+    rows.sort(key=lambda row: (row[0], -float(row[4])))
+    heads = ["rows", "", "seeds", "passes of 64 rows", "test loss", "accuracy"]
+    sizes = {name.partition("/")[0]: run["rows"] for name, run in found["runs"].items()}
+    counts = "; ".join(f"{task}: " + ", ".join(f"{n} {part}" for part, n in own.items()) for task, own in sizes.items())
+    return grid(heads, rows) + (
+        f"\n{found['model']}; medians of the seeds; {counts} rows. Passes are all but those of evaluations, looks and "
+        "searches among them; LoRA's are forward passes, each with a backward one. `python benchmarks/real_tasks.py`; "
+        f"{machine(found)}.\n"
+    )
+
+
+def _passes(run: dict[str, Any]) -> float:
+    passes: float = run["passes_of_64_rows"]
+    return passes
+
+
+ENGINE_TABLES: dict[str, Callable[[], str]] = {"engines": engines, "real-tasks": real_tasks}
