@@ -24,7 +24,7 @@ from torch import nn
 
 import tezo as package
 from tezo.engines import load
-from tezo.engines.vllm import Answer, Prompt, prompts_of, told_of, uniform
+from tezo.engines.vllm import OWN, Answer, Prompt, Vllm, is_left, prompts_of, told_of, uniform
 from tezo.forward.engine import NOTHING, Asked
 from tezo.models.kinds import ModelConfig
 from tezo.models.lora import Adapter, attach_adapter
@@ -290,6 +290,35 @@ def test_a_run_with_vllm_in_its_own_process_ends_where_one_in_torch_does(home, t
     assert done.returncode == 0, done.stderr[-3000:]
     states = [load_file(tmp_path / own / "adapter/adapter_model.safetensors") for own in ("run", "torch")]
     assert all(torch.allclose(states[0][n], states[1][n], atol=1e-3) for n in states[0])
+
+
+def test_what_a_killed_process_left_is_removed(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEZO_ADAPTERS", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = [f"{OWN}{number}-abc" for number in (gone.pid, os.getpid())] + [f"tezo-elsewhere-{gone.pid}-abc", "other"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    engine = Unanswered(transformers.AutoModelForCausalLM.from_pretrained(home / "tiny"))
+    assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
+    assert [is_left(name) for name in names] == [True, False, False, False]
+    with pytest.raises(ZeroDivisionError):
+        engine.log_probs([{}], some_asked(random.Random(0), several=True, likely=1))
+    assert len(engine.folders) == 1 and len(list(tmp_path.iterdir())) == 3
+
+
+class Unanswered(Vllm):
+    """Fails when it is asked, and remembers the folders that it was given."""
+
+    name = "unanswered"
+
+    def _answers(self, prompts, folders, likely):
+        del prompts, likely
+        self.folders = [path for path in folders if (path / "adapter_config.json").is_file()]
+        raise ZeroDivisionError
+
+    def _continued(self, *_):
+        raise ZeroDivisionError
 
 
 def test_a_run_folder_does_not_say_which_server_is_asked_and_a_server_may_move(home):

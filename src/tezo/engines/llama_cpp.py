@@ -10,7 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,17 +55,7 @@ def load_llama_cpp(config: ModelConfig) -> LoadedModel:
     """
     library()
     loaded, path = load_in_file(config.name)
-    engine = LlamaCpp(path, loaded.model)
-    return LoadedModel(
-        loaded.model,
-        loaded.tokenizer,
-        "causal",
-        loaded.fingerprint,
-        loaded.notices,
-        loaded.virtual_tokens,
-        None,
-        engine,
-    )
+    return replace(loaded, engine=LlamaCpp(path, loaded.model))
 
 
 @cache

@@ -8,6 +8,7 @@ never used before: what vLLM has cached of prompts under an earlier adapter is o
 import contextlib
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 import time
@@ -15,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,9 +40,17 @@ SECONDS_OF_A_RESTART = 300.0
 MOST_FAILURES = 2
 """Times that a server may answer that it failed before it is believed."""
 SECONDS_TO_CONNECT, SECONDS_OF_AN_ANSWER = 5.0, 600.0
+OWN = f"tezo-{socket.gethostname()}-"
+"""What names of adapters of this machine begin with, before the number of the process."""
 T = TypeVar("T")
 KEY, FOLDER = "VLLM_API_KEY", "TEZO_ADAPTERS"
 """Variables of the environment: the key of a server, and a folder that the server sees too."""
+
+
+def is_left(name: str) -> bool:
+    """Returns whether an adapter or its folder is of a process of this machine that is gone."""
+    process = name.removeprefix(OWN).partition("-")[0]
+    return name.startswith(OWN) and process.isdigit() and not Path(f"/proc/{process}").exists()
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,11 @@ class Vllm(Engine):
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        shared = os.environ.get(FOLDER) or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
+        self._shared = Path(shared)
+        for left in self._shared.glob(f"{OWN}*"):  # by a process that was killed
+            if is_left(left.name):
+                shutil.rmtree(left, ignore_errors=True)
 
     def changes(self, module: str) -> bool:
         return self._model.get_submodule(module) is not self._model.get_output_embeddings()
@@ -154,8 +168,7 @@ class Vllm(Engine):
     @contextmanager
     def _folder(self, change: Change) -> Iterator[Path]:
         """Yields a folder with a change as an adapter, which is removed at the end."""
-        shared = os.environ.get(FOLDER) or ("/dev/shm" if Path("/dev/shm").is_dir() else None)
-        with tempfile.TemporaryDirectory(prefix=f"tezo-{os.getpid()}-", dir=shared) as name:
+        with tempfile.TemporaryDirectory(prefix=f"{OWN}{os.getpid()}-", dir=self._shared) as name:
             Path(name).chmod(0o755)  # a server may be of another user
             # vLLM 0.32 computes prompts without an adapter under those of others in the batch
             save_adapter(uniform(change or self._no_change()), Path(name), model=self._model, base="")
@@ -179,15 +192,7 @@ def load_vllm(config: ModelConfig) -> LoadedModel:
         RequestError: vLLM is missing, or cannot run the model.
     """
     loaded, source = load_folder(config.name)
-    return with_engine(loaded, InProcess(source, loaded.model))
-
-
-def with_engine(loaded: LoadedModel, engine: Engine) -> LoadedModel:
-    """Returns the model with an engine that runs its forward passes."""
-    return LoadedModel(
-        loaded.model, loaded.tokenizer, loaded.kind, loaded.fingerprint, loaded.notices, labels=loaded.labels,
-        engine=engine,
-    )  # fmt: skip
+    return replace(loaded, engine=InProcess(source, loaded.model))
 
 
 class InProcess(Vllm):
@@ -286,7 +291,7 @@ def load_server(config: ModelConfig) -> LoadedModel:
     loaded, _ = load_folder(config.name)
     addresses = [own.strip() for own in config.engine.split(",")]
     servers = [Server(own, loaded.model, loaded.tokenizer) for own in addresses]
-    return with_engine(loaded, servers[0] if len(servers) == 1 else Workers(servers))
+    return replace(loaded, engine=servers[0] if len(servers) == 1 else Workers(servers))
 
 
 class Server(Vllm):
@@ -309,8 +314,9 @@ class Server(Vllm):
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         models = self._asked("GET", "/v1/models", None)["data"]
         self._base = next(own["id"] for own in models if own.get("parent") is None)
-        self._own = f"tezo-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._drop_left(own["id"] for own in models if own.get("parent") is not None)
+        self._own = f"{OWN}{os.getpid()}-{secrets.token_hex(4)}"
+        for name in (own["id"] for own in models if is_left(own["id"])):
+            self._unload(name)
         self._check_same(tokenizer)
 
     def _check_same(self, tokenizer: Any) -> None:
@@ -321,14 +327,6 @@ class Server(Vllm):
                 f"model.name: the server at {self._address} has {self._base}, whose tokenizer is another one; give the "
                 "model that it has."
             )
-
-    def _drop_left(self, names: Any) -> None:
-        """Unloads adapters that processes of this machine have left which are gone."""
-        for name in names:
-            own = f"tezo-{socket.gethostname()}-"
-            process = name.removeprefix(own).partition("-")[0]
-            if name.startswith(own) and process.isdigit() and not Path(f"/proc/{process}").exists():
-                self._unload(name)
 
     def _answers(self, prompts: Sequence[Prompt], folders: Sequence[Path], likely: int) -> list[list[Answer]]:
         with ThreadPoolExecutor(len(folders)) as threads:
