@@ -153,6 +153,10 @@ class Vllm(Engine):
     def _continued(self, prompts: Sequence[Sequence[int]], folder: Path, wanted: Continuing) -> list[list[int]]:
         """Returns the greedy continuations under the adapter in a folder."""
 
+    def _check_rank(self, rank: int) -> None:
+        """Raises a `RequestError` where an adapter of this rank is known to be refused."""
+        del rank
+
     def _no_change(self) -> Change:
         name, layer = next(
             (name, module)
@@ -171,7 +175,9 @@ class Vllm(Engine):
         with tempfile.TemporaryDirectory(prefix=f"{OWN}{os.getpid()}-", dir=self._shared) as name:
             Path(name).chmod(0o755)  # a server may be of another user
             # vLLM 0.32 computes prompts without an adapter under those of others in the batch
-            save_adapter(uniform(change or self._no_change()), Path(name), model=self._model, base="")
+            adapter = uniform(change or self._no_change())
+            self._check_rank(adapter.rank)
+            save_adapter(adapter, Path(name), model=self._model, base="")
             yield Path(name)
 
 
@@ -204,8 +210,8 @@ class InProcess(Vllm):
     """
 
     name = "vllm"
-    RANK = 64
-    """Largest rank of an adapter, which memory is kept for."""
+    RANK = 32
+    """Largest rank of an adapter; memory is kept for it, and on a CPU each token is multiplied by as much."""
 
     def __init__(self, source: str, model: Any) -> None:
         super().__init__(model)
@@ -272,6 +278,13 @@ class InProcess(Vllm):
         outputs = self._llm.generate(texts, options, lora_request=adapter, use_tqdm=False)
         self._llm.llm_engine.remove_lora(self._number)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def _check_rank(self, rank: int) -> None:
+        if rank > self.RANK:
+            raise RequestError(
+                f"model.engine is vllm, which takes changes of rank {self.RANK} here, and this one has {rank}; lower "
+                "method.rank or method.frozen_rank, or use a server with a larger --max-lora-rank."
+            )
 
     def _answer(self, prompt: Prompt, output: Any) -> Answer:
         def table(entry: Any) -> dict[int, tuple[float, int]]:
