@@ -76,18 +76,18 @@ class Continuing:
         ends: tokens that end one.
         one_line: whether a line break ends one.
         noisy: (logits, rows, place of the token) -> values whose largest is the next token; None: the logits are.
-        line_ended: (row, its tokens) -> whether there is a line break in their text; where `one_line`.
+        line_ended: (row, its tokens) -> whether a line break in their text ends them; None: it does not.
     """
 
     most: int
     ends: Sequence[int]
     one_line: bool
     noisy: Callable[[Tensor, Sequence[int], int], Tensor] | None = None
-    line_ended: Callable[[int, Sequence[int]], bool] = lambda row, tokens: False  # noqa: ARG005
+    line_ended: Callable[[int, Sequence[int]], bool] | None = None
 
     def is_end(self, row: int, tokens: Sequence[int]) -> bool:
         """Returns whether these tokens are all of a row's continuation."""
-        return tokens[-1] in self.ends or (self.one_line and self.line_ended(row, tokens))
+        return tokens[-1] in self.ends or (self.line_ended is not None and self.line_ended(row, tokens))
 
     def chosen(self, logits: Tensor, rows: Sequence[int], place: int) -> list[int]:
         """Returns the next token of each row."""

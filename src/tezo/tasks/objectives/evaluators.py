@@ -185,7 +185,7 @@ class InEngine(Evaluator):
         def line_ended(row: int, tokens: Sequence[int]) -> bool:  # a line break may be a part of a token
             return "\n" in text_after(tokenizer, prompts[row], tokens, special=True)
 
-        wanted = replace(wanted, line_ended=line_ended)
+        wanted = replace(wanted, line_ended=line_ended if wanted.one_line else None)
         found = self._engine.generate(self._changes(model, 1)[0], prompts, wanted)
         current().count(sum(map(len, found)))
         return found
