@@ -211,7 +211,7 @@ class InProcess(Vllm):
 
     name = "vllm"
     RANK = 32
-    """Largest rank of an adapter; memory is kept for it, and on a CPU each token is multiplied by as much."""
+    """Largest rank of an adapter, which memory is kept for."""
 
     def __init__(self, source: str, model: Any) -> None:
         super().__init__(model)
