@@ -110,7 +110,7 @@ def in_engine(config: ModelConfig, shared: Path) -> dict[str, Any]:
     last = torch.tensor([len(text) - 1 for text in texts])
     asked = Asked(texts, torch.arange(len(texts)), last, torch.tensor([words] * len(texts)), 1)
     change = change_of(loaded.model)
-    return timed(lambda: engine.log_probs([{}], asked), lambda: engine.log_probs([change], asked), asked.tokens)
+    return timed(lambda: engine.log_probs([{}], asked), lambda: engine.log_probs([change], asked), sum(map(len, texts)))
 
 
 def timed(plain: Any, changed: Any, tokens: int) -> dict[str, Any]:

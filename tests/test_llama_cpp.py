@@ -21,6 +21,7 @@ from tezo.directions.outputs import Outputs
 from tezo.engines import llama_cpp
 from tezo.engines.llama_cpp import PLACES_AT_ONCE, TOKENS_AT_ONCE, plan_of
 from tezo.forward.engine import NOTHING, Asked
+from tezo.forward.perturbed_parameter import Shift
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
@@ -127,9 +128,8 @@ def test_outputs_of_every_row_are_torchs(home, rows):
         draw = job.optimizer.draw()
         for name, moving in job.optimizer.moving.items():  # a state, and a perturbation on top of it
             moving.add_(draw.directions[name][1], slice(None), draw.directions[name][1].coefficient, 0.1)
-        job.optimizer.parameters.moving[name].set_perturbations([])
         for name, moving in job.optimizer.moving.items():
-            moving.set_perturbations([llama_shift(draw.directions[name][0])])
+            moving.set_perturbations([Shift(draw.directions[name][0], 0.1)])
         outputs.append(closure.outputs(outputs[0] if outputs else None))
         for moving in job.optimizer.moving.values():
             moving.set_perturbations([])
@@ -141,12 +141,6 @@ def test_outputs_of_every_row_are_torchs(home, rows):
     assert (mine.scores_TC - theirs.scores_TC).nan_to_num().abs().max() < 1e-3
     for job in jobs:
         job.optimizer.close()
-
-
-def llama_shift(direction):
-    from tezo.forward.perturbed_parameter import Shift
-
-    return Shift(direction, 0.1)
 
 
 @engine

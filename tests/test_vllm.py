@@ -213,7 +213,7 @@ class Restart(Listener):
     """Ends a server after a step; another is started by the test."""
 
     def __init__(self, process) -> None:
-        self.process, self.after = process, None
+        self.process = process
 
     def stepped(self, progress):
         if progress.record.step == 0:
@@ -252,8 +252,7 @@ def test_a_server_that_is_ended_and_started_again_loses_nothing(home, tmp_path):
 @pytest.mark.slow
 def test_what_a_server_cannot_do_is_one_sentence(home, address, tmp_path):
     rows = home / "labels.jsonl"
-    other = saved(tiny_llama(300), bpe_tokenizer(chat=False), tmp_path / "other")
-    refused(train(other, rows, tmp_path / "run", "--engine", "http://127.0.0.1:1"), "does not answer")
+    refused(train(home / "tiny", rows, tmp_path / "run", "--engine", "http://127.0.0.1:1"), "does not answer")
     more = {"method__rank": 32, "method__name": "tezo-cadam"}
     refused(train(home / "tiny", rows, tmp_path / "run", "--engine", address, **more), "rank 32")
     with pytest.raises(RequestError, match="password"):

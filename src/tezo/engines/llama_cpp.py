@@ -107,7 +107,7 @@ class LlamaCpp(Engine):
         if not held["model"]:
             raise RequestError(f"model.name: llama.cpp cannot read {path}; give a GGUF file of a model that it runs.")
         self._held, self._capacity = held, 0
-        self._free = weakref.finalize(self, _free, self._lib, held)
+        weakref.finalize(self, _free, self._lib, held)
         self._vocabulary: int = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(held["model"]))
 
     def changes(self, module: str) -> bool:
@@ -119,7 +119,7 @@ class LlamaCpp(Engine):
         tokens_PC, order_P = asked.tokens_PC[plan.places], torch.tensor(plan.places).argsort()
         found = []
         for change in changes:
-            with self._changed(change, plan):
+            with self._changed(change, plan.size):
                 parts = [told_by(values, tokens_PC[own], asked.likely) for own, values in self._read(plan)]
             found.append(joined(parts).at(order_P))
         return found
@@ -127,7 +127,7 @@ class LlamaCpp(Engine):
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Tensor:
         several = list(dict.fromkeys(map(tuple, texts)))
         plan = plan_of(several, range(len(several)), [len(text) - 1 for text in several])
-        with self._changed(change, plan):
+        with self._changed(change, plan.size):
             self._lib.llama_set_embeddings(self._context, True)
             try:
                 parts = [values.clone() for _, values in self._read(plan, embeds=True)]
@@ -143,7 +143,7 @@ class LlamaCpp(Engine):
             rows = range(start, min(start + many, len(prompts)))
             tree = packed_tree([prompts[i] for i in rows], [[len(prompts[i]) - 1] for i in rows])
             part, slots = _part(tree, 0), [own[0] for own in tree.slots]
-            with self._changed(change, Plan(None, 0, [part], slots, len(part.token_T) + len(rows) * wanted.most)):
+            with self._changed(change, len(part.token_T) + len(rows) * wanted.most):
                 self._continue(part, slots, prompts, written, rows, wanted)
         return written
 
@@ -180,13 +180,10 @@ class LlamaCpp(Engine):
         write_gguf_lora(folder / GGUF_FILE, rank, change, self._names)
         return GGUF_FILE
 
-    def close(self) -> None:
-        self._free()
-
     @contextmanager
-    def _changed(self, change: Change, plan: "Plan") -> Iterator[None]:
-        """While open there is a context for a plan, in which the weights have a change."""
-        self._open(plan.size)
+    def _changed(self, change: Change, tokens: int) -> Iterator[None]:
+        """While open there is a context for so many tokens, in which the weights have a change."""
+        self._open(tokens)
         if not change:
             yield
             return

@@ -9,7 +9,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from tezo.forward.engine import Asked, Change, Engine, EngineLostError, Told
 from tezo.models.kinds import ModelConfig
@@ -17,7 +20,7 @@ from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
 
 SECONDS_ASIDE = 5.0
-"""For how long an engine that was lost is left alone, unless all were."""
+"""For how long an engine that was lost is left alone."""
 MOST_LOSSES = 10
 """Times that one change may be lost."""
 
@@ -85,10 +88,6 @@ class Workers(Engine):
     def save_beside(self, *arguments: Any) -> str | None:
         return self._engines[0].save_beside(*arguments)
 
-    def close(self) -> None:
-        for engine in self._engines:
-            engine.close()
-
 
 class Holder:
     """What an actor of Ray holds: an engine of its own.
@@ -100,8 +99,6 @@ class Holder:
     """
 
     def __init__(self, config: ModelConfig, load: Callable[[ModelConfig], LoadedModel], threads: int) -> None:
-        import torch
-
         torch.set_num_threads(threads)
         engine = load(config).engine
         assert engine is not None
@@ -154,12 +151,6 @@ class InRay(Engine):
         except ray.exceptions.RayError as error:
             raise EngineLostError(f"model.workers: an actor of Ray is lost ({type(error).__name__}).") from None
 
-    def close(self) -> None:
-        import ray
-
-        ray.kill(self._actor)
-        self._like.close()
-
 
 def load_in_ray(config: ModelConfig, load: Callable[[ModelConfig], LoadedModel]) -> LoadedModel:
     """Loads a model for an engine in as many actors of Ray as `model.workers` says.
@@ -167,10 +158,6 @@ def load_in_ray(config: ModelConfig, load: Callable[[ModelConfig], LoadedModel])
     Raises:
         RequestError: Ray is missing, or has not so many processors.
     """
-    from dataclasses import replace
-
-    import torch
-
     try:
         import ray
     except ImportError:

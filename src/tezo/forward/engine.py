@@ -42,11 +42,6 @@ class Asked:
     tokens_PC: Tensor
     likely: int
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all texts."""
-        return sum(map(len, self.texts))
-
 
 @dataclass(frozen=True)
 class Told:
@@ -162,9 +157,6 @@ class Engine(ABC):
         """
         del rank, change, folder
         return None
-
-    def close(self) -> None:  # noqa: B027 - not every engine holds something
-        """Frees what the engine holds; it is not used any more."""
 
 
 def changes_of(model: nn.Module, count: int) -> list[dict[str, tuple[Tensor, Tensor]]]:

@@ -6,7 +6,7 @@ A run has the fingerprint of its base, and is opened on no other one.
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +132,15 @@ def _weights(model: nn.Module, kind: Kind) -> str:
 
 
 def _kept_weights(model: nn.Module, kind: Kind, loaded_from: str) -> str:
-    key = hashlib.sha256(f"{loaded_from} {kind} {transformers.__version__}".encode()).hexdigest()
+    return kept_digest(f"{loaded_from} {kind} {transformers.__version__}", lambda: _weights(model, kind))
+
+
+def kept_digest(known_as: str, compute: Callable[[], str]) -> str:
+    """Returns a digest in hexadecimal that is kept in the cache folder under a name, and computed the first time."""
+    key = hashlib.sha256(known_as.encode()).hexdigest()
     cache = NumberCache(default_cache(), "weights")
     if key not in cache.numbers:
-        cache.numbers[key] = int(_weights(model, kind), 16)
+        cache.numbers[key] = int(compute(), 16)
         cache.save()
     return f"{cache.numbers[key]:064x}"
 

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from tezo.models.gguf import ARCHITECTURES, GgufWeights, gguf_tokenizer, reading_once
-from tezo.models.identity import Fingerprint, fingerprint, stamp
+from tezo.models.identity import Fingerprint, fingerprint, kept_digest, stamp
 from tezo.models.kinds import choose_kind, read_labels
 from tezo.models.loading import CLASSES, LoadedModel, loading, resolve_name, set_padding
 from tezo.system.errors import RequestError
-from tezo.system.files import NumberCache, default_cache
 from tezo.system.progress import LOADING, current
 
 
@@ -190,15 +189,12 @@ class SafetensorsWeights(Mapping[str, Tensor]):
 
 def _digest(files: Sequence[Path], known_as: str | None) -> str:
     """Returns a SHA-256 of the files' contents, which is kept in the cache folder under `known_as`."""
-    cache = NumberCache(default_cache(), "weights")
-    key = hashlib.sha256(f"file {known_as}".encode()).hexdigest()
-    if known_as is not None and key in cache.numbers:
-        return f"{cache.numbers[key]:064x}"
-    found = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    if known_as is not None:
-        cache.numbers[key] = int(found.hexdigest(), 16)
-        cache.save()
-    return found.hexdigest()
+
+    def compute() -> str:
+        found = hashlib.sha256()
+        for path in files:
+            with path.open("rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+        return found.hexdigest()
+
+    return compute() if known_as is None else kept_digest(f"file {known_as}", compute)
