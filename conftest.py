@@ -1,6 +1,7 @@
-"""What every test runs under: one thread, no cache of the user's, generated examples that repeat; what is fast."""
+"""What every test runs under: one thread, no cache of the user's, draws and examples that repeat; what is fast."""
 
 import os
+import random
 from importlib.util import find_spec
 from itertools import groupby
 
@@ -23,6 +24,13 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEZO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup():
+    """Weights that a test draws are the same alone, among others and in any order."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")
