@@ -253,7 +253,8 @@ class SmallEntries(Perturbation):
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> MaskedNoise:
         del state
         weight, bound = target.parameter.data.view(target.stored_shape), self._bounds[target.name]
-        masks = {rows.start: packed(weight[rows].abs() <= bound) for rows in row_tiles(target.stored_shape)}
+        tiles = row_tiles(target.stored_shape, weight.device)
+        masks = {rows.start: packed(weight[rows].abs() <= bound) for rows in tiles}
         return MaskedNoise(**vars(dense(target, key)), masks=masks)
 
 

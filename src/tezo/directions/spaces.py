@@ -27,8 +27,9 @@ from torch import Tensor
 from tezo.directions.products import row_slices, scratch
 from tezo.directions.random import Key, Signs, fill_normal_
 
-TILE = 3 << 18
-"""Entries of a dense tile, the largest temporary of a dense draw or write: a 768 x 768 matrix is one tile."""
+TILE, DEVICE_TILE = 3 << 18, 1 << 25
+"""Entries of a dense tile, the largest temporary of a dense draw or write: on a CPU, where a 768 x 768 matrix is one
+tile, and on other devices, where each operation has a price of its own and an 8192 x 4096 matrix is one."""
 
 Tile = tuple[slice, Tensor]
 
@@ -160,12 +161,18 @@ class Direction(ABC):
         """Adds alpha * Z to the weight, in place, without an M x N temporary."""
 
 
-def row_tiles(shape: torch.Size | tuple[int, ...]) -> Iterator[slice]:
-    """Returns slices of the leading dimension, each with at most `TILE` entries (at least one row).
+def row_tiles(shape: torch.Size | tuple[int, ...], device: torch.device) -> Iterator[slice]:
+    """Returns slices of the leading dimension, each with at most `tile_entries` entries (at least one row).
 
-    They depend on the shape only, because every tile of a dense direction is a separate draw.
+    They depend on the shape and the type of the device only, because every tile of a dense direction is a separate
+    draw.
     """
-    return row_slices(shape, TILE)
+    return row_slices(shape, tile_entries(device))
+
+
+def tile_entries(device: torch.device) -> int:
+    """Returns the most entries of a dense tile."""
+    return TILE if device.type == "cpu" else DEVICE_TILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +196,12 @@ class Dense(Direction):
             yield slice(None), self.vectors.sum(factors)
             return
         (factor,) = factors
-        for rows in row_tiles(self.shape):
+        for rows in row_tiles(self.shape, self.device):
             z = self.fill_(self.buffer(rows, self.role), rows)
             yield rows, z if factor == 1.0 else z.mul_(factor)
 
     def fill_(self, out: Tensor, rows: slice) -> Tensor:
-        """Fills `out` with Z[rows], a slice of `row_tiles(shape)`; rounded to nearest where `out` is bfloat16."""
+        """Fills `out` with Z[rows], a slice of `row_tiles`; rounded to nearest where `out` is bfloat16."""
         return fill_normal_(out, **self.key(rows, self.role))
 
     def key(self, rows: slice, role: str) -> Key:
@@ -209,7 +216,9 @@ class Dense(Direction):
     def vectors(self) -> SignedNumbers:
         """Z_i of a vector for B examples: (B, M). Z is in its own memory."""
         key: Key = {"seed": self.seed, "step": self.step, "name": self.name, "role": self.role}
-        z = torch.cat([self.fill_(self.buffer(rows, self.role), rows).clone() for rows in row_tiles(self.shape)])
+        z = torch.cat(
+            [self.fill_(self.buffer(rows, self.role), rows).clone() for rows in row_tiles(self.shape, self.device)]
+        )
         return SignedNumbers(lambda: z, Signs(self.shape[0], key))
 
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:

@@ -118,7 +118,7 @@ class DenseInForward(PerturbedParameter):
             ids_GT = self._blocks.split(ids, len(self.shifts), 0)
             out_GTN = output.view(*ids_GT.shape, output.shape[-1])
             self.was_called = True
-            for rows in row_tiles(self.target.stored_shape):
+            for rows in row_tiles(self.target.stored_shape, self.weight.device):
                 in_tile_GT = (ids_GT >= rows.start) & (ids_GT < rows.stop)
                 if in_tile_GT.any():
                     for key, direction in self._directions.items():
@@ -185,8 +185,8 @@ class DenseInForward(PerturbedParameter):
 
     def _groups(self, count: int) -> Iterator[tuple[list[slice], slice, Tensor]]:
         """Yields (adjacent tiles, their rows together, memory for `count` tiles of these rows)."""
-        shape = self.target.stored_shape
-        for parts in grouped(shape, spaces.TILE, PRODUCT_ENTRIES * self.weight.element_size() // (count * shape[1])):
+        shape, tile = self.target.stored_shape, spaces.tile_entries(self.weight.device)
+        for parts in grouped(shape, tile, PRODUCT_ENTRIES * self.weight.element_size() // (count * shape[1])):
             rows = slice(parts[0].start, parts[-1].stop)
             buffer = count, rows.stop - rows.start, shape[1]
             yield parts, rows, scratch("moved", buffer, self._dtype, self.weight.device)

@@ -35,7 +35,7 @@ class InPlace(PerturbedParameter):
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         if isinstance(direction, FixedFactors):
             left_MR, right_NR = direction.with_coefficient(delta.to(direction.v_NR.dtype)).factors()
-            for tile in row_tiles(self.target.stored_shape):
+            for tile in row_tiles(self.target.stored_shape, self.weight.device):
                 super().add_(direction, tile, (left_MR[tile] @ right_NR.T).to(self.target.state_dtype), alpha)
         else:
             super().add_(direction, rows, delta, alpha)

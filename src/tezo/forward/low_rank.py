@@ -166,7 +166,7 @@ class InForward(PerturbedParameter):
 
     def _add_trained_(self, stored: Tensor, draw: torch.Generator) -> None:
         left_MR, right_NR = join(self.trained(), self.target.state_dtype)
-        for rows in row_tiles(self.target.stored_shape):
+        for rows in row_tiles(self.target.stored_shape, self.weight.device):
             rounding.add_(stored[rows], left_MR[rows] @ right_NR.T, 1.0, draw)
 
     @torch.no_grad()

@@ -260,7 +260,7 @@ class PerturbedParameter(ABC):
 
     def decay_weight_(self, factor: float) -> None:
         """Multiplies the stored tensor by `factor`; a half-precision weight is rounded stochastically."""
-        for rows in row_tiles(self.target.stored_shape):
+        for rows in row_tiles(self.target.stored_shape, self.weight.device):
             tile = self.weight[rows]
             rounding.add_(tile, tile.to(self.target.state_dtype), factor - 1, self.rounding)
 

@@ -169,7 +169,7 @@ class AdaMU(Update):
     def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
         noise, (kappa,) = estimate.direction, estimate.projected_grads
         assert isinstance(noise, MomentumNoise)
-        for rows in row_tiles(noise.shape):
+        for rows in row_tiles(noise.shape, noise.device):
             z1, z2 = noise.parts(rows)
             z = noise.beta1 * z1 + (1 - noise.beta1) * z2
             v = noise.beta2 * z1.square() + (1 - noise.beta2) * z2.square()
