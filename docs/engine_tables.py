@@ -58,8 +58,8 @@ def real_tasks() -> str:
     ran = dict.fromkeys(machine(run) for run in found["runs"].values())
     return grid(heads, rows) + (
         f"\n{found['model']} in float32; medians of the seeds; {counts} rows; accuracy of tokens where the rows are "
-        "texts. Passes are all but those of evaluations, looks and searches among them; LoRA's are forward passes, each "
-        f"with a backward one. `python benchmarks/real_tasks.py`; {'; '.join(ran)}.\n"
+        "texts. Passes are all but those of evaluations, looks and searches among them; LoRA's are forward passes, "
+        f"each with a backward one. `python benchmarks/real_tasks.py`; {'; '.join(ran)}.\n"
     )
 
 

@@ -25,6 +25,7 @@ from folders import (
 )
 from safetensors.torch import load_file, save_file
 
+from tezo.optim.methods import METHODS
 from tezo.runs.words import work_text
 from tezo.tasks.examples import MOST_TEXT
 from tezo.training.recipe import TrainConfig
@@ -158,8 +159,9 @@ def test_of_several_processes_the_first_prints(home, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("count", "batch", "steps"), [(10, 16, 200), (160, 16, 200), (480, 16, 600), (480, 4, 1000)])
 def test_the_number_of_steps_follows_from_the_rows(count, batch, steps):
-    resolved = with_steps(TrainConfig(batch_size=batch), count)
-    assert resolved.num_steps == steps and with_steps(TrainConfig(steps=7), count).num_steps == 7
+    chosen = METHODS["head-feedback"]
+    resolved = with_steps(TrainConfig(batch_size=batch), count, chosen)
+    assert resolved.num_steps == steps and with_steps(TrainConfig(steps=7), count, chosen).num_steps == 7
 
 
 def test_flags_are_laid_over_a_recipe_and_settings_over_flags(home, tmp_path):

@@ -196,7 +196,7 @@ def test_what_is_written_reads_back_the_same(name, tmp_path):
 def test_what_is_not_set_has_its_default_and_what_must_be_set_is_named():
     config = parse_config(LEAST)
     assert config.train == TrainConfig()
-    assert config.method.name == "head-feedback"
+    assert config.method.name == "auto"
     for section, flag in (("model", "--model"), ("data", "--data")):
         with pytest.raises(RequestError, match=rf"{section}\..* is not set.*{flag}"):
             parse_config({key: value for key, value in LEAST.items() if key != section})

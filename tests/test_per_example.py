@@ -479,6 +479,7 @@ def test_a_run_shares_directions_where_each_row_would_need_the_labels_again(tmp_
     rows = write_rows(tmp_path / "rows.jsonl", label_rows(12))
     for family, chosen in (("bert", "shared"), ("opt", "per-example")):
         settings = [("model.name", str(model_folder(tmp_path, family))), ("data.train", str(rows))]
+        settings.append(("method.name", "head-feedback"))
         assert prepare(parse_config(overlay({}, settings))).config.method.options["directions"] == chosen
 
 

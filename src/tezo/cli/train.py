@@ -31,7 +31,7 @@ def train(
     task: Annotated[str | None, typer.Option(help="Task instead of --data; see `tezo tasks`.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
     test: Annotated[str | None, typer.Option(help="Rows for the metrics before and after training.")] = None,
-    method: Annotated[str | None, typer.Option(help="Method; see `tezo methods`.")] = None,
+    method: Annotated[str | None, typer.Option(help="Method; see `tezo methods`. Default: by the rows.")] = None,
     lr: Annotated[
         str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; auto, head-feedback's default: by trials.")
     ] = None,

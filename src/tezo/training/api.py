@@ -13,7 +13,7 @@ from tezo.models import lora
 from tezo.models.kinds import IN_MEMORY, ModelConfig
 from tezo.models.loading import LoadedModel, dtype_name, from_objects
 from tezo.optim.estimators.estimate import Closure, RowsClosure
-from tezo.optim.methods import HEAD_FEEDBACK
+from tezo.optim.methods import AUTO, HEAD_FEEDBACK
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.files import MANIFEST
 from tezo.runs.folder import CONFIG, LOG, read_summary
@@ -40,7 +40,7 @@ def train(
     model: Any,
     data: Rows | None = None,
     *,
-    method: str = HEAD_FEEDBACK,
+    method: str = AUTO,
     reward: Score | str | None = None,
     tokenizer: Any = None,
     output: str | Path | None = None,
@@ -59,7 +59,8 @@ def train(
             and in its dtype; it is put into evaluation mode. `Run` says how it is afterwards.
         data: rows to train on: a file, the name of a hub data set, a list of dicts, a DataFrame of pandas, or a split
             of a `datasets` data set. None where the setting `task` names them.
-        method: name of a method, see `tezo.METHODS`, or "adam".
+        method: name of a method, see `tezo.METHODS`, or "adam"; "auto": gauss-newton for a causal model and rows that
+            share their labels, if nothing is set that depends on the method, else head-feedback.
         reward: what is maximised in place of the likelihood of answers: a function (prompt, completion, fields of the
             row) -> score, or FILE.py:FUNCTION. The model writes the completions; rows need only prompts.
         tokenizer: of a model in memory.

@@ -179,7 +179,7 @@ class BestState:
             return STEPS_ROSE
         if dev_loss is None:
             return None
-        if self._guard.is_above(dev_loss - self.best.loss, self.settings.batch_size / len(self.job.dev)):
+        if self._guard.is_above(dev_loss - self.best.loss, self.settings.rows_per_step / len(self.job.dev)):
             return DEV_ROSE
         start = max([self.best.step, *(rollback.step for rollback in self.rollbacks)])
         every = self._every or 1

@@ -208,12 +208,11 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     sections = {key: _long(key, value) for key, value in tree.items()}
     if "name" not in sections.get("model", {}):
         raise RequestError("model.name is not set; give --model or a recipe that has it.")
-    chosen, train = _method(sections.get("method", {})), sections.get("train", {})
     config = Config(
         model=_build(ModelConfig, sections["model"], "model"),
         data=_build(DataConfig, sections.get("data", {}), "data"),
-        method=chosen,
-        train=_with_reward(_build(TrainConfig, {"batch_size": method(chosen.name).batch_size} | train, "train")),
+        method=_method(sections.get("method", {})),
+        train=_with_reward(_build(TrainConfig, sections.get("train", {}), "train")),
     )
     _check(config)
     _check_lr(config)
@@ -344,11 +343,14 @@ def _build(cls: type[Any], tree: Mapping[str, Any], section: str) -> Any:
 
 def _method(tree: Mapping[str, Any]) -> MethodConfig:
     name = str(tree.get("name", MethodConfig().name))
-    types_of = method(name).options()
+    known = method(name)
+    types_of = known.options()
     options = {key: value for key, value in tree.items() if key != "name"}
     for key in options:
         if key not in types_of:
-            raise RequestError(f"method.{key}: {name} has no such option. {suggestion(f'method.{key}', types_of)}")
+            raise RequestError(
+                f"method.{key}: {known.name} has no such option. {suggestion(f'method.{key}', types_of)}"
+            )
     return MethodConfig(name=name, options={k: coerce(f"method.{k}", v, types_of[k]) for k, v in options.items()})
 
 

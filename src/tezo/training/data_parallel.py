@@ -102,7 +102,7 @@ def check_shareable(job: Job, processes: ProcessGroup) -> None:
         raise RequestError(
             f"method.name is {job.config.method.name}, which runs in one process; start it without torchrun."
         )
-    if job.config.model.placement == "shards" and train.batch_size < processes.size and train.parallel == "rows":
+    if job.config.model.placement == "shards" and train.rows_per_step < processes.size and train.parallel == "rows":
         raise RequestError(
             f"train.batch_size is {train.batch_size}, and with model.placement=shards each of {processes.size} ranks "
             "needs a row; raise it."

@@ -1,7 +1,7 @@
 """What this machine has, what a model can be tuned with, and at which scale its losses can be measured."""
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.measured_scale import MeasuredScale
-from tezo.optim.methods import AUTO
+from tezo.optim.methods import AUTO, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, usable_memory, versions
 from tezo.system.errors import NonFiniteLossError, RequestError
@@ -105,7 +105,7 @@ def _memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
     """Returns JSON: the memory of each way to train with a batch of the run, and what fits; or why there is none."""
     if config.model.placement != "device":
         return f"model.placement is {config.model.placement}, and the forecast is for a model on one device."
-    rows, length = config.train.batch_size, min(config.data.max_length or LENGTH, loaded.max_length)
+    rows, length = _rows_per_step(config), min(config.data.max_length or LENGTH, loaded.max_length)
     try:
         ways = memory_of_model(loaded, rows, length)
     except RequestError as error:
@@ -116,6 +116,10 @@ def _memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
     return {"rows": rows, "length": length, "available": memory, "ways": told, "advice": advice(ways, memory)}
 
 
+def _rows_per_step(config: Config) -> int:
+    return config.train.batch_size or method(config.method.name).batch_size
+
+
 def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     """Returns the perturbation scale that a run of this configuration would measure, if its rows were `REVIEWS`."""
     entry = task("sst2")
@@ -123,7 +127,7 @@ def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     objective = make_objective(config.data, loaded, form)
     rows = [Row({"sentence": text, "label": label}, text) for text, label in REVIEWS.items()]
     encoded = [objective.encode(form.example(row)) for row in rows]
-    seen = RunRows(config.train, loaded.model, objective, encoded, ())
+    seen = RunRows(replace(config.train, batch_size=_rows_per_step(config)), loaded.model, objective, encoded, ())
 
     def build(settings: Config) -> BaseOptimizer:
         optimizer = make_optimizer(settings, loaded, untrained=())

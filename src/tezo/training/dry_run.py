@@ -168,9 +168,9 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
         found["method.directions"] = 1  # four, over two rows
     if is_rho_open(job.config) and job.config.train.minimises_loss:
         found["method.rho"] = most_passes(optimizer.num_directions)
-    if options.get("basis", method(config.method.name).defaults().get("basis")) == "activation":
+    if options.get("basis", method(job.config.method.name).defaults().get("basis")) == "activation":
         ranks = {t.name: optimizer.rank_and_way(t.name)[0] or 0 for t in optimizer.targets if t.input_role is not None}
-        shown = math.ceil(min(BASIS_ROWS, len(job.train)) / config.train.batch_size)
+        shown = math.ceil(min(BASIS_ROWS, len(job.train)) / job.config.train.rows_per_step)
         found["method.basis"] = shown * len(list(groups([t for t in optimizer.targets if t.name in ranks], ranks)))
     if FEEDBACK in _steps(job):
         found["train.feedback_first"] = optimizer.passes_of(FEEDBACK, first=True)
@@ -188,7 +188,7 @@ def _memory(job: Job, before: int) -> dict[str, int]:
         options = {key: value for key, value in job.config.method.options.items() if value != AUTO and key != "targets"}
         patterns = tuple(target.name for target in job.optimizer.targets)
         said = forecast(job.model, METHODS[name], targets=patterns, **options)
-        kept, batch = said.kept + said.collecting, job.train[: job.config.train.batch_size]
+        kept, batch = said.kept + said.collecting, job.train[: job.config.train.rows_per_step]
         copies = copies_of(said, _tokens(job, batch))
     else:
         kept, copies = sum(first_order_kept(job.model)), 1

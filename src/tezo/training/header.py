@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tezo.directions.random import NOISE_VERSION
@@ -9,7 +10,7 @@ from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
 from tezo.models.local_names import is_gone
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.methods import AUTO, method
+from tezo.optim.methods import AUTO, HEAD_FEEDBACK, method
 from tezo.runs.environment import versions
 from tezo.runs.files import check_complete, check_place, check_rows, check_settings, hash_of
 from tezo.system.errors import RequestError
@@ -82,6 +83,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
 def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
     """Returns the configuration with what the run of the header `begun` measured, which need not be measured again."""
     before = begun.get("config", {}).get("method", {})
+    asked = _with_name_of(str(before.get("name")), asked)
     if before.get("name") != asked.method.name:
         return asked  # another run, which `check_same` will refuse
     asked_for = method(asked.method.name).defaults() | asked.method.options
@@ -89,8 +91,16 @@ def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
     return asked.with_options(**{name: before[name] for name in open_ if isinstance(before.get(name), float)})
 
 
+def _with_name_of(name: str, asked: Config) -> Config:
+    """Returns the configuration with the method that a run chose by itself, which cannot have options of another."""
+    if asked.method.name != AUTO or (asked.method.options and name != HEAD_FEEDBACK):
+        return asked
+    return replace(asked, method=replace(asked.method, name=name))
+
+
 def check_unchanged(ended: Config, asked: Config) -> None:
     """Raises a `RequestError` if a run that has ended, with its settings resolved, is not the one that is asked for."""
+    asked = _with_name_of(ended.method.name, asked)
     before, now = _fixed(to_tree(ended)), _fixed(to_tree(asked))
     resolved = {key: before.get(key) for key, left_open in RESOLVED_AT_START.items() if now.get(key) == left_open}
     check_settings(before, now | resolved)

@@ -40,7 +40,7 @@ from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.training.recipe import LOSS as LOSS
 from tezo.training.recipe import Config, TrainConfig
-from tezo.training.resolution import Rows, resolve, with_steps
+from tezo.training.resolution import Rows, resolve, with_method, with_steps
 from tezo.training.schedule import BatchSampler, parts
 
 
@@ -177,7 +177,7 @@ class Job:
     def sampler(self) -> BatchSampler:
         """Which training rows a step takes."""
         train = self.config.train
-        return BatchSampler(stepped(self.config, len(self.train)), train.batch_size, train.seed)
+        return BatchSampler(stepped(self.config, len(self.train)), train.rows_per_step, train.seed)
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
@@ -212,6 +212,7 @@ def prepare(
     splits = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
     used = _encode(config, loaded, splits, reward)
+    config, chosen = with_method(config, loaded.kind, labelled=bool(used.format.options))
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
 
@@ -222,13 +223,14 @@ def prepare(
             optimizer.set_rows(partial(rows_to_look_at, loaded, used.objective, used.train, settings.train))
         return optimizer
 
-    train = with_steps(config.train, len(stepped(config, len(used.train))), method(config.method.name).steps)
+    train = with_steps(config.train, len(stepped(config, len(used.train))), method(config.method.name))
+    current().rows_per_pass = used.objective.rows_of_pass(used.train[:BASIS_ROWS], train.rows_per_step)
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev)
     try:
         found = resolve(config, seen, build, measuring=measuring)
     except NonFiniteLossError:
-        check_untuned(loaded, used.objective, used.train[: config.train.batch_size])
+        check_untuned(loaded, used.objective, used.train[: train.rows_per_step])
         raise
     optimizer = found.optimizer
     return Job(
@@ -246,6 +248,7 @@ def prepare(
         notices=(
             *reward_notice(reward),
             *used.notices,
+            *chosen,
             *_untrained_notice(untrained, loaded.engine),
             *_left_out_notice(config, optimizer, untrained),
             *_rank_notice(config, optimizer),
@@ -300,7 +303,6 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
         train = [objective.encode(example) for example in tracked(examples[0])]
         dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
     objective.adapt(loaded.model, train)
-    current().rows_per_pass = objective.rows_of_pass(train[:BASIS_ROWS], config.train.batch_size)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     as_read = rows_as_read(form, used.train[0], objective, train[0])
     return _EncodedRows(form, objective, train, dev, test, notices, as_read)
@@ -313,8 +315,8 @@ class RunRows(Rows):
         self, settings: TrainConfig, model: Any, objective: Objective, train: Sequence[Encoded], dev: Sequence[Encoded]
     ) -> None:
         self._model, self._train, self._objective = model, train, objective
-        self._sampler = BatchSampler(range(len(train)), settings.batch_size, settings.seed)
-        self._size = settings.batch_size  # no pass takes more memory than a step's
+        self._sampler = BatchSampler(range(len(train)), settings.rows_per_step, settings.seed)
+        self._size = settings.rows_per_step  # no pass takes more memory than a step's
         seen = {row for step in range(TRIAL_STEPS) for row in self._sampler.rows(step)}
         others = dev or [row for i, row in enumerate(train) if i not in seen]
         order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]

@@ -80,7 +80,7 @@ class Options(TypedDict, total=False):
     epochs: float | None
     feedback_first: int | None
     feedback_last: int | None
-    batch_size: int
+    batch_size: int | None
     objective: str
     max_new_tokens: int
     temperature: float

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tezo.models.kinds import ModelConfig
-from tezo.optim.methods import HEAD_FEEDBACK
+from tezo.optim.methods import AUTO
 from tezo.runs.words import REWARD as REWARD
 from tezo.tasks.row_files import DataConfig
 
@@ -14,9 +14,12 @@ LOSS = "loss"
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """A method and the options that are set; the other options keep the defaults of `tezo.optim.methods`."""
+    """A method and the options that are set; the other options keep the defaults of `tezo.optim.methods`.
 
-    name: str = HEAD_FEEDBACK
+    "auto" is the method that a run of these rows has by default; see `tezo.training.resolution.with_method`.
+    """
+
+    name: str = AUTO
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -32,8 +35,8 @@ class TrainConfig:
     """Feedback steps at the start. Default: 15 for head-feedback if the objective is the loss, at most 5 %; else 0."""
     feedback_last: int | None = None
     """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
-    batch_size: int = 16
-    """Rows per step, each at most once. The paper uses 16 for LLMs and 64 for RoBERTa; gauss-newton has 192."""
+    batch_size: int | None = None
+    """Rows per step, each at most once. Default: 16, the paper's for LLMs (64 for RoBERTa); 192 for gauss-newton."""
     objective: str = LOSS
     """What is minimised: the loss, or the negative of the reward or a metric such as accuracy, f1 or exact_match."""
     reward: str | None = None
@@ -77,6 +80,12 @@ class TrainConfig:
         """`steps` of a run whose settings are resolved."""
         assert self.steps is not None
         return self.steps
+
+    @property
+    def rows_per_step(self) -> int:
+        """`batch_size` of a run whose settings are resolved."""
+        assert self.batch_size is not None
+        return self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ class Method(Generic[T]):
 GAUSS_NEWTON = "gauss-newton"
 """Keeps the outputs of each row; its steps are rounds."""
 HEAD_FEEDBACK = "head-feedback"
-"""The default method of runs and of Trainers."""
+"""The default method of Trainers and loops of one's own, and of runs where `GAUSS_NEWTON` does not suit."""
 
 METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
     method.name: method
@@ -156,7 +156,11 @@ BASELINES: dict[str, Method[BaseOptimizer]] = {
 
 
 def method(name: str) -> Method[BaseOptimizer]:
-    """The zeroth-order or first-order method with this name; the error for an unknown name suggests the nearest one."""
+    """The zeroth-order or first-order method with this name; the error for an unknown name suggests the nearest one.
+
+    "auto" has the options of head-feedback, which it is if any is given.
+    """
+    name = HEAD_FEEDBACK if name == AUTO else name
     known: dict[str, Method[BaseOptimizer]] = {**METHODS, **BASELINES}
     if name not in known:
         raise RequestError(f"method.name: there is no method {name!r}. " + nearest(name, known))

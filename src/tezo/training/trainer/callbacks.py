@@ -66,7 +66,7 @@ class TrainerCallbacks(Listener):
     def stepped(self, progress: Progress) -> None:
         step = progress.record.step + 1
         self.state.global_step = step
-        self.state.epoch = step * self._settings.batch_size / self._rows
+        self.state.epoch = step * self._settings.rows_per_step / self._rows
         self.control = self._handler.on_step_end(self._args, self.state, self.control)
         if step % self._settings.log_every == 0:
             record = progress.record

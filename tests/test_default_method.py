@@ -1,0 +1,91 @@
+"""The method of a run that names none: by its rows, its model and what else it sets; and that a run keeps it."""
+
+import pytest
+from folders import completion_rows, label_rows, model_folder, write_rows
+from kills import contents
+from short_runs import stopped
+
+import tezo
+from tezo.training.config import dump_config, parse_config, parse_setting, read_config
+from tezo.training.job import prepare
+from tezo.training.loop import train
+from tezo.training.replay import replay
+
+OWN = ["train.steps=3", "train.epochs=1", "train.batch_size=4", "train.feedback_first=0", "method.lr=1e-3",
+       "method.rank=2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("default")
+    for family in ("llama", "roberta"):
+        model_folder(folder, family)
+    write_rows(folder / "labels.jsonl", label_rows(40, seed=1))
+    write_rows(folder / "texts.jsonl", completion_rows(12, seed=1))
+    return folder
+
+
+def request(home, *, model="llama", data="labels", settings=()):
+    config = {"model": {"name": str(home / model), "device": "cpu"}, "data": {"train": str(home / f"{data}.jsonl")}}
+    given = dict(map(parse_setting, settings))
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        config.setdefault(section, {})[name] = value
+    return parse_config(config)
+
+
+def chosen(config):
+    job = prepare(config, measuring=False)
+    job.optimizer.close()
+    return job
+
+
+def test_labels_of_a_causal_model_and_nothing_set_that_depends_on_it(home):
+    job = chosen(request(home))
+    assert job.config.method.name == "gauss-newton"
+    assert (job.config.train.steps, job.config.train.guard) == (6, True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"data": "texts"},
+        {"model": "roberta"},
+        {"settings": ["train.objective=accuracy", "method.lr=1e-3"]},
+        {"settings": ["model.peft=lora"]},
+        {"settings": ["method.name=head-feedback"]},
+    ],
+    ids=str,
+)
+def test_other_requests_have_head_feedback(home, case):
+    assert chosen(request(home, **case)).config.method.name == "head-feedback"
+
+
+@pytest.mark.parametrize("setting", OWN)
+def test_what_is_set_of_a_method_is_of_head_feedback_and_is_said(home, setting):
+    job = chosen(request(home, settings=[setting]))
+    assert job.config.method.name == "head-feedback"
+    assert any(f"because {setting.partition('=')[0]} is set" in notice for notice in job.notices)
+
+
+def test_several_processes_that_share_rows_have_head_feedback(home, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert chosen(request(home)).config.method.name == "head-feedback"
+
+
+def test_an_unresolved_configuration_is_read_back_as_it_was(home, tmp_path):
+    config = request(home)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert read_config(tmp_path / "config.yaml", []) == config
+
+
+def test_a_run_keeps_the_method_that_it_chose(home, tmp_path):
+    config = request(home)
+    train(config, tmp_path / "whole")
+    stopped(config, tmp_path / "stopped", 2)
+    train(config, tmp_path / "stopped", resume=True)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
+    assert train(config, tmp_path / "whole", resume=True)["method"] == "gauss-newton"  # it has ended: nothing to do
+    with pytest.raises(tezo.RequestError, match=r"method\.name"):
+        train(request(home, settings=["method.name=head-feedback"]), tmp_path / "whole", resume=True)
+    replay(tmp_path / "whole", output=tmp_path / "again")
