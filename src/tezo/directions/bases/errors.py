@@ -121,7 +121,8 @@ class ErrorBasis(CollectedBasis):
         distinct = {id(own): regress(own.parts(), error_TE[own.places()]) for own in seen.distinct(names)}
         found = {name: distinct[id(seen.inputs[name])] for name in names}
         self.signal = {name: max(part.signal for part in parts) for name, parts in found.items()}
-        return found, KEPT_SIGNAL * max(self.signal.values())
+        best = max(self.signal.values())
+        return found, min(KEPT_SIGNAL * best, best)  # of rows without a signal it is negative
 
     def _of_texts(self, seen: Seen, outputs: Outputs) -> dict[str, Tensor]:
         names = [*seen.inputs][-math.ceil(LAST_LAYERS_TEXT / LAST_LAYERS * len(seen.inputs)) :]
