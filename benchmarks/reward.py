@@ -2,7 +2,8 @@
 
     python benchmarks/reward.py --shared FOLDER [--json benchmarks/results/reward.json]
 
-One run for each way to decode, perturbation scale and seed, some minutes each. Does what the file does not have.
+One run for each method, way to decode, perturbation scale and seed, a minute or two each; about as many evaluations of
+the reward in all of them. Does what the file does not have.
 """
 
 import argparse
@@ -20,15 +21,17 @@ from tezo.runs.environment import hardware, versions
 from tezo.system.progress import quiet_libraries
 
 EXAMPLE = Path(__file__).parents[1] / "examples/reward"
-SETTINGS = {"method": "head-feedback", "lr": 1e-3, "steps": 60, "max_new_tokens": 24}
+SETTINGS = {"head-feedback": {"lr": 1e-3, "steps": 60}, "es": {"steps": 8}}
+MOST_TOKENS = 24
 RUNS = [
-    *((temperature, 1e-2, seed) for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
-    *((temperature, 1e-3, 0) for temperature in (0.0, 1.0)),
+    *(("es", temperature, "auto", seed) for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
+    *(("head-feedback", temperature, 1e-2, seed) for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
+    *(("head-feedback", temperature, 1e-3, 0) for temperature in (0.0, 1.0)),
 ]
-"""(temperature, rho, seed)."""
+"""(method, temperature, rho, seed)."""
 SAMPLES = 3
 KEYS = ("before", "after", "dev_loss_before", "dev_loss", "steps", "kept_step", "num_forward_passes", "rows",
-        "seconds_stepping", "verdict")  # fmt: skip
+        "seconds_stepping", "own_answers", "verdict")  # fmt: skip
 
 
 def main() -> None:
@@ -42,20 +45,21 @@ def main() -> None:
     found: list[dict[str, Any]] = json.loads(given.json.read_text())["runs"] if given.json.is_file() else []
     head = {"command": "python benchmarks/reward.py --shared FOLDER", "settings": SETTINGS, "hardware": hardware(),
             "versions": versions(("tezo", "torch", "transformers"))}  # fmt: skip
-    for temperature, rho, seed in RUNS:
-        what = {"temperature": temperature, "rho": rho, "seed": seed}
+    for method, temperature, rho, seed in RUNS:
+        what = {"method": method, "temperature": temperature, "rho": rho, "seed": seed}
         if any(what.items() <= entry.items() for entry in found):
             continue
-        found.append(what | measured(str(given.shared / "models/stories260K"), what) | {"commit": commit()})
+        found.insert(0, what | measured(str(given.shared / "models/stories260K"), what) | {"commit": commit()})
         given.json.write_text(json.dumps({**head, "runs": found}, indent=1) + "\n")
-        print(what, found[-1]["before"], found[-1]["after"], flush=True)
+        print(what, found[0]["before"], found[0]["after"], flush=True)
 
 
 def measured(model: str, what: dict[str, Any]) -> dict[str, Any]:
     """How a run ended, and what the model writes before and after it."""
     parts = {part: str(EXAMPLE / f"{part}.jsonl") for part in ("dev", "test")}
     reward = f"{EXAMPLE / 'score.py'}:happy"
-    run = tezo.train(model, str(EXAMPLE / "train.jsonl"), reward=reward, **parts, **SETTINGS, **what)
+    run = tezo.train(model, str(EXAMPLE / "train.jsonl"), reward=reward, max_new_tokens=MOST_TOKENS, **parts,
+                     **SETTINGS[what["method"]], **what)  # fmt: skip
     after = stories(run.model, run.tokenizer)
     before = stories(AutoModelForCausalLM.from_pretrained(model), run.tokenizer)
     entry = {key: run.summary[key] for key in KEYS}
@@ -69,7 +73,7 @@ def stories(model: Any, tokenizer: Any) -> list[str]:
     found = []
     for row in rows:
         ids = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
-        written = model.generate(input_ids=ids, max_new_tokens=SETTINGS["max_new_tokens"], do_sample=False,
+        written = model.generate(input_ids=ids, max_new_tokens=MOST_TOKENS, do_sample=False,
                                  attention_mask=torch.ones_like(ids), pad_token_id=tokenizer.pad_token_id)  # fmt: skip
         found.append(tokenizer.decode(written[0], skip_special_tokens=True))
     return found

@@ -35,7 +35,7 @@ from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import load, make_optimizer
 
-BESIDE = ("tezo", "tezo-m", "tezo-cadam", "head-feedback", "gauss-newton")
+BESIDE = ("tezo", "tezo-m", "tezo-cadam", "head-feedback", "gauss-newton", "es")
 FOLDED = ("lozo", "lozo-m", "subzo")
 FORMS = list(QUANTIZERS)
 

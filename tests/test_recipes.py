@@ -29,7 +29,7 @@ def test_a_recipe_names_the_method_of_its_file_and_builds_it(path):
     assert config.method.name == path.stem
     optimizer = method(config.method.name).build(wide_model(), **config.method.options)
     assert optimizer.param_groups[0]["lr"] == config.method.options["lr"]
-    assert optimizer.rho == (0.1 if path.stem == "gauss-newton" else 1e-3)
+    assert optimizer.rho == {"gauss-newton": 0.1, "es": 1e-2}.get(path.stem, 1e-3)
 
 
 @pytest.mark.parametrize("path", [*RECIPES, ROOT / "examples/routing/recipe.yaml"], ids=lambda path: path.stem)

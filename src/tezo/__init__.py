@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
     from tezo.optim.methods import METHODS as METHODS
     from tezo.optim.methods import adam as adam
+    from tezo.optim.methods import es as es
     from tezo.optim.methods import forward_gradient as forward_gradient
     from tezo.optim.methods import fzoo as fzoo
     from tezo.optim.methods import gauss_newton as gauss_newton
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 __version__ = version("tezo")
 
 _METHODS = (
-    "adam", "forward_gradient", "fzoo", "gauss_newton", "lozo", "head_feedback", "lozo_m", "mezo", "mezo_adam",
+    "adam", "es", "forward_gradient", "fzoo", "gauss_newton", "lozo", "head_feedback", "lozo_m", "mezo", "mezo_adam",
     "mezo_conservative", "mezo_m", "mezo_norm", "mezo_sign", "sparse_mezo", "subzo", "tezo", "tezo_adam", "tezo_cadam",
     "tezo_m", "zo_adamu",
 )  # fmt: skip

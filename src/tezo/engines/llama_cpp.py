@@ -136,7 +136,12 @@ class LlamaCpp(Engine):
         found_TD, number = torch.cat(parts)[torch.tensor(plan.places).argsort()], {t: i for i, t in enumerate(several)}
         return found_TD[[number[tuple(text)] for text in texts]]
 
-    def generate(self, change: Change, prompts: Sequence[Sequence[int]], wanted: Continuing) -> list[list[int]]:
+    def generate(
+        self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
+    ) -> list[list[list[int]]]:
+        return [self._generated(change, prompts, wanted) for change in changes]
+
+    def _generated(self, change: Change, prompts: Sequence[Sequence[int]], wanted: Continuing) -> list[list[int]]:
         many = max(1, min(MOST_TEXTS, GENERATED_AT_ONCE // (max(map(len, prompts)) + wanted.most)))
         written: list[list[int]] = [[] for _ in prompts]
         for start in range(0, len(prompts), many):

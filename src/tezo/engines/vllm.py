@@ -143,15 +143,17 @@ class Vllm(Engine):
             folders = [files.enter_context(self._folder(change)) for change in changes]
             return [told_of(asked, prompts, answers) for answers in self._answers(prompts, folders, asked.likely)]
 
-    def generate(self, change: Change, prompts: Sequence[Sequence[int]], wanted: Continuing) -> list[list[int]]:
-        if wanted.noisy is not None:
-            raise RequestError(f"{self.name} cannot sample with the random numbers of a run; use greedy answers.")
-        with self._folder(change) as folder:
-            return self._continued(prompts, folder, wanted)
+    def generate(
+        self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
+    ) -> list[list[list[int]]]:
+        with contextlib.ExitStack() as files:
+            return self._continued(prompts, [files.enter_context(self._folder(change)) for change in changes], wanted)
 
     @abstractmethod
-    def _continued(self, prompts: Sequence[Sequence[int]], folder: Path, wanted: Continuing) -> list[list[int]]:
-        """Returns the greedy continuations under the adapter in a folder."""
+    def _continued(
+        self, prompts: Sequence[Sequence[int]], folders: Sequence[Path], wanted: Continuing
+    ) -> list[list[list[int]]]:
+        """Returns the continuations under the adapter in each folder."""
 
     def _check_rank(self, rank: int) -> None:
         """Raises a `RequestError` where an adapter of this rank is known to be refused."""
@@ -241,7 +243,6 @@ class InProcess(Vllm):
 
     def _answers(self, prompts: Sequence[Prompt], folders: Sequence[Path], likely: int) -> list[list[Answer]]:
         from vllm import SamplingParams, TokensPrompt
-        from vllm.lora.request import LoRARequest
 
         options = [
             SamplingParams(
@@ -253,10 +254,7 @@ class InProcess(Vllm):
             )
             for prompt in prompts
         ]
-        adapters = []
-        for folder in folders:
-            self._number += 1  # a number that was used before is a cached adapter
-            adapters.append(LoRARequest(f"tezo-{self._number}", self._number, str(folder)))
+        adapters = self._adapters(folders)
         texts = [TokensPrompt(prompt_token_ids=list(prompt.tokens)) for prompt in prompts] * len(folders)
         under = [adapter for adapter in adapters for _ in prompts]
         outputs = self._llm.generate(texts, options * len(folders), lora_request=under, use_tqdm=False)
@@ -266,18 +264,32 @@ class InProcess(Vllm):
             self._llm.llm_engine.remove_lora(adapter.lora_int_id)
         return [found[start : start + len(prompts)] for start in range(0, len(found), len(prompts))]
 
-    def _continued(self, prompts: Sequence[Sequence[int]], folder: Path, wanted: Continuing) -> list[list[int]]:
+    def _continued(
+        self, prompts: Sequence[Sequence[int]], folders: Sequence[Path], wanted: Continuing
+    ) -> list[list[list[int]]]:
         from vllm import SamplingParams, TokensPrompt
+
+        more: dict[str, Any] = {"stop": ["\n"]} if wanted.one_line else {}
+        more |= {"max_tokens": wanted.most, "temperature": wanted.temperature, "stop_token_ids": list(wanted.ends)}
+        seeds: Sequence[int | None] = wanted.seeds or [None] * len(prompts)
+        options = [SamplingParams(seed=seed, **more) for seed in seeds]
+        adapters = self._adapters(folders)
+        texts = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts] * len(folders)
+        under = [adapter for adapter in adapters for _ in prompts]
+        outputs = self._llm.generate(texts, options * len(folders), lora_request=under, use_tqdm=False)
+        for adapter in adapters:
+            self._llm.llm_engine.remove_lora(adapter.lora_int_id)
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        return [found[start : start + len(prompts)] for start in range(0, len(found), len(prompts))]
+
+    def _adapters(self, folders: Sequence[Path]) -> list[Any]:
         from vllm.lora.request import LoRARequest
 
-        self._number += 1
-        adapter = LoRARequest(f"tezo-{self._number}", self._number, str(folder))
-        lines = {"stop": ["\n"]} if wanted.one_line else {}
-        options = SamplingParams(max_tokens=wanted.most, temperature=0.0, stop_token_ids=list(wanted.ends), **lines)
-        texts = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-        outputs = self._llm.generate(texts, options, lora_request=adapter, use_tqdm=False)
-        self._llm.llm_engine.remove_lora(self._number)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        adapters = []
+        for folder in folders:
+            self._number += 1  # a number that was used before is a cached adapter
+            adapters.append(LoRARequest(f"tezo-{self._number}", self._number, str(folder)))
+        return adapters
 
     def _check_rank(self, rank: int) -> None:
         if rank > self.RANK:
@@ -389,17 +401,21 @@ class Server(Vllm):
                 found[i] = _answer_of(prompts[i], choice)
         return [found[i] for i in range(len(prompts))]
 
-    def _continued(self, prompts: Sequence[Sequence[int]], folder: Path, wanted: Continuing) -> list[list[int]]:
+    def _continued(
+        self, prompts: Sequence[Sequence[int]], folders: Sequence[Path], wanted: Continuing
+    ) -> list[list[list[int]]]:
         body: dict[str, Any] = {"prompt": [list(prompt) for prompt in prompts], "max_tokens": wanted.most}
-        body |= {"temperature": 0, "stop_token_ids": list(wanted.ends), "return_token_ids": True}
+        body |= {"temperature": wanted.temperature, "stop_token_ids": list(wanted.ends), "return_token_ids": True}
         body |= {"stop": ["\n"]} if wanted.one_line else {}
+        body |= {"seed": wanted.seeds[0]} if wanted.seeds else {}  # one for all prompts of a request
 
-        def ask() -> list[list[int]]:
+        def ask(folder: Path) -> list[list[int]]:
             with self._adapter(folder) as name:
                 choices = self._asked("POST", "/v1/completions", body | {"model": name})["choices"]
             return [list(own["token_ids"]) for own in sorted(choices, key=lambda own: own["index"])]
 
-        return self._again(ask)
+        with ThreadPoolExecutor(len(folders)) as pool:  # the server batches what comes at once
+            return list(pool.map(lambda folder: self._again(lambda: ask(folder)), folders))
 
     def _unload(self, name: str) -> None:
         with contextlib.suppress(RequestError, EngineLostError):

@@ -10,14 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from tezo.forward.engine import Asked, Change, Engine, EngineLostError, Told
+from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Told
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
+
+T = TypeVar("T")
 
 SECONDS_ASIDE = 5.0
 """For how long an engine that was lost is left alone."""
@@ -41,10 +43,19 @@ class Workers(Engine):
         return self._engines[0].changes(module)
 
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
+        return self._shared_out(changes, lambda engine, change: engine.log_probs([change], asked)[0])
+
+    def generate(
+        self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
+    ) -> list[list[list[int]]]:
+        return self._shared_out(changes, lambda engine, change: engine.generate([change], prompts, wanted)[0])
+
+    def _shared_out(self, changes: Sequence[Change], compute: Callable[[Engine, Change], T]) -> list[T]:
+        """Returns what engines compute for each change; one that is lost has its change computed by another."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in range(len(changes)):
             waiting.put(number)
-        found: dict[int, Told] = {}
+        found: dict[int, T] = {}
         failures: list[BaseException] = []
         losses = [0] * len(changes)
 
@@ -55,7 +66,7 @@ class Workers(Engine):
                 except queue.Empty:  # another may still lose its own
                     continue
                 try:
-                    (found[number],) = engine.log_probs([changes[number]], asked)
+                    found[number] = compute(engine, changes[number])
                 except EngineLostError as error:
                     losses[number] += 1
                     waiting.put(number)
@@ -81,9 +92,6 @@ class Workers(Engine):
 
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Any:
         return self._engines[0].hidden(change, texts)
-
-    def generate(self, *arguments: Any) -> list[list[int]]:
-        return self._engines[0].generate(*arguments)
 
     def save_beside(self, *arguments: Any) -> str | None:
         return self._engines[0].save_beside(*arguments)
@@ -135,8 +143,11 @@ class InRay(Engine):
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Any:
         return self._called("hidden", change, texts)
 
-    def generate(self, *arguments: Any) -> list[list[int]]:
-        return self._like.generate(*arguments)
+    def generate(
+        self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
+    ) -> list[list[list[int]]]:
+        found: list[list[list[int]]] = self._called("generate", changes, prompts, wanted)
+        return found
 
     def save_beside(self, *arguments: Any) -> str | None:
         return self._like.save_beside(*arguments)

@@ -71,6 +71,8 @@ class Continuing:
         ends: tokens that end one.
         one_line: whether a line break ends one.
         noisy: (logits, rows, place of the token) -> values whose largest is the next token; None: the logits are.
+        temperature: of the sampling that `noisy` does; 0: greedy.
+        seeds: for each prompt a seed, for an engine that draws random numbers of its own.
         line_ended: (row, its tokens) -> whether a line break in their text ends them; None: it does not.
     """
 
@@ -78,6 +80,8 @@ class Continuing:
     ends: Sequence[int]
     one_line: bool
     noisy: Callable[[Tensor, Sequence[int], int], Tensor] | None = None
+    temperature: float = 0.0
+    seeds: Sequence[int] = ()
     line_ended: Callable[[int, Sequence[int]], bool] | None = None
 
     def is_end(self, row: int, tokens: Sequence[int]) -> bool:
@@ -143,8 +147,10 @@ class Engine(ABC):
         raise RequestError(f"the input of the output head cannot be read from {self.name}.")
 
     @abstractmethod
-    def generate(self, change: Change, prompts: Sequence[Sequence[int]], wanted: Continuing) -> list[list[int]]:
-        """Returns the tokens that continue each prompt; those behind its end are to be ignored.
+    def generate(
+        self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
+    ) -> list[list[list[int]]]:
+        """Returns, for each change, the tokens that continue each prompt; those behind its end are to be ignored.
 
         Raises:
             RequestError: the engine does not continue texts in this way.

@@ -26,15 +26,16 @@ from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
 from tezo.runs.files import MANIFEST, FactorFiles, check_manifest, write_manifest
 from tezo.runs.metrics_log import MetricsLog
+from tezo.runs.scored_log import ScoredLog
 from tezo.runs.step_log import End, LogContents, Rollback, StepLog, read_header, read_log
 from tezo.system.errors import RequestError
 from tezo.system.files import NEW, check_free, new_folder, open_plain, own_object, remove, write_file
 from tezo.tasks.evaluation import Metrics
 
 CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
-ANSWERS = "answers.json"
+ANSWERS, SCORED = "answers.json", "scored.jsonl"
 ADAPTER, MODEL = "adapter", "model"
-FILES = (CONFIG, PLAN, LOG, METRICS, ANSWERS, SUMMARY, ADAPTER, MODEL)
+FILES = (CONFIG, PLAN, LOG, METRICS, ANSWERS, SCORED, SUMMARY, ADAPTER, MODEL)
 """Files and folders of a run that has ended, in its manifest; its log has the digests of the others."""
 
 
@@ -126,6 +127,7 @@ class RunFolder:
             self._log = StepLog(self.path / LOG, header)
         log = read_log(self.path / LOG) if self._log is None else self._log.contents
         metrics = self._metrics = MetricsLog(self.path / METRICS, log)
+        self._scored = ScoredLog(self.path / SCORED, len(log.steps))
         self._digests = log.files
         if self._writes:
             self.factor_files.check()
@@ -157,12 +159,18 @@ class RunFolder:
         if self._writes:
             write_file(self.path / CONFIG, config.encode())
             self._metrics.cut_tail()
+            self._scored.cut_tail()
             self._write_json(PLAN, plan)
 
     def append_step(self, record: StepRecord) -> None:
         """Adds a step to the log, if it is not there already."""
         if self._log is not None and record.step >= self._log.count:
             self._log.append(record)
+
+    def append_scored(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Adds what a step has scored to scored.jsonl, before the step is in the log."""
+        if self._writes:
+            self._scored.add(lines)
 
     def append_metrics(self, step: int, line: Mapping[str, Any]) -> None:
         """Adds the line of a step to metrics.jsonl, if it is not there already."""

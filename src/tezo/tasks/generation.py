@@ -1,14 +1,14 @@
 """Completions of prompts, greedy or sampled."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tezo.directions.random import normal
+from tezo.directions.random import normal, seed_of
 from tezo.forward.engine import Continuing
 from tezo.system.progress import tracked
 from tezo.tasks.objectives.causal import CausalObjective
@@ -40,6 +40,10 @@ class Sampling:
         uniform = torch.special.ndtr(normal((size,), seed=self.seed, step=self.step, name=name, role="gumbel"))
         return -torch.log(-torch.log(uniform.clamp(1e-300, 1 - 1e-16)))
 
+    def seed_of(self, row: int) -> int:
+        """Returns a seed for the completion of a row, for an engine that draws random numbers of its own."""
+        return seed_of(self.seed, self.step, f"completion of row {row}")
+
     def noisy(self, scores: Tensor, rows: Sequence[int], place: int) -> Tensor:
         """Returns the logits of rows over the temperature, with noise: the most likely token is then a sample."""
         noise = torch.stack([self.noise(row, place, scores.shape[1]) for row in rows])
@@ -54,13 +58,26 @@ def completions(
     max_new_tokens: int,
     sampling: Sampling | None = None,
 ) -> list[str]:
-    """Returns the completion of each prompt, in order, up to what ends it.
+    """Returns the completion of each prompt, in order, up to what ends it; see `completions_of`."""
+    return completions_of(model, objective, encoded, batch_size, max_new_tokens, sampling, 1)[0]
+
+
+def completions_of(
+    model: Any,
+    objective: Objective,
+    encoded: Sequence[Encoded],
+    batch_size: int,
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    copies: int,
+) -> list[list[str]]:
+    """Returns the completions that each of `copies` models gives, which hooks may perturb differently.
 
     A completion of text is what follows the prompt, to the space. Messages, and answers of one line, are without
     surrounding spaces, which templates and tasks put there. The objective counts those that are cut at `max_new_tokens`
-    tokens. Without `sampling` it is greedy.
+    tokens. Without `sampling` it is greedy; with it, all models have the same random numbers.
     """
-    found = [""] * len(encoded)
+    found = [[""] * len(encoded) for _ in range(copies)]
     base = base_of(model)
     # not where the model reads padding into its state, or counts it as positions
     pads = not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
@@ -69,9 +86,10 @@ def completions(
         for i in part:
             groups.setdefault(0 if pads else len(encoded[i].prompt), []).append(i)
         for alike in groups.values():
-            texts = _generate(model, objective, encoded, alike, max_new_tokens, sampling)
-            for i, text in zip(alike, texts, strict=True):
-                found[i] = text
+            every = _generate(model, objective, encoded, alike, max_new_tokens, sampling, copies)
+            for own, texts in zip(found, every, strict=True):
+                for i, text in zip(alike, texts, strict=True):
+                    own[i] = text
     return found
 
 
@@ -82,14 +100,30 @@ def _generate(
     part: Sequence[int],
     max_new_tokens: int,
     sampling: Sampling | None,
-) -> list[str]:
+    copies: int,
+) -> list[list[str]]:
     assert isinstance(objective, CausalObjective)
     tokenizer, rows = objective.tokenizer, [encoded[i] for i in part]
     prompts, one_line = [e.prompt for e in rows], not rows[0].example.ends
-    noisy = None if sampling is None else lambda logits, at, place: sampling.noisy(logits, [part[i] for i in at], place)
-    wanted = Continuing(max_new_tokens, sorted(objective.ends.marks), one_line, noisy)
-    continued = objective.evaluator.continuations(model, tokenizer, prompts, wanted)
-    texts = []
+    wanted = Continuing(max_new_tokens, sorted(objective.ends.marks), one_line)
+    if sampling is not None:
+        wanted = replace(
+            wanted,
+            noisy=lambda logits, at, place: sampling.noisy(logits, [part[i] for i in at], place),
+            temperature=sampling.temperature,
+            seeds=[sampling.seed_of(i) for i in part],
+        )
+    every = objective.evaluator.continuations(model, tokenizer, prompts, wanted, copies)
+    return [_texts(objective, rows, prompts, continued) for continued in every]
+
+
+def _texts(
+    objective: CausalObjective,
+    rows: Sequence[Encoded],
+    prompts: Sequence[Sequence[int]],
+    continued: Sequence[Sequence[int]],
+) -> list[str]:
+    tokenizer, one_line, texts = objective.tokenizer, not rows[0].example.ends, []
     for own, prompt, new in zip(rows, prompts, continued, strict=True):
         end = next((place for place, token in enumerate(new) if token in objective.ends.marks), None)
         text = text_after(tokenizer, prompt, new[:end], special=False)

@@ -2,21 +2,29 @@
 
 import hashlib
 import importlib.util
-import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from tezo.directions.products import float32_on_emulating_cpu
+from tezo.optim.estimators.estimate import RowsClosure
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example, Row
-from tezo.tasks.generation import Sampling, completions
+from tezo.tasks.generation import Sampling, completions_of
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rows import Format
+from tezo.tasks.scoring import Processes, Sample, Scored, scored, takes_batch
 
-Score = Callable[[str, str, dict[str, Any]], float]
-"""(prompt, completion, fields of the row) -> score; higher is better."""
+Score = Callable[..., Any]
+"""(prompt, completion, fields of the row) -> score; higher is better. See `tezo.tasks.scoring` for other forms."""
+
+MOST_WRITING = 128
+"""Completions that are written side by side in torch, at most: those of several models to the same prompts."""
 
 EVALUATION = -1
 """The step whose random numbers evaluations sample with, always the same."""
@@ -31,6 +39,8 @@ class Reward:
         digest: of the file that the scorer is in, or of its name where it is an object.
         max_new_tokens: maximum length of a completion in tokens.
         temperature: of sampling with `seed`; 0: greedy.
+        processes: where it is called; None: in this process.
+        missing: why scores were missing so far.
     """
 
     score: Score
@@ -39,6 +49,8 @@ class Reward:
     max_new_tokens: int
     temperature: float
     seed: int
+    processes: Processes | None = None
+    missing: list[str] = field(default_factory=list)
 
     def measure(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int = EVALUATION
@@ -46,27 +58,120 @@ class Reward:
         """Returns (mean score over examples made by `prompt_of`, the completion of each that was scored).
 
         A causal model writes each completion by a forward pass for each token, sampled with the random numbers of
-        `step`.
+        `step`. Scores that are missing are left out.
 
         Raises:
-            RequestError: the scorer raised an error, or returned something other than a finite number.
+            RequestError: all scores are missing.
         """
-        sampling = Sampling(self.temperature, self.seed, step) if self.temperature else None
-        written = completions(model, objective, encoded, batch_size, self.max_new_tokens, sampling)
-        texts = [text.strip() for text in written]
-        scores = [self._scored(e.example, text) for e, text in zip(encoded, texts, strict=True)]
-        return sum(scores) / len(scores), texts
+        ((texts, scores),) = self.scored(model, objective, encoded, batch_size, step, 1)
+        known = [own.value for own in scores if own.failure is None]
+        return sum(known) / len(known), texts
 
-    def _scored(self, example: Example, text: str) -> float:
-        try:
-            value = float(self.score(example.prompt, text, dict(example.fields)))
-        except Exception as error:
-            raise RequestError(
-                f"train.reward: {self.name} raised {type(error).__name__} ({error}) for {example.where}; correct it."
-            ) from error
-        if not math.isfinite(value):
-            raise RequestError(f"train.reward: {self.name} returned {value} for {example.where}; return finite scores.")
-        return value
+    def written(
+        self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int, copies: int
+    ) -> list[list[str]]:
+        """Returns the completions, without spaces around them, of each of `copies` models."""
+        sampling = Sampling(self.temperature, self.seed, step) if self.temperature else None
+        every = completions_of(model, objective, encoded, batch_size, self.max_new_tokens, sampling, copies)
+        return [[text.strip() for text in own] for own in every]
+
+    def scored(
+        self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int, copies: int
+    ) -> list[tuple[list[str], list[Scored]]]:
+        """Returns (completions, their scores) of each of `copies` models, which hooks may perturb differently.
+
+        Raises:
+            RequestError: as `measure`.
+        """
+        every = self.written(model, objective, encoded, batch_size, step, copies)
+        samples = [
+            Sample(e.example.prompt, text, dict(e.example.fields), e.example.where)
+            for written in every
+            for e, text in zip(encoded, written, strict=True)
+        ]
+        if self.processes is None:
+            found = scored(self.score, samples)
+        else:
+            found = self.processes.scored(samples, batch=takes_batch(self.score))
+        failures = [(own.failure, s.where) for own, s in zip(found, samples, strict=True) if own.failure is not None]
+        if len(failures) == len(found):
+            why, where = failures[0]
+            raise RequestError(f"train.reward: {self.name} {why} for {where}; correct it.")
+        self.missing.extend(f"{self.name} {why} for {where}" for why, where in failures)
+        size = len(encoded)
+        return [
+            ([s.completion for s in samples[i : i + size]], found[i : i + size]) for i in range(0, len(found), size)
+        ]
+
+
+class RewardRows(RowsClosure):
+    """Minus the mean score of what the model writes to some prompts, as what a step minimises.
+
+    Args:
+        reward: scores it.
+        model: writes.
+        objective: of the model.
+        encoded: the prompts, by `prompt_of`.
+        step: whose random numbers it samples with.
+
+    Attributes:
+        written: (completions, scores) of each model that was evaluated so far, in order.
+    """
+
+    def __init__(self, reward: Reward, model: Any, objective: Objective, encoded: Sequence[Encoded], step: int) -> None:
+        self._reward, self._model, self._objective, self._encoded, self._step = reward, model, objective, encoded, step
+        self.written: list[tuple[list[str], list[Scored]]] = []
+
+    @property
+    def tokens(self) -> int:
+        return len(self._encoded)
+
+    @property
+    def examples(self) -> int:
+        return len(self._encoded)
+
+    @property
+    def most_copies(self) -> int:
+        of_engine = self._objective.evaluator.most_copies
+        return max(1, MOST_WRITING // len(self._encoded)) if of_engine is None else of_engine
+
+    @torch.no_grad()
+    def example_losses(self, copies: int) -> Tensor:
+        with self._objective.sharing(self._model, copies), float32_on_emulating_cpu(self._model):
+            found = self._reward.scored(self._model, self._objective, self._encoded, MOST_WRITING, self._step, copies)
+        self.written += found
+        return -torch.tensor([[own.value for own in scores] for _, scores in found], dtype=torch.float64)
+
+    def losses(self, copies: int) -> Tensor:
+        return self.example_losses(copies).nanmean(1)
+
+    @property
+    def all_alike(self) -> bool:
+        """Whether all models that were evaluated have the same scores."""
+        every = [[own.value for own in scores if own.failure is None] for _, scores in self.written]
+        return len(every) > 1 and all(own == every[0] for own in every)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Returns JSON for each completion: step, model, row, text, and score (null where it is missing)."""
+        return [
+            {"step": self._step, "member": member, "row": e.example.where, "completion": text,
+             "score": None if own.failure else own.value, **({"parts": dict(own.parts)} if own.parts else {})}
+            for member, (texts, scores) in enumerate(self.written)
+            for e, text, own in zip(self._encoded, texts, scores, strict=True)
+        ]  # fmt: skip
+
+    def example_passes(self) -> list[list[int]]:
+        raise RequestError("a reward is measured on whole batches; set method.directions=shared.")
+
+
+def answered(objective: Objective, encoded: Sequence[Encoded], texts: Sequence[str]) -> list[Encoded]:
+    """Returns the examples of `prompt_of` with these answers; those without a text are left out."""
+    examples = [
+        replace(row.example, answer=text if row.example.chat else f" {text}")
+        for row, text in zip(encoded, texts, strict=False)
+        if text
+    ]
+    return [objective.encode(example) for example in examples]
 
 
 def prompt_of(form: Format, row: Row) -> Example:

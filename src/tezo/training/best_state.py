@@ -170,7 +170,7 @@ class BestState:
         assert self.best is not None
         if self.best.step == steps:
             return None
-        dev_loss = self.dev_loss if self.settings.minimises_loss else None
+        dev_loss = self.dev_loss if self.settings.chooses_by_dev_rows else None
         if dev_loss is not None and not math.isfinite(dev_loss):
             return NOT_FINITE
         if dev_loss is not None and steps == judged_feedback(self.settings):
@@ -233,7 +233,7 @@ class BestState:
 
     def _add(self, rollback: Rollback) -> None:
         self.rollbacks.append(rollback)
-        self._guard.restart(keep_lowest=not (self._every and self.settings.minimises_loss))
+        self._guard.restart(keep_lowest=not (self._every and self.settings.chooses_by_dev_rows))
         self._have_risen = False
 
     def restore(self, steps: int) -> None:

@@ -362,6 +362,7 @@ _LEAST = {
     "train.batch_size": 1,
     "train.max_new_tokens": 1,
     "train.temperature": 0,
+    "train.reward_workers": 0,
     "train.eval_batch_size": 1,
     "train.log_every": 1,
     "train.feedback_first": 0,

@@ -20,6 +20,7 @@ from tezo.directions.bases.activation import groups
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.models.quantization import stored_bytes
 from tezo.optim.estimators.estimate import FEEDBACK, GRADIENT
+from tezo.optim.measured_reach import passes_of_reach
 from tezo.optim.measured_scale import most_passes
 from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
@@ -166,8 +167,8 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
     found: dict[str, int] = {}
     if options.get("directions") == PER_EXAMPLE != config.method.options.get("directions"):
         found["method.directions"] = 1  # four, over two rows
-    if is_rho_open(job.config) and job.config.train.minimises_loss:
-        found["method.rho"] = most_passes(optimizer.num_directions)
+    if is_rho_open(job.config):
+        found["method.rho"] = most_passes(optimizer.num_directions) if job.reward is None else passes_of_reach()
     if options.get("basis", method(job.config.method.name).defaults().get("basis")) == "activation":
         ranks = {t.name: optimizer.rank_and_way(t.name)[0] or 0 for t in optimizer.targets if t.input_role is not None}
         shown = math.ceil(min(BASIS_ROWS, len(job.train)) / job.config.train.rows_per_step)

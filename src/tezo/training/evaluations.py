@@ -17,11 +17,13 @@ from tezo.system.files import json_text
 from tezo.tasks.evaluation import Metrics, evaluate, predict
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.objective import Encoded
-from tezo.tasks.rewards import EVALUATION
+from tezo.tasks.rewards import EVALUATION, answered
 from tezo.tasks.untuned import BIAS, MOST_ROWS, PROBE, untuned
 from tezo.training.job import Job
 from tezo.training.listeners import Listener
 
+OWN, OWN_ROWS = "own answers", 32
+"""Split of the untuned model's own answers to test prompts, and how many there are."""
 SAMPLES, SAMPLE_TOKENS = 2, 40
 """Rows of free text whose answers are kept, and the longest answer in tokens where no metric asks for a length."""
 MOST_BYTES = 1 << 19
@@ -89,6 +91,25 @@ class Evaluations:
         for name, metrics in known.items():
             self._tell(name, 0, metrics)
         return known
+
+    def of_own_answers(self, step: int) -> float | None:
+        """Returns the loss, per token, of what the untuned model wrote to the first test prompts; None: no reward.
+
+        It is an estimate of the cross-entropy of the untuned model's text under the model at hand, so that its rise is
+        one of the divergence between the two: how far the model has moved from what it said, wanted or not.
+        """
+        job = self.job
+        if job.reward is None or job.config.model.placement == "shards":
+            return None
+        if (OWN, step) not in self.known:
+            if step == 0:
+                self.answers[OWN, 0] = self._measured(job.test[:OWN_ROWS], written=True)[1]
+            rows = answered(job.objective, job.test, self.answers[OWN, 0])
+            if not rows:
+                return None
+            self.known[OWN, step] = evaluate(job.model, job.objective, rows, job.config.train.eval_batch_size)[0]
+        self._tell(OWN, step, self.known[OWN, step])
+        return self.known[OWN, step]["loss"]
 
     def metrics(self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION) -> Metrics:
         """Returns metrics of the model on some rows.

@@ -33,9 +33,10 @@ from tezo.tasks.formats import LabelFormat, default_template
 from tezo.tasks.notices import rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
-from tezo.tasks.rewards import Reward, Score, load_score, name_of, prompt_of
+from tezo.tasks.rewards import Reward, Score, answered, load_score, name_of, prompt_of
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
+from tezo.tasks.scoring import Processes
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.training.recipe import LOSS as LOSS
@@ -81,12 +82,18 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
     """
     train = config.train
     if train.objective != REWARD:
-        for key in ("max_new_tokens", "temperature"):
+        for key in ("max_new_tokens", "temperature", "reward_workers", "reward_seconds"):
             if getattr(train, key) != getattr(TrainConfig, key):
                 raise RequestError(
                     f"train.{key} is {getattr(train, key)}, which is for a reward; give train.reward too."
                 )
         return None
+    if train.reward_workers and (given is not None or train.reward == IN_MEMORY):
+        raise RequestError(
+            f"train.reward_workers is {train.reward_workers}, and the scorer is an object, which other processes do "
+            "not have; give FILE.py:FUNCTION, or leave it out."
+        )
+    processes = None
     if given is not None:
         name = name_of(given)
         score, digest = given, hashlib.sha256(name.encode()).hexdigest()
@@ -98,7 +105,9 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
     else:
         name = str(train.reward)
         score, digest = load_score(name)
-    return Reward(score, name, digest, train.max_new_tokens, train.temperature, train.seed)
+        if train.reward_workers:
+            processes = Processes(name, train.reward_workers, train.reward_seconds)
+    return Reward(score, name, digest, train.max_new_tokens, train.temperature, train.seed, processes)
 
 
 def with_reward(config: Config, reward: Score | str | None) -> tuple[Config, Score | None]:
@@ -125,6 +134,9 @@ BASIS_ROWS = 64
 
 LOOKED_AT_ONCE = 32
 """Rows of a pass in torch where an engine runs the others, so that a look takes little more memory than they do."""
+
+OWN_ANSWERS = 8
+"""Prompts whose answers by the untuned model tell the scale of a reward, at most."""
 
 HELD_OUT_ROWS = 64
 """Rows that trials of learning rates are compared on, at most."""
@@ -226,7 +238,7 @@ def prepare(
     train = with_steps(config.train, len(stepped(config, len(used.train))), method(config.method.name))
     current().rows_per_pass = used.objective.rows_of_pass(used.train[:BASIS_ROWS], train.rows_per_step)
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
-    seen = RunRows(train, loaded.model, used.objective, used.train, used.dev)
+    seen = RunRows(train, loaded.model, used.objective, used.train, used.dev, reward)
     try:
         found = resolve(config, seen, build, measuring=measuring)
     except NonFiniteLossError:
@@ -312,8 +324,15 @@ class RunRows(Rows):
     """The rows of a run. Rates are compared on its dev rows, or else on training rows that the trials do not see."""
 
     def __init__(
-        self, settings: TrainConfig, model: Any, objective: Objective, train: Sequence[Encoded], dev: Sequence[Encoded]
+        self,
+        settings: TrainConfig,
+        model: Any,
+        objective: Objective,
+        train: Sequence[Encoded],
+        dev: Sequence[Encoded],
+        reward: Reward | None = None,
     ) -> None:
+        self._reward = reward
         self._model, self._train, self._objective = model, train, objective
         self._sampler = BatchSampler(range(len(train)), settings.rows_per_step, settings.seed)
         self._size = settings.rows_per_step  # no pass takes more memory than a step's
@@ -323,6 +342,18 @@ class RunRows(Rows):
         self._others = [others[i] for i in order]
         self.held_out = len(self._others)
         self.share_directions = objective.shared_tokens > 0 or objective.evaluator.shares_directions
+
+    def own_answers(self) -> Callable[[], float] | None:
+        if self._reward is None:
+            return None
+        rows = self._train[:OWN_ANSWERS]
+        with torch.no_grad(), float32_on_emulating_cpu(self._model):
+            texts = self._reward.written(self._model, self._objective, rows, len(rows), 0, 1)[0]
+        own = answered(self._objective, rows, texts)
+        if not own:
+            return None
+        closure = self._closure(own)
+        return lambda: float(closure())
 
     def _closure(self, rows: Sequence[Encoded]) -> BatchClosure:
         return self._objective.closure(self._model, self._objective.batches(rows))

@@ -81,6 +81,8 @@ class Options(TypedDict, total=False):
     feedback_first: int | None
     feedback_last: int | None
     batch_size: int | None
+    reward_workers: int
+    reward_seconds: float
     objective: str
     max_new_tokens: int
     temperature: float

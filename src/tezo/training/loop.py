@@ -23,7 +23,7 @@ from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, SAVING, STEPS, current, metered
 from tezo.tasks.evaluation import Metrics
-from tezo.tasks.rewards import Score
+from tezo.tasks.rewards import RewardRows, Score
 from tezo.tasks.splits import Splits
 from tezo.training.best_state import BestState
 from tezo.training.config import dump_config, read_config, with_absolute_paths
@@ -100,6 +100,8 @@ def train(
             processes.close()
 
 
+MISSING, ALIKE = "missing", "alike"
+"""What is said of scores once in a run."""
 COMPARE_EVERY = 100
 """Steps between checks that all processes have the same parameters."""
 
@@ -136,6 +138,7 @@ class Loop:
         self.evaluations = Evaluations(job, folder, listeners)
         self.best = BestState(job, folder, self.evaluations, listeners, processes)
         self.step_seconds = 0.0
+        self._said: set[str] = set()
 
     def run(self) -> dict[str, Any]:
         """Everything, from the first evaluation to the saved result."""
@@ -143,6 +146,8 @@ class Loop:
             return self._run()
         finally:
             self.folder.close()
+            if self.job.reward is not None and self.job.reward.processes is not None:
+                self.job.reward.processes.close()
             for listener in self.listeners:
                 listener.closed()
 
@@ -159,6 +164,7 @@ class Loop:
         with self.meter.phase(BEFORE):
             before = self.evaluations.of("test", 0)
             untuned = self.evaluations.untuned(start)
+            own_before = self.evaluations.of_own_answers(0)
         (own_loss,) = self.processes.first([before["loss"]])
         if isinstance(self.job.optimizer, ZerothOrderOptimizer):
             self.job.optimizer.own_loss, self.job.optimizer.warn = own_loss, self._warn
@@ -168,9 +174,10 @@ class Loop:
         self.best.restore(steps)
         with self.meter.phase(AFTER):
             after = self.evaluations.of("test", steps)
+            own_after = None if own_before is None else self.evaluations.of_own_answers(steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
-        return self._finish(steps, before, after, untuned)
+        return self._finish(steps, before, after, untuned, (own_before, own_after))
 
     def _open(self) -> ResumeState:
         """Opens the folder; the first rank puts it in order before the others read it."""
@@ -308,7 +315,24 @@ class Loop:
         if optimizer.planned(step)[0] == FEEDBACK:  # every rank takes it on all rows
             optimizer.step(job.objective.closure(job.model, job.batches(indices)))
         else:
-            optimizer.step(self._closure(step, indices))
+            closure = self._closure(step, indices)
+            optimizer.step(closure)
+            if isinstance(closure, RewardRows):
+                self.folder.append_scored(closure.lines())
+                self._warn_of_scores(closure, step)
+
+    def _warn_of_scores(self, rows: RewardRows, step: int) -> None:
+        """Says, once each, that scores are missing, and that a step learnt nothing because all models scored alike."""
+        reward = self.job.reward
+        if reward is not None and reward.missing and MISSING not in self._said:
+            self._said.add(MISSING)
+            self._warn(f"scores are missing, and left out of the means, from step {step} on: {reward.missing[0]}.")
+        if rows.all_alike and ALIKE not in self._said:
+            self._said.add(ALIKE)
+            self._warn(
+                f"step {step}: every model scored alike on each prompt, so that there is nothing to learn from. Give "
+                "partial credit, more prompts (train.batch_size), train.temperature above 0, or a larger method.rho."
+            )
 
     def _closure(self, step: int, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""
@@ -318,6 +342,8 @@ class Loop:
         if name == LOSS:
             return job.objective.closure(job.model, job.batches(indices))
         rows = [job.train[i] for i in indices]
+        if job.reward is not None:
+            return RewardRows(job.reward, job.model, job.objective, rows, step)
         return lambda: -self.evaluations.metrics(rows, written=True, step=step)[name]
 
     def _check_objective(self) -> None:
@@ -339,7 +365,14 @@ class Loop:
     def _asked_to_stop(self) -> bool:
         return any(listener.wants_stop for listener in self.listeners)
 
-    def _finish(self, steps: int, before: Metrics, after: Metrics, untuned: dict[str, Metrics]) -> dict[str, Any]:
+    def _finish(
+        self,
+        steps: int,
+        before: Metrics,
+        after: Metrics,
+        untuned: dict[str, Metrics],
+        own_answers: tuple[float | None, float | None],
+    ) -> dict[str, Any]:
         kept = self.best.kept
         outcome = Outcome(
             steps,
@@ -349,6 +382,7 @@ class Loop:
             before,
             after,
             untuned,
+            own_answers,
             self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
             self.best.rollbacks,
             kept is not None,

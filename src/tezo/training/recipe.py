@@ -28,7 +28,7 @@ class TrainConfig:
     """The section `train`: settings of the training loop."""
 
     steps: int | None = None
-    """Number of steps. Default: 20 epochs, at least 200 and at most 1000; 6 rounds of gauss-newton."""
+    """Number of steps. Default: 20 epochs, at least 200 and at most 1000; 6 rounds of gauss-newton, 30 steps of es."""
     epochs: float | None = None
     """Passes over the training rows, instead of steps."""
     feedback_first: int | None = None
@@ -45,6 +45,10 @@ class TrainConfig:
     """Longest completion that a reward scores, in tokens; each takes a forward pass."""
     temperature: float = 0.0
     """Temperature that a reward's completions are sampled at, with random numbers that both signs share; 0: greedy."""
+    reward_workers: int = 0
+    """Processes in which the scorer of a file is called; 0: it is called in the process of the run."""
+    reward_seconds: float = 60.0
+    """Limit of the time for a score in such a process. What takes longer is missing."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -57,7 +61,7 @@ class TrainConfig:
     """Keep the parameters with the lowest dev loss instead of the last ones."""
     guard: bool | None = None
     """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it. Default:
-    true for head-feedback and gauss-newton; published methods never return."""
+    true for head-feedback, gauss-newton and es; published methods never return."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     checkpoint_every: int | None = None
@@ -69,6 +73,11 @@ class TrainConfig:
     def minimises_loss(self) -> bool:
         """Whether the objective is the loss rather than a metric, which has no gradient."""
         return self.objective == LOSS
+
+    @property
+    def chooses_by_dev_rows(self) -> bool:
+        """Whether dev rows measure what steps minimise, so that a guard can go by them: a loss, or a reward."""
+        return self.objective in (LOSS, REWARD)
 
     @property
     def most_rows(self) -> int:

@@ -19,8 +19,9 @@ from tezo.directions.targets import is_packed
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import FEEDBACK, Closure, RowsClosure
 from tezo.optim.learning_rate import choose_lr
+from tezo.optim.measured_reach import RISE, measure_reach
 from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
-from tezo.optim.methods import AUTO, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
+from tezo.optim.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED, ZerothOrderOptimizer
 from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED, Setting, Settings
 from tezo.runs.words import REWARD
@@ -57,7 +58,7 @@ ROUNDED_RHO = 3e-3
 ROUNDED_BITS = 64
 """Bound of the rounding error of a loss on a CPU, in units of the last place of its dtype."""
 REWARD_RHO = 1e-2
-"""For a reward: completions do not change at all within a shorter distance of the parameters."""
+"""For a reward, where nothing is measured."""
 
 
 class Rows(ABC):
@@ -87,6 +88,10 @@ class Rows(ABC):
     @abstractmethod
     def held_out_losses(self) -> Sequence[float]:
         """Computes the losses of the held-out rows, which the first steps do not see."""
+
+    def own_answers(self) -> Callable[[], float] | None:
+        """Has the model write answers; returns their loss at the parameters of each call. None: it writes nothing."""
+        return None
 
 
 class ClosureRows(Rows):
@@ -150,7 +155,7 @@ def resolve(
         config = replace(config, train=replace(train, guard=guard))
         notices += more
         measured = None
-        measures = measuring or not is_rho_open(config) or not train.minimises_loss
+        measures = measuring or not is_rho_open(config) or not train.chooses_by_dev_rows
         if measures and isinstance(optimizer, ZerothOrderOptimizer):
             config, more, measured = resolve_rho(config, optimizer, rows)
             notices += more
@@ -251,10 +256,10 @@ def is_rho_open(config: Config) -> bool:
     """Whether the configuration leaves rho open, and the method has one.
 
     Raises:
-        RequestError: rho is auto by request, and the objective is a metric.
+        RequestError: rho is auto by request, and the objective is a metric that is no reward.
     """
     wanted = config.method.options.get("rho")
-    if wanted == AUTO and not config.train.minimises_loss:
+    if wanted == AUTO and not config.train.chooses_by_dev_rows:
         raise RequestError(
             f"method.rho is auto, which needs train.objective loss, not {config.train.objective}; set a number."
         )
@@ -276,20 +281,38 @@ def known_rounding(model: Any) -> float | None:
     return ROUNDED_BITS * max(torch.finfo(kind).eps for kind in kinds)
 
 
+def _reach(optimizer: ZerothOrderOptimizer, rows: Rows | None) -> tuple[float, list[str]]:
+    """Returns (rho for a reward, notices for the user); `REWARD_RHO` where nothing can be measured."""
+    if rows is None:
+        return REWARD_RHO, []
+    with current().phase(RHO):
+        loss = rows.own_answers()
+        if loss is None:
+            return REWARD_RHO, []
+        rho, rise = measure_reach(optimizer, loss)
+    return rho, [
+        f"method.rho is {rho:.1e}: about there the model's own answers become less likely by {RISE:g} nats a token "
+        f"({rise:.2g} were measured)."
+    ]
+
+
 def resolve_rho(
     config: Config, optimizer: ZerothOrderOptimizer, rows: Rows | None
 ) -> tuple[Config, list[str], MeasuredScale | None]:
     """Replaces "auto" in method.rho; returns (configuration, notices for the user, what was measured).
 
-    It is measured along the directions that the run draws; see `tezo.optim.measured_scale`. For a reward or a
-    metric, and where there are no rows, it is a number. The optimizer has the rho of the result.
+    It is measured along the directions that the run draws; see `tezo.optim.measured_scale`, and
+    `tezo.optim.measured_reach` for a reward. For another metric, and where there are no rows, it is a number. The
+    optimizer has the rho of the result.
     """
     if not is_rho_open(config):
         return config, [], None
     if not config.train.minimises_loss or rows is None:
-        rho = REWARD_RHO if config.train.objective == REWARD else first_scale(optimizer.model)
+        rho, notices = first_scale(optimizer.model), list[str]()
+        if config.train.objective == REWARD:
+            rho, notices = _reach(optimizer, rows)
         optimizer.set_rho(rho)
-        return config.with_options(rho=rho), [], None
+        return config.with_options(rho=rho), notices, None
     losses, rounding = rows.losses(0, per_example=optimizer.per_example), known_rounding(optimizer.model)
     with current().phase(RHO):
         found = measure_scale(optimizer, losses, first_scale(optimizer.model), current().report, rounding=rounding)
@@ -336,6 +359,10 @@ def search_budget(train: TrainConfig, optimizer: BaseOptimizer) -> int:
     return int(SEARCH_SHARE * (own + (optimizer.passes_of(FEEDBACK, first=False) * feedback if feedback else 0)))
 
 
+DEFAULTS = {
+    GAUSS_NEWTON: f"rows with labels have {GAUSS_NEWTON}, whose steps are rounds over more rows",
+    ES: f"a reward has {ES}, whose steps are of a population",
+}
 OWN_SETTINGS = ("steps", "epochs", "batch_size", *KEYS)
 """Settings of section train whose numbers mean something else with another method."""
 
@@ -343,9 +370,10 @@ OWN_SETTINGS = ("steps", "epochs", "batch_size", *KEYS)
 def with_method(config: Config, kind: str, *, labelled: bool) -> tuple[Config, list[str]]:
     """Replaces "auto" in method.name; returns (configuration, notices for the user).
 
-    It is gauss-newton for rows that share their labels and a causal model, where the request sets nothing that depends
-    on the method: no option of it, and none of `OWN_SETTINGS`. Otherwise it is head-feedback. (docs/experiments.md has
-    both on a model of 135M parameters and on small ones. Of free text gauss-newton learns less.)
+    It is es for a reward, and gauss-newton for rows that share their labels and a causal model, where the request sets
+    nothing that depends on the method: no option of it, and none of `OWN_SETTINGS`. Otherwise it is head-feedback.
+    (docs/experiments.md has the last two on a model of 135M parameters and on small ones, docs/rewards.md the first. Of
+    free text gauss-newton learns less.)
 
     Args:
         config: of the request.
@@ -355,18 +383,17 @@ def with_method(config: Config, kind: str, *, labelled: bool) -> tuple[Config, l
     if config.method.name != AUTO:
         return config, []
     train = config.train
-    suited = labelled and kind == "causal" and train.minimises_loss and config.model.peft == "none"
+    suited = ES if train.objective == REWARD else GAUSS_NEWTON if labelled and train.minimises_loss else None
+    if kind != "causal" or config.model.peft != "none":
+        suited = None
     shares_rows = train.parallel == "rows" and int(os.environ.get("WORLD_SIZE", "1")) > 1
     set_ = [f"method.{name}" for name in config.method.options]
     set_ += [f"train.{key}" for key in OWN_SETTINGS if getattr(train, key) is not None]
-    if suited and not shares_rows and not set_:
-        return replace(config, method=replace(config.method, name=GAUSS_NEWTON)), []
+    if suited is not None and not shares_rows and not set_:
+        return replace(config, method=replace(config.method, name=suited)), []
     notices = []
-    if suited and not shares_rows:
-        notices.append(
-            f"method.name is {HEAD_FEEDBACK}, because {set_[0]} is set; by default rows with labels have "
-            f"{GAUSS_NEWTON}, whose steps are rounds over more rows."
-        )
+    if suited is not None and not shares_rows:
+        notices.append(f"method.name is {HEAD_FEEDBACK}, because {set_[0]} is set; by default {DEFAULTS[suited]}.")
     return replace(config, method=replace(config.method, name=HEAD_FEEDBACK)), notices
 
 

@@ -83,6 +83,18 @@ def against_untuned(summary: Mapping[str, Any]) -> str:
     return f"The untuned model has an accuracy of {' and '.join(texts)} on these rows; this run ends {where}."
 
 
+def forgetting(summary: Mapping[str, Any]) -> str:
+    """Returns a sentence on how far a rewarded model has moved from what it said before; "" where that is unknown."""
+    before, after = summary["own_answers"]
+    if before is None or after is None:
+        return ""
+    change = after - before
+    return (
+        f"What the untuned model wrote to these prompts has become {'less' if change > 0 else 'more'} likely by "
+        f"{abs(change):.3f} nats a token (from {before:.3f} to {after:.3f})."
+    )
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a finished run.
@@ -94,6 +106,7 @@ class Outcome:
         before: metrics of the test rows before training.
         after: the same after training.
         untuned: name -> the same by what is fitted to the untuned model; see `tezo.tasks.untuned`.
+        own_answers: loss of the untuned model's own answers before and after training; None: not measured.
         chosen: whether the step was kept for its loss on the dev rows.
         stopped: key of `tezo.training.best_state.REASONS` for which the run ended before its last step, or None.
     """
@@ -105,6 +118,7 @@ class Outcome:
     before: Metrics
     after: Metrics
     untuned: Mapping[str, Metrics]
+    own_answers: tuple[float | None, float | None]
     dev_loss_before: float | None
     rollbacks: Sequence[Rollback]
     chosen: bool
@@ -148,6 +162,7 @@ def summarize(
         "before": outcome.before,
         "after": outcome.after,
         "untuned": outcome.untuned,
+        "own_answers": list(outcome.own_answers),
         "rows": row_counts(job),
         "steps": outcome.steps,
         "test_rows_chose": job.test is job.dev and outcome.chosen,
@@ -176,7 +191,8 @@ def summarize(
         "versions": versions(),
     }
     found = verdict(summary, float(job.config.method.options["lr"]), train.num_steps)
-    return summary | {"verdict": " ".join(part for part in (found, against_untuned(summary)) if part)}
+    parts = (found, against_untuned(summary), forgetting(summary))
+    return summary | {"verdict": " ".join(part for part in parts if part)}
 
 
 def _loss_text(rows: Sequence[Encoded]) -> str:

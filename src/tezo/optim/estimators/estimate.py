@@ -21,8 +21,9 @@ MOST_DIRECTIONS = 1 << 12
 """Largest number of directions per step. A step log with more is refused."""
 
 TWO_POINT, FEEDBACK, GRADIENT, GAUSS_NEWTON = "two-point", "feedback", "gradient", "gauss-newton"
+POPULATION = "population"
 """Names of step rules: with random directions, with the error at the last hidden states, with backpropagation, with the
-outputs of each row."""
+outputs of each row, with the scores of many members."""
 
 
 NO_OUTPUTS = (

@@ -1,8 +1,9 @@
 """Simultaneous perturbation (Eq. 2): two losses give the projected gradient along a random direction."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import nn
 
@@ -25,6 +26,8 @@ from tezo.optim.estimators.estimate import (
 )
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
+
+T = TypeVar("T")
 
 TOKENS_OF_A_PASS = 1024
 """Largest number of tokens of a pass that several models share. Below it a pass is limited by reading the weights,
@@ -91,27 +94,44 @@ class TwoPoint(Estimator):
         return self._checked(gather_probes(probes_of(losses, rho), self._processes))
 
     def losses(self, closure: Closure, drawn: Drawn, points: Sequence[tuple[int, float]]) -> list[float]:
-        """Returns the loss at W + scale * Z_i for each of the points (i, scale), as many of a pass as should be."""
+        """Returns the loss at W + scale * Z_i for each of the points (i, scale)."""
+
+        def evaluate(copies: int) -> list[float]:
+            if copies == 1:
+                return [mean_loss(closure)]
+            assert isinstance(closure, RowsClosure)
+            found: list[float] = precise(closure.losses(copies)).tolist()
+            return found
+
+        return self.evaluated(closure, drawn, points, evaluate)
+
+    def evaluated(
+        self, closure: Closure, drawn: Drawn, points: Sequence[tuple[int, float]], evaluate: Callable[[int], list[T]]
+    ) -> list[T]:
+        """Returns what is evaluated at W + scale * Z_i for each of the points (i, scale), several in a pass.
+
+        Args:
+            closure: of what is evaluated.
+            drawn: parameter name -> its directions.
+            points: (i, scale).
+            evaluate: number of models -> what is evaluated of each, where each is perturbed as the next of the points.
+        """
         copies = copies_of_a_pass(closure, len(points), dense=self._dense) if self._in_blocks else 1
-        losses: list[float] = []
+        found: list[T] = []
         try:
             with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
                 for start in range(0, len(points), copies):
                     let_interrupt()
                     self._set_perturbations(drawn, points[start : start + copies])
-                    if copies == 1:
-                        losses.append(mean_loss(closure))
-                    else:
-                        assert isinstance(closure, RowsClosure)
-                        losses += precise(closure.losses(len(points[start : start + copies]))).tolist()
+                    found += evaluate(len(points[start : start + copies]))
         except NotInBlocksError:
             if not self._in_blocks:
                 raise
             self._in_blocks = False  # found out in the first step
-            return self.losses(closure, drawn, points)
+            return self.evaluated(closure, drawn, points, evaluate)
         finally:
             self._set_perturbations(drawn, [])
-        return losses
+        return found
 
     def _set_perturbations(self, drawn: Drawn, points: Sequence[tuple[int, float]]) -> None:
         """Perturbs the j-th block of the rows by scale * Z_i, for the j-th of the points (i, scale); none: no rows."""

@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 from tezo.optim.base_optimizer import BaseOptimizer as BaseOptimizer
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
+from tezo.optim.methods.es import es as es
 from tezo.optim.methods.first_order import adam as adam
 from tezo.optim.methods.first_order import forward_gradient as forward_gradient
 from tezo.optim.methods.fzoo import fzoo as fzoo
@@ -99,6 +100,7 @@ class Method(Generic[T]):
                 kinds |= shared.__annotations__
         if "directions" in kinds:
             kinds |= {"lr": Rate, "rho": Rate, "directions": Literal["auto", "shared", "per-example"]}
+        kinds |= {name: Rate for name in self.chosen if kinds[name] is float}
         return {name: kind for name, kind in kinds.items() if name != "seed"}
 
     def defaults(self) -> dict[str, Any]:
@@ -112,6 +114,8 @@ class Method(Generic[T]):
         return (own if option in own else shared)[option].default
 
 
+ES = "es"
+"""Compares the scores of a population."""
 GAUSS_NEWTON = "gauss-newton"
 """Keeps the outputs of each row; its steps are rounds."""
 HEAD_FEEDBACK = "head-feedback"
@@ -126,6 +130,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         ),
         Method(GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_outputs=True, guarded=True,
             batch_size=192, steps=6),
+        Method(ES, es, in_paper=False, exports_adapter=True, guarded=True, chosen=("rho",), steps=30),
         Method("mezo", mezo),
         Method("mezo-m", mezo_m),
         Method("mezo-adam", mezo_adam),

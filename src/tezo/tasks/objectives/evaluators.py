@@ -52,9 +52,12 @@ class Evaluator(ABC):
 
     @abstractmethod
     def continuations(
-        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing
-    ) -> list[list[int]]:
-        """Returns the tokens that continue each prompt; those behind its end are to be ignored."""
+        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing, copies: int = 1
+    ) -> list[list[list[int]]]:
+        """Returns, for each copy, the tokens that continue each prompt; those behind its end are to be ignored.
+
+        Hooks may perturb each copy differently. All sample with the same random numbers.
+        """
 
     @abstractmethod
     def packed_length(self, model: Any, sequence: Sequence[int]) -> tuple[bool, int | None]:
@@ -97,8 +100,8 @@ class InTorch(Evaluator):
         return hidden_at(model, {"input_ids": ids_BL, "attention_mask": mask_BL}, last_B1)[:, 0]
 
     def continuations(
-        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing
-    ) -> list[list[int]]:
+        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing, copies: int = 1
+    ) -> list[list[list[int]]]:
         length, device, noisy = max(map(len, prompts)), device_of(model), wanted.noisy
         padding = [(tokenizer.pad_token_id,) * (length - len(prompt)) for prompt in prompts]
         padded_BL = torch.tensor([own + tuple(p) for own, p in zip(padding, prompts, strict=True)], device=device)
@@ -106,9 +109,11 @@ class InTorch(Evaluator):
         more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if wanted.one_line else {}
         if noisy is not None:
             rows = range(len(prompts))
-            more["logits_processor"] = LogitsProcessorList(
-                [lambda ids, scores: noisy(scores, rows, ids.shape[1] - length)]
-            )
+
+            def sample(ids: Tensor, scores: Tensor) -> Tensor:
+                return torch.cat([noisy(own, rows, ids.shape[1] - length) for own in scores.chunk(copies)])
+
+            more["logits_processor"] = LogitsProcessorList([sample])
         base = base_of(model)
         kept = base.generation_config  # `generate` would add its penalties, limits, and tokens forced or suppressed
         base.generation_config = GenerationConfig(
@@ -116,16 +121,15 @@ class InTorch(Evaluator):
         )
         try:
             output = model.generate(
-                input_ids=padded_BL,
-                attention_mask=mask_BL,
+                input_ids=padded_BL.repeat(copies, 1),
+                attention_mask=mask_BL.repeat(copies, 1),
                 max_new_tokens=wanted.most,
                 pad_token_id=tokenizer.pad_token_id,
                 **more,
             )
         finally:
             base.generation_config = kept
-        found: list[list[int]] = output[:, length:].tolist()
-        return found
+        return [own.tolist() for own in output[:, length:].chunk(copies)]
 
     def packed_length(self, model: Any, sequence: Sequence[int]) -> tuple[bool, int | None]:
         return takes_packed(model, sequence), longest_packed(model)
@@ -180,14 +184,14 @@ class InEngine(Evaluator):
         return self._engine.hidden(self._changes(model, 1)[0], texts).to(device)
 
     def continuations(
-        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing
-    ) -> list[list[int]]:
+        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing, copies: int = 1
+    ) -> list[list[list[int]]]:
         def line_ended(row: int, tokens: Sequence[int]) -> bool:  # a line break may be a part of a token
             return "\n" in text_after(tokenizer, prompts[row], tokens, special=True)
 
         wanted = replace(wanted, line_ended=line_ended if wanted.one_line else None)
-        found = self._engine.generate(self._changes(model, 1)[0], prompts, wanted)
-        current().count(sum(map(len, found)))
+        found = self._engine.generate(self._changes(model, copies), prompts, wanted)
+        current().count(sum(len(row) for own in found for row in own))
         return found
 
     def packed_length(self, model: Any, sequence: Sequence[int]) -> tuple[bool, int | None]:

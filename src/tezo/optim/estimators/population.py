@@ -1,0 +1,63 @@
+"""Evolution strategies: perturbed models are scored on the same rows, and a step goes towards the better ones."""
+
+import torch
+from torch import Tensor
+
+from tezo.optim.estimators.estimate import POPULATION, Closure, Estimate, Probe, RowsClosure, StepDraw, average
+from tezo.optim.estimators.two_point import TwoPoint
+from tezo.system.errors import RequestError
+
+SAME = 1e-12
+"""Spread of members, as a part of the largest loss, that is rounding alone."""
+NEEDS_ROWS = (
+    "this method compares the loss of each row, and the closure tells one loss; give one of tezo.closure(model, "
+    "batch), or choose another method."
+)
+
+
+class Population(TwoPoint):
+    """The estimate (1/P) sum_i kappa_i Z_i of P members W + rho Z_i, by their losses l_ij on the rows j:
+
+        a_ij = l_ij - mean_i l_ij,   kappa_i = rho mean_j a_ij / sigma,   sigma^2 = sum_i (mean_j a_ij)^2 / (P - 1).
+
+    Rows are of different difficulty, which the mean over the members takes out. A loss that is missing (NaN) is left
+    out of all means. kappa has the unit of rho, so that the rate is the size of a step as a multiple of a member's
+    distance: a step with rate lr has length lr rho |Z| / sqrt(P) where losses are noise. With sigma = 0, as where all
+    members say the same, there is no step.
+
+    Args:
+        rho: perturbation scale.
+    """
+
+    rule = POPULATION
+
+    def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
+        if not isinstance(closure, RowsClosure):
+            raise RequestError(NEEDS_ROWS)
+        count = len(next(iter(draw.directions.values())))
+        own = range(self._processes.rank, count, self._processes.size)
+        points = [(index, self.rho) for index in own]
+        found = self.evaluated(closure, draw.directions, points, lambda copies: [*closure.example_losses(copies)])
+        ranks = [torch.tensor(values, dtype=torch.float64) for values in
+                 self._processes.gather([loss for losses in found for loss in losses.tolist()])]  # fmt: skip
+        # the first member of each rank, then the second of each
+        losses_PN = torch.stack([values.view(len(points), -1) for values in ranks], 1).flatten(0, 1)
+        kappas = self.kappas(losses_PN)
+        mean = float(losses_PN.nanmean())
+        members = losses_PN.nanmean(1).nan_to_num(mean).tolist()
+        probes = tuple(Probe(loss, mean, kappa) for loss, kappa in zip(members, kappas, strict=True))
+        return average(mean, self._checked(probes), self.passes(count, first=False), draw)
+
+    def kappas(self, losses_PN: Tensor) -> list[float]:
+        """Returns kappa of each member; 0 for one whose losses are all missing."""
+        above_P = (losses_PN - losses_PN.nanmean(0)).nanmean(1).nan_to_num(0.0)
+        sigma = float(above_P.square().sum() / max(1, len(above_P) - 1)) ** 0.5
+        alike = sigma <= SAME * float(losses_PN.nan_to_num(0.0).abs().max())
+        return [0.0] * len(above_P) if alike else (self.rho * above_P / sigma).tolist()
+
+    def passes(self, directions: int, *, first: bool) -> int:
+        del first
+        return directions
+
+    def accepts(self, probes: int, num_directions: int) -> bool:
+        return probes == num_directions

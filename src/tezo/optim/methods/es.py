@@ -1,0 +1,61 @@
+"""Evolution strategies with low-rank members, ours in their composition: scores of a population, no gradient."""
+
+from typing import Unpack
+
+from torch import nn
+
+from tezo.directions.bases.basis import Basis
+from tezo.directions.low_rank import Lazy, Scale
+from tezo.directions.ranks import FixedRank
+from tezo.optim.estimators.population import Population
+from tezo.optim.optimizer import Basic, ZerothOrderOptimizer
+from tezo.optim.settings import with_settings
+from tezo.optim.updates import SGD
+from tezo.system.errors import RequestError
+
+
+@with_settings
+def es(
+    model: nn.Module,
+    *,
+    num_directions: int = 16,
+    rho: float = 1e-2,
+    lr: float = 3.0,
+    rank: int = 8,
+    basis: str | Basis = "activation",
+    lazy_update_interval: int | None = None,
+    scale: Scale = "unit",
+    frozen_rank: int | None = None,
+    **basic: Unpack[Basic],
+) -> ZerothOrderOptimizer:
+    """Evolution strategies: a population of low-rank members, scored on the same rows. Ours in its parts.
+
+        Z_i = U_i V^T,   U_i (M x r) drawn every step, V (N x r) once,   i = 1, ..., P = `num_directions`,
+        a_ij = l_ij - mean_i l_ij   of the loss l_ij of member W + rho Z_i on row j,
+        kappa_i = rho mean_j a_ij / sigma,   sigma^2 = sum_i (mean_j a_ij)^2 / (P - 1),
+        A <- A - lr (1/P) sum_i kappa_i U_i,   W = W_0 + A V^T.
+
+    For rewards and other losses that no short distance changes smoothly: one score of each member, P evaluations a
+    step, which run side by side where the passes allow it. What is trained is an exact LoRA adapter of rank r.
+
+    The estimate is that of evolution strategies with fitness over its spread (Salimans et al. 2017; Qiu et al. 2025,
+    arXiv 2509.24372, for language models); low-rank members are of EGGROLL (Sarkar et al. 2025, arXiv 2511.16652),
+    which draws both factors anew for each member, where V here holds the leading inputs of a layer, as in
+    `head-feedback`. `lr` has no unit: a step is of about lr / sqrt(P) times a member's distance. A run measures rho,
+    the distance at which the text that the model writes becomes less likely by half a nat a token. Defaults are of
+    first trials.
+    """
+    if num_directions < 2:
+        raise RequestError(f"method.num_directions is {num_directions}; a population needs at least 2 members.")
+    perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)
+    return ZerothOrderOptimizer(
+        model,
+        perturbation,
+        SGD(),
+        lr=lr,
+        rho=rho,
+        num_directions=num_directions,
+        estimator=Population,
+        frozen_rank=frozen_rank,
+        **basic,
+    )

@@ -1,0 +1,264 @@
+"""Calls of a scorer: functions of several forms, in this process or in others, with a limit of time and second tries.
+
+A score that cannot be had is missing, NaN, and never zero: a member of a population is not worse for a judge's failure.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+Function = Callable[..., Any]
+TRIES = 3
+"""Calls for one score, at most."""
+MISSING = math.nan
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a score is of.
+
+    Attributes:
+        prompt: text of the prompt.
+        completion: what the model wrote, without spaces around it.
+        fields: of the row.
+        where: name of the row, for messages.
+    """
+
+    prompt: str
+    completion: str
+    fields: Mapping[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A score.
+
+    Attributes:
+        value: the sum of its parts; NaN where it is missing.
+        parts: by name; empty where the function returns a number.
+        failure: why it is missing.
+    """
+
+    value: float
+    parts: Mapping[str, float]
+    failure: str | None = None
+
+
+def takes_batch(function: Function) -> bool:
+    """Returns whether a function scores all completions of a batch at once, as reward functions of TRL do."""
+    return "completions" in _names(function)
+
+
+def _names(function: Function) -> list[str]:
+    """Returns the names of its parameters but for *args and **kwargs."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have none
+        return []
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def arguments(function: Function, sample: Sample) -> tuple[Any, ...]:
+    """Returns what a function of one sample is called with: (prompt, completion, fields), or a dictionary of them."""
+    if len(_names(function)) == 1:
+        return ({**sample.fields, "prompt": sample.prompt, "completion": sample.completion},)
+    return sample.prompt, sample.completion, dict(sample.fields)
+
+
+def columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Returns the arguments of a function of a batch: prompts, completions, and every field of the rows as a list."""
+    names = dict.fromkeys(name for sample in samples for name in sample.fields)
+    found = {name: [sample.fields.get(name) for sample in samples] for name in names}
+    return found | {"prompts": [s.prompt for s in samples], "completions": [s.completion for s in samples]}
+
+
+def scored(function: Function, samples: Sequence[Sample]) -> list[Scored]:
+    """Returns the score of each sample, by this process. A call that fails is made up to `TRIES` times."""
+    if takes_batch(function):
+        given, parameters = columns(samples), _names(function)
+        taken = {key: value for key, value in given.items() if key in parameters or _takes_any(function)}
+        values = _tried(lambda: _done(function(**taken)))
+        if isinstance(values, Scored):
+            return [values] * len(samples)
+        if not isinstance(values, Sequence) or len(values) != len(samples):
+            return [_missing(f"returned {values!r} for {len(samples)} completions; return a list of as many scores.")
+                    ] * len(samples)  # fmt: skip
+        return [_of(value) for value in values]
+    found = [_tried(partial(function, *arguments(function, sample))) for sample in samples]
+    if any(inspect.isawaitable(value) for value in found):
+        found = asyncio.run(_all(function, samples, found))
+    return [value if isinstance(value, Scored) else _of(value) for value in found]
+
+
+def _takes_any(function: Function) -> bool:
+    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+async def _all(function: Function, samples: Sequence[Sample], begun: Sequence[Any]) -> list[Any]:
+    async def one(sample: Sample, first: Any) -> Any:
+        value: Any = first
+        for attempt in range(TRIES):
+            try:
+                return await value if inspect.isawaitable(value) else value
+            except Exception as error:
+                failure = _missing(f"raised {type(error).__name__} ({error})")
+                if attempt < TRIES - 1:
+                    value = function(*arguments(function, sample))
+        return failure
+
+    return list(await asyncio.gather(*(one(*pair) for pair in zip(samples, begun, strict=True))))
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _done(value: Any) -> Any:
+    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+
+def _tried(call: Callable[[], Any]) -> Any:
+    """Returns what a call returns, or a `Scored` that says how the last of its tries failed."""
+    for _ in range(TRIES):
+        try:
+            return call()
+        except Exception as error:
+            failure = _missing(f"raised {type(error).__name__} ({error})")
+    return failure
+
+
+def _missing(why: str) -> Scored:
+    return Scored(MISSING, {}, why)
+
+
+def _of(value: Any) -> Scored:
+    """Returns the score that a function's value is: a number, named parts, or None where it has none."""
+    if value is None:
+        return _missing("returned None")
+    try:
+        parts = {str(name): float(part) for name, part in value.items()} if isinstance(value, Mapping) else {}
+        total = sum(parts.values()) if isinstance(value, Mapping) else float(value)
+    except (TypeError, ValueError) as error:
+        return _missing(f"returned {value!r}, which is no number ({error})")
+    return Scored(total, parts) if math.isfinite(total) else _missing(f"returned {total}; return finite scores")
+
+
+class Processes:
+    """Processes that score, each with the function of a file. They get samples, and answer, as lines of JSON.
+
+    Args:
+        scorer: FILE.py:FUNCTION.
+        count: number of processes.
+        seconds: limit of a call, after which its process is ended and another takes its place.
+    """
+
+    def __init__(self, scorer: str, count: int, seconds: float) -> None:
+        self._scorer, self._seconds = scorer, seconds
+        self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(count)
+        for _ in range(count):
+            self._free.put(None)
+        self._count = count
+
+    def scored(self, samples: Sequence[Sample], *, batch: bool) -> list[Scored]:
+        """Returns the score of each sample; those of calls that do not end in time are missing.
+
+        Args:
+            samples: of what scores are wanted.
+            batch: whether the function scores all of them in one call.
+        """
+        groups = [list(samples)] if batch else [[sample] for sample in samples]
+        return [own for found in self._threads.map(self._scored_group, groups) for own in found]
+
+    def _scored_group(self, samples: Sequence[Sample]) -> list[Scored]:
+        process = self._free.get()
+        try:
+            if process is None:
+                process = _Process(self._scorer)
+            found = process.scored(samples, self._seconds)
+            if found is None:
+                process = None
+                return [_missing(f"took more than {self._seconds:g} s, or its process ended")] * len(samples)
+            return found
+        finally:
+            self._free.put(process)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for _ in range(self._count):
+            process = self._free.get()
+            if process is not None:
+                process.end()
+            self._free.put(None)
+
+
+class _Process:
+    """A process that runs `main` of this module."""
+
+    def __init__(self, scorer: str) -> None:
+        # not of multiprocessing, which would run the user's script again
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tezo.tasks.scoring", scorer], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, encoding="utf-8",
+        )  # fmt: skip
+        self._read(START_SECONDS)
+
+    def scored(self, samples: Sequence[Sample], seconds: float) -> list[Scored] | None:
+        """Returns the scores; None: the process has ended, or was ended after so many seconds."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([asdict(sample) for sample in samples], default=str) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            self.end()
+            return None
+        line = self._read(seconds)
+        return [Scored(**own) for own in json.loads(line)] if line else None
+
+    def _read(self, seconds: float) -> str:
+        assert self._process.stdout is not None
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        if not line:
+            self.end()
+        return line
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+START_SECONDS = 60.0
+"""Limit of the start of a process, with the imports of the scorer's file."""
+
+
+def main() -> None:
+    """Scores what standard input asks for, line by line, with the function that the argument names."""
+    from tezo.tasks.rewards import load_score
+
+    answers, sys.stdout = sys.stdout, sys.stderr  # what the scorer prints is no answer
+    function, _ = load_score(sys.argv[1])
+    print("[]", file=answers, flush=True)
+    for line in sys.stdin:
+        found = scored(function, [Sample(**own) for own in json.loads(line)])
+        print(json.dumps([asdict(own) for own in found]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Populations: the estimate as it is written, missing losses, members side by side, runs of rewards, their logs."""
+
+import json
+import math
+
+import pytest
+import torch
+from folders import completion_rows, model_folder, write_rows
+from kills import contents
+from short_runs import result, same, stopped
+from tiny import tiny_llama, tokens
+from torch import Tensor
+
+import tezo
+from tezo.forward.perturbed_parameter import Shift
+from tezo.optim.estimators.population import Population
+from tezo.optim.methods.es import es
+from tezo.system.errors import RequestError
+from tezo.training.config import parse_config
+from tezo.training.loop import train
+from tezo.training.replay import replay
+
+RHO = 1e-2
+
+
+def literal(losses: list[list[float]]) -> list[float]:
+    """kappa by the formula, member by member, in Python's numbers."""
+
+    def mean(values: list[float]) -> float:
+        known = [value for value in values if not math.isnan(value)]
+        return sum(known) / len(known) if known else math.nan
+
+    columns = [mean([row[j] for row in losses]) for j in range(len(losses[0]))]
+    above = [mean([value - columns[j] for j, value in enumerate(row)]) for row in losses]
+    above = [0.0 if math.isnan(value) else value for value in above]
+    sigma = math.sqrt(sum(value**2 for value in above) / (len(above) - 1))
+    return [RHO * value / sigma for value in above]
+
+
+@pytest.mark.parametrize("missing", [0, 7])
+def test_kappa_is_the_formula_as_it_is_written(missing):
+    draw = torch.Generator().manual_seed(missing)
+    losses = torch.randn(6, 5, generator=draw, dtype=torch.float64)
+    losses.view(-1)[torch.randperm(30, generator=draw)[:missing]] = math.nan
+    assert Population(1e-2).kappas(losses) == pytest.approx(literal(losses.tolist()), rel=1e-12)
+
+
+def test_a_member_without_a_loss_pulls_nowhere_and_a_hard_row_counts_for_nothing():
+    losses = torch.tensor([[1.0, 5.0], [2.0, 6.0], [math.nan, math.nan]], dtype=torch.float64)
+    first, second, third = Population(1e-2).kappas(losses)
+    assert third == 0.0 and first == pytest.approx(-second)
+    harder = losses + torch.tensor([0.0, 100.0])
+    assert Population(1e-2).kappas(harder) == pytest.approx([first, second, third])
+
+
+def test_members_that_are_alike_take_no_step():
+    assert Population(1e-2).kappas(torch.full((4, 3), 0.7, dtype=torch.float64)) == [0.0] * 4
+
+
+def test_a_step_is_the_sum_of_the_members_by_their_losses():
+    model, ids = tiny_llama().double(), tokens(batch=4, seed=2)
+    closure = tezo.closure(model, {"input_ids": ids, "labels": ids})
+    optimizer = es(model, num_directions=5, rank=2, lr=0.1, rho=1e-2, basis="gaussian")
+    draw = optimizer.draw()
+    losses = []
+    for i in range(5):
+        for name, moving in optimizer.moving.items():
+            moving.set_perturbations([Shift(draw.directions[name][i], 1e-2)])
+        with torch.no_grad():
+            losses.append(closure.example_losses(1)[0].tolist())
+    for moving in optimizer.moving.values():
+        moving.set_perturbations([])
+    kappas, name = literal(losses), next(iter(optimizer.moving))
+    expected: Tensor = sum(k * dense(z) for k, z in zip(kappas, draw.directions[name], strict=True)) / 5
+    optimizer.step(closure)
+    assert optimizer.last_step.projected_grads == pytest.approx(kappas, rel=1e-6)
+    ((left, right),) = optimizer.moving[name].trained()
+    torch.testing.assert_close((left @ right.T).double(), -0.1 * expected.double(), rtol=1e-4, atol=1e-9)
+
+
+def dense(direction) -> Tensor:
+    left, right = direction.factors()
+    return left @ right.T
+
+
+def test_a_closure_that_tells_one_loss_is_refused():
+    optimizer = es(tiny_llama(), rank=2, basis="gaussian")
+    with pytest.raises(RequestError, match="loss of each row"):
+        optimizer.step(lambda: torch.tensor(1.0))
+    with pytest.raises(RequestError, match="at least 2 members"):
+        es(tiny_llama(), num_directions=1)
+
+
+# --- runs
+
+SCORER = """
+def words(prompt, completion, row):
+    return sum(len(word) <= 4 for word in completion.split()) / max(1, len(completion.split()))
+
+def nothing(prompts, completions, **columns):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("population")
+    model_folder(folder, "llama")
+    write_rows(folder / "train.jsonl", [{"prompt": row["prompt"]} for row in completion_rows(12, seed=1)])
+    write_rows(folder / "dev.jsonl", [{"prompt": row["prompt"]} for row in completion_rows(6, seed=2)])
+    (folder / "score.py").write_text(SCORER)
+    return folder
+
+
+def config(home, function="words", **more):
+    return parse_config(
+        {
+            "model": {"name": str(home / "llama"), "device": "cpu"},
+            "data": {"train": str(home / "train.jsonl"), "dev": str(home / "dev.jsonl")},
+            "method": {"name": "es", "num_directions": 4, "rank": 2, "rho": 0.05, "lr": 2.0},
+            "train": {"reward": f"{home / 'score.py'}:{function}", "steps": 6, "batch_size": 3, "max_new_tokens": 5,
+                      "temperature": 1.0, "eval_every": 2, "checkpoint_every": 2} | more,
+        }
+    )  # fmt: skip
+
+
+def test_members_side_by_side_write_what_each_writes_alone(home, tmp_path, monkeypatch):
+    together = train(config(home, steps=2), tmp_path / "together")
+    monkeypatch.setattr("tezo.tasks.rewards.MOST_WRITING", 1)
+    alone = train(config(home, steps=2), tmp_path / "alone")
+    assert (tmp_path / "together/scored.jsonl").read_text() == (tmp_path / "alone/scored.jsonl").read_text()
+    assert together["after"] == alone["after"]
+
+
+def test_a_run_that_was_stopped_ends_as_a_whole_one_with_every_answer_once(home, tmp_path):
+    train(config(home), tmp_path / "whole")
+    stopped(config(home), tmp_path / "stopped", 3)
+    with (tmp_path / "stopped/scored.jsonl").open("a") as file:  # as if killed between this file and the log
+        file.write('{"step": 4, "member": 0, "row": "x", "completion": "y", "score": 1.0}\n{"step": 4, "mem')
+    train(config(home), tmp_path / "stopped", resume=True)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
+    lines = [json.loads(line) for line in (tmp_path / "stopped/scored.jsonl").read_text().splitlines()]
+    assert lines == [json.loads(line) for line in (tmp_path / "whole/scored.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["member"]) for line in lines[::3]] == [(s, m) for s in range(6) for m in range(4)]
+    replay(tmp_path / "whole", tmp_path / "again")
+    assert same(result(tmp_path / "again"), result(tmp_path / "whole"))
+
+
+def test_what_the_untuned_model_wrote_becomes_less_likely_and_is_in_the_verdict(home, tmp_path):
+    summary = train(config(home, keep_best=False), tmp_path / "run")
+    before, after = summary["own_answers"]
+    assert before > 0 and after != before
+    assert f"from {before:.3f} to {after:.3f}" in summary["verdict"]
+
+
+def test_a_reward_that_all_members_share_is_said(home, tmp_path):
+    summary = train(config(home, function="nothing", steps=2), tmp_path / "run")
+    assert [notice for notice in summary["notices"] if "every model scored alike" in notice]
+    assert summary["before"] == summary["after"]
+
+
+def test_a_reward_has_a_population_by_default(home, tmp_path):
+    request = {"model": {"name": str(home / "llama")}, "data": {"train": str(home / "train.jsonl")}}
+    request["train"] = {"reward": f"{home / 'score.py'}:words", "max_new_tokens": 2}
+    from tezo.training.job import prepare
+
+    job = prepare(parse_config(request))
+    assert (job.config.method.name, job.config.train.steps, job.config.train.guard) == ("es", 30, True)
+    job.optimizer.close()

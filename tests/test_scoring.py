@@ -1,0 +1,143 @@
+"""Scorers: the forms of functions, failures that are missing scores, and processes of their own."""
+
+import asyncio
+import math
+import time
+
+import pytest
+
+from tezo.system.errors import RequestError
+from tezo.tasks.scoring import TRIES, Processes, Sample, scored
+
+SAMPLES = [Sample(f"prompt {i}", f"answer {i}", {"most": i}, f"line {i + 1}") for i in range(3)]
+
+
+def values(function, samples=SAMPLES):
+    return [own.value for own in scored(function, samples)]
+
+
+def by_row(prompt, completion, row):
+    return row["most"] + 10 * completion.startswith("answer")
+
+
+def by_dictionary(sample):
+    return sample["most"] + 10 * sample["completion"].startswith("answer")
+
+
+def as_trl(prompts, completions, **columns):
+    return [most + 10 * text.startswith("answer") for most, text in zip(columns["most"], completions, strict=True)]
+
+
+def as_trl_without_columns(completions):
+    return [10.0 + int(text[-1]) for text in completions]
+
+
+async def later(prompt, completion, row):
+    await asyncio.sleep(0.01)
+    return row["most"] + 10
+
+
+@pytest.mark.parametrize("function", [by_row, by_dictionary, as_trl, as_trl_without_columns, later])
+def test_every_form_of_function_says_the_same(function):
+    assert values(function) == [10, 11, 12]
+
+
+def test_calls_that_wait_do_so_together():
+    async def slow(prompt, completion, row):
+        await asyncio.sleep(0.2)
+        return 1.0
+
+    started = time.perf_counter()
+    assert values(slow, SAMPLES * 10) == [1.0] * 30
+    assert time.perf_counter() - started < 2
+
+
+def test_named_parts_are_added_and_kept():
+    (found, *_) = scored(lambda *_: {"form": 0.5, "length": 0.25}, SAMPLES)
+    assert found.value == 0.75 and found.parts == {"form": 0.5, "length": 0.25}
+
+
+@pytest.mark.parametrize("value", [None, "ten", math.nan, math.inf, {"form": "good"}])
+def test_what_is_no_finite_number_is_missing_and_says_why(value):
+    (found, *_) = scored(lambda *_: value, SAMPLES)
+    assert math.isnan(found.value) and found.failure
+
+
+def test_a_call_that_fails_is_made_again_and_then_missing():
+    calls = []
+
+    def at_times(prompt, completion, row):
+        calls.append(row["most"])
+        if row["most"] == 1 and calls.count(1) < TRIES:
+            raise OSError("busy")
+        if row["most"] == 2:
+            raise OSError("gone")
+        return row["most"]
+
+    found = scored(at_times, SAMPLES)
+    assert [found[0].value, found[1].value] == [0, 1] and math.isnan(found[2].value)
+    assert "OSError (gone)" in found[2].failure and calls.count(2) == TRIES
+
+
+def test_a_function_of_a_batch_must_return_as_many():
+    def too_few(completions):
+        return completions[:1]
+
+    assert all(math.isnan(value) for value in values(too_few))
+
+
+FILE = """
+import sys, time
+
+def by_row(prompt, completion, row):
+    print("what a scorer prints is no answer")
+    return row["most"] + 10
+
+def as_trl(prompts, completions, most):
+    return [value + 10 for value in most]
+
+def hangs(prompt, completion, row):
+    if row["most"] == 1:
+        time.sleep(600)
+    return row["most"] + 10
+
+def dies(prompt, completion, row):
+    if row["most"] == 1:
+        sys.stdout.flush()
+        import os
+        os._exit(3)
+    return row["most"] + 10
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "score.py").write_text(FILE)
+    return tmp_path / "score.py"
+
+
+@pytest.mark.parametrize(("function", "batch"), [("by_row", False), ("as_trl", True)])
+def test_processes_say_what_this_one_says(file, function, batch):
+    processes = Processes(f"{file}:{function}", 2, 60)
+    try:
+        assert [own.value for own in processes.scored(SAMPLES * 4, batch=batch)] == [10, 11, 12] * 4
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize(("function", "seconds"), [("hangs", 3), ("dies", 60)])
+def test_a_call_that_hangs_or_dies_is_missing_and_the_others_are_not(file, function, seconds):
+    processes = Processes(f"{file}:{function}", 2, seconds)
+    try:
+        for _ in range(2):  # and others take their places
+            found = [own.value for own in processes.scored(SAMPLES, batch=False)]
+            assert math.isnan(found[1]) and [found[0], found[2]] == [10, 12]
+    finally:
+        processes.close()
+
+
+def test_an_object_cannot_be_called_in_other_processes():
+    import tezo
+
+    with pytest.raises(RequestError, match="reward_workers is 2"):
+        tezo.train("nowhere", [{"prompt": "a"}], reward=by_row, reward_workers=2)
