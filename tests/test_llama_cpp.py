@@ -244,6 +244,31 @@ def test_answers_are_those_that_torch_writes(home, tmp_path):
     assert answers[0] == answers[1] and any(row["prediction"] for row in answers[0])
 
 
+SCORER = """
+def words(prompts, completions, **columns):
+    return [len(text.split()) + 0.1 * len(text) for text in completions]
+"""
+
+
+@engine
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_population_writes_and_ends_as_in_torch(home, tmp_path, temperature):
+    (tmp_path / "score.py").write_text(SCORER)
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in completion_rows(8)])
+    method = {"name": "es", "rank": 4, "num_directions": 4, "rho": 0.05}
+    train = {"reward": f"{tmp_path / 'score.py'}:words", "steps": 3, "batch_size": 3, "max_new_tokens": 6}
+    request = {"data": {"train": str(tmp_path / "prompts.jsonl")}, "method": method,
+               "train": train | {"temperature": temperature}}  # fmt: skip
+    scored = {}
+    for engine in ("llama.cpp", "torch"):
+        made = parse_config(request | {"model": {"name": str(home / "tiny.gguf"), "engine": engine}})
+        run_config(made, tmp_path / engine)
+        scored[engine] = read_jsonl(tmp_path / engine / "scored.jsonl")
+    assert len(scored["torch"]) == 3 * 4 * 3 and len({line["completion"] for line in scored["torch"]}) > 4
+    assert scored["llama.cpp"] == scored["torch"]
+    replay(tmp_path / "llama.cpp", tmp_path / "again")
+
+
 @engine
 @pytest.mark.parametrize(
     ("settings", "parts"),

@@ -14,9 +14,9 @@ from tezo.directions.products import float32_on_emulating_cpu
 from tezo.forward.perturbed_parameter import Shift, evaluation_mode
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
-RISE = 0.5
-"""Rise of the loss of the model's own answers at a member, in nats a token. In first trials a member at a rise of 0.05
-wrote the same text, and one at a rise of 5 no text."""
+RISE = 0.1
+"""Rise of the loss of the model's own answers at a member, in nats a token. In first trials with a model of 135M
+parameters members at a rise of 0.05 learnt to write JSON in a form, and those at 0.5 wrote hardly any JSON."""
 SCALES = (3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
 NEAR = 4.0
 """A rise of at most this many times `RISE` is near enough to follow rho^2 down to it."""
