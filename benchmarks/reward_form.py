@@ -1,15 +1,17 @@
 """A reward that no gradient has: a language model of 135M parameters learns to write JSON with given keys.
 
-    python benchmarks/reward_form.py [--engines torch llama.cpp] [--seeds 0] [--out benchmarks/results] [--threads 2]
+    python benchmarks/reward_form.py [--methods es head-feedback] [--engines torch llama.cpp] [--seeds 0]
+        [--out benchmarks/results] [--threads 2]
 
 Prompts say who lives where, in four forms, and ask for JSON, not for its keys; the score is 1 for valid JSON with the
 keys name and city and no others, and parts of it earn parts. Test prompts have people and towns in other pairs. Beside
-the share of exact answers before and after: the best of n sampled answers of the untuned model, n as many as a run
-writes for each training prompt; what the model has forgotten; and answers a second in steps and in plain writing, by the
-same engine. Writes reward_form.json after each run, and leaves out runs that it has.
+the share of exact answers before and after: the best of 30 sampled answers of the untuned model (a run writes 60
+for each training prompt); what the model has forgotten; and answers a second in steps and in plain writing, by
+the same engine. Writes reward_form.json after each run, and leaves out runs that it has.
 """
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
@@ -37,7 +39,15 @@ TOWNS = "Oslo Rome Paris Lima Cairo Delhi Tokyo Quito Berlin Madrid Dublin Vienn
 FORMS = ("{} lives in {}.", "The home of {} is {}.", "{} moved to {} last year.", "You will find {} in {}.")
 ASKED = "Who lives where? Answer in JSON."
 PARTS = {"train": 96, "dev": 24, "test": 96}
-SETTINGS: dict[str, Any] = {"steps": 30, "num_directions": 12, "batch_size": 8, "max_new_tokens": 28}
+METHODS: dict[str, dict[str, int]] = {
+    "es": {"steps": 60, "num_directions": 12},
+    "head-feedback": {"steps": 30, "num_directions": 12},
+}
+"""Method -> its settings: as many answers in all of one as of the other, for head-feedback scores both signs."""
+EVALUATIONS = 720
+BOTH: dict[str, Any] = {"batch_size": 8, "max_new_tokens": 28}
+TRIES = 30
+"""Answers of the untuned model of which the best counts."""
 KEYS = {"name", "city"}
 
 
@@ -73,18 +83,18 @@ def rows() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def measured(engine: str, seed: int) -> dict[str, Any]:
+def measured(method: str, engine: str, seed: int) -> dict[str, Any]:
     """One run, and what it is compared with."""
     made, begun = rows(), time.monotonic()
     named = {"model.engine": engine} if engine != "torch" else {}
-    common = {"progress": False, "max_new_tokens": SETTINGS["max_new_tokens"], "settings": named}
+    common = {"progress": False, "method": method, "settings": named}
     with tempfile.TemporaryDirectory() as folder:
         run = tezo.train(MODEL, made["train"], dev=made["dev"], test=made["test"], reward=form, seed=seed,
-                         output=Path(folder) / "run", **{**SETTINGS, **common})  # fmt: skip
+                         output=Path(folder) / "run", **METHODS[method], **BOTH, **common)  # fmt: skip
         seconds = time.monotonic() - begun
         lines = (Path(folder) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = [line for line in map(json.loads, lines) if "seconds" in line][-1]
-        written = SETTINGS["num_directions"] * SETTINGS["batch_size"] * last["step"]
+        written = EVALUATIONS * BOTH["batch_size"] * last["step"] // METHODS[method]["steps"]
         started = time.perf_counter()  # the same number of tokens, at most, of one model
         after = run.evaluate(made["test"], reward=exact)["reward"]
         plain = len(made["test"]) / (time.perf_counter() - started)
@@ -107,7 +117,7 @@ def untuned(tries: int) -> dict[str, float]:
         "model": {"name": MODEL},
         "data": dict.fromkeys(("train", "dev", "test"), IN_MEMORY),
         "method": {"name": "es", "rho": 1e-3},
-        "train": {"reward": IN_MEMORY, "max_new_tokens": SETTINGS["max_new_tokens"]},
+        "train": {"reward": IN_MEMORY, "max_new_tokens": BOTH["max_new_tokens"]},
     }
     made = {part: [*own] for part, own in rows().items()}
     shares = {}
@@ -129,6 +139,7 @@ def untuned(tries: int) -> dict[str, float]:
 def main() -> None:
     """Makes the runs that are missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="*", default=[*METHODS])
     parser.add_argument("--engines", nargs="*", default=["torch", "llama.cpp"])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -137,17 +148,20 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     quiet_libraries()
     path = given.out / "reward_form.json"
-    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": SETTINGS, "runs": {}}
+    done = (
+        json.loads(path.read_text(encoding="utf-8"))
+        if path.exists()
+        else {"settings": METHODS | {"both": BOTH}, "runs": {}}
+    )
     if "untuned" not in done:
-        tries = SETTINGS["num_directions"] * SETTINGS["batch_size"] * SETTINGS["steps"] // PARTS["train"]
-        done["untuned"] = untuned(tries)
+        done["untuned"] = untuned(TRIES)
         print(done["untuned"], flush=True)
     for seed in given.seeds:
-        for engine in given.engines:
-            name = f"{engine}, seed {seed}"
+        for method, engine in itertools.product(given.methods, given.engines):
+            name = f"{method}, {engine}, seed {seed}"
             if name in done["runs"]:
                 continue
-            done["runs"][name] = measured(engine, seed)
+            done["runs"][name] = measured(method, engine, seed)
             path.write_text(json.dumps(done | {"model": MODEL}, indent=1) + "\n", encoding="utf-8")
             print(name, done["runs"][name], flush=True)
 

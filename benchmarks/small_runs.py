@@ -33,7 +33,7 @@ LABEL_WORDS = [f" {word}" for word in ("terrible", "great", "Yes", "No", "Descri
 
 def measured(method: str) -> dict[str, Any]:
     """Settings by which a published method has its rate and scale measured, and a guard, as the default method has."""
-    options = METHODS[method].options() if method in METHODS else {}
+    options = METHODS[method].options() if method in METHODS and not METHODS[method].takes_outputs else {}
     wanted = {"lr": "auto", "rho": "auto", "scale": "unit"} | ({"directions": "auto"} if method == "tezo-cadam" else {})
     found = {f"method.{key}": value for key, value in wanted.items() if key in options}
     return found | {"train.guard": True}

@@ -36,3 +36,29 @@ def reward_samples() -> str:
     """What the model writes before and after the first greedy run, for the first test rows."""
     run = next(run for run in read("reward")["runs"] if run["temperature"] == 0 and run["method"] == "es")
     return grid(["before", "after"], [[" ".join(s[k].split()) for k in ("before", "after")] for s in run["samples"]])
+
+
+def reward_form() -> str:
+    """JSON with given keys: the share of exact answers to unseen prompts, what was forgotten, and the speed."""
+    found = read("reward_form")
+    rows = [[f"untuned, {name}", "", f"{100 * share:.1f} %", "", ""] for name, share in found["untuned"].items()]
+    for name, run in found["runs"].items():
+        own = run["own_answers"]
+        rows.append(
+            [
+                name,
+                f"{run['before']['reward']:.3f} to {run['after']['reward']:.3f}",
+                f"{100 * run['exact_after']:.1f} %",
+                f"{own[1] - own[0]:.2f}",
+                f"{run['answers_a_second_in_steps']:.1f}, {run['plain_answers_a_second']:.1f}",
+            ]
+        )
+    heads = ["", "reward", "exact answers", "forgotten, nats a token", "answers a second in steps, plainly"]
+    settings = "; ".join(
+        f"{name}: " + ", ".join(f"{key} {value}" for key, value in own.items())
+        for name, own in found["settings"].items()
+    )
+    ran = dict.fromkeys(machine(run) for run in found["runs"].values())
+    return (
+        grid(heads, rows) + f"\n{found['model']}. {settings}. `python benchmarks/reward_form.py`; {'; '.join(ran)}.\n"
+    )

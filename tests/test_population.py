@@ -99,6 +99,9 @@ def words(prompt, completion, row):
 
 def nothing(prompts, completions, **columns):
     return [0.0] * len(completions)
+
+def at_times(prompts, completions, **columns):
+    return [None if len(text) % 4 == 0 and len(texts) > 1 else len(text) for texts in [completions] for text in texts]
 """
 
 
@@ -157,6 +160,13 @@ def test_a_reward_that_all_members_share_is_said(home, tmp_path):
     summary = train(config(home, function="nothing", steps=2), tmp_path / "run")
     assert [notice for notice in summary["notices"] if "every model scored alike" in notice]
     assert summary["before"] == summary["after"]
+
+
+def test_scores_that_are_missing_are_said_once_and_are_no_zeros(home, tmp_path):
+    summary = train(config(home, function="at_times", steps=3), tmp_path / "run")
+    assert len([notice for notice in summary["notices"] if "scores are missing" in notice]) == 1
+    lines = [json.loads(line) for line in (tmp_path / "run/scored.jsonl").read_text().splitlines()]
+    assert any(line["score"] is None for line in lines) and all(line["score"] != 0 for line in lines)
 
 
 def test_a_reward_has_a_population_by_default(home, tmp_path):

@@ -209,6 +209,31 @@ def test_a_run_on_a_server_ends_where_one_in_torch_does(home, address, tmp_path,
     assert runs[0]["num_forward_passes"] == runs[1]["num_forward_passes"]
 
 
+SCORER = """
+def words(prompts, completions, **columns):
+    return [len(text.split()) + 0.1 * len(text) for text in completions]
+"""
+
+
+def scored_on(engine, home, tmp_path, run, **more):
+    (tmp_path / "score.py").write_text(SCORER)
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in completion_rows(6)])
+    train = {"reward": f"{tmp_path / 'score.py'}:words", "steps": 2, "batch_size": 3, "max_new_tokens": 5} | more
+    method = {"name": "es", "rank": 4, "num_directions": 6, "rho": 0.05}
+    request = {"model": {"name": str(home / "tiny"), "engine": engine}, "data": {"train": str(prompts)}}
+    run_config(parse_config(request | {"method": method, "train": train}), tmp_path / run)
+    return [json.loads(line) for line in (tmp_path / run / "scored.jsonl").read_text().splitlines()]
+
+
+@real
+@pytest.mark.slow
+def test_a_population_on_a_server_writes_what_torch_writes_and_samples_alike_for_a_seed(home, address, tmp_path):
+    greedy = [scored_on(engine, home, tmp_path, f"{i}") for i, engine in enumerate((address, "torch"))]
+    assert len(greedy[0]) == 2 * 6 * 3 and greedy[0] == greedy[1]
+    sampled = [scored_on(address, home, tmp_path, f"sampled-{i}", temperature=1.0) for i in range(2)]
+    assert sampled[0] == sampled[1] != greedy[0]
+
+
 class Restart(Listener):
     """Ends a server after a step; another is started by the test."""
 

@@ -9,13 +9,13 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from folders import bpe_tokenizer, label_rows, write_rows
+from folders import bpe_tokenizer, completion_rows, label_rows, write_rows
 from gguf_files import tiny_llama, write_gguf
 from safetensors.torch import load_file
 
 from tezo.engines import load, workers
 from tezo.engines.workers import Workers
-from tezo.forward.engine import Asked, Engine, EngineLostError, Told
+from tezo.forward.engine import Asked, Continuing, Engine, EngineLostError, Told
 from tezo.models.kinds import ModelConfig
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
@@ -31,6 +31,26 @@ def home(tmp_path_factory):
     write_gguf(root / "tiny.gguf", tiny_llama(len(tokenizer)), tokenizer)
     write_rows(root / "rows.jsonl", label_rows(16))
     return root
+
+
+SCORER = """
+def words(prompts, completions, **columns):
+    return [len(text.split()) + 0.1 * len(text) for text in completions]
+"""
+
+
+def rewarded(home, workers=0):
+    (home / "score.py").write_text(SCORER)
+    write_rows(home / "prompts.jsonl", [{"prompt": row["prompt"]} for row in completion_rows(8)])
+    return parse_config(
+        {
+            "model": {"name": str(home / "tiny.gguf"), "engine": "llama.cpp", "workers": workers},
+            "data": {"train": str(home / "prompts.jsonl")},
+            "method": {"name": "es", "rank": 4, "num_directions": 4, "rho": 0.05},
+            "train": {"reward": f"{home / 'score.py'}:words", "steps": 6, "batch_size": 3, "max_new_tokens": 5,
+                      "temperature": 1.0, "eval_every": 3, "keep_best": False},
+        }
+    )  # fmt: skip
 
 
 def config(home, workers=0):
@@ -57,9 +77,9 @@ class Counting(Engine):
         del module
         return True
 
-    def generate(self, change, prompts, wanted):
-        del change, wanted
-        return [[] for _ in prompts]
+    def generate(self, changes, prompts, wanted):
+        del wanted
+        return [[[int(change["x"][0])]] * len(prompts) for change in changes]
 
     def log_probs(self, changes, asked):
         del asked
@@ -89,6 +109,12 @@ def test_changes_are_shared_and_a_lost_one_is_computed_again_elsewhere(monkeypat
     assert [float(own.log_probs_PC) for own in told] == list(range(80))
     assert all(engine.calls > 2 for engine in engines)  # the lost one was used again
     assert threading.active_count() < 20
+
+
+def test_what_is_written_under_a_change_is_of_that_change():
+    engines = Workers([Counting(), Counting()])
+    written = engines.generate(numbers(9), [[1], [2]], Continuing(1, [], False))
+    assert written == [[[i], [i]] for i in range(9)]
 
 
 def test_where_all_are_lost_or_one_refuses_the_caller_is_told(monkeypatch):
@@ -121,15 +147,15 @@ class Killer(Listener):
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Ray's own, and of sockets that it leaves to the system
-@pytest.mark.parametrize("count", [2, 4])
-def test_actors_of_ray_one_of_which_is_killed_give_the_same_bits(home, tmp_path, count):
+@pytest.mark.parametrize(("count", "request_of"), [(2, config), (4, config), (2, rewarded)])
+def test_actors_of_ray_one_of_which_is_killed_give_the_same_bits(home, tmp_path, count, request_of):
     import ray
 
-    train(config(home), tmp_path / "alone")
+    train(request_of(home), tmp_path / "alone")
     ray.init(num_cpus=count, log_to_driver=False, include_dashboard=False)
     try:
         killer = Killer()
-        train(config(home, count), tmp_path / "actors", [killer])
+        train(request_of(home, count), tmp_path / "actors", [killer])
         assert len(killer.killed) == 1
     finally:
         ray.shutdown()

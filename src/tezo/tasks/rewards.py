@@ -40,7 +40,7 @@ class Reward:
         max_new_tokens: maximum length of a completion in tokens.
         temperature: of sampling with `seed`; 0: greedy.
         processes: where it is called; None: in this process.
-        missing: why scores were missing so far.
+        missing: why the first score that was missing was so; empty: none was.
     """
 
     score: Score
@@ -97,7 +97,8 @@ class Reward:
         if len(failures) == len(found):
             why, where = failures[0]
             raise RequestError(f"train.reward: {self.name} {why} for {where}; correct it.")
-        self.missing.extend(f"{self.name} {why} for {where}" for why, where in failures)
+        if failures and not self.missing:
+            self.missing.append(f"{self.name} {failures[0][0]} for {failures[0][1]}")
         size = len(encoded)
         return [
             ([s.completion for s in samples[i : i + size]], found[i : i + size]) for i in range(0, len(found), size)
