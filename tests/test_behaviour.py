@@ -27,7 +27,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 def test_the_table_enrols_every_method():
-    assert CASES.keys() == {name for name, method in METHODS.items() if not method.takes_outputs}
+    assert CASES.keys() == {name for name, method in METHODS.items() if not method.takes_rows}
     assert {name for name, case in CASES.items() if case.base_untouched} == {
         name for name, method in METHODS.items() if method.exports_adapter and name in CASES
     }

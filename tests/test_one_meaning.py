@@ -9,7 +9,7 @@ from tiny import Regression
 from trainers import trainer
 
 import tezo
-from tezo.optim.methods import AUTO, BASELINES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS
+from tezo.optim.methods import AUTO, BASELINES, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS
 from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED
 from tezo.runs.step_log import read_log
 from tezo.training.config import parse_config
@@ -17,7 +17,7 @@ from tezo.training.job import RunRows, prepare
 from tezo.training.recipe import Config
 from tezo.training.schedule import default_counts
 
-PUBLISHED = [name for name in METHODS if name not in (HEAD_FEEDBACK, GAUSS_NEWTON, "tezo-cadam")]
+PUBLISHED = [name for name in METHODS if name not in (ES, HEAD_FEEDBACK, GAUSS_NEWTON, "tezo-cadam")]
 CHOSEN = ("lr", "rho", "directions")
 
 

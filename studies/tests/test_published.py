@@ -65,7 +65,7 @@ def assert_equal_weights(
 
 
 def test_there_is_an_algorithm_for_every_method():
-    assert ALGORITHMS.keys() == {name for name, method in METHODS.items() if not method.takes_outputs}
+    assert ALGORITHMS.keys() == {name for name, method in METHODS.items() if not method.takes_rows}
     assert PUBLISHED.keys() == {name for name, method in METHODS.items() if method.in_paper}
 
 

@@ -107,7 +107,7 @@ def check_shareable(job: Job, processes: ProcessGroup) -> None:
             f"train.batch_size is {train.batch_size}, and with model.placement=shards each of {processes.size} ranks "
             "needs a row; raise it."
         )
-    if method(job.config.method.name).takes_outputs and train.parallel == "rows":
+    if method(job.config.method.name).takes_rows and train.parallel == "rows":
         raise RequestError(
             f"method.name is {job.config.method.name}, whose rows cannot be shared out; set train.parallel=directions."
         )

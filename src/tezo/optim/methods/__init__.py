@@ -68,7 +68,8 @@ class Method(Generic[T]):
         exports_adapter: whether a run on linear layers results in an exact LoRA adapter.
         needs: what it takes of the model.
         chosen: options that a run chooses for itself unless they are given; the others have their defaults.
-        takes_outputs: whether its closures must tell the outputs of each row, not a loss alone.
+        takes_rows: whether its closures must tell the rows apart, by their losses or outputs, not one loss alone.
+        takes_outputs: whether they must tell the outputs of each row; its looks then have rows of their own.
         guarded: whether a run returns to its best state when the loss has risen, unless `train.guard` says otherwise.
         batch_size: default of `train.batch_size`.
         steps: default of `train.steps`; None: by the number of rows.
@@ -80,6 +81,7 @@ class Method(Generic[T]):
     exports_adapter: bool = False
     needs: str = FORWARD_PASSES
     chosen: tuple[str, ...] = ()
+    takes_rows: bool = False
     takes_outputs: bool = False
     guarded: bool = False
     batch_size: int = 16
@@ -128,9 +130,10 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
             HEAD_FEEDBACK, head_feedback, in_paper=False, exports_adapter=True, guarded=True,
             chosen=("lr", "rho", "directions"), needs="forward passes, and the gradient of the output head",
         ),
-        Method(GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_outputs=True, guarded=True,
+        Method(GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_rows=True, takes_outputs=True,
+            guarded=True,
             batch_size=192, steps=6),
-        Method(ES, es, in_paper=False, exports_adapter=True, guarded=True, chosen=("rho",), steps=30),
+        Method(ES, es, in_paper=False, exports_adapter=True, takes_rows=True, guarded=True, chosen=("rho",), steps=30),
         Method("mezo", mezo),
         Method("mezo-m", mezo_m),
         Method("mezo-adam", mezo_adam),
