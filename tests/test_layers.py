@@ -143,7 +143,7 @@ from tezo.optim.methods import BASELINES, METHODS
 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
 for method in (*METHODS.values(), *BASELINES.values()):
     optimizer = method.build(model, **({"rank": 2} if "rank" in method.defaults() else {}))
-    if not method.takes_outputs:
+    if not method.takes_rows:
         optimizer.step(lambda: model(torch.ones(2, 4)).square().mean())
     optimizer.close()
 assert "torchao" not in sys.modules
