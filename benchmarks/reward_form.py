@@ -95,7 +95,7 @@ def measured(method: str, engine: str, seed: int) -> dict[str, Any]:
         lines = (Path(folder) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = [line for line in map(json.loads, lines) if "seconds" in line][-1]
         written = EVALUATIONS * BOTH["batch_size"] * last["step"] // METHODS[method]["steps"]
-        started = time.perf_counter()  # the same number of tokens, at most, of one model
+        started = time.perf_counter()
         after = run.evaluate(made["test"], reward=exact)["reward"]
         plain = len(made["test"]) / (time.perf_counter() - started)
         summary = run.summary
