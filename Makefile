@@ -6,7 +6,7 @@ READY := .venv/.ready
 .PHONY: demo test test-all browser check docs setup
 
 demo: $(READY)
-	$(BIN)/python examples/routing/demo.py
+	$(BIN)/python examples/demo.py
 
 # All but the tests marked slow.
 test: $(READY) browser

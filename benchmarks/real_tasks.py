@@ -4,10 +4,10 @@
         [--only WORD ...] [--without WORD ...] [--seconds 3600]
 
 Tasks: SST-2 (rows under 110 characters), RTE and BoolQ (passages under 600) with their own prompts, questions of TREC
-with the kind of their answer, messages of examples/routing with their queue, and free text (`completions`). Each run is
-`tezo train` with a seed, in float32: test rows before and after, of the untuned model with a bias for each label and
-under a linear probe, and all passes but evaluations, in passes of 64 rows, from the start of the run. LoRA has
-gradients. Writes real_tasks.json after each run and leaves out runs that it has; `--only` and `--without` name runs by
+with the kind of their answer, titles of examples/issues and messages of examples/routing with their labels, and free
+text (`completions`). Each run is `tezo train` with a seed, in float32: test rows before and after, of the untuned model
+with a bias for each label and under a linear probe, and all passes but evaluations, in passes of 64 rows, from the start
+of the run, and the dev loss after so many passes. LoRA has gradients. Writes real_tasks.json after each run and leaves out runs that it has; `--only` and `--without` name runs by
 parts of their names. No run begins after `--seconds`.
 """
 
@@ -27,8 +27,9 @@ from tezo_studies.bench.result_files import commit
 
 from tezo.runs.environment import hardware, versions
 from tezo.system.errors import TezoError
-from tezo.system.progress import AFTER, BEFORE, BETWEEN, quiet_libraries
+from tezo.system.progress import AFTER, BEFORE, BETWEEN, current, quiet_libraries
 from tezo.training.config import read_config
+from tezo.training.listeners import Listener
 from tezo.training.loop import train
 
 MODEL = "embedded:smollm2-135m"
@@ -103,6 +104,13 @@ def routing(shared: Path, folder: Path) -> Settings:
     return [(f"data.{part}", str(folder / f"{part}.jsonl")) for part in ("train", "dev", "test")]
 
 
+def issues(shared: Path, folder: Path) -> Settings:
+    """Settings of the titles of examples/issues, as `make demo` has them."""
+    del shared, folder
+    home = Path(__file__).parents[1] / "examples/issues"
+    return [(f"data.{part}", str(home / f"{part}.jsonl")) for part in ("train", "dev", "test")]
+
+
 def completions(shared: Path, folder: Path) -> Settings:
     """Settings of free text: sentences that follow from others."""
     del folder
@@ -110,7 +118,7 @@ def completions(shared: Path, folder: Path) -> Settings:
 
 
 TASKS: dict[str, Callable[[Path, Path], Settings]] = {
-    "sst2": sst2, "trec": trec, "routing": routing, "rte": rte, "boolq": boolq, "completions": completions,
+    "issues": issues, "sst2": sst2, "trec": trec, "routing": routing, "rte": rte, "boolq": boolq, "completions": completions,
 }  # fmt: skip
 SEEDS = (0, 1, 2)
 LORA_RATES = (2e-4, 5e-4, 1e-3)
@@ -143,6 +151,22 @@ def runs() -> Iterator[tuple[str, str, Settings]]:
         yield from of_seeds(name, name, *searched, seeds=(0,))
 
 
+class Curve(Listener):
+    """The dev loss after so many passes: [passes of a batch, loss] at each evaluation."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, float]] = []
+
+    def evaluated(self, split: str, step: int, metrics: Any) -> None:
+        if split == "dev":
+            self.points.append((spent(current().phases), metrics["loss"]))
+
+
+def spent(phases: dict[str, dict[str, float]]) -> float:
+    """All forward passes but those of evaluations."""
+    return sum(own["passes"] for phase, own in phases.items() if phase not in (BEFORE, BETWEEN, AFTER))
+
+
 def measured(given: tuple[str, str, Settings, argparse.Namespace]) -> tuple[str, dict[str, Any]]:
     """One run: its name, and what it came to. In a process of a pool."""
     name, task, own, chosen = given
@@ -151,19 +175,20 @@ def measured(given: tuple[str, str, Settings, argparse.Namespace]) -> tuple[str,
     torch.set_num_threads(chosen.threads)
     quiet_libraries()
     common = [("model.name", chosen.model), ("model.device", chosen.device), ("model.dtype", "float32")]
-    begun = time.monotonic()
+    begun, curve = time.monotonic(), Curve()
     try:
         with tempfile.TemporaryDirectory() as folder:
             rows = TASKS[task](chosen.shared, Path(folder))
-            summary = train(read_config(None, [*common, *rows, *own]), Path(folder) / "run", [])
+            summary = train(read_config(None, [*common, *rows, *own]), Path(folder) / "run", [curve])
             batch_size = read_config(Path(folder) / "run/config.yaml", []).train.batch_size
     except (TezoError, RuntimeError) as error:  # one that does not fit leaves the others
         traceback.print_exc()
         return name, {"error": f"{type(error).__name__}: {error}"}
-    passes = sum(spent["passes"] for phase, spent in summary["phases"].items() if phase not in (BEFORE, BETWEEN, AFTER))
+    share = batch_size / ROWS_OF_A_PASS
     keys = ("before", "after", "untuned", "dev_loss_before", "dev_loss", "kept_step", "steps", "rows")
     found = {key: summary[key] for key in keys}
-    found |= {"batch_size": batch_size, "passes_of_64_rows": round(passes * batch_size / ROWS_OF_A_PASS, 1)}
+    found |= {"batch_size": batch_size, "passes_of_64_rows": round(spent(summary["phases"]) * share, 1)}
+    found["curve"] = [(round(passes * share, 1), round(loss, 4)) for passes, loss in curve.points]
     on_gpu = chosen.device.startswith("cuda")
     machine = torch.cuda.get_device_name(chosen.device) if on_gpu else hardware()
     about = {"hardware": machine, "versions": versions(), "commit": commit()}

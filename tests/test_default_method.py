@@ -6,6 +6,7 @@ from kills import contents
 from short_runs import stopped
 
 import tezo
+from tezo.runs.step_log import read_log
 from tezo.training.config import dump_config, parse_config, parse_setting, read_config
 from tezo.training.job import prepare
 from tezo.training.loop import train
@@ -89,3 +90,21 @@ def test_a_run_keeps_the_method_that_it_chose(home, tmp_path):
     with pytest.raises(tezo.RequestError, match=r"method\.name"):
         train(request(home, settings=["method.name=head-feedback"]), tmp_path / "whole", resume=True)
     replay(tmp_path / "whole", output=tmp_path / "again")
+
+
+def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
+    # labels that a text does not tell: after its bias there is nothing to learn
+    same = [{"text": "what it says", "label": label} for label in ["a", "b"] * 20]
+    write_rows(home / "same.jsonl", same)
+    settings = ["train.steps=9", "method.name=gauss-newton"]
+    found = train(request(home, data="same", settings=settings), tmp_path / "run")
+    kappas = [any(step.projected_grads) for step in read_log(tmp_path / "run/steps.log").steps]
+    assert found["stopped"] == "idle" and len(kappas) == found["steps"] < 9
+    assert kappas[-2:] == [False, False]
+    assert "found no step that lowers the loss of rows it was not fitted to" in found["verdict"]
+    to_the_end = train(request(home, data="same", settings=[*settings, "train.guard=false"]), tmp_path / "all")
+    assert to_the_end["steps"] == 9 and to_the_end["stopped"] is None
+    stopped(request(home, data="same", settings=settings), tmp_path / "killed", found["steps"] - 1)
+    resumed = train(request(home, data="same", settings=settings), tmp_path / "killed", resume=True)
+    assert (resumed["steps"], resumed["stopped"]) == (found["steps"], "idle")
+    assert contents(tmp_path / "killed/adapter") == contents(tmp_path / "run/adapter")

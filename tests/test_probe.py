@@ -65,7 +65,13 @@ def labelled_job(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("end", "said"), [(0.9, "ends above."), (0.8, "ends below the probe."), (0.6, "ends below."), (None, "")]
+    ("end", "said"),
+    [
+        (0.9, "ends above the bias and above the probe."),
+        (0.832, "ends above the bias and level with the probe."),
+        (0.6, "ends below the bias and below the probe."),
+        (None, ""),
+    ],
 )
 def test_a_run_says_where_it_ends_beside_the_untuned_model(end, said):
     after = {} if end is None else {"accuracy": end}

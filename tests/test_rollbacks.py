@@ -22,6 +22,7 @@ from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.training.best_state import (
     DEV_ROSE,
     FEEDBACK_ROSE,
+    IDLE,
     LOWERED,
     MOST_ROLLBACKS,
     NOT_FINITE,
@@ -129,8 +130,8 @@ def control(steps: int = 100, every: int = 10, *, dev_rows: int = 4, judged_feed
 
 
 def fed(made: BestState, losses: list[float]) -> BestState:
-    for loss in losses:
-        made.stepped(loss)
+    for step, loss in enumerate(losses):
+        made.stepped(StepRecord(step, loss, 1e-3))
     return made
 
 
@@ -411,6 +412,7 @@ def _reward(before: float, after: float) -> dict[str, Any]:
         ({}, "Better: the dev loss fell from 3.0000 to 2.0000. It was falling to the end: try train.steps=80."),
         ({"kept_step": 20}, "It was lowest after step 20: more rows"),
         ({"stopped": STAGNATED}, "It ended after 40 of 50 steps: the dev loss was no lower for long"),
+        ({"stopped": IDLE}, "It ended after 40 of 50 steps: the last ones found no step that lowers the loss"),
         ({"after": {"loss": 4.0}}, "On the test rows it rose"),
         ({"dev_loss": 3.0}, "No better: the dev loss was 3.0000 and is 3.0000. Try another rate, such as --lr auto"),
         ({"dev_loss": 2.9984}, "Hardly better: the dev loss fell from 3.0000 to 2.9984, by less than 0.1 %. Try"),

@@ -322,6 +322,11 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
     def passes_of(self, rule: str, *, first: bool) -> int:
         return self._rule(rule).estimator.passes(self.num_directions, first=first)
 
+    @property
+    def idle_steps(self) -> int | None:
+        """Steps in a row without a change after which later ones are not worth their passes; None: any may be."""
+        return self._two_point.idle_steps
+
     def check_rule(self, rule: str, closure: Closure) -> None:
         self._rule(rule).estimator.check(closure)
 

@@ -2,7 +2,8 @@
 
 The best state is that with the lowest dev loss; without dev rows, that with the lowest mean loss of a tenth of the
 steps. For one of the `REASONS` a run returns to it, drops the moments, and multiplies its learning rate by `LOWERED`.
-It ends if it stagnates again after a return for stagnation. Decisions depend on nothing but losses that are in the step
+It ends if it stagnates again after a return for stagnation, or if its method took no step several times in a row
+(`Estimator.idle_steps`). Decisions depend on nothing but losses that are in the step
 log, and are written there themselves.
 
 Feedback steps are biased. If the dev loss after those at the start is above the lowest one, the run returns at the same
@@ -16,6 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tezo.optim.estimators.estimate import StepRecord
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import LOG, ResumeState, RunFolder
 from tezo.runs.step_log import Rollback
 from tezo.system.errors import RunError
@@ -37,7 +40,7 @@ MOST_ROLLBACKS = 8
 """Rollbacks of a run. After as many the rate is below a thousandth of the first, and the run ends."""
 
 STEPS_ROSE, DEV_ROSE, STAGNATED, NOT_FINITE = "steps rose", "dev rose", "stagnated", "not finite"
-FEEDBACK_ROSE = "feedback rose"
+FEEDBACK_ROSE, IDLE = "feedback rose", "idle"
 REASONS = {
     STEPS_ROSE: "the losses of the steps have risen",
     DEV_ROSE: "the dev loss has risen",
@@ -46,6 +49,10 @@ REASONS = {
     FEEDBACK_ROSE: "the feedback steps raised the dev loss",
 }
 """Reason for a rollback, as in the step log -> in words."""
+ENDED = {reason: f"{words}, at a lower rate too" for reason, words in REASONS.items()} | {
+    IDLE: "the last ones found no step that lowers the loss of rows it was not fitted to"
+}
+"""Reason for the end of a run -> in words."""
 
 
 def in_words(rollback: Rollback) -> str:
@@ -102,6 +109,7 @@ class BestState:
         self._evaluation_steps = evaluation_steps(self.settings) if job.dev else frozenset[int]()
         self._guard = Guard(self.settings.num_steps)
         self._have_risen = False
+        self._idle = 0
         self._losses: list[float] = []
         self._resumed = ResumeState()
 
@@ -119,11 +127,21 @@ class BestState:
         """Takes in what there is of the run, before its first step here."""
         self._resumed = resumed
 
-    def stepped(self, loss: float) -> None:
-        """Takes in the loss of a step."""
+    def stepped(self, record: StepRecord) -> None:
+        """Takes in a step."""
         if self.settings.guard:
-            self._have_risen = self._guard.add(loss)
-            self._losses.append(loss)
+            self._add_step(record)
+            self._losses.append(record.loss)
+
+    def _add_step(self, record: StepRecord) -> None:
+        self._have_risen = self._guard.add(record.loss)
+        self._idle = 0 if not record.probes or any(record.projected_grads) else self._idle + 1
+
+    @property
+    def _is_idle(self) -> bool:
+        optimizer = self.job.optimizer
+        most = optimizer.idle_steps if isinstance(optimizer, ZerothOrderOptimizer) else None
+        return most is not None and self._idle >= most
 
     def note(self, steps: int, before: Metrics | None = None, *, last: bool = False) -> None:
         """Evaluates the dev rows, where it is time, and notes the state if it is the best so far.
@@ -155,6 +173,9 @@ class BestState:
         """Goes back to the best state where that may help; returns whether the run should end after these steps."""
         if not self.settings.guard or steps < len(self._resumed.steps) or steps in self._resumed.rollbacks:
             return False  # a decision that was made before is in the log
+        if self._is_idle:
+            self.stopped = IDLE
+            return True
         reason = self.reason(steps)
         if reason is None:
             return False
@@ -259,7 +280,7 @@ class BestState:
             if taken in made:
                 self._add(self._resumed.rollbacks[taken])
             if taken < steps:
-                self._have_risen = self._guard.add(self._resumed.steps[taken].loss)
+                self._add_step(self._resumed.steps[taken])
         self._losses = [float(loss) for loss in state.get("losses", [])]
         if (best := state["best"]) is not None:
             # the state of the base has no tensors, which must be told from no state

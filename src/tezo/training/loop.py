@@ -260,7 +260,7 @@ class Loop:
             self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
-        self.best.stepped(record.loss)
+        self.best.stepped(record)
         progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
         self._log_step(progress)
         for listener in self.listeners:

@@ -17,7 +17,7 @@ from tezo.system.processes import ProcessGroup
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.untuned import BIAS, PROBE
-from tezo.training.best_state import REASONS
+from tezo.training.best_state import ENDED, IDLE
 from tezo.training.job import Job, parameter_counts, plan
 
 LEAST_GAIN = 1e-3
@@ -40,7 +40,8 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
     if after < before - LEAST_GAIN * abs(before):
         advice = _after_gain(summary, planned_steps, rewarded=rewarded)
         return f"{BETTER}: the {rows} {figure} {better} {start} to {end}. {advice}"
-    advice = _after_no_gain(summary, lr, rewarded=rewarded)
+    idle = summary["stopped"] == IDLE
+    advice = _ended(summary, planned_steps) if idle else _after_no_gain(summary, lr, rewarded=rewarded)
     if after < before and start != end:
         little = f"by less than {100 * LEAST_GAIN:g} %"
         return f"{HARDLY}: the {rows} {figure} {better} {start} to {end}, {little}. {advice}"
@@ -53,11 +54,15 @@ def _after_gain(summary: Mapping[str, Any], planned_steps: int, *, rewarded: boo
         worse = "fell" if rewarded else "rose"
         return f"On the test rows it {worse}: these dev rows are too few, or unlike them; give more in data.dev."
     if summary["stopped"] is not None:
-        return f"It ended after {steps} of {planned_steps} steps: {REASONS[summary['stopped']]}, at a lower rate too."
+        return _ended(summary, planned_steps)
     if kept == steps:
         return f"It was {'rising' if rewarded else 'falling'} to the end: try train.steps={2 * steps}."
     best = "highest" if rewarded else "lowest"
     return f"It was {best} after step {kept}: more rows may help more than more steps."
+
+
+def _ended(summary: Mapping[str, Any], planned_steps: int) -> str:
+    return f"It ended after {summary['steps']} of {planned_steps} steps: {ENDED[summary['stopped']]}."
 
 
 def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> str:
@@ -78,8 +83,10 @@ def against_untuned(summary: Mapping[str, Any]) -> str:
     if end is None or not lines:
         return ""
     texts = [f"{metric_text('accuracy', value)} {UNTUNED[name]}" for name, value in lines.items()]
-    above = [name for name, value in lines.items() if value > end]
-    where = "above" if not above else "below" if len(above) == len(lines) else f"below the {above[0]}"
+    where = " and ".join(
+        f"{'above' if end > value else 'below' if end < value else 'level with'} the {name}"
+        for name, value in lines.items()
+    )
     return f"The untuned model has an accuracy of {' and '.join(texts)} on these rows; this run ends {where}."
 
 
@@ -108,7 +115,7 @@ class Outcome:
         untuned: name -> the same by what is fitted to the untuned model; see `tezo.tasks.untuned`.
         own_answers: loss of the untuned model's own answers before and after training; None: not measured.
         chosen: whether the step was kept for its loss on the dev rows.
-        stopped: key of `tezo.training.best_state.REASONS` for which the run ended before its last step, or None.
+        stopped: key of `tezo.training.best_state.ENDED` for which the run ended before its last step, or None.
     """
 
     steps: int

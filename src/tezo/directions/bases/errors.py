@@ -149,7 +149,7 @@ class ErrorBasis(CollectedBasis):
         rank, kinds = min(self._ranks[name] for name in names), len(found[names[-1]])
         layout = Layout.of(error_TC.shape[1], kinds, rank)
         turns_CR, weights_R = common(list(kept.values()), layout.contrasts)
-        totals = [sum(part.signal for (_, i), part in kept.items() if i == kind) for kind in range(kinds)]
+        totals = [sum(part.signal for (_, i), part in kept.items() if i == kind) or 1.0 for kind in range(kinds)]
         factors = {STREAM: stream_MC, PROPOSED: layout.proposed(weights_R, max(self._ranks.values()))}
         for name, target in targets.items():
             v_IR = torch.zeros(input_size(target), self._ranks[name], dtype=torch.float64)
@@ -274,7 +274,8 @@ def _with_ridges(x_PI: Tensor, error_PE: Tensor) -> list[Regression]:
 
 def common(found: Sequence[Regression], count: int) -> tuple[Tensor, Tensor]:
     """Returns (B (E, R), singular values as parts of the largest): what all say together of unseen places."""
-    together_PE = sum(part.signal * part.unseen_PE / part.unseen_PE.square().mean().sqrt() for part in found)
+    sizes = [part.unseen_PE.square().mean().sqrt().clamp_min(1e-30) for part in found]
+    together_PE = sum(part.signal * part.unseen_PE / size for part, size in zip(found, sizes, strict=True))
     assert isinstance(together_PE, Tensor)
     _, singular_E, turns_EE = torch.linalg.svd(together_PE, full_matrices=False)
     weights_R = singular_E[:count] / singular_E[0].clamp_min(1e-30)

@@ -253,6 +253,8 @@ class Estimator(ABC):
 
     rule: ClassVar[str]
     """Name in records and step logs of the steps that it is for."""
+    idle_steps: ClassVar[int | None] = None
+    """Steps in a row without a change after which no later step is worth its passes; None: any may be."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
