@@ -6,9 +6,9 @@
 Tasks: SST-2 (rows under 110 characters), RTE and BoolQ (passages under 600) with their own prompts, questions of TREC
 with the kind of their answer, titles of examples/issues and messages of examples/routing with their labels, and free
 text (`completions`). Each run is `tezo train` with a seed, in float32: test rows before and after, of the untuned model
-with a bias for each label and under a linear probe, and all passes but evaluations, in passes of 64 rows, from the start
-of the run, and the dev loss after so many passes. LoRA has gradients. Writes real_tasks.json after each run and leaves out runs that it has; `--only` and `--without` name runs by
-parts of their names. No run begins after `--seconds`.
+with a bias for each label and under a linear probe; the dev loss after so many passes; and all passes but evaluations,
+in passes of 64 rows, from the start of the run. LoRA has gradients. Writes real_tasks.json after each run and leaves
+out runs that it has; `--only` and `--without` name runs by parts of their names. No run begins after `--seconds`.
 """
 
 import argparse
@@ -118,7 +118,8 @@ def completions(shared: Path, folder: Path) -> Settings:
 
 
 TASKS: dict[str, Callable[[Path, Path], Settings]] = {
-    "issues": issues, "sst2": sst2, "trec": trec, "routing": routing, "rte": rte, "boolq": boolq, "completions": completions,
+    "issues": issues, "sst2": sst2, "trec": trec, "routing": routing, "rte": rte, "boolq": boolq,
+    "completions": completions,
 }  # fmt: skip
 SEEDS = (0, 1, 2)
 LORA_RATES = (2e-4, 5e-4, 1e-3)
@@ -158,6 +159,7 @@ class Curve(Listener):
         self.points: list[tuple[float, float]] = []
 
     def evaluated(self, split: str, step: int, metrics: Any) -> None:
+        del step
         if split == "dev":
             self.points.append((spent(current().phases), metrics["loss"]))
 

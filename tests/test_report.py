@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from folders import completion_rows, refused, tezo, train, write_rows
+from folders import completion_rows, label_rows, model_folder, refused, tezo, train, write_rows
 from reports import HOSTILE, Page, hostile, made, two_runs
 
 from tezo.runs.files import write_manifest
@@ -217,6 +217,33 @@ def test_answers_are_shown_before_and_after_with_their_rows(home, tmp_path):
     assert all(f"{number} {outcome}" in words for outcome, number in found["outcomes"].items())
 
 
+def test_rounds_are_shown_as_they_were_measured(tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", label_rows(40))
+    model = model_folder(tmp_path, "llama")
+    own = {"method__rank": None, "method__lr": None, "train__batch_size": None, "train__guard": False}
+    done = train(model, data, tmp_path / "run", steps=3, method__name="gauss-newton", **own)
+    assert done.code == 0, done.err
+    shown = reported(tmp_path, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rounds = [line for line in lines if "round" in line]
+    dev = {line["step"]: line["loss"] for line in lines if line.get("split") == "dev"}
+    assert [line["step"] for line in rounds] == [1, 2, 3]
+    for line in rounds:
+        own = line["round"]
+        name, signal = max(line["signal"].items(), key=lambda found: found[1])
+        expected = [own["own"], own["promised"], own["real"], own["taken"], dev[line["step"]], signal, name]
+        assert shown.row(str(line["step"])) == [*map(pytest.approx, expected[:-1]), name]
+        assert own["own"] == pytest.approx(line["loss"])
+        assert (own["taken"] > 0) == any(line["projected_grads"])
+        assert own["promised"] <= own["own"]
+    assert max(own for line in rounds for own in line["signal"].values()) <= 1
+
+
+def test_the_signal_of_a_layer_is_the_highest_of_its_matrices():
+    signal = {"model.layers.2.up.weight": -0.1, "model.layers.0.q.weight": 0.1, "model.layers.0.up.weight": 0.3}
+    assert numbers.signal_by_layer(signal | {"head.weight": 0.9}) == [(0.0, 0.3), (2.0, -0.1)]
+
+
 def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
     for name in ("summary.json", "manifest.json"):
         (run / name).unlink()
@@ -347,6 +374,12 @@ DAMAGE = {
         lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "split": "dev", "loss": "<b>"}\n'), ["line 1"]
     ),
     "deep metrics": (lambda run: (run / "metrics.jsonl").write_text("[" * 99999 + "\n"), ["metrics.jsonl", "line 1"]),
+    "metrics round": (
+        lambda run: (run / "metrics.jsonl").write_text(
+            '{"step": 1, "seconds": 1, "memory": 1, "round": {"own": 1.0}}\n'
+        ),
+        ["metrics.jsonl", "line 1"],
+    ),
     "metrics list": (lambda run: (run / "metrics.jsonl").write_bytes(b"[1]\n"), ["line 1"]),
     "metrics folder": (lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()), ["plain file"]),
     "summary": (lambda run: (run / "summary.json").write_text("{"), ["summary.json", "cannot be read"]),

@@ -323,6 +323,11 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         return self._rule(rule).estimator.passes(self.num_directions, first=first)
 
     @property
+    def told(self) -> dict[str, Any]:
+        """What the last step, and the last computation of its basis, found beside losses: JSON."""
+        return {**self._two_point.told, **self.perturbation.basis.told}
+
+    @property
     def idle_steps(self) -> int | None:
         """Steps in a row without a change after which later ones are not worth their passes; None: any may be."""
         return self._two_point.idle_steps

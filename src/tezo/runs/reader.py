@@ -18,6 +18,8 @@ from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes,
 
 MOST_ROWS, MAX_LOG_BYTES, MAX_NUMBER, MAX_DIMENSIONS = 1 << 30, 1 << 28, 1e15, 8
 MIN_STEPS = 2
+ROUND = ("own", "promised", "real", "taken")
+"""Figures of a round in metrics.jsonl."""
 OUTCOMES = {
     (False, True): "wrong before, right after",
     (True, False): "right before, wrong after",
@@ -90,6 +92,27 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Round:
+    """What a step that keeps the outputs of rows measured, in metrics.jsonl; losses are of the rows of the step.
+
+    Attributes:
+        step: its number, from 1.
+        own: loss before it.
+        promised: loss after the whole step, by the model of the loss.
+        real: the same as measured.
+        taken: part of the step that was taken; 0: none.
+        signal: parameter name -> correlation of what its inputs foretell with the errors of rows not looked at.
+    """
+
+    step: int
+    own: float
+    promised: float
+    real: float
+    taken: float
+    signal: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class PlanRow:
     """A parameter in plan.json."""
 
@@ -110,6 +133,7 @@ class RecordedRun:
         evaluations: in the order of their steps.
         times: (finished steps, seconds spent on them) in metrics.jsonl; both rise.
         memory: last peak in metrics.jsonl, in bytes; None: there is none yet.
+        rounds: of a method that keeps the outputs of rows, in the order of their steps.
         summary: None: the run has not ended.
         answers: None: the run has not ended, or has kept none.
     """
@@ -123,6 +147,7 @@ class RecordedRun:
     rollbacks: Sequence[Rollback]
     times: Sequence[tuple[int, float]]
     memory: int | None
+    rounds: Sequence[Round]
     plan: Sequence[PlanRow]
     summary: dict[str, Any] | None
     answers: KeptAnswers | None
@@ -170,7 +195,7 @@ def _read_files(folder: Path) -> RecordedRun:
     check_manifest(folder, [CONFIG, PLAN, LOG, METRICS, ANSWERS, SUMMARY], required=ended)
     read_bytes(folder / LOG, MAX_LOG_BYTES)
     log = read_log(folder / LOG)
-    times, memory = _read_metrics(folder / METRICS)
+    times, memory, rounds = _read_metrics(folder / METRICS)
     text = read_bytes(folder / CONFIG, MOST_YAML)
     try:
         config = parse_yaml(text)
@@ -189,6 +214,7 @@ def _read_files(folder: Path) -> RecordedRun:
         rollbacks=[log.rollbacks[step] for step in sorted(log.rollbacks)],
         times=[(step, seconds) for step, seconds in times if step <= len(log.steps)],
         memory=memory,
+        rounds=[own for own in rounds if own.step <= len(log.steps)],
         plan=_read_plan(folder / PLAN),
         summary=_read_summary(folder / SUMMARY),
         answers=_read_answers(folder / ANSWERS),
@@ -210,9 +236,10 @@ def _finite(metrics: Any) -> dict[str, float]:
     return {str(key): float(v) for key, v in metrics.items() if v is not None and _is_number(v)}
 
 
-def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None]:
-    """Returns (steps, seconds), both rising, and the last peak of memory. An unfinished last line is not read."""
+def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None, list[Round]]:
+    """Returns (steps, seconds), both rising, the last peak of memory, and rounds. A cut last line is not read."""
     times: dict[int, float] = {}
+    rounds: dict[int, Round] = {}
     memory = None
     for number, line in enumerate(read_lines(read_bytes(path, MAX_LOG_BYTES) if os.path.lexists(path) else b""), 1):
         step, split = line.pop("step", None), line.pop("split", None)
@@ -221,6 +248,9 @@ def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None]:
                 _finite(line)
             elif step is not None and _is_number(line["seconds"]) and _is_count(line["memory"]):
                 times[step], memory = float(line["seconds"]), line["memory"]
+                if "round" in line:
+                    figures, signal = (_finite(line.get(key, {})) for key in ("round", "signal"))
+                    rounds[step] = Round(step, **{name: figures[name] for name in ROUND}, signal=signal)
             else:
                 raise ValueError
         except (ValueError, KeyError):
@@ -229,7 +259,7 @@ def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None]:
     for step, seconds in sorted(times.items()):
         if step > rising[-1][0] and seconds >= rising[-1][1]:
             rising.append((step, seconds))
-    return rising[1:], memory
+    return rising[1:], memory, [rounds[step] for step in sorted(rounds)]
 
 
 def _read_plan(path: Path) -> list[PlanRow]:

@@ -254,15 +254,17 @@ class Loop:
             listener.stepping(step)
         optimizer = self.job.optimizer
         self.best.repeat_rollback(step)
+        told: dict[str, Any] = {}
         if step < len(self.resumed.steps) and isinstance(optimizer, ZerothOrderOptimizer):
             optimizer.replay(self.resumed.steps[step])
         else:
             self._measured_step(step)
+            told = optimizer.told if isinstance(optimizer, ZerothOrderOptimizer) else {}
         record = optimizer.last_step
         assert record is not None
         self.best.stepped(record)
         progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
-        self._log_step(progress)
+        self._log_step(progress, told)
         for listener in self.listeners:
             listener.stepped(progress)
 
@@ -272,11 +274,11 @@ class Loop:
         for listener in self.listeners:
             listener.warned(text)
 
-    def _log_step(self, progress: Progress) -> None:
+    def _log_step(self, progress: Progress, told: dict[str, Any]) -> None:
         record, settings = progress.record, self.settings
         taken = record.step + 1
         self.folder.append_step(record)
-        if taken % settings.log_every == 0:
+        if told or taken % settings.log_every == 0:
             line = {
                 "loss": record.loss,
                 "projected_grads": list(record.projected_grads),
@@ -285,6 +287,7 @@ class Loop:
                 "elapsed": round(self.meter.seconds, 3),
                 "passes": round(self.meter.passes, 2),
                 "memory": progress.memory,
+                **told,
             }
             self.folder.append_metrics(taken, line)
 

@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,9 @@ class Basis(ABC):
 
     version = 0
     """Number of times that factors may have been replaced by others of the same step."""
+
+    told: Mapping[str, Any] = MappingProxyType({})
+    """What the last computation of factors found in the data: JSON, for the log of metrics."""
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
         """Takes, once, the matrices to be tuned and the rank of each by name."""

@@ -121,6 +121,7 @@ class ErrorBasis(CollectedBasis):
         distinct = {id(own): regress(own.parts(), error_TE[own.places()]) for own in seen.distinct(names)}
         found = {name: distinct[id(seen.inputs[name])] for name in names}
         self.signal = {name: max(part.signal for part in parts) for name, parts in found.items()}
+        self.told = {"signal": {name: round(signal, 3) for name, signal in self.signal.items()}}
         best = max(self.signal.values())
         return found, min(KEPT_SIGNAL * best, best)  # of rows without a signal it is negative
 

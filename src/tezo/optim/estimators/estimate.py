@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -255,6 +256,8 @@ class Estimator(ABC):
     """Name in records and step logs of the steps that it is for."""
     idle_steps: ClassVar[int | None] = None
     """Steps in a row without a change after which no later step is worth its passes; None: any may be."""
+    told: Mapping[str, Any] = MappingProxyType({})
+    """What the last estimate measured beside its losses: JSON, for the log of metrics."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:

@@ -116,7 +116,7 @@ class GaussNewton(TwoPoint):
     def _trusted(self, model: "LinearModel", closure: RowsClosure, draw: StepDraw) -> list[float]:
         """Returns the coefficients after which the loss of other rows should be lowest."""
         step = model.best()
-        lowest, chosen = model.loss, [0.0] * model.count
+        lowest, chosen, taken = model.loss, [0.0] * model.count, 0.0
         tried: list[tuple[Candidate, float]] = []
         part = 1.0
         while True:
@@ -129,12 +129,14 @@ class GaussNewton(TwoPoint):
             tried.append((there, real))
             expected = real + step.validated - step.promised
             if expected < lowest:
-                lowest, chosen = expected, there.coefficients
+                lowest, chosen, taken = expected, there.coefficients, part
             missed = real - step.promised > CLOSE * (model.loss - step.promised)
             if part < 1.0 or shorter == 1.0 or not missed:
                 break
             part = shorter
         self.tried = tried
+        self.told = {"round": {"own": model.loss, "promised": step.promised, "validated": step.validated,
+                               "real": tried[0][1], "taken": taken}}  # fmt: skip
         return self._processes.first(chosen)
 
     def accepts(self, probes: int, num_directions: int) -> bool:

@@ -26,6 +26,7 @@ from tezo.training.report.curves import (
     kappas,
     metric_points,
     seconds_at,
+    signal_by_layer,
     smooth,
     subsample,
 )
@@ -235,6 +236,15 @@ def kappa_histogram(runs: Sequence[RecordedRun]) -> Chart | None:
             series.append(Series(run.name, "", i, "steps", histogram([value / found.rms for value in values])))
     caption = "Each run in units of its own rms; the outermost bins hold what lies beyond."
     return Chart("Projected gradients", "kappa / rms", "share of kappas", series, caption) if series else None
+
+
+def signal_chart(index: int, run: RecordedRun) -> Chart | None:
+    """Returns the highest signal of each layer in the first round; None where fewer than two layers have one."""
+    points = signal_by_layer(run.rounds[0].signal) if run.rounds else []
+    if len(points) < 2:
+        return None
+    caption = "Round 1: the layers whose inputs foretell most of what the outputs are wrong by are changed."
+    return Chart("Signal by layer", "layer", "signal", [Series(run.name, "", index, "dev", points)], caption)
 
 
 def kappa_chart(index: int, run: RecordedRun) -> Chart | None:

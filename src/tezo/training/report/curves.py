@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tezo.runs.reader import PlanRow, RecordedRun
@@ -14,6 +14,8 @@ OUTLIER_RMS = 3
 """A kappa of more than so many rms is an outlier."""
 SPLITS = ("dev", "test")
 """Splits whose metrics are points of a curve; others are of what is fitted to the untuned model."""
+NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
+"""The number of a layer in the name of a parameter."""
 MAX_POINTS = 300
 """Points of a curve in a chart, which is about as many pixels wide."""
 
@@ -69,6 +71,16 @@ def dev_losses(run: RecordedRun) -> Points:
     of = metric_points(run, "loss")
     dev, before = of.get("dev", []), [point for point in of.get("test", [])[:1] if point[0] == 0]
     return before + dev if dev and dev[0][0] > 0 else dev
+
+
+def signal_by_layer(signal: Mapping[str, float]) -> Points:
+    """Returns (number of a layer, highest signal of its parameters); those without a number are left out."""
+    found: dict[int, float] = {}
+    for name, value in signal.items():
+        if match := NUMBER.search(name):
+            layer = int(match[0])
+            found[layer] = max(value, found.get(layer, value))
+    return [(float(layer), found[layer]) for layer in sorted(found)]
 
 
 @dataclass(frozen=True)
@@ -136,12 +148,11 @@ class ParameterGroup:
 
 def group_parameters(rows: Sequence[PlanRow]) -> list[ParameterGroup]:
     """Returns a plan's parameters by name, shape, rank and update, in the order of their first one."""
-    number = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
     found: dict[tuple[str, tuple[int, ...], int | None, str], list[int]] = {}
     for row in rows:
-        match = number.search(row.name)
+        match = NUMBER.search(row.name)
         moved = (row.moved or "trained") if row.trained else ""
-        layers = found.setdefault((number.sub("*", row.name), row.shape, row.rank, moved), [])
+        layers = found.setdefault((NUMBER.sub("*", row.name), row.shape, row.rank, moved), [])
         layers.append(-1 if match is None else int(match[0]))
     return [
         ParameterGroup(name, _ranges(layers), len(layers), shape, rank, moved, len(layers) * math.prod(shape))

@@ -147,6 +147,8 @@ def _section(index: int, run: RecordedRun) -> dict[str, Any]:
         "rollbacks": [f"After step {rollback.step} {in_words(rollback)}." for rollback in run.rollbacks],
         "notices": [str(notice) for notice in (run.summary or {}).get("notices", [])],
         "metrics": tables.metrics_table(run),
+        "rounds": tables.rounds_table(run),
+        "signal": charts.signal_chart(index, run),
         "kappa": charts.kappa_chart(index, run),
         "kappa_table": tables.kappa_table(run),
         "command": tables.command(run),

@@ -26,13 +26,13 @@ from tezo.system.progress import duration_text
 from tezo.tasks.row_files import DataConfig
 from tezo.training.config import parse_config, to_tree
 from tezo.training.recipe import Config, TrainConfig
-from tezo.training.report.curves import OUTLIER_RMS, group_parameters, kappa_statistics, kappas
+from tezo.training.report.curves import OUTLIER_RMS, dev_losses, group_parameters, kappa_statistics, kappas
 
 MISSING = "\N{EN DASH}"
 ARROW = "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW} "
 """Between a value before and the one after it."""
-MOST_LABELS = 100
-"""Labels on the page; a stranger's file can name thousands."""
+MOST_LABELS = MOST_ROUNDS = 100
+"""Labels, and rounds, on the page; a stranger's file can name thousands."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,19 @@ def hardware_and_versions(run: RecordedRun) -> dict[str, Cell]:
     versions = summary.get("versions", header if isinstance(header, dict) else {})
     place = summary.get("hardware", run.header.get("device"))
     return {name: _setting_cell(value) for name, value in {"hardware": place, **versions}.items()}
+
+
+def rounds_table(run: RecordedRun) -> Table | None:
+    """Returns a line for each step that kept the outputs of rows; None where there is none."""
+    dev = dict(dev_losses(run))
+    rows = []
+    for own in run.rounds[:MOST_ROUNDS]:
+        best = max(own.signal.items(), key=lambda found: found[1], default=None)
+        losses = [cell(own.own), cell(own.promised), cell(own.real), cell(own.taken, "{:.0%}".format)]
+        found = [Cell(), Cell()] if best is None else [cell(best[1], "{:.2f}".format), Cell(best[0])]
+        rows.append((str(own.step), [*losses, cell(dev.get(own.step)), *found]))
+    head = ("round", "loss before", "promised", "measured", "taken", "dev loss after", "best signal", "of")
+    return Table("Rounds", head, rows) if rows else None
 
 
 def kappa_table(run: RecordedRun) -> Table | None:
