@@ -1,0 +1,71 @@
+"""The figure of dev loss against forward passes on a real model, from what `real_tasks.py` has measured.
+
+    python benchmarks/real_chart.py [--task issues] [--out docs/figures]
+
+Writes real-TASK.png and real-TASK.svg. Needs the extra `figures`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tezo_studies.analysis.figure import COLOURS, Analysis, drawn
+
+HERE = Path(__file__).parent
+LORA = "LoRA with gradients"
+LINES = {
+    "gauss-newton": ("gauss-newton, the default for labels", COLOURS[1], "-"),
+    "head-feedback": ("head-feedback", COLOURS[0], "-"),
+    "tezo": ("TeZO", "#444444", "-"),
+    "tezo-adam": ("TeZO-Adam", "#444444", "--"),
+    "lozo": ("LOZO", "#777777", "-."),
+    "mezo": ("MeZO", "#999999", "-"),
+    "fzoo": ("FZOO", "#999999", ":"),
+}
+"""Beginning of a run's name -> (name in the figure, colour, stroke)."""
+
+
+def main() -> None:
+    """Writes the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="issues")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs/figures")
+    given = parser.parse_args()
+    found = json.loads((HERE / "results/real_tasks.json").read_text(encoding="utf-8"))["runs"]
+    own = {name.partition("/")[2]: run for name, run in found.items() if name.startswith(f"{given.task}/")}
+    figure = drawn(Analysis("real", "", "runs", dict, lambda _, __: {}, draw, lambda _: ""), own)
+    figure.savefig(given.out / f"real-{given.task}.png", dpi=150, metadata={"Software": None})
+    figure.savefig(given.out / f"real-{given.task}.svg", metadata={"Date": None})
+
+
+def lowest_so_far(curve: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """(passes, loss of the state that the run would keep then)."""
+    kept: list[float] = []
+    for _, loss in curve:
+        kept.append(min([loss, *kept[-1:]]))
+    return [passes for passes, _ in curve], kept
+
+
+def draw(runs: dict[str, Any], figure: Any) -> None:
+    """A line for each run, of one colour for each method, and LoRA's level at its best rate."""
+    figure.set_size_inches(6.4, 3.4)
+    panel = figure.subplots()
+    for name, (label, colour, stroke) in LINES.items():
+        of = [run for run_name, run in runs.items() if run_name.partition(",")[0] == name and "curve" in run]
+        for index, run in enumerate(of):
+            passes, losses = lowest_so_far(run["curve"])
+            style = {"color": colour, "linestyle": stroke, "linewidth": 2 if name in ("gauss-newton",) else 1.3}
+            panel.plot(passes, losses, marker="o", markersize=2.5, label=label if not index else None, **style)
+    lora = [run for name, run in runs.items() if name.startswith(LORA)]
+    if lora:
+        best = min(lora, key=lambda run: run["dev_loss"])
+        level = f"{LORA}, {best['passes_of_64_rows']:.0f} passes there and back"
+        panel.axhline(best["dev_loss"], color=COLOURS[2], linestyle="--", linewidth=1, label=level)
+    panel.set_xlabel("forward passes of 64 rows, looks and searches among them")
+    panel.set_ylabel("dev loss, lowest so far")
+    panel.legend(fontsize=7)
+
+
+if __name__ == "__main__":
+    main()
