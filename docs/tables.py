@@ -22,18 +22,19 @@ SMALL = "opt-125m"
 COSTS = ("costs-memory", "costs-time", "costs-peft-memory", "costs-elements")
 
 
-def demo() -> str:
-    """Accuracy before and after, seed by seed."""
-    results = read("demo")
-    runs = results["runs"]
-    rows = [
-        [f"{r['seed']}", *(f"{100 * r[when]['accuracy']:.1f} %" for when in ("before", "after")), f"{r['steps']}"]
-        for r in runs
-    ]
-    for row, r in zip(rows, runs, strict=True):
-        row.append(f"{r['seconds_stepping']:.0f}")
+def demo(name: str) -> str:
+    """Accuracy before and after, seed by seed, beside what is fitted to the untuned model where that was measured."""
+    results = read(name)
+    runs, fitted = results["runs"], [key for key in ("bias", "probe") if key in results["runs"][0].get("untuned", {})]
+    rows = []
+    for r in runs:
+        metrics = [r["before"], *(r["untuned"][key] for key in fitted), r["after"]]
+        seconds = sum(spent["seconds"] for spent in r["phases"].values()) if fitted else r["seconds_stepping"]
+        rows.append([f"{r['seed']}", *(f"{100 * own['accuracy']:.1f} %" for own in metrics), f"{r['steps']}"])
+        rows[-1].append(f"{seconds:.0f}")
     gain = statistics.median(100 * (r["after"]["accuracy"] - r["before"]["accuracy"]) for r in runs)
-    table = grid(["seed", "zero-shot", "tuned", "steps", "seconds stepping"], rows)
+    heads = ["seed", "untuned", *(f"untuned, {key}" for key in fitted), "tuned", "steps"]
+    table = grid([*heads, "seconds in all" if fitted else "seconds stepping"], rows)
     return table + f"\nMedian gain {gain:.1f} points. `{results['command']}`; {machine(runs[0])}.\n"
 
 
@@ -227,7 +228,8 @@ def figure(name: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "demo": demo,
+    "demo": partial(demo, "demo"),
+    "demo-issues": partial(demo, "demo_issues"),
     "step": partial(step, "all-linear"),
     "step-short": partial(
         step, "all-linear", labels=("F2", "tezo", "head-feedback", "tezo-adam", "mezo", "published:mezo")

@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
-from folders import completion_rows, model_folder, write_rows
+from folders import completion_rows, model_folder, refused, write_rows
+from folders import tezo as command
 from kills import contents
+from reports import Page
 from short_runs import result, same, stopped
 from tiny import tiny_llama, tokens
 from torch import Tensor
@@ -15,6 +17,7 @@ import tezo
 from tezo.forward.perturbed_parameter import Shift
 from tezo.optim.estimators.population import Population
 from tezo.optim.methods.es import es
+from tezo.runs.reader import read_run
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.loop import train
@@ -97,6 +100,9 @@ SCORER = """
 def words(prompt, completion, row):
     return sum(len(word) <= 4 for word in completion.split()) / max(1, len(completion.split()))
 
+def parts(prompt, completion, row):
+    return {"length": float(len(completion)), "early": -0.5 * completion.count("a")}
+
 def nothing(prompts, completions, **columns):
     return [0.0] * len(completions)
 
@@ -154,6 +160,36 @@ def test_what_the_untuned_model_wrote_becomes_less_likely_and_is_in_the_verdict(
     before, after = summary["own_answers"]
     assert before > 0 and after != before
     assert f"from {before:.3f} to {after:.3f}" in summary["verdict"]
+
+
+def test_named_parts_are_in_the_metrics_and_the_best_and_worst_answers_in_the_report(home, tmp_path):
+    train(config(home, function="parts", steps=3, log_every=3), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run/scored.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in metrics if "parts" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    for line in steps:
+        own = [answer["parts"] for answer in lines if answer["step"] == line["step"] - 1]
+        assert line["parts"] == pytest.approx(
+            {name: sum(part[name] for part in own) / len(own) for name in ("length", "early")}
+        )
+    last = sorted((line for line in lines if line["step"] == 2), key=lambda line: line["score"])
+    run = read_run(tmp_path / "run")
+    assert sorted(own.score for own in run.scored) == [line["score"] for line in last]
+    done = command("report", tmp_path / "run", "--output", tmp_path / "run.html")
+    assert done.code == 0, done.err
+    words = "".join(Page((tmp_path / "run.html").read_text(encoding="utf-8")).words)
+    best, worst = words.partition("Best answers of step 3")[2].split("Worst answers of step 3")
+    assert f"score {last[-1]['score']:.4g}" in best and f"score {last[0]['score']:.4g}" in worst
+
+
+@pytest.mark.parametrize("text", ["{}", '{"step": -1, "score": 1}', '{"step": 2, "member": 0, "row": 1, "score": 1}'])
+def test_a_report_refuses_answers_that_no_run_writes(home, tmp_path, text):
+    train(config(home, steps=2), tmp_path / "run")
+    for name in ("manifest.json", "summary.json"):
+        (tmp_path / "run" / name).unlink()
+    (tmp_path / "run/scored.jsonl").write_text(f"{text}\n")
+    refused(command("report", tmp_path / "run", "--output", tmp_path / "run.html"), "scored.jsonl", "damaged")
 
 
 def test_a_reward_that_all_members_share_is_said(home, tmp_path):

@@ -1,5 +1,6 @@
 """A run folder read back, with every value checked: it may be damaged, cut short or a stranger's."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ from typing import Any
 
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.files import check_manifest
-from tezo.runs.folder import ANSWERS, CONFIG, LOG, METRICS, PLAN, SUMMARY, lost
-from tezo.runs.metrics_log import read_lines
+from tezo.runs.folder import ANSWERS, CONFIG, LOG, METRICS, PLAN, SCORED, SUMMARY, lost
+from tezo.runs.metrics_log import MOST_LINE, read_lines
+from tezo.runs.scored_log import MOST_BYTES
 from tezo.runs.step_log import Rollback, read_log
 from tezo.system.errors import RequestError
 from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes, read_json, read_object, reading
@@ -113,6 +115,17 @@ class Round:
 
 
 @dataclass(frozen=True)
+class ScoredAnswer:
+    """An answer of a reward run in scored.jsonl: of model number `member` to a row, in step number `step` from 1."""
+
+    step: int
+    member: int
+    row: str
+    completion: str
+    score: float
+
+
+@dataclass(frozen=True)
 class PlanRow:
     """A parameter in plan.json."""
 
@@ -134,6 +147,7 @@ class RecordedRun:
         times: (finished steps, seconds spent on them) in metrics.jsonl; both rise.
         memory: last peak in metrics.jsonl, in bytes; None: there is none yet.
         rounds: of a method that keeps the outputs of rows, in the order of their steps.
+        scored: the answers of the last step in scored.jsonl that have a score.
         summary: None: the run has not ended.
         answers: None: the run has not ended, or has kept none.
     """
@@ -148,6 +162,7 @@ class RecordedRun:
     times: Sequence[tuple[int, float]]
     memory: int | None
     rounds: Sequence[Round]
+    scored: Sequence[ScoredAnswer]
     plan: Sequence[PlanRow]
     summary: dict[str, Any] | None
     answers: KeptAnswers | None
@@ -215,6 +230,7 @@ def _read_files(folder: Path) -> RecordedRun:
         times=[(step, seconds) for step, seconds in times if step <= len(log.steps)],
         memory=memory,
         rounds=[own for own in rounds if own.step <= len(log.steps)],
+        scored=_read_scored(folder / SCORED),
         plan=_read_plan(folder / PLAN),
         summary=_read_summary(folder / SUMMARY),
         answers=_read_answers(folder / ANSWERS),
@@ -260,6 +276,26 @@ def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None, list
         if step > rising[-1][0] and seconds >= rising[-1][1]:
             rising.append((step, seconds))
     return rising[1:], memory, [rounds[step] for step in sorted(rounds)]
+
+
+def _read_scored(path: Path) -> list[ScoredAnswer]:
+    data = read_bytes(path, 2 * MOST_BYTES) if os.path.lexists(path) else b""
+    found: list[ScoredAnswer] = []
+    for text in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
+        try:
+            line = json.loads(text[: MOST_LINE + 1])
+            step = _count(line["step"]) + 1
+            if found and step != found[0].step:
+                break
+            if line["score"] is not None:
+                score = _finite({"score": line["score"]})["score"]
+                words = line["row"], line["completion"]
+                if not all(isinstance(word, str) for word in words):
+                    raise ValueError
+                found.append(ScoredAnswer(step, _count(line["member"]), *words, score))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UntrustedError(f"{path.name} is damaged in its last step") from None
+    return found[::-1]
 
 
 def _read_plan(path: Path) -> list[PlanRow]:

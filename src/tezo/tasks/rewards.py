@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -151,6 +152,16 @@ class RewardRows(RowsClosure):
         """Whether all models that were evaluated have the same scores."""
         every = [[own.value for own in scores if own.failure is None] for _, scores in self.written]
         return len(every) > 1 and all(own == every[0] for own in every)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """JSON: the mean of each named part of the scores; empty where they have none."""
+        found: dict[str, list[float]] = {}
+        for _, scores in self.written:
+            for own in scores:
+                for name, value in own.parts.items():
+                    found.setdefault(name, []).append(value)
+        return {"parts": {name: statistics.fmean(values) for name, values in found.items()}} if found else {}
 
     def lines(self) -> list[dict[str, Any]]:
         """Returns JSON for each completion: step, model, row, text, and score (null where it is missing)."""

@@ -258,8 +258,7 @@ class Loop:
         if step < len(self.resumed.steps) and isinstance(optimizer, ZerothOrderOptimizer):
             optimizer.replay(self.resumed.steps[step])
         else:
-            self._measured_step(step)
-            told = optimizer.told if isinstance(optimizer, ZerothOrderOptimizer) else {}
+            told = self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
         self.best.stepped(record)
@@ -291,38 +290,43 @@ class Loop:
             }
             self.folder.append_metrics(taken, line)
 
-    def _measured_step(self, step: int) -> None:
+    def _measured_step(self, step: int) -> dict[str, Any]:
+        """Takes a step; returns what it found beside its losses, as JSON."""
         indices = self.sampler.rows(step)
         started = time.perf_counter()
         with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
             try:
-                self._take_step(step, indices)
+                told = self._take_step(step, indices)
             except NonFiniteLossError:
                 if not self.best.roll_back_after_failure(step):
                     if step == 0 and self.settings.minimises_loss:
                         check_untuned(self.job.loaded, self.job.objective, [self.job.train[i] for i in indices])
                     raise
-                self._take_step(step, indices)
+                told = self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % COMPARE_EVERY == 0:
             self._check_ranks(step + 1, sample=True)
+        return told
 
     def _check_ranks(self, steps: int, *, sample: bool = False) -> None:
         if self.processes.size > 1:
             self.processes.check_equal(digest(self.job.optimizer.resumable_state(), sample=sample), steps)
 
-    def _take_step(self, step: int, indices: Sequence[int]) -> None:
+    def _take_step(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
         job, optimizer = self.job, self.job.optimizer
         for group in optimizer.param_groups:
             group["lr"] = self.lr * lr_factor(step, self.settings) * self.best.lr_scale
         if optimizer.planned(step)[0] == FEEDBACK:  # every rank takes it on all rows
             optimizer.step(job.objective.closure(job.model, job.batches(indices)))
-        else:
-            closure = self._closure(step, indices)
-            optimizer.step(closure)
-            if isinstance(closure, RewardRows):
-                self.folder.append_scored(closure.lines())
-                self._warn_of_scores(closure, step)
+            return {}
+        closure = self._closure(step, indices)
+        optimizer.step(closure)
+        told = optimizer.told if isinstance(optimizer, ZerothOrderOptimizer) else {}
+        if isinstance(closure, RewardRows):
+            self.folder.append_scored(closure.lines())
+            self._warn_of_scores(closure, step)
+            told = {**told, **closure.told}
+        return told
 
     def _warn_of_scores(self, rows: RewardRows, step: int) -> None:
         """Says, once each, that scores are missing, and that a step learnt nothing because all models scored alike."""

@@ -16,6 +16,8 @@ from tezo.training.report.tables import ARROW, MISSING, Cell, Row, Table, costs,
 
 CHOSEN_ON = "The step that was kept had the lowest loss on these very rows: new rows may do a little worse."
 MAX_RUNS = len(charts.COLOURS)
+MOST_EXTREME, MOST_TEXT = 3, 600
+"""Answers of a reward run that are shown as its best, and as its worst; characters of each."""
 MOST_SHOWN = 12
 """Rows with their answers on the page; a stranger's file can name thousands."""
 
@@ -147,6 +149,7 @@ def _section(index: int, run: RecordedRun) -> dict[str, Any]:
         "rollbacks": [f"After step {rollback.step} {in_words(rollback)}." for rollback in run.rollbacks],
         "notices": [str(notice) for notice in (run.summary or {}).get("notices", [])],
         "metrics": tables.metrics_table(run),
+        "extremes": _extremes(run),
         "rounds": tables.rounds_table(run),
         "signal": charts.signal_chart(index, run),
         "kappa": charts.kappa_chart(index, run),
@@ -157,6 +160,14 @@ def _section(index: int, run: RecordedRun) -> dict[str, Any]:
         "plan": tables.plan_table(run),
         "hardware_and_versions": tables.hardware_and_versions(run),
     }
+
+
+def _extremes(run: RecordedRun) -> list[tuple[str, list[Any]]]:
+    """Returns ("Best" and "Worst", answers of the last step by their scores); empty where nothing was scored."""
+    by_score = sorted(run.scored, key=lambda own: own.score)
+    count = min(MOST_EXTREME, len(by_score) // 2)
+    parts = [("Best", by_score[::-1][:count]), ("Worst", by_score[:count])] if count else []
+    return [(name, [replace(own, completion=own.completion[:MOST_TEXT]) for own in part]) for name, part in parts]
 
 
 def _answers(answers: KeptAnswers) -> dict[str, Any]:
