@@ -39,8 +39,9 @@ TOWNS = "Oslo Rome Paris Lima Cairo Delhi Tokyo Quito Berlin Madrid Dublin Vienn
 FORMS = ("{} lives in {}.", "The home of {} is {}.", "{} moved to {} last year.", "You will find {} in {}.")
 ASKED = "Who lives where? Answer in JSON."
 PARTS = {"train": 96, "dev": 24, "test": 96}
-METHODS: dict[str, dict[str, int]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "es": {"steps": 60, "num_directions": 12},
+    "es at a constant rate": {"steps": 60, "num_directions": 12, "schedule": "constant"},
     "head-feedback": {"steps": 30, "num_directions": 12},
 }
 """Method -> its settings: as many answers in all of one as of the other, for head-feedback scores both signs."""
@@ -87,7 +88,7 @@ def measured(method: str, engine: str, seed: int) -> dict[str, Any]:
     """One run, and what it is compared with."""
     made, begun = rows(), time.monotonic()
     named = {"model.engine": engine} if engine != "torch" else {}
-    common = {"progress": False, "method": method, "settings": named}
+    common = {"progress": False, "method": method.partition(" ")[0], "settings": named}
     with tempfile.TemporaryDirectory() as folder:
         run = tezo.train(MODEL, made["train"], dev=made["dev"], test=made["test"], reward=form, seed=seed,
                          output=Path(folder) / "run", **METHODS[method], **BOTH, **common)  # fmt: skip

@@ -20,7 +20,7 @@ from tezo.training import recipe
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "cost", "experiments", "reliability", "large-models", "many-devices", "figures", "how-to-choose", "theory", "when",
-    "rewards", "engines",
+    "rewards", "llama-cpp",
 )  # fmt: skip
 DRAWN = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in DOCUMENTS)]
 

@@ -6,11 +6,15 @@ from kills import contents
 from short_runs import stopped
 
 import tezo
+from tezo.optim.methods import METHODS
 from tezo.runs.step_log import read_log
 from tezo.training.config import dump_config, parse_config, parse_setting, read_config
 from tezo.training.job import prepare
 from tezo.training.loop import train
+from tezo.training.recipe import TrainConfig
 from tezo.training.replay import replay
+from tezo.training.resolution import with_steps
+from tezo.training.schedule import lr_factor
 
 OWN = ["train.steps=3", "train.epochs=1", "train.batch_size=4", "train.feedback_first=0", "method.lr=1e-3",
        "method.rank=2"]  # fmt: skip
@@ -90,6 +94,16 @@ def test_a_run_keeps_the_method_that_it_chose(home, tmp_path):
     with pytest.raises(tezo.RequestError, match=r"method\.name"):
         train(request(home, settings=["method.name=head-feedback"]), tmp_path / "whole", resume=True)
     replay(tmp_path / "whole", output=tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"), [("es", None, "linear"), ("tezo", None, "constant"), ("es", "constant", "constant")]
+)
+def test_a_method_has_its_schedule_unless_one_is_given(name, given, expected):
+    train_settings = TrainConfig(steps=8, schedule=given)
+    found = with_steps(train_settings, 4, METHODS[name])
+    assert found.schedule == expected
+    assert lr_factor(6, found) == (0.25 if expected == "linear" else 1.0)
 
 
 def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):

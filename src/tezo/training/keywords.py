@@ -86,7 +86,7 @@ class Options(TypedDict, total=False):
     objective: str
     max_new_tokens: int
     temperature: float
-    schedule: Literal["constant", "linear", "cosine"]
+    schedule: Literal["constant", "linear", "cosine"] | None
     eval_every: int | None
     eval_batch_size: int
     keep_best: bool

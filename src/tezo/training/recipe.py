@@ -51,8 +51,8 @@ class TrainConfig:
     """Limit of the time for a score in such a process. What takes longer is missing."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning-rate schedule; linear and cosine decay to zero. ZO papers keep the rate constant."""
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    """Learning-rate schedule; linear and cosine decay to zero. Default: constant, as papers have; linear for es."""
     eval_every: int | None = None
     """Steps between evaluations on the dev rows; 0: none. Default: a tenth of the steps."""
     eval_batch_size: int = 64

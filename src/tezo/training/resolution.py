@@ -41,6 +41,7 @@ RESOLVED_AT_START: dict[str, Any] = {
     "method.rho": AUTO,
     "train.batch_size": None,
     "train.steps": None,
+    "train.schedule": None,
     "train.feedback_first": None,
     "train.feedback_last": None,
     "train.guard": None,
@@ -398,12 +399,12 @@ def with_method(config: Config, kind: str, *, labelled: bool) -> tuple[Config, l
 
 
 def with_steps(train: TrainConfig, num_rows: int, chosen: Method[Any]) -> TrainConfig:
-    """The settings with a batch size and a number of steps: those given, or the method's.
+    """The settings with a batch size, a schedule and a number of steps: those given, or the method's.
 
     The steps of a method without a number are `EPOCHS` within bounds. A batch has no row twice.
     """
     size = min(train.batch_size or chosen.batch_size, num_rows)
-    train = replace(train, batch_size=size)
+    train = replace(train, batch_size=size, schedule=train.schedule or chosen.schedule)
     if train.epochs is None:
         if chosen.steps is not None:
             return replace(train, steps=train.steps or chosen.steps)

@@ -53,7 +53,7 @@ def parts(num_rows: int, seed: int) -> tuple[list[int], list[int]]:
 
 def lr_factor(step: int, settings: TrainConfig) -> float:
     """Factor of the learning rate at a step, by the schedule."""
-    if settings.schedule == "constant":
+    if settings.schedule in (None, "constant"):
         return 1.0
     part = step / max(1, settings.num_steps)
     return 1.0 - part if settings.schedule == "linear" else (1 + math.cos(math.pi * part)) / 2

@@ -73,6 +73,7 @@ class Method(Generic[T]):
         guarded: whether a run returns to its best state when the loss has risen, unless `train.guard` says otherwise.
         batch_size: default of `train.batch_size`.
         steps: default of `train.steps`; None: by the number of rows.
+        schedule: default of `train.schedule`.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Method(Generic[T]):
     guarded: bool = False
     batch_size: int = 16
     steps: int | None = None
+    schedule: Literal["constant", "linear"] = "constant"
 
     @property
     def summary(self) -> str:
@@ -133,7 +135,10 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method(GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_rows=True, takes_outputs=True,
             guarded=True,
             batch_size=192, steps=6),
-        Method(ES, es, in_paper=False, exports_adapter=True, takes_rows=True, guarded=True, chosen=("rho",), steps=30),
+        Method(
+            ES, es, in_paper=False, exports_adapter=True, takes_rows=True, guarded=True, chosen=("rho",), steps=30,
+            schedule="linear",
+        ),
         Method("mezo", mezo),
         Method("mezo-m", mezo_m),
         Method("mezo-adam", mezo_adam),

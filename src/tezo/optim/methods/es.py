@@ -41,9 +41,10 @@ def es(
     The estimate is that of evolution strategies with fitness over its spread (Salimans et al. 2017; Qiu et al. 2025,
     arXiv 2509.24372, for language models); low-rank members are of EGGROLL (Sarkar et al. 2025, arXiv 2511.16652),
     which draws both factors anew for each member, where V here holds the leading inputs of a layer, as in
-    `head-feedback`. `lr` has no unit: a step is of about lr / sqrt(P) times a member's distance. A run measures rho,
-    the distance at which the text that the model writes becomes less likely by a tenth of a nat a token. Defaults are
-    of first trials.
+    `head-feedback`. `lr` has no unit: a step is of about lr / sqrt(P) times a member's distance, whatever the scores
+    differ by. So the rate of a run falls to zero: at a constant one a model that has learnt wanders on, and forgets.
+    A run measures rho, the distance at which the text that the model writes becomes less likely by a tenth of a nat a
+    token. Defaults are of first trials.
     """
     if num_directions < 2:
         raise RequestError(f"method.num_directions is {num_directions}; a population needs at least 2 members.")
