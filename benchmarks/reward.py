@@ -21,10 +21,15 @@ from tezo.runs.environment import hardware, versions
 from tezo.system.progress import quiet_libraries
 
 EXAMPLE = Path(__file__).parents[1] / "examples/reward"
-SETTINGS = {"head-feedback": {"lr": 1e-3, "steps": 60}, "es": {"steps": 8}}
+SETTINGS = {
+    "head-feedback": {"lr": 1e-3, "steps": 60},
+    "es": {"steps": 8},
+    "es, antithetic": {"steps": 8, "num_directions": 8, "antithetic": True},
+}
+OURS = ("es", "es, antithetic")
 MOST_TOKENS = 24
 RUNS = [
-    *(("es", temperature, "auto", seed) for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
+    *((name, temperature, "auto", seed) for name in OURS for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
     *(("head-feedback", temperature, 1e-2, seed) for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
     *(("head-feedback", temperature, 1e-3, 0) for temperature in (0.0, 1.0)),
 ]
@@ -59,7 +64,7 @@ def measured(model: str, what: dict[str, Any]) -> dict[str, Any]:
     parts = {part: str(EXAMPLE / f"{part}.jsonl") for part in ("dev", "test")}
     reward = f"{EXAMPLE / 'score.py'}:happy"
     run = tezo.train(model, str(EXAMPLE / "train.jsonl"), reward=reward, max_new_tokens=MOST_TOKENS, **parts,
-                     **SETTINGS[what["method"]], **what)  # fmt: skip
+                     **SETTINGS[what["method"]], **what | {"method": what["method"].partition(",")[0]})  # fmt: skip
     after = stories(run.model, run.tokenizer)
     before = stories(AutoModelForCausalLM.from_pretrained(model), run.tokenizer)
     entry = {key: run.summary[key] for key in KEYS}

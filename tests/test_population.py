@@ -81,6 +81,29 @@ def test_a_step_is_the_sum_of_the_members_by_their_losses():
     torch.testing.assert_close((left @ right.T).double(), -0.1 * expected.double(), rtol=1e-4, atol=1e-9)
 
 
+def test_a_pair_has_half_the_difference_of_its_kappas():
+    model, ids = tiny_llama().double(), tokens(batch=4, seed=2)
+    closure = tezo.closure(model, {"input_ids": ids, "labels": ids})
+    optimizer = es(model, num_directions=3, rank=2, lr=0.1, rho=1e-2, basis="gaussian", antithetic=True)
+    draw, losses = optimizer.draw(), []
+    for i in range(3):
+        for sign in (1, -1):
+            for name, moving in optimizer.moving.items():
+                moving.set_perturbations([Shift(draw.directions[name][i], sign * 1e-2)])
+            with torch.no_grad():
+                losses.append(closure.example_losses(1)[0].tolist())
+    for moving in optimizer.moving.values():
+        moving.set_perturbations([])
+    kappas = literal(losses)
+    optimizer.step(closure)
+    expected = [(plus - minus) / 2 for plus, minus in zip(kappas[::2], kappas[1::2], strict=True)]
+    assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-6)
+    assert optimizer.last_step.forward_passes == 6
+    means = [(sum(own) / len(own)) for own in losses]
+    found = [loss for probe in optimizer.last_step.probes for loss in (probe.loss_plus, probe.loss_minus)]
+    assert found == pytest.approx(means)
+
+
 def dense(direction) -> Tensor:
     left, right = direction.factors()
     return left @ right.T

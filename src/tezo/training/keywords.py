@@ -54,6 +54,7 @@ class Options(TypedDict, total=False):
     lr: float | Literal["auto"]
     rho: float | Literal["auto"]
     directions: Literal["auto", "shared", "per-example"]
+    antithetic: bool
     num_directions: int
     targets: Sequence[str]
     rank: int | None

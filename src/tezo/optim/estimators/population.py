@@ -1,5 +1,7 @@
 """Evolution strategies: perturbed models are scored on the same rows, and a step goes towards the better ones."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -23,29 +25,36 @@ class Population(TwoPoint):
     Rows are of different difficulty, which the mean over the members takes out. A loss that is missing (NaN) is left
     out of all means. kappa has the unit of rho, so that the rate is the size of a step as a multiple of a member's
     distance: a step with rate lr has length lr rho |Z| / sqrt(P) where losses are noise. With sigma = 0, as where all
-    members say the same, there is no step.
+    members say the same, there is no step. A direction has one member for each of `signs`, and the mean of their kappas
+    with these signs.
 
     Args:
         rho: perturbation scale.
     """
 
     rule = POPULATION
+    signs: ClassVar[tuple[int, ...]] = (1,)
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         if not isinstance(closure, RowsClosure):
             raise RequestError(NEEDS_ROWS)
         count = len(next(iter(draw.directions.values())))
         own = range(self._processes.rank, count, self._processes.size)
-        points = [(index, self.rho) for index in own]
+        points = [(index, sign * self.rho) for index in own for sign in self.signs]
         found = self.evaluated(closure, draw.directions, points, lambda copies: [*closure.example_losses(copies)])
         ranks = [torch.tensor(values, dtype=torch.float64) for values in
                  self._processes.gather([loss for losses in found for loss in losses.tolist()])]  # fmt: skip
-        # the first member of each rank, then the second of each
-        losses_PN = torch.stack([values.view(len(points), -1) for values in ranks], 1).flatten(0, 1)
-        kappas = self.kappas(losses_PN)
+        # the first direction of each rank, then the second of each
+        parts = [values.view(len(own), len(self.signs), -1) for values in ranks]
+        losses_PN = torch.stack(parts, 1).flatten(0, 2)
+        signs_S = torch.tensor(self.signs, dtype=torch.float64)
+        kappas = (torch.tensor(self.kappas(losses_PN)).view(count, -1) * signs_S).mean(1).tolist()
         mean = float(losses_PN.nanmean())
-        members = losses_PN.nanmean(1).nan_to_num(mean).tolist()
-        probes = tuple(Probe(loss, mean, kappa) for loss, kappa in zip(members, kappas, strict=True))
+        members = losses_PN.nanmean(1).nan_to_num(mean).view(count, -1).tolist()
+        probes = tuple(
+            Probe(losses[0], losses[1] if len(losses) > 1 else mean, kappa)
+            for losses, kappa in zip(members, kappas, strict=True)
+        )
         return average(mean, self._checked(probes), self.passes(count, first=False), draw)
 
     def kappas(self, losses_PN: Tensor) -> list[float]:
@@ -57,7 +66,13 @@ class Population(TwoPoint):
 
     def passes(self, directions: int, *, first: bool) -> int:
         del first
-        return directions
+        return directions * len(self.signs)
 
     def accepts(self, probes: int, num_directions: int) -> bool:
         return probes == num_directions
+
+
+class AntitheticPopulation(Population):
+    """The same of pairs W + rho Z_i and W - rho Z_i, in which terms of even order cancel."""
+
+    signs = (1, -1)

@@ -7,7 +7,7 @@ from torch import nn
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Lazy, Scale
 from tezo.directions.ranks import FixedRank
-from tezo.optim.estimators.population import Population
+from tezo.optim.estimators.population import AntitheticPopulation, Population
 from tezo.optim.optimizer import Basic, ZerothOrderOptimizer
 from tezo.optim.settings import with_settings
 from tezo.optim.updates import SGD
@@ -21,6 +21,7 @@ def es(
     num_directions: int = 16,
     rho: float = 1e-2,
     lr: float = 3.0,
+    antithetic: bool = False,
     rank: int = 8,
     basis: str | Basis = "activation",
     lazy_update_interval: int | None = None,
@@ -45,6 +46,9 @@ def es(
     differ by. So the rate of a run falls to zero: at a constant one a model that has learnt wanders on, and forgets.
     A run measures rho, the distance at which the text that the model writes becomes less likely by a tenth of a nat a
     token. Defaults are of first trials.
+
+    With `antithetic` each direction has two members, W + rho Z_i and W - rho Z_i, as EGGROLL has them: twice the
+    evaluations a step, and kappa_i is half the difference of theirs.
     """
     if num_directions < 2:
         raise RequestError(f"method.num_directions is {num_directions}; a population needs at least 2 members.")
@@ -56,7 +60,7 @@ def es(
         lr=lr,
         rho=rho,
         num_directions=num_directions,
-        estimator=Population,
+        estimator=AntitheticPopulation if antithetic else Population,
         frozen_rank=frozen_rank,
         **basic,
     )
