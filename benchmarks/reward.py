@@ -24,9 +24,10 @@ EXAMPLE = Path(__file__).parents[1] / "examples/reward"
 SETTINGS = {
     "head-feedback": {"lr": 1e-3, "steps": 60},
     "es": {"steps": 8},
+    "es, constant rate": {"steps": 8, "schedule": "constant"},
     "es, antithetic": {"steps": 8, "num_directions": 8, "antithetic": True},
 }
-OURS = ("es", "es, antithetic")
+OURS = ("es", "es, constant rate", "es, antithetic")
 MOST_TOKENS = 24
 RUNS = [
     *((name, temperature, "auto", seed) for name in OURS for seed in (0, 1, 2) for temperature in (0.0, 1.0)),

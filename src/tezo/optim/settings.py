@@ -13,6 +13,8 @@ P = ParamSpec("P")
 T = TypeVar("T", bound=BaseOptimizer)
 
 GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"
+MOST_SHOWN = 3
+"""Members of a list in the text of `Settings`; what an engine cannot change are patterns by the dozen."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        left_out = len(value) - MOST_SHOWN
+        shown = [*map(_text, value[:MOST_SHOWN]), *([f"and {left_out} more"] if left_out > 0 else [])]
+        return "[" + ", ".join(shown) + "]"
     return "none" if value is None else str(value)
 
 
