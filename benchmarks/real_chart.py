@@ -48,7 +48,7 @@ def lowest_so_far(curve: list[tuple[float, float]]) -> tuple[list[float], list[f
 
 
 def draw(runs: dict[str, Any], figure: Any) -> None:
-    """A line for each run, of one colour for each method, and LoRA's level at its best rate."""
+    """A line for each run, of one colour for each method, and LoRA's at its best rate, with the level of its end."""
     figure.set_size_inches(6.4, 3.4)
     panel = figure.subplots()
     for name, (label, colour, stroke) in LINES.items():
@@ -59,9 +59,9 @@ def draw(runs: dict[str, Any], figure: Any) -> None:
             panel.plot(passes, losses, marker="o", markersize=2.5, label=label if not index else None, **style)
     lora = [run for name, run in runs.items() if name.startswith(LORA)]
     if lora:
-        best = min(lora, key=lambda run: run["dev_loss"])
-        level = f"{LORA}, {best['passes_of_64_rows']:.0f} passes there and back"
-        panel.axhline(best["dev_loss"], color=COLOURS[2], linestyle="--", linewidth=1, label=level)
+        passes, losses = lowest_so_far(min(lora, key=lambda run: run["dev_loss"])["curve"])
+        panel.plot(passes, losses, color=COLOURS[2], linestyle="--", linewidth=1.3, label=f"{LORA}, best of its rates")
+        panel.axhline(losses[-1], color=COLOURS[2], linestyle=":", linewidth=0.8)
     panel.set_xlabel("forward passes of 64 rows, looks and searches among them")
     panel.set_ylabel("dev loss, lowest so far")
     panel.legend(fontsize=7)
