@@ -64,7 +64,7 @@ def draw(runs: dict[str, Any], figure: Any) -> None:
         panel.axhline(losses[-1], color=COLOURS[2], linestyle=":", linewidth=0.8)
     panel.set_xlabel("forward passes of 64 rows, looks and searches among them")
     panel.set_ylabel("dev loss, lowest so far")
-    panel.legend(fontsize=7)
+    panel.legend(fontsize=7, loc="center right", bbox_to_anchor=(1.0, 0.55))
 
 
 if __name__ == "__main__":

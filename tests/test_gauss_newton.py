@@ -424,6 +424,17 @@ def test_vectors_that_raise_a_class_are_measured_and_the_layers_that_write_the_s
     assert bool((raised.argmax(0) == torch.arange(3)).all())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_fewer_places_than_layers_are_given_to_the_last_layers(count):
+    model = Stream()
+    closure = Scores(model, *rows(count, 5, 3, seed=71))
+    targets = {t.name: t for t in select_targets(model, ("all",))}
+    nudges = Nudges(model, closure, closure.places(), closure.outputs(), 0)
+    names, stream = nudges.writers([*targets.values()], nudges.stream(targets["last.weight"], 1.0))
+    assert bool(stream.isfinite().all()) and "last.weight" in names and len(names) <= count
+
+
 @pytest.mark.parametrize(("classes", "kinds", "rank"), [(2, 2, 16), (6, 2, 16), (8, 2, 16), (8, 1, 6), (2, 2, 3)])
 def test_columns_have_one_meaning_and_directions_are_proposed_along_all_of_them(classes, kinds, rank):
     layout = Layout.of(classes, kinds, rank)

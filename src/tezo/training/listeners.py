@@ -1,14 +1,16 @@
 """Who follows a run: listeners, called after each step and evaluation, and signals, which end it."""
 
+import os
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.step_log import Rollback
-from tezo.system.progress import Work
+from tezo.system.progress import Work, current
 from tezo.tasks.evaluation import Metrics
 from tezo.training.job import Job
 
@@ -68,7 +70,7 @@ class Listener:
 class Interruption:
     """A context manager that records the first SIGTERM or SIGINT; a second signal has its usual effect.
 
-    The run finishes the current step and is saved before the process ends.
+    The run finishes the current step and is saved before the process ends; where its work is shown, that is said.
 
     Attributes:
         signal: the name of the recorded signal, or None.
@@ -87,6 +89,10 @@ class Interruption:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
         self.__exit__()
+        if current().told:  # not by a listener: the line that is interrupted here may hold its lock
+            text = f"\n{self.signal}: the step under way is finished and saved first; a second one ends at once\n"
+            with suppress(OSError):
+                os.write(2, text.encode())
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

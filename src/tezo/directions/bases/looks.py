@@ -95,8 +95,12 @@ class Nudges:
         return gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
 
     def writers(self, targets: Sequence[Target], stream_MC: Tensor) -> tuple[list[str], Tensor]:
-        """Returns (the layers at whose outputs S acts as at the last one, S scaled so that it raises scores by 1)."""
+        """Returns (the layers at whose outputs S acts as at the last one, S scaled so that it raises scores by 1).
+
+        Each layer has places of its own; where these are fewer than the layers, the last ones alone are tried.
+        """
         count, classes = len(self._own.labels_T), stream_MC.shape[1]
+        targets = targets[-count:]
         turn_T = torch.arange(count)
         class_T = (turn_T // len(targets)) % classes
         vectors_TM = PUSH * stream_MC.T[class_T]
