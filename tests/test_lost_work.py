@@ -332,6 +332,7 @@ def test_a_real_signal_to_a_real_process_is_not_swallowed_and_nothing_is_lost(tm
         process.kill()
     assert "swallowed" not in out and f"stopped by {number.name} after step" in error
     if way == "cli":
+        assert f"{number.name}: the step under way is finished and saved first" in error
         assert process.returncode == 128 + number and "--resume" in error and "Traceback" not in error
     else:
         (folder,) = (tmp_path / "temporary").iterdir()

@@ -204,6 +204,16 @@ def test_what_is_left_is_what_the_pace_so_far_says():
         assert (meter.work.done, meter.work.total) == (4, 4), "the phase counts parts"
 
 
+def test_what_is_left_of_a_second_count_is_not_by_the_time_of_the_first():
+    with Meter() as meter, meter.phase("counting twice"):
+        for _ in tracked(range(2), "parts"):
+            time.sleep(0.1)
+        for i in tracked(range(4), "parts"):
+            time.sleep(0.02)
+            if i == 3:
+                assert meter.work.seconds > 0.2 and meter.work.left < 0.06
+
+
 class Stamped(io.StringIO):
     """Text with the time of each line."""
 

@@ -43,7 +43,8 @@ class Work:
 
     Attributes:
         opened: `time.perf_counter()` when the phase was opened.
-        begun: units that were finished then.
+        begun: units that were finished when counting began; it begins anew where fewer are done than before.
+        counted: `time.perf_counter()` then; `counting`: seconds since.
         total: units of the phase; 0: not known.
         unit: of `done` and `total`, in the plural.
         rows: rows that have entered the model.
@@ -52,6 +53,8 @@ class Work:
     name: str
     opened: float
     seconds: float = 0.0
+    counted: float = 0.0
+    counting: float = 0.0
     begun: int = 0
     done: int = 0
     total: int = 0
@@ -63,7 +66,7 @@ class Work:
     def left(self) -> float | None:
         """Seconds that the rest takes at the pace so far; None: not known."""
         made = self.done - self.begun
-        return self.seconds * (self.total - self.done) / made if made > 0 and self.total else None
+        return self.counting * (self.total - self.done) / made if made > 0 and self.total else None
 
 
 Told = Callable[[Work], None]
@@ -104,7 +107,9 @@ class Meter:
     def work(self) -> Work:
         """What the command is doing now; may be read from any thread."""
         phase = self._open[-1]
-        return replace(phase, seconds=time.perf_counter() - phase.opened, passes=phase.rows / self.rows_per_pass)
+        now = time.perf_counter()
+        seconds, counting = now - phase.opened, now - phase.counted
+        return replace(phase, seconds=seconds, counting=counting, passes=phase.rows / self.rows_per_pass)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -124,7 +129,7 @@ class Meter:
         phase = self._open[-1]
         if phase.unit in ("", unit):
             if not phase.unit or done < phase.done:
-                phase.begun = done
+                phase.begun, phase.counted = done, time.perf_counter()
             phase.done, phase.total, phase.unit = done, total, unit
             if done in (0, total) or time.perf_counter() - self._told_at > SELDOM:
                 self._tell()
