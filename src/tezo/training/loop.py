@@ -276,7 +276,6 @@ class Loop:
     def _log_step(self, progress: Progress, told: dict[str, Any]) -> None:
         record, settings = progress.record, self.settings
         taken = record.step + 1
-        self.folder.append_step(record)
         if told or taken % settings.log_every == 0:
             line = {
                 "loss": record.loss,
@@ -288,7 +287,8 @@ class Loop:
                 "memory": progress.memory,
                 **told,
             }
-            self.folder.append_metrics(taken, line)
+            self.folder.append_metrics(taken, line)  # before the log: a step that is in the log is not measured again
+        self.folder.append_step(record)
 
     def _measured_step(self, step: int) -> dict[str, Any]:
         """Takes a step; returns what it found beside its losses, as JSON."""

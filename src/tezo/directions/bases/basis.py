@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -58,9 +57,6 @@ class Basis(ABC):
     version = 0
     """Number of times that factors may have been replaced by others of the same step."""
 
-    told: Mapping[str, Any] = MappingProxyType({})
-    """What the last computation of factors found in the data: JSON, for the log of metrics."""
-
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
         """Takes, once, the matrices to be tuned and the rank of each by name."""
         del targets, ranks
@@ -85,6 +81,11 @@ class Basis(ABC):
         """Returns coefficients of directions, the same for all targets, (J, rank); None: they are random."""
         del refresh_step
         return None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the newest factors were found by, a function of them: JSON, for the log of metrics."""
+        return {}
 
     @property
     def cost(self) -> tuple[int, float]:

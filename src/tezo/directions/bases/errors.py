@@ -40,6 +40,7 @@ rho moves the outputs of layers by about the part rho.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,9 @@ PROJECTIONS = 32
 WEAK = 1e-3
 """Columns of free text whose singular value is a smaller part of the largest are left out."""
 STREAM, PROPOSED = "vectors that raise each class", "coefficients of proposed directions"
-"""The names under which S, and the coefficients of directions, are kept with the factors."""
+SIGNAL, NO_SIGNAL = "signal of each target", -2.0
+"""The names under which S, the coefficients of directions, and signals are kept with the factors; the last is in place
+of a signal that was not measured."""
 
 
 class ErrorBasis(CollectedBasis):
@@ -87,6 +90,14 @@ class ErrorBasis(CollectedBasis):
 
     def set_rows(self, model: nn.Module, rows: RowsOf) -> None:
         self._source = model, rows
+
+    @property
+    def told(self) -> dict[str, Any]:
+        newest = self._collected[max(self._collected)].factors.get(SIGNAL) if self._collected else None
+        if newest is None:
+            return {}
+        signals = zip(self._targets, newest.tolist(), strict=True)
+        return {"signal": {target.name: round(own, 3) for target, own in signals if own > NO_SIGNAL}}
 
     def proposed(self, refresh_step: int) -> Tensor | None:
         return self.collected(refresh_step).factors.get(PROPOSED)
@@ -110,9 +121,13 @@ class ErrorBasis(CollectedBasis):
                 "method.targets, or set method.basis=gaussian."
             )
         if not outputs.shared:
-            return CollectedFactors(self._of_texts(seen, outputs), len(places))
+            return CollectedFactors(self._of_texts(seen, outputs) | self._signals(), len(places))
         nudges = Nudges(model, rows, places, outputs, refresh_step)
-        return CollectedFactors(self._of_labels(seen, outputs, nudges), 3 * len(places))
+        return CollectedFactors(self._of_labels(seen, outputs, nudges) | self._signals(), 3 * len(places))
+
+    def _signals(self) -> dict[str, Tensor]:
+        values = [self.signal.get(target.name, NO_SIGNAL) for target in self._targets]
+        return {SIGNAL: torch.tensor(values, dtype=torch.float64)}
 
     def _regressions(
         self, seen: Seen, names: Sequence[str], error_TE: Tensor
@@ -121,7 +136,6 @@ class ErrorBasis(CollectedBasis):
         distinct = {id(own): regress(own.parts(), error_TE[own.places()]) for own in seen.distinct(names)}
         found = {name: distinct[id(seen.inputs[name])] for name in names}
         self.signal = {name: max(part.signal for part in parts) for name, parts in found.items()}
-        self.told = {"signal": {name: round(signal, 3) for name, signal in self.signal.items()}}
         best = max(self.signal.values())
         return found, min(KEPT_SIGNAL * best, best)  # of rows without a signal it is negative
 
