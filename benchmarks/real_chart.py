@@ -55,7 +55,7 @@ def draw(runs: dict[str, Any], figure: Any) -> None:
         of = [run for run_name, run in runs.items() if run_name.partition(",")[0] == name and "curve" in run]
         for index, run in enumerate(of):
             passes, losses = lowest_so_far(run["curve"])
-            style = {"color": colour, "linestyle": stroke, "linewidth": 2 if name in ("gauss-newton",) else 1.3}
+            style = {"color": colour, "linestyle": stroke, "linewidth": 2 if name == "gauss-newton" else 1.3}
             panel.plot(passes, losses, marker="o", markersize=2.5, label=label if not index else None, **style)
     lora = [run for name, run in runs.items() if name.startswith(LORA)]
     if lora:

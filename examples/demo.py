@@ -47,8 +47,7 @@ def run(example: str, seed: int) -> dict[str, Any]:
         if stop.code:
             sys.exit(stop.code)
     print(answers(json.loads((output / "answers.json").read_text())))
-    print(fine_tuned(example))
-    print("Your own: tezo train --model MODEL --data ROWS.jsonl --output RUN\n", flush=True)
+    print(fine_tuned(example) + "Your own: tezo train --model MODEL --data ROWS.jsonl --output RUN\n", flush=True)
     return json.loads((output / "summary.json").read_text())
 
 
@@ -77,7 +76,7 @@ def fine_tuned(example: str) -> str:
     best = min(own, key=lambda run: run["dev_loss"])["after"]
     return (
         f"LoRA with gradients, at the best of {len(own)} rates, ends at {100 * best['accuracy']:.1f} % and a loss of "
-        f"{best['loss']:.3f} (benchmarks/results/real_tasks.json)."
+        f"{best['loss']:.3f} (benchmarks/results/real_tasks.json).\n"
     )
 
 

@@ -121,13 +121,12 @@ class ErrorBasis(CollectedBasis):
                 "method.targets, or set method.basis=gaussian."
             )
         if not outputs.shared:
-            return CollectedFactors(self._of_texts(seen, outputs) | self._signals(), len(places))
-        nudges = Nudges(model, rows, places, outputs, refresh_step)
-        return CollectedFactors(self._of_labels(seen, outputs, nudges) | self._signals(), 3 * len(places))
-
-    def _signals(self) -> dict[str, Tensor]:
-        values = [self.signal.get(target.name, NO_SIGNAL) for target in self._targets]
-        return {SIGNAL: torch.tensor(values, dtype=torch.float64)}
+            factors, passes = self._of_texts(seen, outputs), len(places)
+        else:
+            nudges = Nudges(model, rows, places, outputs, refresh_step)
+            factors, passes = self._of_labels(seen, outputs, nudges), 3 * len(places)
+        signals = [self.signal.get(target.name, NO_SIGNAL) for target in self._targets]
+        return CollectedFactors(factors | {SIGNAL: torch.tensor(signals, dtype=torch.float64)}, passes)
 
     def _regressions(
         self, seen: Seen, names: Sequence[str], error_TE: Tensor

@@ -47,8 +47,8 @@ def es(
     A run measures rho, the distance at which the text that the model writes becomes less likely by a tenth of a nat a
     token. Defaults are of first trials.
 
-    With `antithetic` each direction has two members, W + rho Z_i and W - rho Z_i, as EGGROLL has them: twice the
-    evaluations a step, and kappa_i is half the difference of theirs.
+    With `antithetic` each direction has two members, W + rho Z_i and W - rho Z_i: twice the evaluations a step, and
+    kappa_i is half the difference of theirs.
     """
     if num_directions < 2:
         raise RequestError(f"method.num_directions is {num_directions}; a population needs at least 2 members.")

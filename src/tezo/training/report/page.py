@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tezo.runs.reader import OUTCOMES, KeptAnswers, RecordedRun, read_run
+from tezo.runs.reader import OUTCOMES, KeptAnswers, RecordedRun, ScoredAnswer, read_run
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, count_text, measured_rows_text, work_text
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import write_file
@@ -162,7 +162,7 @@ def _section(index: int, run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def _extremes(run: RecordedRun) -> list[tuple[str, list[Any]]]:
+def _extremes(run: RecordedRun) -> list[tuple[str, list[ScoredAnswer]]]:
     """Returns ("Best" and "Worst", answers of the last step by their scores); empty where nothing was scored."""
     by_score = sorted(run.scored, key=lambda own: own.score)
     count = min(MOST_EXTREME, len(by_score) // 2)
