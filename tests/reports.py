@@ -34,10 +34,11 @@ def made(
     """A run folder by hand."""
     folder.mkdir(parents=True)
     kappas = kappas or [[(-1.0) ** i] for i in range(len(losses))]
+    directions = len(kappas[0]) if kappas else 1
     (folder / "config.yaml").write_text(f"model: m\ndata: d.jsonl\ntrain: {{steps: {len(losses)}}}\n")
     log = StepLog(
         folder / "steps.log",
-        {"directions": len(kappas[0]), "kinds": ["two-point"], "versions": {"torch": "2"}, "device": "cpu"},
+        {"directions": directions, "kinds": ["two-point"], "versions": {"torch": "2"}, "device": "cpu"},
     )
     for i, (loss, values) in enumerate(zip(losses, kappas, strict=True)):
         probes = tuple(Probe(loss, loss, k) for k in values)

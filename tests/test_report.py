@@ -268,6 +268,31 @@ def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
     assert len(titles) == 4  # nor an evaluation
 
 
+def test_a_run_of_one_step_has_a_page_and_one_of_none_is_refused(tmp_path):
+    shown = reported(tmp_path, made(tmp_path / "run", [1.5], [[0.25]]))
+    assert "1 of 1 step" in " ".join("".join(shown.words).split())
+    refused(tezo("report", made(tmp_path / "none", []), "--output", tmp_path / "no.html"), "no finished step")
+
+
+def test_the_marks_of_a_chart_are_those_that_it_has(run, tmp_path):
+    def caption():
+        (run / "manifest.json").unlink(missing_ok=True)
+        (run / "summary.json").unlink(missing_ok=True)
+        return [chart.caption for chart in charts.metric_charts([read_run(run)])]
+
+    assert all(text.startswith("Rings: dev rows. Squares: test rows") for text in caption())
+    logged = read_log(run / "steps.log")
+    (run / "steps.log").unlink()
+    log = StepLog(run / "steps.log", logged.header)
+    for record in logged.steps:
+        log.append(record)
+    for (split, step), metrics in logged.evaluations.items():
+        if split == "dev":
+            log.append_evaluation(split, step, metrics)
+    log.close()
+    assert set(caption()) == {"Rings: dev rows."}
+
+
 def test_a_run_by_gradient_has_no_kappas(home, tmp_path):
     made(tmp_path / "adam", [2.0, 1.0, 1.5], [[], [], []])
     shown = reported(tmp_path, tmp_path / "adam")
@@ -368,7 +393,7 @@ DAMAGE = {
     "circle": (lambda run: (run / "config.yaml").write_text("a: &a [*a]"), ["config.yaml is no configuration;"]),
     "log": (lambda run: cut(run / "steps.log", 300), ["steps.log", "damaged after step 12"]),
     "no log": (lambda run: (run / "steps.log").write_bytes(b"x"), ["steps.log", "not a step log"]),
-    "no steps": (lambda run: header_only(run / "steps.log", 1), ["steps.log has 0", "needs 2", "--resume"]),
+    "no steps": (lambda run: header_only(run / "steps.log", 1), ["steps.log has no finished step", "--resume"]),
     "metrics": (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'), ["metrics.jsonl", "line 1"]),
     "metrics text": (
         lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "split": "dev", "loss": "<b>"}\n'), ["line 1"]

@@ -151,6 +151,23 @@ def test_other_fields_beside_a_text_are_not_answers():
         assert form_of({"text": "x", own: "a"}).shape == "text"
 
 
+def test_a_field_beside_a_text_with_few_values_is_asked_about():
+    def rows(values):
+        return [Row({"text": "x", "id": i, "kind": value}, f"rows, line {i}") for i, value in enumerate(values)]
+
+    def form(values, **fields):
+        data = DataConfig(train="x", **fields)
+        return choose_format(rows(values), "causal", data, lambda _: "")
+
+    labels = ["bug", "wish", "question"] * 10
+    with pytest.raises(RequestError, match=r"'kind' has 3 values .bug, wish, question.; set data.label=kind"):
+        form(labels)
+    assert form(labels, label="kind").labels == ("bug", "question", "wish")
+    assert form(labels, shape="text").shape == "text"
+    assert form(["one source"] * 30).shape == "text"
+    assert form([f"title {n}" for n in range(30)]).shape == "text"
+
+
 # What was read, shown
 
 

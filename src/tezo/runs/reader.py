@@ -19,7 +19,6 @@ from tezo.system.errors import RequestError
 from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes, read_json, read_object, reading
 
 MOST_ROWS, MAX_LOG_BYTES, MAX_NUMBER, MAX_DIMENSIONS = 1 << 30, 1 << 28, 1e15, 8
-MIN_STEPS = 2
 ROUND = ("own", "promised", "real", "taken")
 """Figures of a round in metrics.jsonl."""
 OUTCOMES = {
@@ -182,7 +181,7 @@ def read_run(folder: Path) -> RecordedRun:
     """Reads a run folder, finished or not.
 
     Raises:
-        RequestError: there is none, a file is damaged, or it has fewer than two steps; the file and fault are named.
+        RequestError: there is none, a file is damaged, or it has no step; the file and fault are named.
     """
     if not folder.is_dir():
         raise RequestError(f"{folder}: there is no such run folder; check the path.")
@@ -197,10 +196,10 @@ def read_run(folder: Path) -> RecordedRun:
             run = _read_files(folder)
     except UntrustedError as error:
         raise RequestError(f"{folder}: {error}; {way_out}.") from None
-    if len(run.records) < MIN_STEPS:
+    if not run.records:
         raise RequestError(
-            f"{folder}: {LOG} has {len(run.records)} finished steps, and a curve needs {MIN_STEPS}; "
-            "go on with tezo train --resume, or leave this run out."
+            f"{folder}: {LOG} has no finished step; go on with tezo train --output {folder} --resume, or leave this "
+            "run out."
         )
     return run
 

@@ -207,7 +207,7 @@ def check_free(output: Path, ways: str = "give another --output, or delete it fi
         raise RequestError("output is -, and standard output takes no folder; give a folder.")
     inside = list(output.iterdir()) if output.is_dir() else []
     if not all(map(_is_leftover, inside)) or (output.exists() and not output.is_dir()):
-        raise RequestError(f"output: {output} is in use; {ways}.")
+        raise RequestError(f"output: {output} exists already; {ways}.")
     for path in inside:
         with storing(path):
             remove(path)

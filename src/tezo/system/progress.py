@@ -27,6 +27,7 @@ DIRECTIONS, FEEDBACK = "trying directions for each row", "looking for layers tha
 RHO, RATE, BASIS = "measuring rho", "searching the learning rate", "looking at inputs for a basis"
 BEFORE, STEPS, BETWEEN, AFTER = "evaluating before", "steps", "evaluating between steps", "evaluating after"
 WRITING, EVALUATING = "writing answers", "evaluating"
+FITTING = "fitting a bias and a probe to the untuned model"
 SAVING, ASKING_PEFT, UPLOADING = "saving", "checking the adapter in PEFT", "uploading"
 TIMING = "timing a forward pass"
 KEPT, FORECAST = "counting what each method keeps", "forecasting the memory of training without values"

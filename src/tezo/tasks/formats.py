@@ -34,6 +34,9 @@ TEMPLATES: dict[Kind, str] = {
 MOST_DECIMALS = 20
 """Labels that may be numbers with decimals; more of them are measurements, and no classes."""
 
+MOST_CLASSES, REPEATED = 20, 5
+"""Values of a field beside plain text that may be labels, and rows that each of them has on average."""
+
 LIKE = 0.8
 """Likeness, of `difflib`, from which a field's name may be meant for another; that of "lable" and "label"."""
 
@@ -137,7 +140,7 @@ def choose_format(
     if data.shape == "auto" and shape == "text" and (data.label_words or classes):
         shape = "label"  # without its label, which is asked for
     if data.shape == "auto" and shape == "text":
-        _check_text_alone(rows[0], data)
+        _check_text_alone(rows, data)
     if shape == "label":
         return _label_format(rows, kind, data, classes)
     for key in ("template", "label_words"):
@@ -175,8 +178,9 @@ def shape_of(row: Row, data: DataConfig) -> str | None:
     return next((shape for name, shape in by_field.items() if row.get(name) is not None), None)
 
 
-def _check_text_alone(row: Row, data: DataConfig) -> None:
-    """Refuses rows of plain text of which a setting or a field's name says that there is an answer too."""
+def _check_text_alone(rows: Sequence[Row], data: DataConfig) -> None:
+    """Refuses rows of plain text of which a setting, a field's name or its values say that there is an answer too."""
+    row = rows[0]
     alone = f"or data.shape=text to learn {data.text!r} alone"
     for name in ("label", "prompt", "completion", "messages"):
         value = getattr(data, name)
@@ -194,6 +198,15 @@ def _check_text_alone(row: Row, data: DataConfig) -> None:
         else:
             continue
         raise RequestError(f"{row.where}: beside {data.text!r} there is the field {own!r}; set {ways}, {alone}.")
+    for own in others:
+        values = Counter(str(one.fields.get(own)).strip() for one in rows)
+        if 1 < len(values) <= MOST_CLASSES and len(rows) >= REPEATED * len(values):
+            most = [name for name, _ in values.most_common(3)]
+            raise RequestError(
+                f"{row.where}: beside {data.text!r} the field {own!r} has {len(values)} values "
+                f"({', '.join(most)}{', ...' * (len(values) > len(most))}); set data.label={own} to learn them as "
+                f"labels, {alone}."
+            )
 
 
 def _is_near(own: str, name: str) -> bool:

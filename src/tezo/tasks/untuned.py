@@ -16,7 +16,7 @@ from tezo.directions.outputs import Outputs, fitted_bias
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
-from tezo.system.progress import EVALUATING, current
+from tezo.system.progress import FITTING, current
 from tezo.tasks.evaluation import Metrics, by_example, check_finite, choice_metrics, option_scores
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.row_files import DataConfig
@@ -49,12 +49,13 @@ def untuned(
         RequestError: the input of the model's output head cannot be read.
     """
     objective.adapt(model, [*train, *rows])
-    with objective.sharing(model), float32_on_emulating_cpu(model):
-        own = torch.stack(option_scores(model, objective, train, batch_size))
-        biased = torch.stack(option_scores(model, objective, rows, batch_size))
+    with objective.sharing(model), float32_on_emulating_cpu(model), current().phase(FITTING):
+        scores_BO = torch.stack(option_scores(model, objective, [*train, *rows], batch_size))
+        probe_BO = probed(model, objective, train, rows, batch_size)
+    own, biased = scores_BO[: len(train)], scores_BO[len(train) :]
     labels_B = torch.tensor([e.example.label for e in train])
     biased = biased + fitted_bias(Outputs(own, labels_B, torch.arange(len(train)), shared=True))
-    scores = {BIAS: biased, PROBE: probed(model, objective, train, rows, batch_size)}
+    scores = {BIAS: biased, PROBE: probe_BO}
     return {
         name: choice_metrics(list(table), table.argmax(1).tolist(), rows, shared=True) for name, table in scores.items()
     }
@@ -78,8 +79,7 @@ def measure_untuned(
     train, test = (
         [objective.encode(form.example(row)) for row in part] for part in (rows.train, rows.test or rows.dev)
     )
-    with current().phase(EVALUATING):
-        found = untuned(loaded.model, objective, train, test, batch_size)
+    found = untuned(loaded.model, objective, train, test, batch_size)
     return found, {"train": len(train), "test": len(test)}
 
 
@@ -90,8 +90,9 @@ def probed(
 
     The penalty is the one of `PENALTIES` with the least loss by cross-validation over the training rows.
     """
-    train_BD, rows_BD = (features(model, objective, part, batch_size) for part in (train, rows))
-    check_finite({"sum of features": float(train_BD.sum() + rows_BD.sum())}, model)
+    all_BD = features(model, objective, [*train, *rows], batch_size)
+    check_finite({"sum of features": float(all_BD.sum())}, model)
+    train_BD, rows_BD = all_BD[: len(train)], all_BD[len(train) :]
     labels_B = torch.tensor([e.example.label for e in train])
     center_D, scale_D = train_BD.mean(0), train_BD.std(0).clamp_min(1e-12)
     x_BD, options = (train_BD - center_D) / scale_D, len(objective.options)

@@ -214,7 +214,7 @@ def _loss_caption(series: Sequence[Series], half: int, outside: int) -> str:
 def metric_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Returns a chart for each of the first metrics of evaluations but the loss, where a run has at least two."""
     names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e.metrics if name != "loss")
-    caption = "Rings: dev rows. Squares: test rows, at the end with the parameters that were kept."
+    marks = {"dev": "Rings: dev rows.", "test": "Squares: test rows, at the end with the parameters that were kept."}
     charts = []
     for name in [*names][:MAX_METRICS]:
         series = []
@@ -222,6 +222,7 @@ def metric_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
             for split, points in metric_points(run, name).items():
                 series.append(Series(run.name, split, i, "test" if split == "test" else "dev", subsample(points)))
         if any(len(one.points) > 1 for one in series):
+            caption = " ".join(text for style, text in marks.items() if style in {one.style for one in series})
             charts.append(Chart(f"{name} at evaluations", "steps", name, series, caption))
     return charts
 
