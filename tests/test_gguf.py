@@ -220,6 +220,12 @@ def test_parts_other_files_and_missing_ones_are_one_sentence(tiny_file, tmp_path
         load_model(str(whole), quantization="nf4")
 
 
+def test_a_transformers_that_reads_few_quantizations_is_named(tiny_file, monkeypatch):
+    monkeypatch.setattr("tezo.models.gguf.transformers.__version__", "5.17.0")
+    with pytest.raises(RequestError, match=r"reads from 5.18 on, and 5.17.0 is installed; upgrade it"):
+        load_model(str(tiny_file))
+
+
 def test_the_extra_is_named_where_it_is_missing(tiny_file, monkeypatch):
     from tezo.models import gguf as gguf_files
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
@@ -34,6 +35,9 @@ _WHOLE_WORDS = {
 """Names of tokenizers that take a word of the vocabulary whole, and begin with BOS unless the file says otherwise."""
 
 GGUF_FILE = "adapter.gguf"
+
+OLDEST = "5.18"
+"""Version of transformers from which it reads all quantizations; 5.17 reads Q8_0 and three others."""
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -65,8 +69,11 @@ def check_gguf_file(path: Path) -> None:
     lacking = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
     if lacking:
         raise RequestError(f"{what} is GGUF, which needs the package {lacking[0]}: pip install 'tezo[gguf]'.")
-    if not hasattr(transformers, "GgufConfig"):
-        raise RequestError(f"{what} is GGUF, which transformers {transformers.__version__} cannot unpack; upgrade it.")
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise RequestError(
+            f"{what} is GGUF, which transformers reads from {OLDEST} on, and {transformers.__version__} is installed; "
+            "upgrade it, or give the model's folder with safetensors."
+        )
     metadata, header = _read_header(path)
     kind = metadata.get("general.type", "model")
     if kind != "model":
