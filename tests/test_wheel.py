@@ -1,7 +1,8 @@
-"""The wheel, in an environment that has the core dependencies and none of the extras."""
+"""The wheel, in an environment that has the core dependencies, and those extras that a test asks for."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from folders import label_rows, write_rows
+import torch
+from folders import label_rows, needs_smollm2, write_rows
 
+from tezo.models.loading import load_model
 from tezo.training.config import recipe_names
 
 ROOT = Path(__file__).parents[1]
@@ -25,8 +28,8 @@ EXTRAS = {
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def ran(*command: object, **more) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500, check=False, **more)
+def ran(*command: object, timeout: float = 500, **more) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, check=False, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -94,3 +97,63 @@ def test_without_extras_it_trains_the_embedded_encoder_on_a_csv(environment, tmp
     answers = ("predict", "run", "--input", "rows.csv", "--output", "answers.jsonl")
     ran(environment / "tezo", *answers, cwd=tmp_path, env=own_environment())
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 32
+
+
+@pytest.fixture
+def with_gguf(environment):
+    """The environment with what the extra `gguf` brings."""
+    for package in ("gguf", "accelerate"):
+        for path in Path(sysconfig.get_path("purelib")).glob(f"{package}[!a-z_]*"):
+            (environment.parent.parent / "core" / path.name).symlink_to(path)
+        link = environment.parent.parent / "core" / package
+        link.symlink_to(Path(sysconfig.get_path("purelib")) / package)
+    yield environment
+    for path in (environment.parent.parent / "core").iterdir():
+        if path.name.partition("-")[0] in ("gguf", "accelerate"):
+            path.unlink()
+
+
+def readme_blocks(language: str) -> list[str]:
+    """The blocks of the README in this language; "": those without one."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return [block for found, block in re.findall(r"```(\w*)\n(.*?)```", text, flags=re.S) if found == language]
+
+
+@needs_smollm2
+@pytest.mark.model
+@pytest.mark.timeout(900)
+def test_the_readmes_example_prints_what_it_says_and_its_adapter_is_the_run_in_peft(with_gguf, tmp_path):
+    from peft import PeftModel
+
+    shutil.copytree(ROOT / "examples/issues", tmp_path / "examples/issues")
+    more = """
+import torch
+batch = run.tokenizer("Add a dark theme", return_tensors="pt")
+with torch.no_grad():
+    torch.save(run.model(**batch).logits, "tuned.pt")
+"""
+    (tmp_path / "readme.py").write_text(readme_blocks("python")[0] + more)
+    printed = ran(with_gguf / "python", "readme.py", cwd=tmp_path, env=own_environment(), timeout=850).splitlines()
+    said = readme_blocks("")[1].splitlines()
+    assert printed[2:] == said[2:], "the answers"
+    for own, other in zip(printed[:2], said[:2], strict=True):  # other threads and versions round otherwise
+        assert own.split()[0] == other.split()[0]
+        assert abs(int(own.split()[1]) - int(other.split()[1])) <= 5
+    base = load_model("embedded:smollm2-135m")
+    batch = base.tokenizer("Add a dark theme", return_tensors="pt")
+    with torch.no_grad():
+        plain, tuned = base.model(**batch).logits, torch.load(tmp_path / "tuned.pt")
+        loaded = PeftModel.from_pretrained(base.model, tmp_path / "adapter")(**batch).logits
+    assert (tuned - plain).abs().max() > 1e-2
+    assert (tuned - loaded).abs().max() < 1e-3
+
+
+@needs_smollm2
+@pytest.mark.model
+def test_the_readmes_command_for_own_rows_works(with_gguf, tmp_path):
+    write_rows(tmp_path / "rows.csv", label_rows(24))
+    line = next(line for line in readme_blocks("")[2].splitlines() if "--data rows.csv" in line).partition("#")[0]
+    words = line.replace("MODEL", "embedded:smollm2-135m").split()
+    ran(with_gguf / words[0], *words[1:], "--steps", 1, "--set", "data.max_length=32", cwd=tmp_path,
+        env=own_environment())  # fmt: skip
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 1
