@@ -24,6 +24,7 @@ from tezo.forward.engine import NOTHING, Asked
 from tezo.forward.perturbed_parameter import Shift
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
+from tezo.training.dry_run import dry_run
 from tezo.training.job import prepare
 from tezo.training.loop import train as run_config
 from tezo.training.replay import replay
@@ -336,3 +337,11 @@ def test_nothing_of_an_adapter_is_in_any_folder(home, tmp_path, monkeypatch):
     assert math.isfinite(float(job.optimizer.step(closure)))
     assert list((tmp_path / "temporary").iterdir()) == []
     job.optimizer.close()
+
+
+@engine
+def test_a_dry_run_does_not_count_a_model_that_torch_does_not_hold(home):
+    found = dry_run(config(home, model="packed.gguf"))
+    assert set(found["memory"]) == {"factors", "peak"} and found["passes"] > 0
+    model = ("train", "--model", home / "packed.gguf", "--data", home / "labels.jsonl", "--engine", "llama.cpp")
+    assert "the model in llama.cpp, fixed factors" in tezo(*model, "--dry-run").out

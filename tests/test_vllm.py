@@ -24,8 +24,8 @@ from torch import nn
 
 import tezo as package
 from tezo.engines import load
-from tezo.engines.vllm import OWN, Answer, Prompt, Vllm, is_left, prompts_of, told_of, uniform
-from tezo.forward.engine import NOTHING, Asked
+from tezo.engines.vllm import OWN, Answer, Prompt, Server, Vllm, is_left, prompts_of, told_of, uniform
+from tezo.forward.engine import NOTHING, Asked, EngineLostError
 from tezo.models.kinds import ModelConfig
 from tezo.models.lora import Adapter, attach_adapter
 from tezo.system.errors import RequestError
@@ -359,3 +359,17 @@ def test_vllm_that_is_not_installed_is_named(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(RequestError, match="vllm, which is not installed"):
         load(ModelConfig(name=str(home / "tiny"), engine="vllm"))
+
+
+def test_a_server_that_does_not_answer_is_said_once_and_asked_again(monkeypatch, caplog):
+    answers = iter([EngineLostError("The server does not answer."), EngineLostError("Nor now."), "here"])
+
+    def ask():
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr("tezo.engines.vllm.FIRST_WAIT", 0.01)
+    assert object.__new__(Server)._again(ask) == "here"
+    assert caplog.messages == ["The server does not answer. It is asked again for 300 s."]

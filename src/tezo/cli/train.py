@@ -126,7 +126,10 @@ def _print_dry_run(found: dict[str, Any]) -> None:
     rows.append(("steps", f"{', '.join(steps)}; {found['num_forward_passes']} forward passes"))
     for key, count in found["measured"].items():
         rows.append(("measured", f"{key} at the start, by up to {count} forward pass{'es' * (count > 1)}"))
-    made = f"the model {memory['model']}, fixed factors {memory['factors']}"
+    model = (
+        f"the model {memory['model']}" if "model" in memory else f"the model in {found['settings']['model']['engine']}"
+    )
+    made = f"{model}, fixed factors {memory['factors']}"
     parts = f"preparation {times['preparation']}, measurements {times['measurements']}"
     by = f"by one pass of {seconds['timed pass']:.3f} s; {found['hardware']}"
     rows.append(("memory", f"{memory['peak']} at the peak; {made}"))

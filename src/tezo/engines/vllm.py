@@ -6,6 +6,7 @@ never used before: what vLLM has cached of prompts under an earlier adapter is o
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -33,10 +34,12 @@ from tezo.models.loading import LoadedModel
 from tezo.models.lora import Adapter, save_adapter
 from tezo.system.errors import RequestError
 
+logger = logging.getLogger(__name__)
+
 AT_ONCE = 8
 """Changes that are computed side by side; vLLM puts as many of them into a batch as its max_loras allows."""
-SECONDS_OF_A_RESTART = 300.0
-"""For how long a server that does not answer is asked again."""
+SECONDS_OF_A_RESTART, FIRST_WAIT = 300.0, 0.5
+"""For how long a server that does not answer is asked again, and the first wait; each is twice the one before."""
 MOST_FAILURES = 2
 """Times that a server may answer that it failed before it is believed."""
 SECONDS_TO_CONNECT, SECONDS_OF_AN_ANSWER = 5.0, 600.0
@@ -364,7 +367,7 @@ class Server(Vllm):
 
     def _again(self, ask: Callable[[], T]) -> T:
         """Returns what is answered: asked again where the server has been started anew, and has no adapter any more."""
-        begun, wait, failures = time.monotonic(), 0.5, 0
+        begun, wait, failures = time.monotonic(), FIRST_WAIT, 0
         while True:
             try:
                 return ask()
@@ -372,6 +375,8 @@ class Server(Vllm):
                 failures += isinstance(error, _FailedError)
                 if failures > MOST_FAILURES or time.monotonic() - begun > SECONDS_OF_A_RESTART:
                     raise
+                if wait == FIRST_WAIT:
+                    logger.warning("%s It is asked again for %.0f s.", error, SECONDS_OF_A_RESTART)
                 time.sleep(wait)
                 wait = min(2 * wait, 10.0)
 

@@ -56,9 +56,10 @@ def dry_run(config: Config) -> dict[str, Any]:
 
     Returns:
         JSON: the forward "passes" that were made; the resolved "settings"; those that are "measured" at the start, with
-        their forward passes at most; the "plan" of every parameter; "memory" in bytes (of the model, of fixed factors,
-        and a forecast of the peak); and "seconds" (of the preparation and the timed pass, and forecasts of one step of
-        each kind, the measurements, the evaluations and the whole run). Times are those of this machine as it is now.
+        their forward passes at most; the "plan" of every parameter; "memory" in bytes (of the model, where torch holds
+        it, of fixed factors, and a forecast of the peak); and "seconds" (of the preparation and the timed pass, and
+        forecasts of one step of each kind, the measurements, the evaluations and the whole run). Times are those of
+        this machine as it is now.
 
     Raises:
         RequestError: the run could not start.
@@ -194,4 +195,5 @@ def _memory(job: Job, before: int) -> dict[str, int]:
     else:
         kept, copies = sum(first_order_kept(job.model)), 1
     peak = after + (copies - 1) * max(0, after - before) + kept
-    return {"model": stored_bytes(job.model), "factors": factors, "peak": peak}
+    own = {"model": stored_bytes(job.model)} if job.loaded.engine is None else {}
+    return {**own, "factors": factors, "peak": peak}
