@@ -38,27 +38,32 @@ def reward_samples() -> str:
     return grid(["before", "after"], [[" ".join(s[k].split()) for k in ("before", "after")] for s in run["samples"]])
 
 
-def reward_form() -> str:
-    """JSON with given keys: the share of exact answers to unseen prompts, what was forgotten, and the speed."""
-    found = read("reward_form")
-    rows = [[f"untuned, {name}", "", f"{100 * share:.1f} %", "", ""] for name, share in found["untuned"].items()]
-    for name, run in found["runs"].items():
-        own = run["own_answers"]
-        rows.append(
-            [
-                name,
-                f"{run['before']['reward']:.3f} to {run['after']['reward']:.3f}",
-                f"{100 * run['exact_after']:.1f} %",
-                f"{own[1] - own[0]:.2f}",
-                f"{run['answers_a_second_in_steps']:.1f}, {run['plain_answers_a_second']:.1f}",
-            ]
-        )
-    heads = ["", "reward", "exact answers", "forgotten, nats a token", "answers a second in steps, plainly"]
-    settings = "; ".join(
-        f"{name}: " + ", ".join(f"{key} {value}" for key, value in own.items())
-        for name, own in found["settings"].items()
-    )
-    ran = dict.fromkeys(machine(run) for run in found["runs"].values())
-    return (
-        grid(heads, rows) + f"\n{found['model']}. {settings}. `python benchmarks/reward_form.py`; {'; '.join(ran)}.\n"
-    )
+def reward_tasks() -> str:
+    """Exact answers to unseen prompts of each task, what was forgotten, and the speed."""
+    found = read("reward_tasks")
+    rows, settings, ran = [], [], {}
+    for task, own in found["tasks"].items():
+        for name, share in own["untuned"].items():
+            rows.append([task, f"untuned, {name}", "", f"{100 * share:.1f} %", "", "", ""])
+        for name, run in own["runs"].items():
+            said = run["own_answers"]
+            other = [run.get("untouched_loss_before"), run.get("untouched_loss")]
+            rows.append(
+                [
+                    task,
+                    name,
+                    f"{run['before']['reward']:.3f} to {run['after']['reward']:.3f}",
+                    f"{100 * run['exact_after']:.1f} %",
+                    f"{said[1] - said[0]:.2f}",
+                    f"{other[0]:.2f} to {other[1]:.2f}" if None not in other else "not measured",
+                    f"{run['answers_a_second_in_steps']:.1f}, {run['plain_answers_a_second']:.1f}",
+                ]
+            )
+            ran[machine(run)] = None
+        each = [f"{name}: " + ", ".join(f"{key} {value}" for key, value in said.items())
+                for name, said in own["settings"].items()]  # fmt: skip
+        settings.append(f"{task}: {'; '.join(each)}")
+    heads = ["task", "", "reward", "exact answers", "forgotten, nats a token", "loss of an untouched task",
+             "answers a second in steps, plainly"]  # fmt: skip
+    command = "`python benchmarks/reward_tasks.py`"
+    return grid(heads, rows) + f"\n{found['model']}. {'. '.join(settings)}. {command}; {'; '.join(ran)}.\n"
