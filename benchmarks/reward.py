@@ -3,20 +3,25 @@
     python benchmarks/reward.py --shared FOLDER [--json benchmarks/results/reward.json]
 
 One run for each method, way to decode, perturbation scale and seed, a minute or two each; about as many evaluations of
-the reward in all of them. Does what the file does not have.
+the reward in all of them. "By ranks" is `es` whose members count by their rank instead of their mean above others, which
+the library does not have: it went no further. Does what the file does not have.
 """
 
 import argparse
 import json
 import runpy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tezo_studies.bench.result_files import commit
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tezo
+from tezo.optim.estimators.population import Population
 from tezo.runs.environment import hardware, versions
 from tezo.system.progress import quiet_libraries
 
@@ -25,9 +30,10 @@ SETTINGS = {
     "head-feedback": {"lr": 1e-3, "steps": 60},
     "es": {"steps": 8},
     "es, constant rate": {"steps": 8, "schedule": "constant"},
+    "es, by ranks": {"steps": 8},
     "es, antithetic": {"steps": 8, "num_directions": 8, "antithetic": True},
 }
-OURS = ("es", "es, constant rate", "es, antithetic")
+OURS = ("es", "es, constant rate", "es, antithetic", "es, by ranks")
 MOST_TOKENS = 24
 RUNS = [
     *((name, temperature, "auto", seed) for name in OURS for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
@@ -60,12 +66,26 @@ def main() -> None:
         print(what, found[0]["before"], found[0]["after"], flush=True)
 
 
+class Ranked(Population):
+    """kappa_i = rho (rank_i - mean rank) / their spread, where members with equal scores share their mean rank."""
+
+    def kappas(self, losses_PN: Tensor) -> list[float]:
+        above_P = (losses_PN - losses_PN.nanmean(0)).nanmean(1).nan_to_num(0.0)
+        below_PP, same_PP = above_P < above_P[:, None], above_P == above_P[:, None]
+        rank_P = below_PP.sum(1) + (same_PP.sum(1) - 1).double() / 2
+        rank_P -= rank_P.mean()
+        spread = float(rank_P.square().sum() / max(1, len(rank_P) - 1)) ** 0.5
+        return [0.0] * len(rank_P) if spread == 0 else (self.rho * rank_P / spread).tolist()
+
+
 def measured(model: str, what: dict[str, Any]) -> dict[str, Any]:
     """How a run ended, and what the model writes before and after it."""
     parts = {part: str(EXAMPLE / f"{part}.jsonl") for part in ("dev", "test")}
     reward = f"{EXAMPLE / 'score.py'}:happy"
-    run = tezo.train(model, str(EXAMPLE / "train.jsonl"), reward=reward, max_new_tokens=MOST_TOKENS, **parts,
-                     **SETTINGS[what["method"]], **what | {"method": what["method"].partition(",")[0]})  # fmt: skip
+    members = patch("tezo.optim.methods.es.Population", Ranked) if "ranks" in what["method"] else nullcontext()
+    with members:
+        run = tezo.train(model, str(EXAMPLE / "train.jsonl"), reward=reward, max_new_tokens=MOST_TOKENS, **parts,
+                         **SETTINGS[what["method"]], **what | {"method": what["method"].partition(",")[0]})  # fmt: skip
     after = stories(run.model, run.tokenizer)
     before = stories(AutoModelForCausalLM.from_pretrained(model), run.tokenizer)
     entry = {key: run.summary[key] for key in KEYS}
