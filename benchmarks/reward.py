@@ -3,8 +3,8 @@
     python benchmarks/reward.py --shared FOLDER [--json benchmarks/results/reward.json]
 
 One run for each method, way to decode, perturbation scale and seed, a minute or two each; about as many evaluations of
-the reward in all of them. "By ranks" is `es` whose members count by their rank instead of their mean above others, which
-the library does not have: it went no further. Does what the file does not have.
+the reward in all of them. "By ranks" is `es` whose members count by their rank instead of how far they are above the
+mean; the library does not have it. Does what the file does not have.
 """
 
 import argparse
