@@ -24,6 +24,7 @@ LINES = {
     "fzoo": ("FZOO", "#999999", ":"),
 }
 """Beginning of a run's name -> (name in the figure, colour, stroke)."""
+OURS = ("gauss-newton", "head-feedback")
 
 
 def main() -> None:
@@ -49,14 +50,16 @@ def lowest_so_far(curve: list[tuple[float, float]]) -> tuple[list[float], list[f
 
 def draw(runs: dict[str, Any], figure: Any) -> None:
     """A line for each run, of one colour for each method, and LoRA's at its best rate, with the level of its end."""
-    figure.set_size_inches(6.4, 3.4)
+    figure.set_size_inches(7.6, 3.4)
     panel = figure.subplots()
     for name, (label, colour, stroke) in LINES.items():
         of = [run for run_name, run in runs.items() if run_name.partition(",")[0] == name and "curve" in run]
         for index, run in enumerate(of):
             passes, losses = lowest_so_far(run["curve"])
             style = {"color": colour, "linestyle": stroke, "linewidth": 2 if name == "gauss-newton" else 1.3}
-            panel.plot(passes, losses, marker="o", markersize=2.5, label=label if not index else None, **style)
+            if name in OURS:
+                style |= {"marker": "o", "markersize": 2.5}
+            panel.plot(passes, losses, label=label if not index else None, **style)
     lora = [run for name, run in runs.items() if name.startswith(LORA)]
     if lora:
         passes, losses = lowest_so_far(min(lora, key=lambda run: run["dev_loss"])["curve"])
@@ -64,7 +67,7 @@ def draw(runs: dict[str, Any], figure: Any) -> None:
         panel.axhline(losses[-1], color=COLOURS[2], linestyle=":", linewidth=0.8)
     panel.set_xlabel("forward passes of 64 rows, looks and searches among them")
     panel.set_ylabel("dev loss, lowest so far")
-    panel.legend(fontsize=7, loc="center right", bbox_to_anchor=(1.0, 0.55))
+    figure.legend(fontsize=7, loc="outside right center")
 
 
 if __name__ == "__main__":
