@@ -26,17 +26,20 @@ from tezo.runs.environment import hardware, versions
 from tezo.system.progress import quiet_libraries
 
 EXAMPLE = Path(__file__).parents[1] / "examples/reward"
-SETTINGS = {
+DECAYS = (0.0, 0.02, 0.05)
+SETTINGS: dict[str, dict[str, Any]] = {
     "head-feedback": {"lr": 1e-3, "steps": 60},
     "es": {"steps": 8},
     "es, constant rate": {"steps": 8, "schedule": "constant"},
     "es, by ranks": {"steps": 8},
+    **{f"es, 16 steps, weight decay {decay:g}": {"steps": 16, "weight_decay": decay} for decay in DECAYS},
     "es, antithetic": {"steps": 8, "num_directions": 8, "antithetic": True},
 }
 OURS = ("es", "es, constant rate", "es, antithetic", "es, by ranks")
 MOST_TOKENS = 24
 RUNS = [
     *((name, temperature, "auto", seed) for name in OURS for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
+    *((f"es, 16 steps, weight decay {decay:g}", 0.0, "auto", seed) for decay in DECAYS for seed in (0, 1, 2)),
     *(("head-feedback", temperature, 1e-2, seed) for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
     *(("head-feedback", temperature, 1e-3, 0) for temperature in (0.0, 1.0)),
 ]
