@@ -29,11 +29,11 @@ EXAMPLE = Path(__file__).parents[1] / "examples/reward"
 DECAYS = (0.0, 0.02, 0.05)
 SETTINGS: dict[str, dict[str, Any]] = {
     "head-feedback": {"lr": 1e-3, "steps": 60},
-    "es": {"steps": 8},
-    "es, constant rate": {"steps": 8, "schedule": "constant"},
-    "es, by ranks": {"steps": 8},
+    "es": {"steps": 8, "weight_decay": 0.0},
+    "es, constant rate": {"steps": 8, "weight_decay": 0.0, "schedule": "constant"},
+    "es, by ranks": {"steps": 8, "weight_decay": 0.0},
     **{f"es, 16 steps, weight decay {decay:g}": {"steps": 16, "weight_decay": decay} for decay in DECAYS},
-    "es, antithetic": {"steps": 8, "num_directions": 8, "antithetic": True},
+    "es, antithetic": {"steps": 8, "weight_decay": 0.0, "num_directions": 8, "antithetic": True},
 }
 OURS = ("es", "es, constant rate", "es, antithetic", "es, by ranks")
 MOST_TOKENS = 24

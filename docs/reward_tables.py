@@ -15,12 +15,15 @@ def reward() -> str:
             run["rho"] if run["rho"] == "auto" else f"{run['rho']:g}",
             f"{run['seed']}",
             *(f"{run[when]['reward']:.3f}" for when in ("before", "after")),
+            f"{-run['dev_loss']:.3f}",
+            f"{said[1] - said[0]:.2f}" if (said := run.get("own_answers")) else "",
             f"{run['kept_step']} of {run['steps']}",
             f"{run['num_forward_passes']}",
         ]
         for run in sorted(results["runs"], key=_order)
     ]
-    heads = ["method", "completions", "`rho`", "seed", "before", "after", "step kept", "evaluations in steps"]
+    heads = ["method", "completions", "`rho`", "seed", "before", "after", "dev, at its best", "forgotten, nats a token",
+             "step kept", "evaluations in steps"]  # fmt: skip
     settings = "; ".join(
         f"`{method}`: " + ", ".join(f"{key} {value}" for key, value in own.items())
         for method, own in results["settings"].items()

@@ -579,12 +579,17 @@ def _prefix(rule: str) -> str:
     return "update/" if rule == TWO_POINT else f"{rule}/"
 
 
-class Basic(TypedDict, total=False):
-    """Options of every method; see `ZerothOrderOptimizer`."""
+class Least(TypedDict, total=False):
+    """Options of every method whose default is that of `ZerothOrderOptimizer`."""
 
-    weight_decay: float
     targets: Sequence[str]
     seed: int
+
+
+class Basic(Least, total=False):
+    """Options of most methods; see `ZerothOrderOptimizer`."""
+
+    weight_decay: float
 
 
 class Common(Basic, total=False):

@@ -149,7 +149,7 @@ def prepare(
     Raises:
         RequestError: an option is unknown or wrong, or the model cannot be tuned this way.
     """
-    config = parse_method(method, options, float(options.get("weight_decay", 0.0)))
+    config = parse_method(method, options)
     size = getattr(closures(0), "examples", 1)
     config = replace(config, train=replace(config.train, steps=steps, batch_size=size, seed=seed))
 

@@ -22,7 +22,7 @@ from tezo.training.schedule import KEYS
 logger = logging.getLogger(__name__)
 
 
-def parse_method(name: str, options: Mapping[str, Any], weight_decay: float) -> Config:
+def parse_method(name: str, options: Mapping[str, Any]) -> Config:
     """A configuration with this method and these options, whose other settings are at their defaults.
 
     `feedback_first` and `feedback_last`, which are settings of a run, may be among the options.
@@ -32,7 +32,7 @@ def parse_method(name: str, options: Mapping[str, Any], weight_decay: float) -> 
     """
     if name not in METHODS:
         raise RequestError(f"method is {name!r}, which is no method by forward passes. {nearest(name, METHODS)}")
-    own = {"weight_decay": weight_decay} | {key: value for key, value in options.items() if key not in KEYS}
+    own = {key: value for key, value in options.items() if key not in KEYS}
     return parse_config(
         {
             "model": {"name": IN_MEMORY},

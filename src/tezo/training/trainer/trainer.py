@@ -73,7 +73,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         self.tuner: ZerothOrderOptimizer | None = None
         self.optimizer: Any = None
         own = forward_only(args)
-        self._settings = parse_method(method, method_options or {}, own.weight_decay)
+        self._settings = parse_method(method, {"weight_decay": own.weight_decay} | dict(method_options or {}))
         self._micro_batches: list[Any] = []
         self._resumed: Checkpoint | None = None
         self._why_not_in_peft: str | None = None
