@@ -16,7 +16,7 @@ def executed(folder: Path, model: str) -> nbformat.NotebookNode:
     found = nbformat.read(NOTEBOOK, as_version=4)
     for cell in found.cells:
         cell.source = cell.source.replace(MODEL, model)
-    NotebookClient(found, timeout=800, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(found, timeout=1400, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
     return found
 
 
@@ -50,7 +50,7 @@ def test_the_notebook_runs_on_a_tiny_model(tmp_path):
 @needs_smollm2
 @pytest.mark.slow
 @pytest.mark.model
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_notebook_runs_as_it_is(tmp_path):
     (tmp_path / "issues").symlink_to(NOTEBOOK.parent / "issues")
     checked(executed(tmp_path, MODEL))
