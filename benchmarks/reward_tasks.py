@@ -51,8 +51,13 @@ FORMS = ("{} lives in {}.", "The home of {} is {}.", "{} moved to {} last year."
 PARTS = {"train": 96, "dev": 24, "test": 96}
 METHODS: dict[str, dict[str, Any]] = {
     "es": {"steps": 60, "num_directions": 12},
-    "es without weight decay": {"steps": 60, "num_directions": 12, "weight_decay": 0.0},
-    "es without, constant rate": {"steps": 60, "num_directions": 12, "weight_decay": 0.0, "schedule": "constant"},
+    "es without decay": {"steps": 60, "num_directions": 12, "weight_decay": 0.0},
+    "es without decay at a constant rate": {
+        "steps": 60,
+        "num_directions": 12,
+        "weight_decay": 0.0,
+        "schedule": "constant",
+    },
     "head-feedback": {"steps": 30, "num_directions": 12},
 }
 """Method -> its settings: as many answers in all of one as of the other, for head-feedback scores both signs."""
