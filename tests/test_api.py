@@ -522,9 +522,9 @@ def test_other_requests_that_cannot_work(home, tmp_path, monkeypatch):
     with pytest.raises(RequestError, match="not a run folder"):
         tezo.open_run(home / "opt")
     run = trained(output=tmp_path / "run")
-    with pytest.raises(RequestError, match="in use"):
+    with pytest.raises(RequestError, match="exists already"):
         trained(output=tmp_path / "run")
-    with pytest.raises(RequestError, match="in use"):
+    with pytest.raises(RequestError, match="exists already"):
         run.export(tmp_path / "run")
     with pytest.raises(RequestError, match="format is 'gguf'"):
         run.export(tmp_path / "export", "gguf")

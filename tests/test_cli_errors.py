@@ -212,14 +212,22 @@ def test_a_recipe_that_is_none(home, tmp_path, text, parts):
 def test_an_output_folder_in_use(home, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
-    refused(train(home / "opt", home / "rows.jsonl", tmp_path / "out"), "output", tmp_path / "out", "in use", "delete")
+    refused(
+        train(home / "opt", home / "rows.jsonl", tmp_path / "out"),
+        "output",
+        tmp_path / "out",
+        "exists already",
+        "delete",
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
     file = tmp_path / "file"
     file.write_text("mine")
     refused(train(home / "opt", home / "rows.jsonl", file), "output", file)
     refused(tezo("predict", home / "run", "--input", home / "rows.jsonl", "--output", file), "output", file, "exists")
     for form in ("lora", "merged"):
-        refused(tezo("export", home / "run", "--format", form, "--output", tmp_path / "out"), "output", "in use")
+        refused(
+            tezo("export", home / "run", "--format", form, "--output", tmp_path / "out"), "output", "exists already"
+        )
         refused(tezo("export", home / "run", "--format", form, "--output", file), "output", file)
     assert file.read_text() == "mine"
 

@@ -53,7 +53,7 @@ def test_what_replay_cannot_do_it_says(home, tmp_path):
     refused(tezo("replay", tmp_path, "--output", tmp_path / "out"), "has no steps.log")
     train(config(home), tmp_path / "second")
     refused(tezo("replay", tmp_path / "second", "--output", tmp_path / "out", "--step", 99), "step is 99", str(STEPS))
-    refused(tezo("replay", tmp_path / "second", "--output", run), "output", "in use")
+    refused(tezo("replay", tmp_path / "second", "--output", run), "output", "exists already")
     assert not (tmp_path / "out").exists()
     done = tezo("replay", tmp_path / "second", "--output", tmp_path / "out")
     assert done.code == 0 and str(tmp_path / "out/adapter") in done.out
@@ -76,7 +76,7 @@ def test_what_a_killed_replay_left_does_not_stop_the_next_and_a_live_one_does(ho
     assert [path.name for path in out.iterdir()] == [".adapter.partial"]
     again = ("replay", tmp_path / "run", "--output", out)
     with new_folder(out / "adapter"):
-        refused(tezo(*again), "output", "in use")
+        refused(tezo(*again), "output", "exists already")
         with pytest.raises(RequestError, match="another process is writing"), new_folder(out / "adapter"):
             pass
         assert (out / ".adapter.partial").is_dir()

@@ -329,7 +329,7 @@ def test_wrong_requests_are_refused(tmp_path):
     refused(tezo("reproduce", "time", *out, "--model", "tiny"), "time", "memory", "--output")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("mine")
-    refused(tezo("reproduce", "memory", "--devices", "cpu", "--output", tmp_path / "other"), "in use")
+    refused(tezo("reproduce", "memory", "--devices", "cpu", "--output", tmp_path / "other"), "exists already")
 
 
 def test_rows_and_columns_can_be_chosen():

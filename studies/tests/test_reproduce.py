@@ -372,7 +372,7 @@ def test_a_second_start_runs_what_is_missing_alone(tmp_path, data, capfd, monkey
     refused(small("opt-13b", output, data), "output", "llama-7b", "opt-13b")
     (tmp_path / "used").mkdir()
     (tmp_path / "used/file").write_text("mine")
-    refused(small("llama-7b", tmp_path / "used", data), "output", "in use")
+    refused(small("llama-7b", tmp_path / "used", data), "output", "exists already")
 
 
 def test_a_cell_that_cannot_run_is_named_the_others_go_on_and_it_is_tried_again(tmp_path, data, in_this_process):

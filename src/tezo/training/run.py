@@ -164,7 +164,7 @@ class Run:
             The folder.
 
         Raises:
-            RequestError: the folder is in use, or the run has no result of this form.
+            RequestError: the folder exists already, or the run has no result of this form.
         """
         output = Path(folder)
         with showing(self.progress):
