@@ -8,8 +8,8 @@ the keys name and city and no others, and parts of it earn parts. sums: what two
 score is 1 for an answer whose last number is right, and at most a half for one that is close. Test prompts have other
 pairs. Beside the share of exact answers before and after: the best of 30 sampled answers of the untuned model; what the
 model has forgotten, by its own answers and by its loss on a task that the run has not seen (the labels of
-examples/issues); and answers a second in steps and in plain writing, by the same engine. `--gguf` is the file that
-llama.cpp reads instead of the embedded one, its name the engine's in the results. Writes reward_tasks.json after each
+examples/issues); and answers a second in steps and in plain writing, by the same engine. `--gguf` is a file for
+llama.cpp in place of the embedded one; its name stands behind the engine's. Writes reward_tasks.json after each
 run, and leaves out runs that it has.
 """
 
@@ -50,7 +50,7 @@ TOWNS = "Oslo Rome Paris Lima Cairo Delhi Tokyo Quito Berlin Madrid Dublin Vienn
 FORMS = ("{} lives in {}.", "The home of {} is {}.", "{} moved to {} last year.", "You will find {} in {}.")
 PARTS = {"train": 96, "dev": 24, "test": 96}
 METHODS: dict[str, dict[str, Any]] = {
-    "es": {"steps": 60, "num_directions": 12},
+    "es": {"steps": 60, "num_directions": 12, "weight_decay": 0.02},
     "es without decay": {"steps": 60, "num_directions": 12, "weight_decay": 0.0},
     "es without decay at a constant rate": {
         "steps": 60,
@@ -62,7 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """Method -> its settings: as many answers in all of one as of the other, for head-feedback scores both signs."""
 EVALUATIONS = 720
-BOTH: dict[str, Any] = {"batch_size": 8}
+EACH: dict[str, Any] = {"batch_size": 8}
 TRIES = 30
 """Answers of the untuned model of which the best counts."""
 KEYS = {"name", "city"}
@@ -142,11 +142,11 @@ def measured(task: Task, method: str, engine: str, model: str, seed: int) -> dic
     with tempfile.TemporaryDirectory() as folder:
         run = tezo.train(model, made["train"], dev=made["dev"], test=made["test"], reward=task.score, seed=seed,
                          output=Path(folder) / "run", max_new_tokens=task.max_new_tokens,
-                         **METHODS[method], **BOTH, **common)  # fmt: skip
+                         **METHODS[method], **EACH, **common)  # fmt: skip
         seconds = time.monotonic() - begun
         lines = (Path(folder) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = [line for line in map(json.loads, lines) if "seconds" in line][-1]
-        written = EVALUATIONS * BOTH["batch_size"] * last["step"] // METHODS[method]["steps"]
+        written = EVALUATIONS * EACH["batch_size"] * last["step"] // METHODS[method]["steps"]
         started = time.perf_counter()
         after = run.evaluate(made["test"], reward=task.exact)["reward"]
         plain = len(made["test"]) / (time.perf_counter() - started)
@@ -218,7 +218,7 @@ def main() -> None:
     path = given.out / "reward_tasks.json"
     for name, seed, method, engine in itertools.product(given.tasks, given.seeds, given.methods, given.engines):
         done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": MODEL, "tasks": {}}
-        settings = METHODS | {"all": BOTH | {"max_new_tokens": TASKS[name].max_new_tokens}}
+        settings = METHODS | {"all": EACH | {"max_new_tokens": TASKS[name].max_new_tokens}}
         own = done["tasks"].setdefault(name, {"settings": settings, "untuned": {}, "runs": {}})
         file = given.gguf if engine == "llama.cpp" else None
         called = f"{method}, {engine}{f' of {Path(file).stem}' if file else ''}, seed {seed}"

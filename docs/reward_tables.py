@@ -63,8 +63,9 @@ def reward_tasks() -> str:
                 ]
             )
             ran[machine(run)] = None
+        ran_here = {name.partition(",")[0] for name in own["runs"]}
         each = [f"{name}: " + ", ".join(f"{key} {value}" for key, value in said.items())
-                for name, said in own["settings"].items()]  # fmt: skip
+                for name, said in own["settings"].items() if name in ran_here | {"all"}]  # fmt: skip
         settings.append(f"{task}: {'; '.join(each)}")
     heads = ["task", "", "reward", "exact answers", "forgotten, nats a token", "loss of an untouched task",
              "answers a second in steps, plainly"]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Collection
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ def made(
     return folder
 
 
+def rewritten_log(folder: Path, splits: Collection[str] | None = None) -> StepLog:
+    """The log of a run, open, written anew with its evaluations, or those of some splits alone."""
+    logged = read_log(folder / "steps.log")
+    (folder / "steps.log").unlink()
+    log = StepLog(folder / "steps.log", logged.header)
+    for record in logged.steps:
+        log.append(record)
+    for (split, step), metrics in logged.evaluations.items():
+        if splits is None or split in splits:
+            log.append_evaluation(split, step, metrics)
+    return log
+
+
 def hostile(home: Path, root: Path) -> Path:
     """A copy of a run with markup wherever a stranger could put it."""
     folder = Path(shutil.copytree(home / "one", root / HOSTILE))
@@ -70,13 +84,7 @@ def hostile(home: Path, root: Path) -> Path:
     plan = json.loads((folder / "plan.json").read_text())
     plan[0]["name"] = plan[-1]["moved"] = mark
     (folder / "plan.json").write_text(json.dumps(plan))
-    logged = read_log(folder / "steps.log")
-    (folder / "steps.log").unlink()
-    log = StepLog(folder / "steps.log", logged.header)
-    for record in logged.steps:
-        log.append(record)
-    for (split, step), metrics in logged.evaluations.items():
-        log.append_evaluation(split, step, metrics)
+    log = rewritten_log(folder)
     for split, step, value in (("13", 10, 0.5), ("14", 11, 0.5), ("13", 12, 0.25)):
         log.append_evaluation(f"{mark}{split}", step, {mark: value, "loss": 1.0})
     log.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from folders import completion_rows, label_rows, model_folder, refused, tezo, train, write_rows
-from reports import HOSTILE, Page, hostile, made, two_runs
+from reports import HOSTILE, Page, hostile, made, rewritten_log, two_runs
 
 from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
@@ -257,12 +257,7 @@ def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
     assert shown.row("dev loss")[:2] == [dev[0]["loss"], dev[-1]["loss"]]
     for name in ("metrics.jsonl", "plan.json"):
         (run / name).unlink()
-    logged = read_log(run / "steps.log")
-    (run / "steps.log").unlink()
-    log = StepLog(run / "steps.log", logged.header)
-    for record in logged.steps:
-        log.append(record)
-    log.close()
+    rewritten_log(run, ()).close()
     titles = [svg["aria-label"].partition(":")[0] for svg in reported(tmp_path, run).of("svg", role="img")]
     assert titles[:2] == ["Loss over forward passes", "Loss over steps"]  # no time is known
     assert len(titles) == 4  # nor an evaluation
@@ -281,15 +276,7 @@ def test_the_marks_of_a_chart_are_those_that_it_has(run, tmp_path):
         return [chart.caption for chart in charts.metric_charts([read_run(run)])]
 
     assert all(text.startswith("Rings: dev rows. Squares: test rows") for text in caption())
-    logged = read_log(run / "steps.log")
-    (run / "steps.log").unlink()
-    log = StepLog(run / "steps.log", logged.header)
-    for record in logged.steps:
-        log.append(record)
-    for (split, step), metrics in logged.evaluations.items():
-        if split == "dev":
-            log.append_evaluation(split, step, metrics)
-    log.close()
+    rewritten_log(run, ("dev",)).close()
     assert set(caption()) == {"Rings: dev rows."}
 
 

@@ -25,6 +25,8 @@ EXTRAS = {
 }  # fmt: skip
 """What the extras bring, and what others need of them."""
 
+SITE = Path(sysconfig.get_path("purelib"))
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -47,6 +49,11 @@ def wheel(tmp_path_factory):
     return found
 
 
+def package_of(path: Path) -> str:
+    """The package that a file or folder beside the packages belongs to, by its name."""
+    return path.name.partition(".")[0].partition("-")[0].lower()
+
+
 @pytest.fixture(scope="module")
 def environment(wheel):
     """A new environment with the wheel, and links to what is installed here but for the extras."""
@@ -55,9 +62,8 @@ def environment(wheel):
     ran(sys.executable, "-m", "pip", "--python", home / "bin/python", "install", "--no-deps", "--no-index", wheel)
     core = wheel.parent / "core"
     core.mkdir()
-    for path in Path(sysconfig.get_path("purelib")).iterdir():
-        name = path.name.partition(".")[0].partition("-")[0].lower()
-        if name not in EXTRAS | {"tezo", "tezo_studies", "__editable__"} and path.suffix != ".pth":
+    for path in SITE.iterdir():
+        if package_of(path) not in EXTRAS | {"tezo", "tezo_studies", "__editable__"} and path.suffix != ".pth":
             (core / path.name).symlink_to(path)
     (site,) = home.glob("lib/python*/site-packages")
     (site / "core.pth").write_text(f"{core}\n")
@@ -102,15 +108,13 @@ def test_without_extras_it_trains_the_embedded_encoder_on_a_csv(environment, tmp
 @pytest.fixture
 def with_gguf(environment):
     """The environment with what the extra `gguf` brings."""
-    for package in ("gguf", "accelerate"):
-        for path in Path(sysconfig.get_path("purelib")).glob(f"{package}[!a-z_]*"):
-            (environment.parent.parent / "core" / path.name).symlink_to(path)
-        link = environment.parent.parent / "core" / package
-        link.symlink_to(Path(sysconfig.get_path("purelib")) / package)
+    more = [path for path in SITE.iterdir() if package_of(path) in ("gguf", "accelerate")]
+    links = [environment.parent.parent / "core" / path.name for path in more]
+    for link, path in zip(links, more, strict=True):
+        link.symlink_to(path)
     yield environment
-    for path in (environment.parent.parent / "core").iterdir():
-        if path.name.partition("-")[0] in ("gguf", "accelerate"):
-            path.unlink()
+    for link in links:
+        link.unlink()
 
 
 def readme_blocks(language: str) -> list[str]:

@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         cause = getattr(stop.__context__, "__cause__", None)  # typer's own exception is between
         if isinstance(cause, RunInterrupted):
-            way = f"go on with tezo train --output {cause.folder} --resume"
+            way = "the same command with --resume goes on"
             _end(f"stopped by {cause.by} after step {cause.steps}; {way}.", cause.exit_code)
-        _end("interrupted; if a run had begun, the same command with --resume goes on with it.", INTERRUPTED)
+        _end("interrupted; if a run had begun, the same command with --resume goes on.", INTERRUPTED)
     except Exception as error:
         if options.debug or "--debug" in (sys.argv if arguments is None else arguments):
             traceback.print_exc()

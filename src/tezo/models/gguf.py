@@ -37,7 +37,7 @@ _WHOLE_WORDS = {
 GGUF_FILE = "adapter.gguf"
 
 OLDEST = "5.18"
-"""Version of transformers from which it reads all quantizations; 5.17 reads Q8_0 and three others."""
+"""Version of transformers from which it reads Q4_1 and many more quantizations; 5.17 reads Q8_0 and three others."""
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -198,8 +198,7 @@ def read_run(folder: Path) -> RecordedRun:
         raise RequestError(f"{folder}: {error}; {way_out}.") from None
     if not run.records:
         raise RequestError(
-            f"{folder}: {LOG} has no finished step; go on with tezo train --output {folder} --resume, or leave this "
-            "run out."
+            f"{folder}: {LOG} has no finished step; go on by its command with --resume, or leave this run out."
         )
     return run
 

@@ -46,8 +46,9 @@ def es(
     `head-feedback`. `lr` has no unit: a step is of about lr / sqrt(P) times a member's distance, whatever the scores
     differ by. So the rate of a run falls to zero: at a constant one a model that has learnt wanders on, and forgets.
     `weight_decay` pulls the change back to nothing, so that what no score asks for fades: with 0.02 two models forgot
-    about half as much or less, and scored as high or higher (docs/rewards.md). A run measures rho, the distance at
-    which the text that the model writes becomes less likely by a tenth of a nat a token. Defaults are of first trials.
+    about half as much or less, and scored about as high or higher (docs/rewards.md). A run measures rho, the distance
+    at which the text that the model writes becomes less likely by a tenth of a nat a token. Defaults are of first
+    trials.
 
     With `antithetic` each direction has two members, W + rho Z_i and W - rho Z_i: twice the evaluations a step, and
     kappa_i is half the difference of theirs.
