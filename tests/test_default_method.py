@@ -73,6 +73,27 @@ def test_what_is_set_of_a_method_is_of_head_feedback_and_is_said(home, setting):
     assert any(f"because {setting.partition('=')[0]} is set" in notice for notice in job.notices)
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ([], "es"),
+        (["train.steps=3", "train.batch_size=4", "method.num_directions=6", "method.rank=2"], "es"),
+        (["train.steps=3", "method.lr=1e-3"], "head-feedback"),
+        (["train.feedback_first=0"], "head-feedback"),
+        (["method.directions=shared"], "head-feedback"),
+    ],
+    ids=str,
+)
+def test_a_reward_has_es_unless_something_is_set_that_es_has_not(home, settings, name):
+    config = request(home, data="texts", settings=[*settings, "train.reward=score.py:f", "train.max_new_tokens=4"])
+    job = prepare(config, measuring=False, score=lambda *_: 1.0)
+    job.optimizer.close()
+    assert job.config.method.name == name
+    asked = dict(map(parse_setting, settings))
+    assert all(str(job.config.method.options[key[7:]]) == value for key, value in asked.items() if "num_d" in key)
+    assert any("is set; by default a reward has es" in notice for notice in job.notices) == (name != "es")
+
+
 def test_several_processes_that_share_rows_have_head_feedback(home, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert chosen(request(home)).config.method.name == "head-feedback"

@@ -23,10 +23,11 @@ from tezo.optim.methods import METHODS
 from tezo.runs.reader import read_run
 from tezo.runs.words import change_text, metric_text
 from tezo.system.errors import RequestError
+from tezo.tasks.evaluation import evaluate
 from tezo.tasks.examples import Example
 from tezo.tasks.generation import Sampling, completions
 from tezo.tasks.objectives.causal import CausalObjective
-from tezo.tasks.rewards import Reward
+from tezo.tasks.rewards import Reward, answered
 from tezo.training.config import parse_config
 from tezo.training.loop import train
 from tezo.training.replay import replay
@@ -41,6 +42,9 @@ with Path({marker!r}).open("a") as file:
 def short_words(prompt, completion, row):
     words = completion.split()
     return sum(len(word) <= row["most"] for word in words) / max(1, len(words))
+
+def other(prompt, completion, row):
+    return float(len(completion))
 
 def fails(prompt, completion, row):
     raise KeyError("no such thing")
@@ -107,7 +111,9 @@ def test_the_reward_under_perturbation_is_that_of_perturbed_weights(name, temper
         optimizer = METHODS[name].build(model, lr=0.05, rho=0.05, in_forward=in_forward)
         reward = reward_of(temperature)
         for step in range(4):
-            optimizer.step(lambda r=reward, m=model, o=objective, e=encoded, t=step: -r.measure(m, o, e, 3, t)[0])
+            optimizer.step(
+                lambda r=reward, m=model, o=objective, e=encoded, t=step: r.measure(m, o, e, 3, t)[0]["loss"]
+            )
             probes.append([(probe.loss_plus, probe.loss_minus) for probe in optimizer.last_step.probes])
         optimizer.close()
     assert probes[:4] == probes[4:]
@@ -126,7 +132,7 @@ def test_a_reward_is_the_mean_score_of_what_the_model_writes():
                 break
         text = tokenizer.decode(ids[len(tokenizer(e.example.prompt).input_ids) :], skip_special_tokens=True)
         scores.append(short_words(e.example.prompt, text, e.example.fields))
-    assert reward_of().measure(model, objective, encoded, 4)[0] == pytest.approx(sum(scores) / len(scores))
+    assert reward_of().measure(model, objective, encoded, 4)[0]["reward"] == pytest.approx(sum(scores) / len(scores))
 
 
 def test_sampling_follows_the_softmax_and_is_a_function_of_seed_step_row_and_place():
@@ -206,6 +212,57 @@ def test_a_run_goes_on_only_with_its_own_scorer(home, tmp_path):
         train(moved, tmp_path / "run", resume=True)
 
 
+def test_a_run_goes_on_only_with_its_own_function_of_a_file(home, tmp_path):
+    stopped(config(home), tmp_path / "run", 4)
+    other = config(home, reward=f"{home / 'score.py'}:other")
+    with pytest.raises(RequestError, match="is other, and the run began with short_words"):
+        train(other, tmp_path / "run", resume=True)
+    train(config(home), tmp_path / "run", resume=True)
+    with pytest.raises(RequestError, match="is other, and the run began with short_words"):
+        train(other, tmp_path / "run", resume=True)  # of a run that has ended, too
+    train(config(home, reward=None, objective="reward"), tmp_path / "run", resume=True)
+
+
+def test_scores_that_are_missing_are_a_share_of_each_evaluation_and_in_the_verdict(home):
+    rows = [{"prompt": row["prompt"], "most": i} for i, row in enumerate(completion_rows(12))]
+
+    def without_the_first(prompt, completion, row):
+        return None if row["most"] in (0, 7, 8) else float(row["most"])
+
+    settings = {"method": "mezo", "steps": 2, "batch_size": 4, "lr": 1e-3, "max_new_tokens": 4, "progress": False}
+    run = library.train(home / "opt", rows, dev=rows, reward=without_the_first, **settings)
+    known = [i for i in range(12) if i not in (0, 7, 8)]
+    assert run.summary["before"] == pytest.approx(
+        {"reward": sum(known) / 9, "loss": -sum(known) / 9, "missing_scores": 3 / 12}
+    )
+    assert "Of the scores 25.0 % are missing before and 25.0 % after" in run.summary["verdict"]
+    run.close()
+    run = library.train(home / "opt", rows, dev=rows, reward=lambda *_: 1.0, **settings)
+    assert run.summary["before"] == {"reward": 1.0, "loss": -1.0} and run.summary["idle_steps"] == 2
+    assert "In 2 of 2 steps all models scored alike" in run.summary["verdict"]
+    run.close()
+
+
+def test_what_is_no_function_is_refused_before_anything_is_loaded():
+    with pytest.raises(RequestError, match="reward is 3; give a function"):
+        library.train("nowhere", [{"prompt": "a"}], reward=3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_own_answers_are_the_tokens_that_were_written_and_nothing_else(temperature):
+    tokenizer = words_tokenizer()
+    model, (objective, encoded) = tiny_model("opt", len(tokenizer)).double(), prompts(tokenizer)
+    tokens = reward_of(temperature).own_answers(model, objective, encoded, 4)
+    metrics, _ = evaluate(model, objective, answered(encoded, tokens), 4)
+    losses = []
+    for row, own in zip(encoded, tokens, strict=True):
+        assert len(own) == 6 or own[-1] == tokenizer.eos_token_id
+        logits = model(torch.tensor([[*row.prompt, *own]])).logits[0, len(row.prompt) - 1 : -1]
+        losses += torch.nn.functional.cross_entropy(logits, torch.tensor(own), reduction="none").tolist()
+    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses))
+    assert (metrics["token_accuracy"] == 1.0) == (temperature == 0.0)
+
+
 def test_no_command_runs_a_scorer_because_a_run_folder_says_so(home):
     stopped(config(home), home / "begun", 3)
     train(config(home), home / "run")
@@ -236,9 +293,20 @@ def test_no_command_runs_a_scorer_because_a_run_folder_says_so(home):
     [
         (("--reward", "score.py"), ["train.reward", "FILE.py:FUNCTION"]),
         (("--reward", "{home}/score.py:long"), ["train.reward", "no function 'long'"]),
-        (("--reward", "{home}/score.py:fails"), ["fails raised KeyError", "train.jsonl, line", "correct it"]),
+        (
+            ("--reward", "{home}/score.py:fails"),
+            ["fails gave none of 8 scores", "train.jsonl, line", "raised KeyError", "Mend it"],
+        ),
         (("--reward", "{home}/score.py:is_nan"), ["returned nan", "finite"]),
         (("--reward", "{home}/broken.py:score"), ["broken.py cannot be run", "SyntaxError"]),
+        (("--reward", "{home}/ends.py:score"), ["ends.py cannot be run", "SystemExit"]),
+        (("--reward", "{home}/score.py:short_words", "--method", "gauss-newton"), ["outputs of each row", "name=es"]),
+        (
+            ("--method", "es", "--set", "train.objective=accuracy", "--data", "{home}/labels.jsonl"),
+            ["train.objective is accuracy", "es needs the loss of each row"],
+        ),
+        (("--reward", "{home}/score.py:short_words", "--set", "train.reward_seconds=0"), ["reward_seconds is 0"]),
+        (("--reward", "{home}/score.py:short_words", "--set", "train.reward_seconds=5"), ["train.reward_workers"]),
         (("--set", "train.objective=reward"), ["no scorer is given", "--reward"]),
         (("--set", "train.temperature=1"), ["train.temperature", "train.reward"]),
         (("--reward", "{home}/score.py:short_words", "--set", "train.objective=accuracy"), ["leave one of them out"]),
@@ -251,6 +319,7 @@ def test_no_command_runs_a_scorer_because_a_run_folder_says_so(home):
 )
 def test_what_cannot_be_had(home, more, parts):
     (home / "broken.py").write_text("def score(:\n")
+    (home / "ends.py").write_text("import sys\nsys.exit(1)\n")
     write_rows(home / "labels.jsonl", label_rows(8))
     given = [text.format(home=home) for text in more]
     few = ("--set", "train.max_new_tokens=4") if "--reward" in more else ()
@@ -306,7 +375,7 @@ def test_the_folder_of_a_run_says_what_its_evaluations_take(home):
                 "--set", "train.max_new_tokens=4", "--set", "train.log_every=1")  # fmt: skip
     assert done.code == 0, done.err
     summary = json.loads(done.out)
-    assert summary["num_forward_passes"] == 4 and any("up to 4 tokens" in notice for notice in summary["notices"])
+    assert summary["num_forward_passes"] == 2 * 16 and any("up to 4 tokens" in notice for notice in summary["notices"])
     assert all(
         -1 <= line["loss"] <= 0 for line in read_jsonl(home / "run/metrics.jsonl") if line.get("split") != "own answers"
     )

@@ -413,7 +413,7 @@ def _reward(before: float, after: float) -> dict[str, Any]:
         ({"kept_step": 20}, "It was lowest after step 20: more rows"),
         ({"stopped": STAGNATED}, "It ended after 40 of 50 steps: the dev loss was no lower for long"),
         ({"stopped": IDLE}, "It ended after 40 of 50 steps: the last ones found no step that lowers the loss"),
-        ({"after": {"loss": 4.0}}, "On the test rows it rose"),
+        ({"after": {"loss": 4.0}}, "No better: the dev loss fell from 3.0000 to 2.0000, but the test loss rose"),
         ({"dev_loss": 3.0}, "No better: the dev loss was 3.0000 and is 3.0000. Try another rate, such as --lr auto"),
         ({"dev_loss": 2.9984}, "Hardly better: the dev loss fell from 3.0000 to 2.9984, by less than 0.1 %. Try"),
         ({"dev_loss": 3.01}, "No better: the dev loss was 3.0000 and is 3.0100."),
@@ -423,12 +423,13 @@ def _reward(before: float, after: float) -> dict[str, Any]:
         ({"dev_loss": None}, "Better: the test loss fell from 3.5000 to 2.5000."),
         (_reward(0.1, 0.3), "Better: the dev reward rose from 0.1000 to 0.3000. It was rising to the end"),
         (_reward(0.1, 0.1), "No better: the dev reward was 0.1000 and is 0.1000. Try another rate, or a larger"),
-        (_reward(0.1, 0.3) | {"after": {"loss": 4.0, "reward": -4.0}}, "On the test rows it fell"),
+        (_reward(0.1, 0.3) | {"after": {"loss": 4.0, "reward": -4.0}}, "the test reward fell from 0.1000 to -4.0000."),
+        (_reward(0.1, 0.1) | {"idle_steps": 30}, "In 30 of 40 steps all models scored alike: give partial credit"),
     ],
 )  # fmt: skip
 def test_a_verdict_says_what_to_try(changes, said):
     summary = {"dev_loss": 2.0, "dev_loss_before": 3.0, "before": {"loss": 3.5}, "after": {"loss": 2.5}, "steps": 40,
-               "kept_step": 40, "stopped": None, "rollbacks": [], "rows": {"train": 1000}}  # fmt: skip
+               "kept_step": 40, "idle_steps": 0, "stopped": None, "rollbacks": [], "rows": {"train": 1000}}  # fmt: skip
     assert said in verdict(summary | changes, 1e-3, 50)
 
 

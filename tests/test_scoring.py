@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import subprocess
+import sys
 import time
 
 import pytest
@@ -57,10 +59,12 @@ def test_named_parts_are_added_and_kept():
     assert found.value == 0.75 and found.parts == {"form": 0.5, "length": 0.25}
 
 
-@pytest.mark.parametrize("value", [None, "ten", math.nan, math.inf, {"form": "good"}])
+@pytest.mark.parametrize(
+    "value", [None, "ten", math.nan, math.inf, {"form": "good"}, {}, 10**400, 10**5000, [0.5], "x" * 9999], ids=type
+)
 def test_what_is_no_finite_number_is_missing_and_says_why(value):
     (found, *_) = scored(lambda *_: value, SAMPLES)
-    assert math.isnan(found.value) and found.failure
+    assert math.isnan(found.value) and 0 < len(found.failure) < 200
 
 
 def test_a_call_that_fails_is_made_again_and_then_missing():
@@ -77,6 +81,21 @@ def test_a_call_that_fails_is_made_again_and_then_missing():
     found = scored(at_times, SAMPLES)
     assert [found[0].value, found[1].value] == [0, 1] and math.isnan(found[2].value)
     assert "OSError (gone)" in found[2].failure and calls.count(2) == TRIES
+
+
+@pytest.mark.parametrize("form", ["plain", "async", "batch"])
+def test_a_call_that_would_end_the_process_is_missing(form):
+    def ends(prompt, completion, row):
+        sys.exit("enough")
+
+    async def ends_later(prompt, completion, row):
+        sys.exit("enough")
+
+    def ends_all(completions):
+        sys.exit("enough")
+
+    found = scored({"plain": ends, "async": ends_later, "batch": ends_all}[form], SAMPLES)
+    assert [own.failure for own in found] == ["raised SystemExit (enough)"] * 3
 
 
 def test_a_function_of_a_batch_must_return_as_many():
@@ -125,15 +144,24 @@ def test_processes_say_what_this_one_says(file, function, batch):
         processes.close()
 
 
-@pytest.mark.parametrize(("function", "seconds"), [("hangs", 3), ("dies", 60)])
-def test_a_call_that_hangs_or_dies_is_missing_and_the_others_are_not(file, function, seconds):
+@pytest.mark.parametrize(
+    ("function", "seconds", "why"),
+    [("hangs", 3, "took more than 3 s"), ("dies", 60, "ended its process (exit status 3)")],
+)
+def test_a_call_that_hangs_or_dies_is_missing_and_the_others_are_not(file, function, seconds, why):
     processes = Processes(f"{file}:{function}", 2, seconds)
     try:
         for _ in range(2):  # and others take their places
-            found = [own.value for own in processes.scored(SAMPLES, batch=False)]
-            assert math.isnan(found[1]) and [found[0], found[2]] == [10, 12]
+            found = processes.scored(SAMPLES, batch=False)
+            assert [found[0].value, found[2].value] == [10, 12]
+            assert math.isnan(found[1].value) and found[1].failure == why
     finally:
         processes.close()
+
+
+def test_a_process_that_scores_imports_no_torch():
+    code = "import sys, tezo.tasks.scoring; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_an_object_cannot_be_called_in_other_processes():

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tezo.system.progress import duration_text
+from tezo.tasks.scoring import REWARD
 
-REWARD = "reward"
-"""The metric, and the objective, that a scorer of the user's defines."""
 TEXT_LOSS = "negative log-likelihood per answer token, in nats"
 OPTIONS_LOSS = "cross-entropy over the options, in nats"
 BETTER, HARDLY, NO_BETTER = "Better", "Hardly better", "No better"

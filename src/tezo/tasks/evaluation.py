@@ -40,7 +40,7 @@ def evaluate(
 ) -> tuple[Metrics, list[str]]:
     """Returns (metrics of a model over all examples, the answer to each as `predict` gives it).
 
-    With a reward: "reward" (mean score of the completions) and "loss" (minus that), and the completions that it scored.
+    With a reward they are those of `Reward.measure`, and the completions that it scored.
 
     Examples with options: "loss" (mean cross-entropy over the options), "accuracy", and, if all examples have the same
     options, "macro_f1" (mean over the labels that occur among answers or predictions). Free text: "loss" (mean
@@ -62,8 +62,7 @@ def evaluate(
     objective.adapt(model, encoded)
     with objective.sharing(model), float32_on_emulating_cpu(model):
         if reward is not None:
-            mean, texts = reward.measure(model, objective, encoded, batch_size, step)
-            return {"loss": -mean, "reward": mean}, texts
+            return reward.measure(model, objective, encoded, batch_size, step)
         if encoded[0].example.options:
             scores = option_scores(model, objective, encoded, batch_size, calibrate=calibrate)
             best = [int(row.argmax()) for row in scores]

@@ -1,6 +1,6 @@
 """Completions of prompts, greedy or sampled."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -58,11 +58,12 @@ def completions(
     max_new_tokens: int,
     sampling: Sampling | None = None,
 ) -> list[str]:
-    """Returns the completion of each prompt, in order, up to what ends it; see `completions_of`."""
-    return completions_of(model, objective, encoded, batch_size, max_new_tokens, sampling, 1)[0]
+    """Returns the completion of each prompt, in order, up to what ends it; see `continuations` and `texts_of`."""
+    (tokens,) = continuations(model, objective, encoded, batch_size, max_new_tokens, sampling, 1)
+    return texts_of(objective, encoded, tokens)
 
 
-def completions_of(
+def continuations(
     model: Any,
     objective: Objective,
     encoded: Sequence[Encoded],
@@ -70,14 +71,13 @@ def completions_of(
     max_new_tokens: int,
     sampling: Sampling | None,
     copies: int,
-) -> list[list[str]]:
-    """Returns the completions that each of `copies` models gives, which hooks may perturb differently.
+) -> list[list[list[int]]]:
+    """Returns the tokens that each of `copies` models, which hooks may perturb differently, writes after each prompt.
 
-    A completion of text is what follows the prompt, to the space. Messages, and answers of one line, are without
-    surrounding spaces, which templates and tasks put there. The objective counts those that are cut at `max_new_tokens`
-    tokens. Without `sampling` it is greedy; with it, all models have the same random numbers.
+    The last of them is what ends a completion, unless it was cut at `max_new_tokens`. Without `sampling` they are
+    greedy; with it, all models have the same random numbers.
     """
-    found = [[""] * len(encoded) for _ in range(copies)]
+    found: list[list[list[int]]] = [[[]] * len(encoded) for _ in range(copies)]
     base = base_of(model)
     # not where the model reads padding into its state, or counts it as positions
     pads = not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
@@ -87,9 +87,9 @@ def completions_of(
             groups.setdefault(0 if pads else len(encoded[i].prompt), []).append(i)
         for alike in groups.values():
             every = _generate(model, objective, encoded, alike, max_new_tokens, sampling, copies)
-            for own, texts in zip(found, every, strict=True):
-                for i, text in zip(alike, texts, strict=True):
-                    own[i] = text
+            for own, rows in zip(found, every, strict=True):
+                for i, tokens in zip(alike, rows, strict=True):
+                    own[i] = tokens
     return found
 
 
@@ -101,11 +101,10 @@ def _generate(
     max_new_tokens: int,
     sampling: Sampling | None,
     copies: int,
-) -> list[list[str]]:
+) -> list[list[list[int]]]:
     assert isinstance(objective, CausalObjective)
-    tokenizer, rows = objective.tokenizer, [encoded[i] for i in part]
-    prompts, one_line = [e.prompt for e in rows], not rows[0].example.ends
-    wanted = Continuing(max_new_tokens, sorted(objective.ends.marks), one_line)
+    rows, ends = [encoded[i] for i in part], objective.ends.marks
+    wanted = Continuing(max_new_tokens, sorted(ends), not rows[0].example.ends)
     if sampling is not None:
         wanted = replace(
             wanted,
@@ -113,24 +112,32 @@ def _generate(
             temperature=sampling.temperature,
             seeds=[sampling.seed_of(i) for i in part],
         )
-    every = objective.evaluator.continuations(model, tokenizer, prompts, wanted, copies)
-    return [_texts(objective, rows, prompts, continued) for continued in every]
+    prompts = [e.prompt for e in rows]
+    every = objective.evaluator.continuations(model, objective.tokenizer, prompts, wanted, copies)
+    return [[_to_the_end(tokens, ends) for tokens in own] for own in every]
 
 
-def _texts(
-    objective: CausalObjective,
-    rows: Sequence[Encoded],
-    prompts: Sequence[Sequence[int]],
-    continued: Sequence[Sequence[int]],
-) -> list[str]:
-    tokenizer, one_line, texts = objective.tokenizer, not rows[0].example.ends, []
-    for own, prompt, new in zip(rows, prompts, continued, strict=True):
-        end = next((place for place, token in enumerate(new) if token in objective.ends.marks), None)
-        text = text_after(tokenizer, prompt, new[:end], special=False)
-        if end is None and not (one_line and "\n" in text):
-            objective.unfinished.add(len(new), own.example.where)
+def _to_the_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Returns the tokens up to the first that ends a completion, which is the last then."""
+    end = next((place for place, token in enumerate(tokens, 1) if token in ends), None)
+    return list(tokens[:end])
+
+
+def texts_of(objective: Objective, encoded: Sequence[Encoded], continued: Sequence[Sequence[int]]) -> list[str]:
+    """Returns the completions that the tokens of `continuations` are, without what ends them.
+
+    A completion of text is what follows the prompt, to the space. Messages, and answers of one line, are without
+    surrounding spaces, which templates and tasks put there. The objective counts those that were cut.
+    """
+    assert isinstance(objective, CausalObjective)
+    tokenizer, one_line, texts = objective.tokenizer, not encoded[0].example.ends, []
+    for row, tokens in zip(encoded, continued, strict=True):
+        ended = bool(tokens) and tokens[-1] in objective.ends.marks
+        text = text_after(tokenizer, row.prompt, tokens[: len(tokens) - ended], special=False)
+        if not ended and not (one_line and "\n" in text):
+            objective.unfinished.add(len(tokens), row.example.where)
         text = text.partition("\n")[0] if one_line else text
-        texts.append(text.strip() if one_line or own.example.chat else text)
+        texts.append(text.strip() if one_line or row.example.chat else text)
     objective.written += len(texts)
     return texts
 

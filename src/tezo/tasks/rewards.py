@@ -1,12 +1,8 @@
 """Rewards: any function that scores a completion, as what a run maximises."""
 
-import hashlib
-import importlib.util
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +12,10 @@ from tezo.directions.products import float32_on_emulating_cpu
 from tezo.optim.estimators.estimate import RowsClosure
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example, Row
-from tezo.tasks.generation import Sampling, completions_of
+from tezo.tasks.generation import Sampling, continuations, texts_of
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rows import Format
-from tezo.tasks.scoring import Processes, Sample, Scored, scored, takes_batch
-
-Score = Callable[..., Any]
-"""(prompt, completion, fields of the row) -> score; higher is better. See `tezo.tasks.scoring` for other forms."""
+from tezo.tasks.scoring import MISSING_SCORES, REWARD, Processes, Sample, Score, Scored, scored, takes_batch
 
 MOST_WRITING = 128
 """Completions that are written side by side in torch, at most: those of several models to the same prompts."""
@@ -55,26 +48,36 @@ class Reward:
 
     def measure(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int = EVALUATION
-    ) -> tuple[float, list[str]]:
-        """Returns (mean score over examples made by `prompt_of`, the completion of each that was scored).
+    ) -> tuple[dict[str, float], list[str]]:
+        """Returns (metrics of examples made by `prompt_of`, the completion of each that was scored).
 
         A causal model writes each completion by a forward pass for each token, sampled with the random numbers of
-        `step`. Scores that are missing are left out.
+        `step`. Metrics are "reward", the mean score, "loss", minus that, and, where scores are missing and so left out
+        of the mean, "missing_scores", their share.
 
         Raises:
             RequestError: all scores are missing.
         """
         ((texts, scores),) = self.scored(model, objective, encoded, batch_size, step, 1)
         known = [own.value for own in scores if own.failure is None]
-        return sum(known) / len(known), texts
+        mean, missing = sum(known) / len(known), 1 - len(known) / len(scores)
+        return {"loss": -mean, REWARD: mean} | ({MISSING_SCORES: missing} if missing else {}), texts
 
     def written(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int, copies: int
-    ) -> list[list[str]]:
-        """Returns the completions, without spaces around them, of each of `copies` models."""
+    ) -> list[list[list[int]]]:
+        """Returns the tokens that each of `copies` models writes to each prompt."""
         sampling = Sampling(self.temperature, self.seed, step) if self.temperature else None
-        every = completions_of(model, objective, encoded, batch_size, self.max_new_tokens, sampling, copies)
-        return [[text.strip() for text in own] for own in every]
+        return continuations(model, objective, encoded, batch_size, self.max_new_tokens, sampling, copies)
+
+    @torch.no_grad()
+    def own_answers(
+        self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int
+    ) -> list[list[int]]:
+        """Returns the tokens that a model writes to each prompt in an evaluation."""
+        with objective.sharing(model), float32_on_emulating_cpu(model):
+            (tokens,) = self.written(model, objective, encoded, batch_size, EVALUATION, 1)
+        return tokens
 
     def scored(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int, copies: int
@@ -86,9 +89,9 @@ class Reward:
         """
         every = self.written(model, objective, encoded, batch_size, step, copies)
         samples = [
-            Sample(e.example.prompt, text, dict(e.example.fields), e.example.where)
+            Sample(e.example.prompt, text.strip(), dict(e.example.fields), e.example.where)
             for written in every
-            for e, text in zip(encoded, written, strict=True)
+            for e, text in zip(encoded, texts_of(objective, encoded, written), strict=True)
         ]
         if self.processes is None:
             found = scored(self.score, samples)
@@ -97,7 +100,10 @@ class Reward:
         failures = [(own.failure, s.where) for own, s in zip(found, samples, strict=True) if own.failure is not None]
         if len(failures) == len(found):
             why, where = failures[0]
-            raise RequestError(f"train.reward: {self.name} {why} for {where}; correct it.")
+            raise RequestError(
+                f"train.reward: {self.name} gave none of {len(found)} scores; for {where} it {why}. Mend it; a run "
+                "that has begun goes on with --resume."
+            )
         if failures and not self.missing:
             self.missing.append(f"{self.name} {failures[0][0]} for {failures[0][1]}")
         size = len(encoded)
@@ -176,14 +182,13 @@ class RewardRows(RowsClosure):
         raise RequestError("a reward is measured on whole batches; set method.directions=shared.")
 
 
-def answered(objective: Objective, encoded: Sequence[Encoded], texts: Sequence[str]) -> list[Encoded]:
-    """Returns the examples of `prompt_of` with these answers; those without a text are left out."""
-    examples = [
-        replace(row.example, answer=text if row.example.chat else f" {text}")
-        for row, text in zip(encoded, texts, strict=False)
-        if text
+def answered(encoded: Sequence[Encoded], tokens: Sequence[Sequence[int]]) -> list[Encoded]:
+    """Returns the examples of `prompt_of` with what a model wrote to the first of them, in its own tokens."""
+    return [
+        replace(row, sequences=((*row.prompt, *own),), answers=(len(own),))
+        for row, own in zip(encoded, tokens, strict=False)
+        if own
     ]
-    return [objective.encode(example) for example in examples]
 
 
 def prompt_of(form: Format, row: Row) -> Example:
@@ -195,34 +200,3 @@ def prompt_of(form: Format, row: Row) -> Example:
             "leave it out."
         )
     return replace(example, fields=row.fields)
-
-
-def load_score(text: str) -> tuple[Score, str]:
-    """Returns (the function that FILE.py:FUNCTION names, digest of the file). The file's code runs.
-
-    Raises:
-        RequestError: there is no such file or function, or the file cannot be run.
-    """
-    file, colon, name = text.rpartition(":")
-    path = Path(file).expanduser()
-    if not colon or not name.isidentifier() or not path.is_file():
-        raise RequestError(f"train.reward: {text} is not FILE.py:FUNCTION of a file that exists; check the path.")
-    spec = importlib.util.spec_from_file_location(f"tezo_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise RequestError(f"train.reward: {path} is not a Python file; give one that ends in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise RequestError(f"train.reward: {path} cannot be run ({type(error).__name__}: {error}).") from error
-    score = getattr(module, name, None)
-    if not callable(score):
-        raise RequestError(f"train.reward: {path} has no function {name!r}; define it there.")
-    return score, hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def name_of(score: Score) -> str:
-    """Returns the qualified name of a scorer that is an object."""
-    named = score if hasattr(score, "__qualname__") else type(score)
-    return f"{named.__module__}.{named.__qualname__}"

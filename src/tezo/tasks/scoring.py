@@ -1,9 +1,12 @@
-"""Calls of a scorer: functions of several forms, in this process or in others, with a limit of time and second tries.
+"""Scorers: functions of several forms, called in this process or in others, with a limit of time and second tries.
 
 A score that cannot be had is missing, NaN, and never zero: a member of a population is not worse for a judge's failure.
+Nothing here imports torch, so that a process that scores starts at once.
 """
 
 import asyncio
+import hashlib
+import importlib.util
 import inspect
 import json
 import math
@@ -11,13 +14,25 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-Function = Callable[..., Any]
+from tezo.system.errors import RequestError
+
+REWARD = "reward"
+"""The metric, and the objective, that a scorer defines."""
+MISSING_SCORES = "missing_scores"
+"""The metric that tells the share of answers without a score; left out where there is none."""
+Score = Callable[..., Any]
+"""A scorer, of one of the forms that `scored` calls; higher is better."""
+FAULTS = (Exception, SystemExit)
+"""What a scorer may raise without an end of the run: code that ends its own process is at fault, as any other is."""
 TRIES = 3
 """Calls for one score, at most."""
 MISSING = math.nan
@@ -55,12 +70,12 @@ class Scored:
     failure: str | None = None
 
 
-def takes_batch(function: Function) -> bool:
+def takes_batch(function: Score) -> bool:
     """Returns whether a function scores all completions of a batch at once, as reward functions of TRL do."""
     return "completions" in _names(function)
 
 
-def _names(function: Function) -> list[str]:
+def _names(function: Score) -> list[str]:
     """Returns the names of its parameters but for *args and **kwargs."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -69,7 +84,7 @@ def _names(function: Function) -> list[str]:
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def arguments(function: Function, sample: Sample) -> tuple[Any, ...]:
+def arguments(function: Score, sample: Sample) -> tuple[Any, ...]:
     """Returns what a function of one sample is called with: (prompt, completion, fields), or a dictionary of them."""
     if len(_names(function)) == 1:
         return ({**sample.fields, "prompt": sample.prompt, "completion": sample.completion},)
@@ -83,7 +98,7 @@ def columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     return found | {"prompts": [s.prompt for s in samples], "completions": [s.completion for s in samples]}
 
 
-def scored(function: Function, samples: Sequence[Sample]) -> list[Scored]:
+def scored(function: Score, samples: Sequence[Sample]) -> list[Scored]:
     """Returns the score of each sample, by this process. A call that fails is made up to `TRIES` times."""
     if takes_batch(function):
         given, parameters = columns(samples), _names(function)
@@ -92,8 +107,7 @@ def scored(function: Function, samples: Sequence[Sample]) -> list[Scored]:
         if isinstance(values, Scored):
             return [values] * len(samples)
         if not isinstance(values, Sequence) or len(values) != len(samples):
-            return [_missing(f"returned {values!r} for {len(samples)} completions; return a list of as many scores.")
-                    ] * len(samples)  # fmt: skip
+            return [_missing(f"returned {_shown(values)}, not a list of {len(samples)} scores")] * len(samples)
         return [_of(value) for value in values]
     found = [_tried(partial(function, *arguments(function, sample))) for sample in samples]
     if any(inspect.isawaitable(value) for value in found):
@@ -101,18 +115,18 @@ def scored(function: Function, samples: Sequence[Sample]) -> list[Scored]:
     return [value if isinstance(value, Scored) else _of(value) for value in found]
 
 
-def _takes_any(function: Function) -> bool:
+def _takes_any(function: Score) -> bool:
     kinds = [p.kind for p in inspect.signature(function).parameters.values()]
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-async def _all(function: Function, samples: Sequence[Sample], begun: Sequence[Any]) -> list[Any]:
+async def _all(function: Score, samples: Sequence[Sample], begun: Sequence[Any]) -> list[Any]:
     async def one(sample: Sample, first: Any) -> Any:
         value: Any = first
         for attempt in range(TRIES):
             try:
                 return await value if inspect.isawaitable(value) else value
-            except Exception as error:
+            except FAULTS as error:
                 failure = _missing(f"raised {type(error).__name__} ({error})")
                 if attempt < TRIES - 1:
                     value = function(*arguments(function, sample))
@@ -134,7 +148,7 @@ def _tried(call: Callable[[], Any]) -> Any:
     for _ in range(TRIES):
         try:
             return call()
-        except Exception as error:
+        except FAULTS as error:
             failure = _missing(f"raised {type(error).__name__} ({error})")
     return failure
 
@@ -149,10 +163,53 @@ def _of(value: Any) -> Scored:
         return _missing("returned None")
     try:
         parts = {str(name): float(part) for name, part in value.items()} if isinstance(value, Mapping) else {}
-        total = sum(parts.values()) if isinstance(value, Mapping) else float(value)
-    except (TypeError, ValueError) as error:
-        return _missing(f"returned {value!r}, which is no number ({error})")
-    return Scored(total, parts) if math.isfinite(total) else _missing(f"returned {total}; return finite scores")
+        total = float(value) if not isinstance(value, Mapping) else sum(parts.values()) if parts else MISSING
+    except Exception as error:  # of a class of the user's
+        return _missing(f"returned {_shown(value)}, which is no number ({type(error).__name__})")
+    return Scored(total, parts) if math.isfinite(total) else _missing(f"returned {_shown(value)}, no finite number")
+
+
+MOST_SHOWN = 80
+"""Characters of a value in a message."""
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # of an integer with thousands of digits, among others
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def load_score(text: str) -> tuple[Score, str]:
+    """Returns (the function that FILE.py:FUNCTION names, digest of the file). The file's code runs.
+
+    Raises:
+        RequestError: there is no such file or function, or the file cannot be run.
+    """
+    file, colon, name = text.rpartition(":")
+    path = Path(file).expanduser()
+    if not colon or not name.isidentifier() or not path.is_file():
+        raise RequestError(f"train.reward: {text} is not FILE.py:FUNCTION of a file that exists; check the path.")
+    spec = importlib.util.spec_from_file_location(f"tezo_reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise RequestError(f"train.reward: {path} is not a Python file; give one that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
+    try:
+        spec.loader.exec_module(module)
+    except FAULTS as error:
+        raise RequestError(f"train.reward: {path} cannot be run ({type(error).__name__}: {error}); mend it.") from error
+    score = getattr(module, name, None)
+    if not callable(score):
+        raise RequestError(f"train.reward: {path} has no function {name!r}; define it there.")
+    return score, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def name_of(score: Score) -> str:
+    """Returns the qualified name of a scorer that is an object."""
+    named = score if hasattr(score, "__qualname__") else type(score)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 class Processes:
@@ -188,9 +245,9 @@ class Processes:
             if process is None:
                 process = _Process(self._scorer)
             found = process.scored(samples, self._seconds)
-            if found is None:
+            if isinstance(found, str):
                 process = None
-                return [_missing(f"took more than {self._seconds:g} s, or its process ended")] * len(samples)
+                return [_missing(found)] * len(samples)
             return found
         finally:
             self._free.put(process)
@@ -215,17 +272,19 @@ class _Process:
         )  # fmt: skip
         self._read(START_SECONDS)
 
-    def scored(self, samples: Sequence[Sample], seconds: float) -> list[Scored] | None:
-        """Returns the scores; None: the process has ended, or was ended after so many seconds."""
+    def scored(self, samples: Sequence[Sample], seconds: float) -> list[Scored] | str:
+        """Returns the scores, or why there are none after so many seconds; then the process has ended."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):  # it has ended: there is nothing to read either
             self._process.stdin.write(json.dumps([asdict(sample) for sample in samples], default=str) + "\n")
             self._process.stdin.flush()
-        except OSError:
-            self.end()
-            return None
+        started = time.monotonic()
         line = self._read(seconds)
-        return [Scored(**own) for own in json.loads(line)] if line else None
+        if line:
+            return [Scored(**own) for own in json.loads(line)]
+        if time.monotonic() - started >= seconds:
+            return f"took more than {seconds:g} s"
+        return f"ended its process (exit status {self._process.returncode})"
 
     def _read(self, seconds: float) -> str:
         assert self._process.stdout is not None
@@ -241,7 +300,10 @@ class _Process:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # of what could not be written to it
+                pipe.close() if pipe else None
 
 
 START_SECONDS = 60.0
@@ -250,8 +312,6 @@ START_SECONDS = 60.0
 
 def main() -> None:
     """Scores what standard input asks for, line by line, with the function that the argument names."""
-    from tezo.tasks.rewards import load_score
-
     answers, sys.stdout = sys.stdout, sys.stderr  # what the scorer prints is no answer
     function, _ = load_score(sys.argv[1])
     print("[]", file=answers, flush=True)

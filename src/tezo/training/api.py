@@ -19,7 +19,7 @@ from tezo.runs.files import MANIFEST
 from tezo.runs.folder import CONFIG, LOG, read_summary
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.system.progress import showing
-from tezo.tasks.rewards import Score
+from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
 from tezo.training.config import overlay, parse_config, read_run_config
@@ -94,6 +94,8 @@ def train(
     if reward is not None:
         given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
     score = None if isinstance(reward, str) else reward
+    if score is not None and not callable(score):
+        raise RequestError(f"reward is {score!r}; give a function, or FILE.py:FUNCTION.")
     with showing(progress) as line:
         config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
         objects = {part: rows for part, rows in parts.items() if not isinstance(rows, str | Path)}

@@ -135,7 +135,7 @@ class BestState:
 
     def _add_step(self, record: StepRecord) -> None:
         self._have_risen = self._guard.add(record.loss)
-        self._idle = 0 if not record.probes or any(record.projected_grads) else self._idle + 1
+        self._idle = self._idle + 1 if record.is_idle else 0
 
     @property
     def _is_idle(self) -> bool:

@@ -18,10 +18,10 @@ from tezo.models.kinds import ModelConfig, engine_kind
 from tezo.models.local_names import absolute_name
 from tezo.optim.methods import AUTO, method
 from tezo.runs.files import check_manifest
-from tezo.runs.words import REWARD
 from tezo.system.errors import RequestError, nearest
 from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes
 from tezo.tasks.row_files import DataConfig
+from tezo.tasks.scoring import REWARD
 from tezo.training.keywords import suggestion
 from tezo.training.recipe import LOSS, Config, MethodConfig, TrainConfig
 
@@ -392,6 +392,8 @@ def _check(config: Config) -> None:
     train, data = config.train, config.data
     if train.epochs is not None and train.epochs <= 0:
         raise RequestError(f"train.epochs is {train.epochs}; it must be positive.")
+    if train.reward_seconds <= 0:
+        raise RequestError(f"train.reward_seconds is {train.reward_seconds:g}; it must be positive.")
     if data.train is None and data.task is None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
     if data.per_class is not None and data.num_train is not None:

@@ -96,18 +96,21 @@ class Evaluations:
         """Returns the loss, per token, of what the untuned model wrote to the first test prompts; None: no reward.
 
         It is an estimate of the cross-entropy of the untuned model's text under the model at hand, so that its rise is
-        one of the divergence between the two: how far the model has moved from what it said, wanted or not.
+        one of the divergence between the two: how far the model has moved from what it said, wanted or not. The log
+        has its tokens, as numbers in the place of a text.
         """
         job = self.job
         if job.reward is None or job.config.model.placement == "shards":
             return None
         if (OWN, step) not in self.known:
+            size = job.config.train.eval_batch_size
             if step == 0:
-                self.answers[OWN, 0] = self._measured(job.test[:OWN_ROWS], written=True)[1]
-            rows = answered(job.objective, job.test, self.answers[OWN, 0])
+                tokens = job.reward.own_answers(job.model, job.objective, job.test[:OWN_ROWS], size)
+                self.answers[OWN, 0] = [" ".join(map(str, own)) for own in tokens]
+            rows = answered(job.test, [[int(token) for token in own.split()] for own in self.answers[OWN, 0]])
             if not rows:
                 return None
-            self.known[OWN, step] = evaluate(job.model, job.objective, rows, job.config.train.eval_batch_size)[0]
+            self.known[OWN, step] = evaluate(job.model, job.objective, rows, size)[0]
         self._tell(OWN, step, self.known[OWN, step])
         return self.known[OWN, step]["loss"]
 

@@ -10,7 +10,7 @@ from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
 from tezo.models.local_names import is_gone
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.methods import AUTO, HEAD_FEEDBACK, method
+from tezo.optim.methods import AUTO, method
 from tezo.runs.environment import versions
 from tezo.runs.files import check_complete, check_place, check_rows, check_settings, hash_of
 from tezo.system.errors import RequestError
@@ -74,6 +74,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
             now[key] = before[key]
     check_settings(before, now)
     check_rows(found, own)
+    _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
     if found.get("reward") != own.get("reward"):
         raise RequestError("train.reward: the scorer is not the one that the run began with; restore it.")
     check_model(found["model"], own["model"])
@@ -93,7 +94,7 @@ def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
 
 def _with_name_of(name: str, asked: Config) -> Config:
     """Returns the configuration with the method that a run chose by itself, which cannot have options of another."""
-    if asked.method.name != AUTO or (asked.method.options and name != HEAD_FEEDBACK):
+    if asked.method.name != AUTO or not asked.method.options.keys() <= method(name).options().keys():
         return asked
     return replace(asked, method=replace(asked.method, name=name))
 
@@ -101,9 +102,19 @@ def _with_name_of(name: str, asked: Config) -> Config:
 def check_unchanged(ended: Config, asked: Config) -> None:
     """Raises a `RequestError` if a run that has ended, with its settings resolved, is not the one that is asked for."""
     asked = _with_name_of(ended.method.name, asked)
+    _check_function(ended.train.reward, asked.train.reward)
     before, now = _fixed(to_tree(ended)), _fixed(to_tree(asked))
     resolved = {key: before.get(key) for key, left_open in RESOLVED_AT_START.items() if now.get(key) == left_open}
     check_settings(before, now | resolved)
+
+
+def _check_function(before: str | None, now: str | None) -> None:
+    """Raises a `RequestError` if two scorers are not of one name; their files, which may move, are told by digests."""
+    names = [str(scorer).rpartition(":")[2] for scorer in (before, now)]
+    if now is not None and names[0] != names[1]:
+        raise RequestError(
+            f"train.reward is {names[1]}, and the run began with {names[0]}; give that, or another output."
+        )
 
 
 def request_of(config: Config) -> dict[str, Any]:

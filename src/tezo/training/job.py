@@ -23,9 +23,8 @@ from tezo.models.loading import LoadedModel, check_head_not_tied
 from tezo.models.peft import add_adapter
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.learning_rate import TRIAL_STEPS
-from tezo.optim.methods import AUTO, method
+from tezo.optim.methods import AUTO, ES, method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
-from tezo.runs.words import REWARD
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError
 from tezo.system.progress import CHECKING, ENCODING, current, tracked
 from tezo.tasks.examples import check_answers
@@ -33,10 +32,10 @@ from tezo.tasks.formats import LabelFormat, default_template
 from tezo.tasks.notices import rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
-from tezo.tasks.rewards import Reward, Score, answered, load_score, name_of, prompt_of
+from tezo.tasks.rewards import Reward, answered, prompt_of
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
-from tezo.tasks.scoring import Processes
+from tezo.tasks.scoring import REWARD, Processes, Score, load_score, name_of
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
 from tezo.training.recipe import LOSS as LOSS
@@ -88,6 +87,11 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
                     f"train.{key} is {getattr(train, key)}, which is for a reward; give train.reward too."
                 )
         return None
+    if train.reward_seconds != TrainConfig.reward_seconds and not train.reward_workers:
+        raise RequestError(
+            f"train.reward_seconds is {train.reward_seconds:g}, a limit of processes that score; set "
+            "train.reward_workers to their number too."
+        )
     if train.reward_workers and (given is not None or train.reward == IN_MEMORY):
         raise RequestError(
             f"train.reward_workers is {train.reward_workers}, and the scorer is an object, which other processes do "
@@ -225,6 +229,7 @@ def prepare(
     loaded = load_for_tuning(config, loaded)
     used = _encode(config, loaded, splits, reward)
     config, chosen = with_method(config, loaded.kind, labelled=bool(used.format.options))
+    _check_objective(config)
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
 
@@ -267,6 +272,20 @@ def prepare(
             *found.notices,
         ),
     )
+
+
+def _check_objective(config: Config) -> None:
+    name, objective, chosen = config.method.name, config.train.objective, method(config.method.name)
+    if chosen.takes_outputs and objective != LOSS:
+        raise RequestError(
+            f"train.objective is {objective}, and {name} needs the outputs of each row; choose another method "
+            f"(method.name={ES} for a reward)."
+        )
+    if chosen.takes_rows and objective not in (LOSS, REWARD):
+        raise RequestError(
+            f"train.objective is {objective}, a metric of whole batches, and {name} needs the loss of each row; choose "
+            "another method."
+        )
 
 
 def _resolved_data(data: DataConfig, form: Format) -> DataConfig:
@@ -347,9 +366,7 @@ class RunRows(Rows):
         if self._reward is None:
             return None
         rows = self._train[:OWN_ANSWERS]
-        with torch.no_grad(), float32_on_emulating_cpu(self._model):
-            texts = self._reward.written(self._model, self._objective, rows, len(rows), 0, 1)[0]
-        own = answered(self._objective, rows, texts)
+        own = answered(rows, self._reward.own_answers(self._model, self._objective, rows, len(rows)))
         if not own:
             return None
         closure = self._closure(own)

@@ -23,7 +23,8 @@ from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, SAVING, STEPS, current, metered
 from tezo.tasks.evaluation import Metrics
-from tezo.tasks.rewards import RewardRows, Score
+from tezo.tasks.rewards import RewardRows
+from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits
 from tezo.training.best_state import BestState
 from tezo.training.config import dump_config, read_config, with_absolute_paths
@@ -34,7 +35,7 @@ from tezo.training.job import Job, check_untuned, plan, prepare
 from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.recipe import LOSS, Config
 from tezo.training.schedule import interval, lr_factor
-from tezo.training.summary import Outcome, row_counts, summarize
+from tezo.training.summary import WAYS_FROM_ALIKE, Outcome, row_counts, summarize
 
 
 def train(
@@ -102,6 +103,8 @@ def train(
 
 MISSING, ALIKE = "missing", "alike"
 """What is said of scores once in a run."""
+CHECKED_ROWS = 8
+"""Training rows that tell whether an objective can be measured; one of them may lack a score."""
 COMPARE_EVERY = 100
 """Steps between checks that all processes have the same parameters."""
 
@@ -138,6 +141,7 @@ class Loop:
         self.evaluations = Evaluations(job, folder, listeners)
         self.best = BestState(job, folder, self.evaluations, listeners, processes)
         self.step_seconds = 0.0
+        self.idle_steps = 0
         self._said: set[str] = set()
 
     def run(self) -> dict[str, Any]:
@@ -203,6 +207,7 @@ class Loop:
         if state.checkpoint is None:
             return 0
         step = state.checkpoint.step
+        self.idle_steps = sum(record.is_idle for record in state.steps[:step])
         parts: dict[str, dict[str, Tensor]] = {"run": {}, "best": {}}
         for key, value in state.checkpoint.tensors.items():
             part, _, name = key.partition("/")
@@ -261,6 +266,7 @@ class Loop:
             told = self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
+        self.idle_steps += record.is_idle
         self.best.stepped(record)
         progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
         self._log_step(progress, told)
@@ -336,10 +342,8 @@ class Loop:
             self._warn(f"scores are missing, and left out of the means, from step {step} on: {reward.missing[0]}.")
         if rows.all_alike and ALIKE not in self._said:
             self._said.add(ALIKE)
-            self._warn(
-                f"step {step}: every model scored alike on each prompt, so that there is nothing to learn from. Give "
-                "partial credit, more prompts (train.batch_size), train.temperature above 0, or a larger method.rho."
-            )
+            nothing = "every model scored alike on each prompt, so that there is nothing to learn from"
+            self._warn(f"step {step}: {nothing}; {WAYS_FROM_ALIKE}.")
 
     def _closure(self, step: int, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""
@@ -365,7 +369,7 @@ class Loop:
                 f"method.directions is {PER_EXAMPLE}, and train.objective is {name}, which is measured on whole "
                 "batches; set method.directions=shared."
             )
-        known = self.evaluations.metrics(self.job.train[:1], written=True)
+        known = self.evaluations.metrics(self.job.train[:CHECKED_ROWS], written=True)
         if name not in known or name == LOSS:
             raise RequestError(f"train.objective: there is no metric {name!r} of these rows. " + nearest(name, known))
 
@@ -386,6 +390,7 @@ class Loop:
             kept.step if kept is not None else steps,
             kept.loss if kept is not None else self.best.dev_loss,
             self.step_seconds,
+            self.idle_steps,
             before,
             after,
             untuned,

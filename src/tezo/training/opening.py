@@ -17,14 +17,13 @@ from tezo.models.peft import open_adapter
 from tezo.runs.files import MANIFEST, check_complete, check_manifest
 from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY
 from tezo.runs.step_log import read_header
-from tezo.runs.words import REWARD
 from tezo.system.errors import RequestError
 from tezo.system.files import write_file
 from tezo.system.progress import ENCODING, current, tracked
 from tezo.tasks.evaluation import Metrics, measure, predict
 from tezo.tasks.examples import Row
 from tezo.tasks.notices import token_notices
-from tezo.tasks.rewards import Score
+from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import NO_ROWS
 from tezo.training.config import overlay, parse_config, read_run_config

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from tezo.models.kinds import ModelConfig
 from tezo.optim.methods import AUTO
-from tezo.runs.words import REWARD as REWARD
 from tezo.tasks.row_files import DataConfig
+from tezo.tasks.scoring import REWARD as REWARD
 
 LOSS = "loss"
 """The objective that batches have of themselves; any other is a metric."""

@@ -24,10 +24,10 @@ from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
 from tezo.optim.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED, ZerothOrderOptimizer
 from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED, Setting, Settings
-from tezo.runs.words import REWARD
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
 from tezo.system.progress import FEEDBACK as LOOKING
+from tezo.tasks.scoring import REWARD
 from tezo.training.recipe import Config, TrainConfig
 from tezo.training.schedule import KEYS, default_counts, is_feedback, planned
 
@@ -371,8 +371,9 @@ OWN_SETTINGS = ("steps", "epochs", "batch_size", *KEYS)
 def with_method(config: Config, kind: str, *, labelled: bool) -> tuple[Config, list[str]]:
     """Replaces "auto" in method.name; returns (configuration, notices for the user).
 
-    It is es for a reward, and gauss-newton for rows that share their labels and a causal model, where the request sets
-    nothing that depends on the method: no option of it, and none of `OWN_SETTINGS`. Otherwise it is head-feedback.
+    With a causal model it is gauss-newton for rows that share their labels, where the request sets nothing that depends
+    on the method: no option of it, and none of `OWN_SETTINGS`; and es for a reward, where it sets nothing that es does
+    not have, or counts otherwise: a rate, or feedback steps. Otherwise it is head-feedback.
     (docs/experiments.md has the last two on a model of 135M parameters and on small ones, docs/rewards.md the first. Of
     free text gauss-newton learns less.)
 
@@ -388,8 +389,9 @@ def with_method(config: Config, kind: str, *, labelled: bool) -> tuple[Config, l
     if kind != "causal" or config.model.peft != "none":
         suited = None
     shares_rows = train.parallel == "rows" and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    set_ = [f"method.{name}" for name in config.method.options]
-    set_ += [f"train.{key}" for key in OWN_SETTINGS if getattr(train, key) is not None]
+    shared = method(ES).options().keys() - {"lr"} if suited == ES else set[str]()
+    set_ = [f"method.{name}" for name in config.method.options if name not in shared]
+    set_ += [f"train.{key}" for key in (KEYS if suited == ES else OWN_SETTINGS) if getattr(train, key) is not None]
     if suited is not None and not shares_rows and not set_:
         return replace(config, method=replace(config.method, name=suited)), []
     notices = []

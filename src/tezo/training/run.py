@@ -16,7 +16,7 @@ from tezo.system.errors import RequestError
 from tezo.system.files import read_bytes
 from tezo.system.progress import showing
 from tezo.tasks.examples import Row
-from tezo.tasks.rewards import Score
+from tezo.tasks.scoring import Score
 from tezo.tasks.setup import make_format
 from tezo.tasks.splits import Rows, Splits, reported_rows, rows_of, rows_to_report
 from tezo.training.config import read_run_config

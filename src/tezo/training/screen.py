@@ -22,6 +22,7 @@ class Screen(Listener):
     def __init__(self, line: StatusLine) -> None:
         self.line = line
         self.dev_losses: list[float] = []
+        self._of_step: list[str] = []
 
     def started(self, job: Job) -> None:
         self.job = job
@@ -47,15 +48,19 @@ class Screen(Listener):
         if record.probes:
             kappa = sum(abs(k) for k in record.projected_grads) / len(record.probes)
             figures.insert(1, f"|kappa| {kappa:.3g}")
-        if self.dev_losses:
-            figures.insert(0, f"dev {self.dev_losses[0]:.4f} -> {self.dev_losses[-1]:.4f}")
-        self.line.figures[STEPS] = ", ".join(figures)
+        self._of_step = figures
+        self._show()
+
+    def _show(self) -> None:
+        dev = [f"dev {self.dev_losses[0]:.4f} -> {self.dev_losses[-1]:.4f}"] if self.dev_losses else []
+        self.line.figures[STEPS] = ", ".join([*dev, *self._of_step])
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
         if split == "test" and self.job.test is self.job.dev:
             split = "dev"
         if split == "dev":
             self.dev_losses.append(metrics["loss"])
+            self._show()
         figures = "  ".join(f"{name} {metric_text(name, value)}" for name, value in metrics.items())
         self.line.print(f"  step {step:>6}  {split:<5} {figures}")
 

@@ -11,11 +11,12 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.runs.folder import SUMMARY, read_summary
 from tezo.runs.step_log import Rollback
-from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, REWARD, TEXT_LOSS, metric_text, minus
+from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, TEXT_LOSS, metric_text, minus
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.objectives.objective import Encoded
+from tezo.tasks.scoring import MISSING_SCORES, REWARD
 from tezo.tasks.untuned import BIAS, PROBE
 from tezo.training.best_state import ENDED, IDLE
 from tezo.training.job import Job, parameter_counts, plan
@@ -23,6 +24,10 @@ from tezo.training.job import Job, parameter_counts, plan
 LEAST_GAIN = 1e-3
 """Relative decrease of the loss (increase of the reward) below which a run is called hardly better."""
 FEW_ROWS = 100
+WAYS_FROM_ALIKE = (
+    "give partial credit, more prompts (train.batch_size), train.temperature above 0, or a larger method.rho"
+)
+"""What may help where all models have the same scores."""
 UNTUNED = {BIAS: "with a bias fitted to each label", PROBE: "under a linear probe"}
 """What a run is compared with, in words."""
 
@@ -35,11 +40,17 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
         before, after = summary["dev_loss_before"], summary["dev_loss"]
     rows = "dev" if summary["dev_loss"] is not None or summary["rows"].get("test") == 0 else "test"
     rewarded = REWARD in summary["after"]  # then the loss is minus the reward
-    figure, better = ("reward", "rose from") if rewarded else ("loss", "fell from")
-    start, end = (f"{-loss if rewarded else loss:.4f}" for loss in (before, after))
+    figure, better, worse = ("reward", "rose from", "fell from") if rewarded else ("loss", "fell from", "rose from")
+    first, last = summary["before"]["loss"], summary["after"]["loss"]
+    start, end, first_text, last_text = (f"{-loss if rewarded else loss:.4f}" for loss in (before, after, first, last))
     if after < before - LEAST_GAIN * abs(before):
-        advice = _after_gain(summary, planned_steps, rewarded=rewarded)
-        return f"{BETTER}: the {rows} {figure} {better} {start} to {end}. {advice}"
+        gain = f"the {rows} {figure} {better} {start} to {end}"
+        if last > first and first_text != last_text:
+            return (
+                f"{NO_BETTER}: {gain}, but the test {figure} {worse} {first_text} to {last_text}. These dev rows are "
+                "too few, or unlike the test rows; give more in data.dev."
+            )
+        return f"{BETTER}: {gain}. {_after_gain(summary, planned_steps, rewarded=rewarded)}"
     idle = summary["stopped"] == IDLE
     advice = _ended(summary, planned_steps) if idle else _after_no_gain(summary, lr, rewarded=rewarded)
     if after < before and start != end:
@@ -50,9 +61,6 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
 
 def _after_gain(summary: Mapping[str, Any], planned_steps: int, *, rewarded: bool) -> str:
     steps, kept = summary["steps"], summary["kept_step"]
-    if summary["after"]["loss"] > summary["before"]["loss"]:
-        worse = "fell" if rewarded else "rose"
-        return f"On the test rows it {worse}: these dev rows are too few, or unlike them; give more in data.dev."
     if summary["stopped"] is not None:
         return _ended(summary, planned_steps)
     if kept == steps:
@@ -70,6 +78,8 @@ def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> 
     if lowest < lr:
         lowered = f"The learning rate was lowered from {lr:.1e} to {lowest:.1e}"
         return f"{lowered}, still too high: try --lr {lowest / 3:.1e}."
+    if rewarded and 2 * summary["idle_steps"] > summary["steps"]:
+        return f"In {summary['idle_steps']} of {summary['steps']} steps all models scored alike: {WAYS_FROM_ALIKE}."
     if summary["rows"]["train"] < FEW_ROWS:
         return f"{summary['rows']['train']} training rows may be too few: give more."
     another = "another rate, or a larger method.rho" if rewarded else "another rate, such as --lr auto"
@@ -96,10 +106,21 @@ def forgetting(summary: Mapping[str, Any]) -> str:
     if before is None or after is None:
         return ""
     change = after - before
+    if f"{abs(change):.3f}" == "0.000":
+        return f"What the untuned model wrote to these prompts is as likely as before ({before:.3f} nats a token)."
     return (
         f"What the untuned model wrote to these prompts has become {'less' if change > 0 else 'more'} likely by "
         f"{abs(change):.3f} nats a token (from {before:.3f} to {after:.3f})."
     )
+
+
+def missing_scores(summary: Mapping[str, Any]) -> str:
+    """Returns a sentence on answers that have no score, where there are any."""
+    shares = [summary[when].get(MISSING_SCORES, 0.0) for when in ("before", "after")]
+    if not any(shares):
+        return ""
+    before, after = (metric_text(MISSING_SCORES, share) for share in shares)
+    return f"Of the scores {before} are missing before and {after} after: the two means are of different answers."
 
 
 @dataclass(frozen=True)
@@ -110,6 +131,7 @@ class Outcome:
         kept_step: number of steps after which the kept parameters were reached.
         dev_loss: loss on the dev rows with the kept parameters; None if there are no dev rows.
         seconds: time spent on steps.
+        idle_steps: steps that learnt nothing; see `StepRecord.is_idle`.
         before: metrics of the test rows before training.
         after: the same after training.
         untuned: name -> the same by what is fitted to the untuned model; see `tezo.tasks.untuned`.
@@ -122,6 +144,7 @@ class Outcome:
     kept_step: int
     dev_loss: float | None
     seconds: float
+    idle_steps: int
     before: Metrics
     after: Metrics
     untuned: Mapping[str, Metrics]
@@ -172,6 +195,7 @@ def summarize(
         "own_answers": list(outcome.own_answers),
         "rows": row_counts(job),
         "steps": outcome.steps,
+        "idle_steps": outcome.idle_steps,
         "test_rows_chose": job.test is job.dev and outcome.chosen,
         "kept_step": outcome.kept_step,
         "dev_loss": outcome.dev_loss,
@@ -198,7 +222,7 @@ def summarize(
         "versions": versions(),
     }
     found = verdict(summary, float(job.config.method.options["lr"]), train.num_steps)
-    parts = (found, against_untuned(summary), forgetting(summary))
+    parts = (found, against_untuned(summary), forgetting(summary), missing_scores(summary))
     return summary | {"verdict": " ".join(part for part in parts if part)}
 
 

@@ -146,6 +146,11 @@ class StepRecord:
         """Projected gradient kappa of each direction."""
         return tuple(probe.projected_grad for probe in self.probes)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether its directions told nothing: all their projected gradients are 0."""
+        return bool(self.probes) and not any(self.projected_grads)
+
 
 def precise(loss: Any) -> Any:
     """Returns the loss.

@@ -12,7 +12,6 @@ from tezo.optim.methods import method
 from tezo.runs.reader import LabelCounts, RecordedRun
 from tezo.runs.words import (
     OPTIONS_LOSS,
-    REWARD,
     TEXT_LOSS,
     change_text,
     count_text,
@@ -24,6 +23,7 @@ from tezo.runs.words import (
 from tezo.system.errors import RequestError
 from tezo.system.progress import duration_text
 from tezo.tasks.row_files import DataConfig
+from tezo.tasks.scoring import REWARD
 from tezo.training.config import parse_config, to_tree
 from tezo.training.recipe import Config, TrainConfig
 from tezo.training.report.curves import OUTLIER_RMS, dev_losses, group_parameters, kappa_statistics, kappas
