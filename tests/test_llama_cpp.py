@@ -274,7 +274,10 @@ def test_a_population_writes_and_ends_as_in_torch(home, tmp_path, temperature):
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"method__name": "mezo", "method__rank": None}, ["cannot be written in place"]),
+        (
+            {"method__name": "mezo", "method__rank": None},
+            ["method.name is mezo, model.engine llama.cpp", "cannot be written in place"],
+        ),
         ({"method__name": "adam", "method__rank": None}, ["adam"]),
         ({"method__directions": "per-example"}, ["method.directions"]),
         ({"train__feedback_first": 1}, ["train.feedback_first"]),

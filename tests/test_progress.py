@@ -36,6 +36,7 @@ from tezo.system.progress import (
 from tezo.training.config import parse_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
+from tezo.training.screen import Screen
 
 BATCH = 4
 
@@ -277,6 +278,18 @@ def test_on_a_terminal_one_line_is_overwritten_and_gone_at_the_end():
             column += 1
     assert [line.rstrip() for line in shown] == ["a line that stays", ""]
     assert "loading, 0." in stream.getvalue() and "stepping" in stream.getvalue()
+
+
+def test_the_line_has_the_figure_of_the_newest_evaluation(home, tmp_path):
+    class Watch(Listener):
+        def evaluated(self, *evaluation):
+            seen.append((evaluation[2]["loss"], line.figures.get(STEPS, "")))
+
+    seen: list[tuple[float, str]] = []
+    with Meter() as meter, StatusLine(meter, io.StringIO()) as line:
+        train(recipe(home, "tezo", eval_every=2, keep_best=False), tmp_path / "run", [Screen(line), Watch()])
+    between = [(loss, text) for loss, text in seen if text][:3]
+    assert len(between) == 3 and all(f"-> {loss:.4f}" in text for loss, text in between)
 
 
 def test_a_stream_that_nobody_reads_ends_no_run():

@@ -171,7 +171,7 @@ def test_a_field_beside_a_text_with_few_values_is_asked_about():
 # What was read, shown
 
 
-def as_read(rows: list[dict], family: str = "opt", **fields) -> tuple[str, str]:
+def as_read(rows: list[dict], family: str = "opt", *, scored: bool = False, **fields) -> tuple[str, str]:
     tokenizer = tokenizer_for(family)
     kind = "encoder" if family == "bert" else "masked" if family == "roberta" else "causal"
     loaded = LoadedModel(tiny_model(family, len(tokenizer)), tokenizer, kind)
@@ -179,7 +179,7 @@ def as_read(rows: list[dict], family: str = "opt", **fields) -> tuple[str, str]:
     numbered = [Row(row, f"rows, line {n}") for n, row in enumerate(rows, start=1)]
     form = make_format(data, loaded, numbered)
     objective = make_objective(data, loaded, form)
-    return rows_as_read(form, numbered[0], objective, objective.encode(form.example(numbered[0])))
+    return rows_as_read(form, numbered[0], objective, objective.encode(form.example(numbered[0])), scored=scored)
 
 
 def test_the_shape_the_fields_and_a_row_are_shown_with_what_is_learnt():
@@ -191,6 +191,7 @@ def test_the_shape_the_fields_and_a_row_are_shown_with_what_is_learnt():
     assert shape == "completion rows of prompt, completion"
     assert "(7 tokens, the last 3 learnt): '<s> the film :' -> ' very good </s>'" in row
     shape, row = as_read([{"text": "the film", "id": 7}])
+    assert "; for the scorer: id; labels" in as_read(rows, scored=True)[0]
     assert shape == "text rows of text; not read: id" and "'<s>' -> ' the film </s>'" in row
     assert as_read(rows, "bert")[1].endswith("(4 tokens): '<s> the film </s>' -> 'good'")
     assert as_read(rows, "roberta")[1].endswith("'<s> the film It was <mask> . </s>' -> ' good'")

@@ -3,12 +3,15 @@
 The server is started by the python that the variable TEZO_VLLM names, of an environment with vLLM.
 """
 
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -371,5 +374,17 @@ def test_a_server_that_does_not_answer_is_said_once_and_asked_again(monkeypatch,
         return found
 
     monkeypatch.setattr("tezo.engines.vllm.FIRST_WAIT", 0.01)
-    assert object.__new__(Server)._again(ask) == "here"
-    assert caplog.messages == ["The server does not answer. It is asked again for 300 s."]
+    server, said = object.__new__(Server), "The server does not answer. It is asked again for 300 s."
+    assert server._again(ask) == "here"
+    assert caplog.messages == [said]
+    gone, calls = threading.Barrier(4), itertools.count()
+
+    def ask_beside_others():
+        if next(calls) < 4:
+            gone.wait()
+            raise EngineLostError("The server does not answer.")
+        return "here"
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: server._again(ask_beside_others), range(4))) == ["here"] * 4
+    assert caplog.messages == [said] * 2, "once for each time that it was lost"

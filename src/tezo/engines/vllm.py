@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import requests
@@ -332,6 +333,8 @@ class Server(Vllm):
     """
 
     name = "a vLLM server"
+    _is_lost = False
+    _saying = Lock()
 
     def __init__(self, address: str, model: Any, tokenizer: Any) -> None:
         super().__init__(model)
@@ -370,15 +373,23 @@ class Server(Vllm):
         begun, wait, failures = time.monotonic(), FIRST_WAIT, 0
         while True:
             try:
-                return ask()
+                found = ask()
             except EngineLostError as error:
                 failures += isinstance(error, _FailedError)
                 if failures > MOST_FAILURES or time.monotonic() - begun > SECONDS_OF_A_RESTART:
                     raise
-                if wait == FIRST_WAIT:
-                    logger.warning("%s It is asked again for %.0f s.", error, SECONDS_OF_A_RESTART)
+                self._say_lost(error)
                 time.sleep(wait)
                 wait = min(2 * wait, 10.0)
+            else:
+                self._is_lost = False
+                return found
+
+    def _say_lost(self, error: EngineLostError) -> None:
+        with self._saying:  # requests wait side by side, and one of them says so
+            known, self._is_lost = self._is_lost, True
+        if not known:
+            logger.warning("%s It is asked again for %.0f s.", error, SECONDS_OF_A_RESTART)
 
     @contextmanager
     def _adapter(self, folder: Path) -> Iterator[str]:

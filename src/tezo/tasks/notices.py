@@ -97,8 +97,13 @@ def _named(options: Sequence[str]) -> str:
     return " and ".join(repr(option.strip()) for option in options)
 
 
-def rows_as_read(form: Format, row: Row, objective: Objective, encoded: Encoded) -> tuple[str, str]:
-    """Tells (the shape of the rows with the fields that are read, one `row` of them as the model reads it)."""
+def rows_as_read(
+    form: Format, row: Row, objective: Objective, encoded: Encoded, *, scored: bool = False
+) -> tuple[str, str]:
+    """Tells (the shape of the rows with the fields that are read, one `row` of them as the model reads it).
+
+    `scored`: whether a scorer of completions gets all fields.
+    """
     named = {name: row.column(name) for name in form.columns}
     found = {name: own for name, own in named.items() if own is not None}
     read = [name if own == name else f"{name} (here {own!r})" for name, own in found.items()]
@@ -107,7 +112,7 @@ def rows_as_read(form: Format, row: Row, objective: Objective, encoded: Encoded)
     shape = (
         f"{form.shape} rows"
         + (f" of {', '.join(read)}" if read else "")
-        + (f"; not read: {', '.join(others)}" if read and others else "")
+        + (f"; {'for the scorer' if scored else 'not read'}: {', '.join(others)}" if read and others else "")
         + (f"; labels: {labels}" if labels else "")
     )
     own = (example.label or 0) if len(encoded.sequences) > 1 else 0

@@ -221,10 +221,9 @@ def prepare(
         RequestError: something does not fit.
     """
     reward = make_reward(config, score)
-    if config.model.engine != engines.TORCH and config.method.options.get("directions") == PER_EXAMPLE:
-        raise RequestError(
-            f"method.directions is per-example, which {config.model.engine} does not compute; set shared, or auto."
-        )
+    engine = config.model.engine
+    if engine != engines.TORCH and config.method.options.get("directions") == PER_EXAMPLE:
+        raise RequestError(f"method.directions is per-example, which {engine} does not compute; set shared, or auto.")
     splits = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
     used = _encode(config, loaded, splits, reward)
@@ -234,7 +233,12 @@ def prepare(
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
 
     def build(settings: Config) -> BaseOptimizer:
-        optimizer = make_optimizer(settings, loaded, untrained)
+        try:
+            optimizer = make_optimizer(settings, loaded, untrained)
+        except RequestError as error:
+            if engine == engines.TORCH:
+                raise
+            raise RequestError(f"method.name is {settings.method.name}, model.engine {engine}: {error}") from None
         if isinstance(optimizer, ZerothOrderOptimizer):
             optimizer.set_calibration_passes(passes)
             optimizer.set_rows(partial(rows_to_look_at, loaded, used.objective, used.train, settings.train))
@@ -335,7 +339,7 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
         dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
     objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
-    as_read = rows_as_read(form, used.train[0], objective, train[0])
+    as_read = rows_as_read(form, used.train[0], objective, train[0], scored=reward is not None)
     return _EncodedRows(form, objective, train, dev, test, notices, as_read)
 
 

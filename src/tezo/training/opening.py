@@ -199,16 +199,22 @@ def answer_rows(
 ) -> tuple[list[str], list[str]]:
     """Returns (an answer to each row, notices for the user); answers that rows may have are not looked at.
 
-    `max_new_tokens` is the length of the longest answer of free text; None: the task's, or `MAX_NEW_TOKENS`.
+    `max_new_tokens` is the length of the longest answer of free text; None: the task's, that of a run by a reward, or
+    `MAX_NEW_TOKENS`. Answers are greedy.
     """
     check_new_tokens(max_new_tokens)
-    form = make_format(config.data, loaded, rows)
-    new = 0 if form.options else max_new_tokens or form.max_new_tokens or MAX_NEW_TOKENS
+    form, train = make_format(config.data, loaded, rows), config.train
+    rewarded = train.objective == REWARD
+    scored = train.max_new_tokens if rewarded else MAX_NEW_TOKENS
+    new = 0 if form.options else max_new_tokens or form.max_new_tokens or scored
     objective = make_objective(config.data, loaded, form, new)
     with current().phase(ENCODING):
         encoded = [objective.encode(form.example(row, answered=False)) for row in tracked(rows)]
-    answers = predict(loaded.model, objective, encoded, config.train.eval_batch_size, new)
-    return answers, token_notices(objective, new)
+    answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new)
+    notices = token_notices(objective, new)
+    if rewarded and train.temperature:
+        notices.append(f"these answers are greedy; the run's were sampled at train.temperature {train.temperature:g}.")
+    return answers, notices
 
 
 def check_answer_file(output: Path) -> None:
