@@ -34,12 +34,12 @@ MOST_CHARACTERS = 110
 ROWS = {"train": 64, "dev": 32, "test": 64}
 
 
-def rows_of(shared: Path, folder: Path) -> dict[str, Path]:
-    """Writes rows of text and label, as a user has them; part -> file."""
+def rows_of(shared: Path, folder: Path, rows: dict[str, int]) -> dict[str, Path]:
+    """Writes so many rows of text and label of each part, as a user has them; part -> file."""
     files = {}
-    for part, source, skip in (("train", "train", 0), ("dev", "train", ROWS["train"]), ("test", "validation", 0)):
+    for part, source, skip in (("train", "train", 0), ("dev", "train", rows["train"]), ("test", "validation", 0)):
         lines = map(json.loads, (shared / f"data/sst2/{source}.jsonl").read_text(encoding="utf-8").splitlines())
-        short = [line for line in lines if len(line["sentence"]) <= MOST_CHARACTERS][skip : skip + ROWS[part]]
+        short = [line for line in lines if len(line["sentence"]) <= MOST_CHARACTERS][skip : skip + rows[part]]
         files[part] = folder / f"{part}.jsonl"
         texts = (json.dumps({"text": row["sentence"], "label": ("bad", "good")[row["label"]]}) for row in short)
         files[part].write_text("\n".join(texts) + "\n", encoding="utf-8")
@@ -110,7 +110,7 @@ def main() -> None:
         "threads": threads(), "versions": versions(("tezo", "torch", "transformers")), "runs": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
-        files = rows_of(given.shared, Path(name))
+        files = rows_of(given.shared, Path(name), ROWS)
         for dtype in DTYPES:
             settings = settings_of(files, dtype, given.steps)
             result["runs"][dtype] = command_of(settings, Path(name) / dtype) | points_of(settings, 20)

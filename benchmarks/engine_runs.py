@@ -1,0 +1,83 @@
+"""The default run on SST-2 in torch, llama.cpp and vLLM: what it comes to where its passes are an engine's (135M).
+
+    python benchmarks/engine_runs.py --shared FOLDER [--vllm PYTHON] [--only PART ...] [--out benchmarks/results]
+
+`tezo train` with nothing set: rounds of `gauss-newton` on 512 rows, with 128 dev and 256 test rows, of at most 110
+characters. Files in F32, F16 and Q8_0 are made of the embedded file's unpacked weights. Each run is a process of its
+own. Writes engine_runs.json after each, and leaves out those that it has.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engines import TYPES, write_as
+from real_model import rows_of
+from tezo_studies.bench.result_files import commit
+
+from tezo.models.loading import embedded_source, load_model
+
+MODEL = "embedded:smollm2-135m"
+ROWS = {"train": 512, "dev": 128, "test": 256}
+KEPT = ("before", "after", "untuned", "dev_loss_before", "dev_loss", "phases", "peak_memory", "kept_step", "verdict",
+        "hardware", "versions")  # fmt: skip
+
+
+def ways_of(folder: Path, *, vllm: bool) -> dict[str, list[str]]:
+    """Name -> arguments of the command, for models in `folder`."""
+    source = embedded_source(MODEL)
+    files = {"Q4_1": source} | {name: folder / f"{name}.gguf" for name in TYPES}
+    for name, kind in TYPES.items():
+        write_as(source, kind, files[name])
+    ways = {"torch float32": ["--model", MODEL], "torch bfloat16": ["--model", MODEL, "--set", "model.dtype=bfloat16"]}
+    for name, path in files.items():
+        ways[f"llama.cpp {name}"] = ["--model", str(path), "--engine", "llama.cpp"]
+    if vllm:
+        loaded = load_model(MODEL)
+        loaded.model.save_pretrained(folder / "folder")
+        loaded.tokenizer.save_pretrained(folder / "folder")
+        ways["vllm float32"] = ["--model", str(folder / "folder"), "--engine", "vllm"]
+    return ways
+
+
+def main() -> None:
+    """Makes the runs that are missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, required=True)
+    parser.add_argument("--vllm", type=Path, help="python of an environment with vLLM")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of the ways to run")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args()
+    path = given.out / "engine_runs.json"
+    done: dict[str, Any] = {"model": MODEL, "rows": ROWS, "runs": {}}
+    if path.exists():
+        done = json.loads(path.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = rows_of(given.shared, folder, ROWS)
+        for way, arguments in ways_of(folder, vllm=given.vllm is not None).items():
+            if way in done["runs"] or not any(part in way for part in given.only):
+                continue
+            python = given.vllm if way.startswith("vllm") else sys.executable
+            data = ["--data", files["train"], "--dev", files["dev"], "--test", files["test"]]
+            output = folder / way.replace(" ", "-")
+            command = [python, "-m", "tezo", "train", *arguments, *data, "--output", output, "--json"]
+            ran = subprocess.run(
+                list(map(str, command)), capture_output=True, text=True, check=False,
+                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
+            )  # fmt: skip
+            if ran.returncode:
+                raise SystemExit(f"{way}: {ran.stderr[-2000:]}")
+            summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
+            done["runs"][way] = {key: summary[key] for key in KEPT} | {"commit": commit()}
+            path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+            print(way, summary["before"], summary["after"], summary["verdict"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

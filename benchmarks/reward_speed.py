@@ -1,0 +1,137 @@
+"""Tokens a second in the steps of a reward run, against plain writing by the same engine (135M parameters).
+
+    python benchmarks/reward_speed.py [--vllm PYTHON] [--out benchmarks/results]
+
+The task is `form` of reward_tasks.py. A step has eight members write to eight prompts, scores their answers and moves
+the model; plain writing answers as many prompts without a change, and has nothing scored. Each engine has a process of
+its own, which does both in turn.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import reward_tasks
+from engines import write_as
+from tezo_studies.bench.result_files import commit
+
+from tezo.models.kinds import IN_MEMORY
+from tezo.models.loading import embedded_source, load_model
+from tezo.runs.environment import hardware, versions
+from tezo.system.progress import quiet_libraries
+from tezo.tasks.rewards import MOST_WRITING, RewardRows
+from tezo.tasks.splits import read_splits
+from tezo.training.config import parse_config
+from tezo.training.job import Job, prepare
+
+TASK = reward_tasks.TASKS["form"]
+MEMBERS, PROMPTS, TURNS, ROUNDS = 8, 8, 3, 1
+
+
+def job_of(model: str, engine: str) -> Job:
+    """A run of `es` in an engine."""
+    parts = {part: [*rows] for part, rows in TASK.rows().items()}
+    config = parse_config(
+        {
+            "model": {"name": model, "engine": engine},
+            "data": dict.fromkeys(parts, IN_MEMORY),
+            "method": {"name": "es", "num_directions": MEMBERS, "rho": 7e-4},
+            "train": {"reward": IN_MEMORY, "max_new_tokens": TASK.max_new_tokens, "batch_size": PROMPTS},
+        }
+    )
+    return prepare(config, rows=read_splits(config.data, parts), score=TASK.score)
+
+
+def timed(job: Job) -> dict[str, list[float]]:
+    """Tokens a second of steps and of plain writing, in turn, after one of each."""
+    reward = job.reward
+    assert reward is not None
+    written: list[int] = []
+    write = type(reward).written
+
+    def counted(*given: Any, **named: Any) -> list[list[list[int]]]:
+        found = write(*given, **named)
+        written.extend(len(tokens) for own in found for tokens in own)
+        return found
+
+    type(reward).written = counted  # type: ignore[method-assign]
+    rows = job.train[: MEMBERS * PROMPTS]
+
+    def plain() -> None:
+        reward.own_answers(job.model, job.objective, rows, MOST_WRITING)
+
+    found: dict[str, list[float]] = {"steps": [], "plain": []}
+    for turn in range(TURNS + 1):
+        own = [job.train[(PROMPTS * turn + i) % len(job.train)] for i in range(PROMPTS)]
+        closure = RewardRows(reward, job.model, job.objective, own, turn)
+        for name, run in (("steps", lambda made=closure: job.optimizer.step(made)), ("plain", plain)):
+            written.clear()
+            begun = time.perf_counter()
+            run()
+            if turn:
+                found[name].append(sum(written) / (time.perf_counter() - begun))
+    return found
+
+
+def main() -> None:
+    """Runs all processes, and writes reward_speed.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, help="python of an environment with vLLM")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    quiet_libraries()
+    if chosen.child:
+        print("RESULT", json.dumps(timed(job_of(*chosen.child))))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source = embedded_source(reward_tasks.MODEL)
+        half = Path(folder) / "F16.gguf"
+        write_as(source, gguf.GGMLQuantizationType.F16, half)
+        ways = {
+            "torch float32": (reward_tasks.MODEL, "torch"),
+            "llama.cpp Q4_1": (str(source), "llama.cpp"),
+            "llama.cpp F16": (str(half), "llama.cpp"),
+        }
+        if chosen.vllm:
+            loaded = load_model(reward_tasks.MODEL)
+            loaded.model.save_pretrained(Path(folder) / "folder")
+            loaded.tokenizer.save_pretrained(Path(folder) / "folder")
+            ways["vllm float32"] = (f"{folder}/folder", "vllm")
+        found: dict[str, dict[str, list[float]]] = {name: {"steps": [], "plain": []} for name in ways}
+        for _ in range(ROUNDS):
+            for name, (model, engine) in ways.items():
+                python = chosen.vllm if engine == "vllm" else sys.executable
+                done = subprocess.run(
+                    [str(python), __file__, "--child", model, engine], capture_output=True, text=True, check=False,
+                    env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+                )  # fmt: skip
+                lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+                if not lines:
+                    raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+                for key, values in json.loads(lines[-1].removeprefix("RESULT ")).items():
+                    found[name][key] += values
+                print(name, found[name], flush=True)
+    rows = {
+        name: {
+            "tokens_a_second_in_steps": statistics.median(own["steps"]),
+            "tokens_a_second_plainly": statistics.median(own["plain"]),
+            "ratio": statistics.median(s / p for s, p in zip(own["steps"], own["plain"], strict=True)),
+        }
+        for name, own in found.items()
+    }
+    about = {"model": reward_tasks.MODEL, "members": MEMBERS, "prompts": PROMPTS, "turns": TURNS * ROUNDS}
+    about |= {"hardware": hardware(), "versions": versions(), "commit": commit(), "ways": rows}
+    (chosen.out / "reward_speed.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
