@@ -64,7 +64,14 @@ def main() -> None:
             if way in done["runs"] or not any(part in way for part in given.only):
                 continue
             python = given.vllm if way.startswith("vllm") else sys.executable
-            data = ["--data", files["train"], "--dev", files["dev"], "--test", files["test"]]
+            data = [
+                "--data",
+                files["train"],
+                "--set",
+                f"data.dev={files['dev']}",
+                "--set",
+                f"data.test={files['test']}",
+            ]
             output = folder / way.replace(" ", "-")
             command = [python, "-m", "tezo", "train", *arguments, *data, "--output", output, "--json"]
             ran = subprocess.run(
