@@ -42,12 +42,12 @@ def reward_samples() -> str:
 
 
 def reward_tasks() -> str:
-    """Exact answers to unseen prompts of each task, what was forgotten, and the speed."""
+    """Exact answers to unseen prompts of each task, and what was forgotten."""
     found = read("reward_tasks")
     rows, settings, ran = [], [], {}
     for task, own in found["tasks"].items():
         for name, share in own["untuned"].items():
-            rows.append([task, f"untuned, {name}", "", f"{100 * share:.1f} %", "", "", ""])
+            rows.append([task, f"untuned, {name}", "", f"{100 * share:.1f} %", "", ""])
         for name, run in own["runs"].items():
             said = run["own_answers"]
             other = [run.get("untouched_loss_before"), run.get("untouched_loss")]
@@ -57,9 +57,8 @@ def reward_tasks() -> str:
                     name,
                     f"{run['before']['reward']:.3f} to {run['after']['reward']:.3f}",
                     f"{100 * run['exact_after']:.1f} %",
-                    f"{said[1] - said[0]:.2f}",
+                    f"{said[1] - said[0]:.2f}" if None not in said else "not measured",
                     f"{other[0]:.2f} to {other[1]:.2f}" if None not in other else "not measured",
-                    f"{run['answers_a_second_in_steps']:.1f}, {run['plain_answers_a_second']:.1f}",
                 ]
             )
             ran[machine(run)] = None
@@ -67,7 +66,18 @@ def reward_tasks() -> str:
         each = [f"{name}: " + ", ".join(f"{key} {value}" for key, value in said.items())
                 for name, said in own["settings"].items() if name in ran_here | {"all"}]  # fmt: skip
         settings.append(f"{task}: {'; '.join(each)}")
-    heads = ["task", "", "reward", "exact answers", "forgotten, nats a token", "loss of an untouched task",
-             "answers a second in steps, plainly"]  # fmt: skip
+    heads = ["task", "", "reward", "exact answers", "forgotten, nats a token", "loss of an untouched task"]
     command = "`python benchmarks/reward_tasks.py`"
     return grid(heads, rows) + f"\n{found['model']}. {'. '.join(settings)}. {command}; {'; '.join(ran)}.\n"
+
+
+def reward_speed() -> str:
+    """Tokens a second in the steps of a reward run, and in plain writing by the same engine."""
+    found = read("reward_speed")
+    rows = [
+        [way, *(f"{own[f'tokens_a_second_{where}']:.0f}" for where in ("in_steps", "plainly")), f"{own['ratio']:.2f}"]
+        for way, own in found["ways"].items()
+    ]
+    heads = ["engine", "tokens a second in steps", "plainly", "ratio"]
+    how = f"{found['members']} members, {found['prompts']} prompts, {found['turns']} turns"
+    return grid(heads, rows) + f"\n{found['model']}, {how}. `python benchmarks/reward_speed.py`; {machine(found)}.\n"

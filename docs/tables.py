@@ -10,7 +10,7 @@ from drawing import RESULTS, SHORT, grid, head, machine, read
 from engine_tables import ENGINE_TABLES
 from first_run_tables import FIRST_RUN_TABLES
 from gpu_tables import GPU_TABLES
-from reward_tables import reward, reward_samples, reward_tasks
+from reward_tables import reward, reward_samples, reward_speed, reward_tasks
 from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
 from when_tables import WHEN_TABLES
 
@@ -254,6 +254,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "reward": reward,
     "reward-samples": reward_samples,
     "reward-tasks": reward_tasks,
+    "reward-speed": reward_speed,
     **{name: partial(study, name) for name in STUDIES},
     "study-decoder": study_decoder,
     **{f"{name}-accuracy": partial(study_accuracy, name) for name in STUDIES},

@@ -278,6 +278,7 @@ def test_no_command_runs_a_scorer_because_a_run_folder_says_so(home):
         ["replay", home / "begun", "--output", home / "replayed too"],
     ):
         assert tezo(*command).code == 0, command
+    refused(tezo("eval", home / "run", "--data", home / "dev.jsonl"), "no field 'completion'", "--reward FILE.py:FUNC")
     with pytest.warns(UserWarning, match="maximised a reward"):
         assert library.open_run(home / "run").evaluate(rows)["loss"] > 0
     assert not (home / "marker").exists()

@@ -74,7 +74,7 @@ def check_result(folder: Path) -> None:
     if not any(os.path.lexists(folder / name) for name in (ADAPTER, MODEL, MANIFEST)):
         raise RequestError(
             f"{folder} has neither adapter/ nor model/: the run did not end; `tezo train --output {folder} --resume` "
-            "goes on."
+            "goes on (with --reward, where it had one)."
         )
     check_manifest(folder, [CONFIG, LOG, ADAPTER, MODEL, SUMMARY], required=True)
 
@@ -181,11 +181,15 @@ def measure_rows(
     sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
     given = score is not None or config.train.reward is not None
     reward = make_reward(config, score) if given else None
-    metrics, notices = measure(config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate, reward=reward)
-    if not given and config.train.objective == REWARD:
-        by_reward = "the run maximised a reward, which --reward FILE.py:FUNCTION measures (in Python, reward=...)."
-        notices = [*notices, by_reward]
-    return metrics, notices
+    by_reward = "run maximised a reward, which --reward FILE.py:FUNCTION measures (in Python, reward=...)."
+    untold = not given and config.train.objective == REWARD
+    try:
+        metrics, notices = measure(config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate, reward=reward)
+    except RequestError as error:  # most often of rows without answers
+        if not untold:
+            raise
+        raise RequestError(f"{error} The {by_reward}") from None
+    return metrics, [*notices, f"the {by_reward}"] if untold else notices
 
 
 def check_new_tokens(count: int | None) -> None:
