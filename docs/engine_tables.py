@@ -31,6 +31,28 @@ def engines() -> str:
     )
 
 
+def engine_runs() -> str:
+    """What the default run on SST-2 comes to in each engine."""
+    found = read("engine_runs")
+    rows = [
+        [
+            name,
+            *(f"{run[when]['loss']:.3f}" for when in ("before", "after")),
+            *(f"{100 * own['accuracy']:.1f} %" for own in (run["before"], run["untuned"]["bias"], run["after"])),
+            f"{sum(phase['passes'] for phase in run['phases'].values()):.0f}",
+            f"{run['peak_memory'] / 2**20:.0f}",
+        ]
+        for name, run in found["runs"].items()
+    ]
+    heads = ["", "test loss before", "after", "accuracy before", "with a bias fitted", "after", "passes", "peak MiB"]
+    counts = ", ".join(f"{count} {part}" for part, count in found["rows"].items())
+    (first, *_) = found["runs"].values()
+    return grid(heads, rows) + (
+        f"\n{found['model']}, SST-2, rows: {counts}; `tezo train` with nothing set, one seed. "
+        f"`python benchmarks/engine_runs.py --shared FOLDER`; {machine(first)}.\n"
+    )
+
+
 def real_tasks() -> str:
     """What methods learn of real rows, beside LoRA: test loss and accuracy, and passes."""
     found = read("real_tasks")
@@ -98,6 +120,7 @@ def _passes(run: dict[str, Any]) -> float:
 
 ENGINE_TABLES: dict[str, Callable[[], str]] = {
     "engines": engines,
+    "engine-runs": engine_runs,
     "real-tasks": real_tasks,
     "levels": partial(levels, "issues"),
 }

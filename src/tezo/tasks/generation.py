@@ -130,10 +130,10 @@ def texts_of(objective: Objective, encoded: Sequence[Encoded], continued: Sequen
     surrounding spaces, which templates and tasks put there. The objective counts those that were cut.
     """
     assert isinstance(objective, CausalObjective)
-    tokenizer, one_line, texts = objective.tokenizer, not encoded[0].example.ends, []
+    texts = []
     for row, tokens in zip(encoded, continued, strict=True):
-        ended = bool(tokens) and tokens[-1] in objective.ends.marks
-        text = text_after(tokenizer, row.prompt, tokens[: len(tokens) - ended], special=False)
+        ended, one_line = bool(tokens) and tokens[-1] in objective.ends.marks, not row.example.ends
+        text = text_after(objective.tokenizer, row.prompt, tokens[: len(tokens) - ended], special=False)
         if not ended and not (one_line and "\n" in text):
             objective.unfinished.add(len(tokens), row.example.where)
         text = text.partition("\n")[0] if one_line else text
