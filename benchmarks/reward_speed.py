@@ -3,8 +3,8 @@
     python benchmarks/reward_speed.py [--vllm PYTHON] [--out benchmarks/results]
 
 The task is `form` of reward_tasks.py. A step has eight members write to eight prompts, scores their answers and moves
-the model; plain writing answers as many prompts without a change, and has nothing scored. No answer ends before its longest length. Each engine has a process of
-its own, which does both in turn.
+the model; plain writing answers as many prompts without a change, and has nothing scored. No answer ends before its
+longest length. Each engine has a process of its own, which does both in turn.
 """
 
 import argparse
