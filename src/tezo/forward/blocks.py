@@ -105,10 +105,12 @@ def block_points(change: FixedFactors, moved: bool, shifts: Sequence[Shift], dty
 
 
 def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift], *, apart: bool) -> Iterator[Points]:
-    start = 0
-    for _, group in groupby(shifts, key=lambda shift: (id(shift.direction), *shift.examples)):
-        own = list(group)
-        blocks, start = slice(start, start + len(own)) if len(own) < len(shifts) else None, start + len(own)
+    groups, start = [list(own) for _, own in groupby(shifts, key=_draw_of_shift)], 0
+    if len(groups) > 1 and len(shifts) * change.coefficient.numel() <= STACK:  # one product for all
+        yield None, _stacked(change, origin, shifts, apart=apart)
+        return
+    for own in groups:
+        blocks, start = slice(start, start + len(own)) if len(groups) > 1 else None, start + len(own)
         z, scales = draw_of(own[0].direction).of(own[0].examples[0]), [shift.scale for shift in own]
         if origin is None:
             yield blocks, change.with_coefficient(z).scaled(scales)
@@ -118,6 +120,22 @@ def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift]
         else:
             column = _column(tuple(scales), z.ndim, z.dtype, z.device)
             yield blocks, change.with_coefficient(torch.addcmul(origin, z, column))
+
+
+def _draw_of_shift(shift: Shift) -> tuple[int, ...]:
+    return id(shift.direction), *shift.examples
+
+
+def _stacked(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift], *, apart: bool) -> FixedFactors:
+    draws = {_draw_of_shift(shift): shift for shift in shifts}
+    drawn = {key: draw_of(shift.direction).of(shift.examples[0]) for key, shift in draws.items()}
+    z, scales = torch.stack([drawn[_draw_of_shift(shift)] for shift in shifts]), tuple(s.scale for s in shifts)
+    if apart:
+        assert isinstance(change, LowRank)
+        beside = None if origin is None else origin.expand_as(z)
+        return replace(change.with_coefficient(z).scaled(scales), beside=beside)
+    column = _column(scales, z.ndim - 1, z.dtype, z.device)
+    return change.with_coefficient(z.mul_(column) if origin is None else torch.addcmul(origin, z, column))
 
 
 @functools.lru_cache(maxsize=32)  # a copy to a device for each layer and step would take longer than the product

@@ -6,6 +6,8 @@ is stored beside the base. Every module that owns the parameter gets the hook, s
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -27,8 +29,24 @@ FEW = 1 << 14
 take several times as long, because the products of the model displace them from the processor's caches. More entries
 are computed when they are used, because storing them for all layers would take memory."""
 
+_KEEPING: ContextVar[bool] = ContextVar("points are kept", default=False)
+
 MOST_RANK = 64
 """Default rank of the factors stored beside a base that cannot be written."""
+
+
+@contextmanager
+def keeping_points() -> Iterator[None]:
+    """While open, the points of perturbations are computed once for all passes, as for text written token by token.
+
+    They take the memory of the coefficients of all members in all layers, less than such text takes for its keys and
+    values. They are dropped when the perturbations change.
+    """
+    token = _KEEPING.set(True)
+    try:
+        yield
+    finally:
+        _KEEPING.reset(token)
 
 
 class InForward(PerturbedParameter):
@@ -48,6 +66,7 @@ class InForward(PerturbedParameter):
         self.folds_into_weight = self._most_rank is None
         self._blocks = blocks
         self._prepared: tuple[Points, ...] = ()
+        self._kept: dict[torch.dtype, tuple[Points, ...]] = {}
         self._count = 1
         self._forget()
         self._handles += [self._hook(site) for site in target.sites]
@@ -98,7 +117,13 @@ class InForward(PerturbedParameter):
         assert self.change is not None
         self.was_called |= bool(self.shifts)
         frozen: list[Points] = [] if self.frozen is None else [(None, self.frozen)]
-        return chain(frozen, self._prepared or block_points(self.change, self._changed, self.shifts, dtype))
+        known = self._prepared or self._kept.get(dtype)
+        if known is not None:
+            return chain(frozen, known)
+        points = block_points(self.change, self._changed, self.shifts, dtype)
+        if self.shifts and _KEEPING.get():
+            points = iter(self._kept.setdefault(dtype, tuple(points)))
+        return chain(frozen, points)
 
     def begin(self, direction: Direction, key: DrawKey) -> None:
         super().begin(direction, key)
@@ -116,7 +141,7 @@ class InForward(PerturbedParameter):
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
         self.shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
-        self._prepared, change = (), self.change
+        self._prepared, self._kept, change = (), {}, self.change
         if not shifts or change is None or change.casts_coefficient:
             return
         if self._count * change.coefficient.numel() <= FEW:

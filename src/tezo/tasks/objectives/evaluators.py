@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from tezo.directions.outputs import LIKELY, named_and_rest, of_tokens
 from tezo.directions.targets import device_of
 from tezo.forward.engine import NOTHING, Asked, Change, Continuing, Engine, Told, changes_of
+from tezo.forward.low_rank import keeping_points
 from tezo.models.lora import attached_to
 from tezo.system.progress import current
 from tezo.tasks.objectives.batch import Batch, longest_packed, padded, takes_packed
@@ -120,13 +121,14 @@ class InTorch(Evaluator):
             bos_token_id=kept.bos_token_id, eos_token_id=list(wanted.ends) or None
         )
         try:
-            output = model.generate(
-                input_ids=padded_BL.repeat(copies, 1),
-                attention_mask=mask_BL.repeat(copies, 1),
-                max_new_tokens=wanted.most,
-                pad_token_id=tokenizer.pad_token_id,
-                **more,
-            )
+            with keeping_points():
+                output = model.generate(
+                    input_ids=padded_BL.repeat(copies, 1),
+                    attention_mask=mask_BL.repeat(copies, 1),
+                    max_new_tokens=wanted.most,
+                    pad_token_id=tokenizer.pad_token_id,
+                    **more,
+                )
         finally:
             base.generation_config = kept
         return [own.tolist() for own in output[:, length:].chunk(copies)]
