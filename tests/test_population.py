@@ -14,6 +14,9 @@ from tiny import tiny_llama, tokens
 from torch import Tensor
 
 import tezo
+from tezo.forward import low_rank
+from tezo.forward.blocks import block_points
+from tezo.forward.low_rank import keeping_points
 from tezo.forward.perturbed_parameter import Shift
 from tezo.optim.estimators.population import Population
 from tezo.optim.methods.es import es
@@ -104,6 +107,30 @@ def test_a_pair_has_half_the_difference_of_its_kappas():
     means = [(sum(own) / len(own)) for own in losses]
     found = [loss for probe in optimizer.last_step.probes for loss in (probe.loss_plus, probe.loss_minus)]
     assert found == pytest.approx(means)
+
+
+def test_points_that_are_kept_for_a_text_are_those_of_the_perturbations_at_hand(monkeypatch):
+    model, ids, drawn = tiny_llama().double(), tokens(batch=6, seed=2), []
+    optimizer = es(model, num_directions=3, rank=2, lr=5.0, rho=1e-2, basis="gaussian", weight_decay=0.0)
+    optimizer.step(tezo.closure(model, {"input_ids": ids, "labels": ids}))  # a change that points start from
+    directions = optimizer.draw().directions
+    monkeypatch.setattr(low_rank, "block_points", lambda *given: drawn.append(1) or block_points(*given))
+
+    def outputs(scales: list[float]) -> list[Tensor]:
+        for name, moving in optimizer.moving.items():
+            moving.set_perturbations([Shift(directions[name][i], scale) for i, scale in enumerate(scales)])
+        with torch.no_grad():
+            return [model(input_ids=ids).logits for _ in range(3)]
+
+    shifts = ([0.1, -0.2, 0.3], [0.3, 0.1, 0.2])
+    plain, before = [outputs(scales) for scales in shifts], len(drawn)
+    with keeping_points():
+        kept = [outputs(scales) for scales in shifts]
+    assert len(drawn) - before == before / 3 == 2 * len(optimizer.moving)
+    for own, other in zip(kept, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+    for moving in optimizer.moving.values():
+        moving.set_perturbations([])
 
 
 def dense(direction) -> Tensor:
