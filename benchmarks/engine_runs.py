@@ -2,7 +2,7 @@
 
     python benchmarks/engine_runs.py --shared FOLDER [--vllm PYTHON] [--only PART ...] [--out benchmarks/results]
 
-`tezo train` with nothing set: rounds of `gauss-newton` on 400 rows, with 128 dev and 256 test rows, of at most 110
+`tezo train` with nothing set: rounds of `gauss-newton` on 192 rows, with 64 dev and 192 test rows, of at most 110
 characters. Files in F32, F16 and Q8_0 are made of the embedded file's unpacked weights. Each run is a process of its
 own. Writes engine_runs.json after each, and leaves out those that it has.
 """
@@ -23,7 +23,7 @@ from tezo_studies.bench.result_files import commit
 from tezo.models.loading import embedded_source, load_model
 
 MODEL = "embedded:smollm2-135m"
-ROWS = {"train": 400, "dev": 128, "test": 256}
+ROWS = {"train": 192, "dev": 64, "test": 192}
 KEPT = ("before", "after", "untuned", "dev_loss_before", "dev_loss", "phases", "peak_memory", "kept_step", "verdict",
         "hardware", "versions")  # fmt: skip
 
