@@ -1,6 +1,6 @@
 """Tokens a second in the steps of a reward run, against plain writing by the same engine (135M parameters).
 
-    python benchmarks/reward_speed.py [--vllm PYTHON] [--out benchmarks/results]
+    python benchmarks/reward_speed.py [--vllm PYTHON] [--only PART ...] [--out benchmarks/results]
 
 The task is `form` of reward_tasks.py. A step has eight members write to eight prompts, scores their answers and moves
 the model; plain writing answers as many prompts without a change, and has nothing scored. No answer ends before its
@@ -87,6 +87,7 @@ def main() -> None:
     """Runs all processes, and writes reward_speed.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="python of an environment with vLLM")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of the ways to measure anew")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -108,6 +109,7 @@ def main() -> None:
             loaded.model.save_pretrained(Path(folder) / "folder")
             loaded.tokenizer.save_pretrained(Path(folder) / "folder")
             ways["vllm float32"] = (f"{folder}/folder", "vllm")
+        ways = {name: own for name, own in ways.items() if any(part in name for part in chosen.only)}
         found: dict[str, dict[str, list[float]]] = {name: {"steps": [], "plain": []} for name in ways}
         for _ in range(ROUNDS):
             for name, (model, engine) in ways.items():
@@ -127,12 +129,15 @@ def main() -> None:
             "tokens_a_second_in_steps": statistics.median(own["steps"]),
             "tokens_a_second_plainly": statistics.median(own["plain"]),
             "ratio": statistics.median(s / p for s, p in zip(own["steps"], own["plain"], strict=True)),
+            "commit": commit(),
         }
         for name, own in found.items()
     }
     about = {"model": reward_tasks.MODEL, "members": MEMBERS, "prompts": PROMPTS, "turns": TURNS * ROUNDS}
-    about |= {"hardware": hardware(), "versions": versions(), "commit": commit(), "ways": rows}
-    (chosen.out / "reward_speed.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    path = chosen.out / "reward_speed.json"
+    known = json.loads(path.read_text(encoding="utf-8"))["ways"] if path.exists() else {}
+    about |= {"hardware": hardware(), "versions": versions(), "ways": known | rows}
+    path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
