@@ -159,6 +159,18 @@ def test_a_call_that_hangs_or_dies_is_missing_and_the_others_are_not(file, funct
         processes.close()
 
 
+def test_a_file_that_other_processes_cannot_run_gives_no_scores_and_says_so(tmp_path):
+    (tmp_path / "score.py").write_text(
+        "import sys\nif 'scoring' in sys.argv[0]:\n    sys.exit(5)\ndef f(*_): return 1\n"
+    )
+    processes = Processes(f"{tmp_path / 'score.py'}:f", 2, 60)
+    try:
+        found = processes.scored(SAMPLES, batch=False)
+        assert all("could not be started in a process (exit status 1" in str(own.failure) for own in found)
+    finally:
+        processes.close()
+
+
 def test_a_process_that_scores_imports_no_torch():
     code = "import sys, tezo.tasks.scoring; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -275,6 +275,8 @@ class _Process:
     def scored(self, samples: Sequence[Sample], seconds: float) -> list[Scored] | str:
         """Returns the scores, or why there are none after so many seconds; then the process has ended."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return f"could not be started in a process (exit status {self._process.returncode}; see standard error)"
         with suppress(OSError):  # it has ended: there is nothing to read either
             self._process.stdin.write(json.dumps([asdict(sample) for sample in samples], default=str) + "\n")
             self._process.stdin.flush()
