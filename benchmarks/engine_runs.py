@@ -16,13 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engines import TYPES, write_as
+from engines import MODEL, gguf_files, saved_model
 from real_model import rows_of
 from tezo_studies.bench.result_files import commit
 
-from tezo.models.loading import embedded_source, load_model
-
-MODEL = "embedded:smollm2-135m"
 ROWS = {"train": 192, "dev": 64, "test": 192}
 KEPT = ("before", "after", "untuned", "dev_loss_before", "dev_loss", "phases", "peak_memory", "kept_step", "verdict",
         "hardware", "versions")  # fmt: skip
@@ -30,18 +27,11 @@ KEPT = ("before", "after", "untuned", "dev_loss_before", "dev_loss", "phases", "
 
 def ways_of(folder: Path, *, vllm: bool) -> dict[str, list[str]]:
     """Name -> arguments of the command, for models in `folder`."""
-    source = embedded_source(MODEL)
-    files = {"Q4_1": source} | {name: folder / f"{name}.gguf" for name in TYPES}
-    for name, kind in TYPES.items():
-        write_as(source, kind, files[name])
     ways = {"torch float32": ["--model", MODEL], "torch bfloat16": ["--model", MODEL, "--set", "model.dtype=bfloat16"]}
-    for name, path in files.items():
+    for name, path in gguf_files(folder).items():
         ways[f"llama.cpp {name}"] = ["--model", str(path), "--engine", "llama.cpp"]
     if vllm:
-        loaded = load_model(MODEL)
-        loaded.model.save_pretrained(folder / "folder")
-        loaded.tokenizer.save_pretrained(folder / "folder")
-        ways["vllm float32"] = ["--model", str(folder / "folder"), "--engine", "vllm"]
+        ways["vllm float32"] = ["--model", str(saved_model(folder)), "--engine", "vllm"]
     return ways
 
 
@@ -64,15 +54,9 @@ def main() -> None:
             if way in done["runs"] or not any(part in way for part in given.only):
                 continue
             python = given.vllm if way.startswith("vllm") else sys.executable
-            data = [
-                "--data",
-                files["train"],
-                "--set",
-                f"data.dev={files['dev']}",
-                "--set",
-                f"data.test={files['test']}",
-            ]
+            held = [part for split in ("dev", "test") for part in ("--set", f"data.{split}={files[split]}")]
             output = folder / way.replace(" ", "-")
+            data = ["--data", files["train"], *held]
             command = [python, "-m", "tezo", "train", *arguments, *data, "--output", output, "--json"]
             ran = subprocess.run(
                 list(map(str, command)), capture_output=True, text=True, check=False,

@@ -57,6 +57,23 @@ def write_as(source: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
     writer.close()
 
 
+def gguf_files(folder: Path) -> dict[str, Path]:
+    """Type -> the embedded model in a GGUF file of it; those that are made lie in `folder`."""
+    source = embedded_source(MODEL)
+    files = {"Q4_1": source} | {name: folder / f"{name}.gguf" for name in TYPES}
+    for name, kind in TYPES.items():
+        write_as(source, kind, files[name])
+    return files
+
+
+def saved_model(folder: Path) -> Path:
+    """The embedded model as a folder that vLLM reads."""
+    loaded, path = load_model(MODEL), folder / "folder"
+    loaded.model.save_pretrained(path)
+    loaded.tokenizer.save_pretrained(path)
+    return path
+
+
 def texts_of(tokenizer: Any, shared: Path) -> list[tuple[int, ...]]:
     """The texts of the rows, up to the place where the answer is read."""
     lines = (shared / "data/sst2/train.jsonl").read_text(encoding="utf-8").splitlines()
@@ -153,16 +170,10 @@ def main() -> None:
         child(*chosen.child, chosen.shared)
         return
     with tempfile.TemporaryDirectory() as folder:
-        source = embedded_source(MODEL)
-        files = {"Q4_1": source} | {name: Path(folder) / f"{name}.gguf" for name in TYPES}
-        for name, kind in TYPES.items():
-            write_as(source, kind, files[name])
-        loaded = load_model(MODEL)
-        loaded.model.save_pretrained(Path(folder) / "folder")
-        loaded.tokenizer.save_pretrained(Path(folder) / "folder")
+        files = gguf_files(Path(folder))
         ways = [("torch float32", MODEL), ("torch bfloat16", MODEL)]
         ways += [(f"llama.cpp {name}", str(path)) for name, path in files.items()]
-        ways += [("vllm float32", f"{folder}/folder")] if chosen.vllm else []
+        ways += [("vllm float32", str(saved_model(Path(folder))))] if chosen.vllm else []
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in ways}
         for _ in range(ROUNDS):
             for name, model in ways:

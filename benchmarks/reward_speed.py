@@ -18,13 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gguf
 import reward_tasks
-from engines import write_as
+from engines import gguf_files, saved_model
 from tezo_studies.bench.result_files import commit
 
 from tezo.models.kinds import IN_MEMORY
-from tezo.models.loading import embedded_source, load_model
 from tezo.runs.environment import hardware, versions
 from tezo.system.progress import quiet_libraries
 from tezo.tasks.rewards import MOST_WRITING, RewardRows
@@ -33,7 +31,7 @@ from tezo.training.config import parse_config
 from tezo.training.job import Job, prepare
 
 TASK = reward_tasks.TASKS["form"]
-MEMBERS, PROMPTS, TURNS, ROUNDS = 8, 8, 3, 1
+MEMBERS, PROMPTS, TURNS = 8, 8, 3
 
 
 def job_of(model: str, engine: str) -> Job:
@@ -96,34 +94,27 @@ def main() -> None:
         print("RESULT", json.dumps(timed(job_of(*chosen.child))))
         return
     with tempfile.TemporaryDirectory() as folder:
-        source = embedded_source(reward_tasks.MODEL)
-        half = Path(folder) / "F16.gguf"
-        write_as(source, gguf.GGMLQuantizationType.F16, half)
+        files = gguf_files(Path(folder))
         ways = {
             "torch float32": (reward_tasks.MODEL, "torch"),
-            "llama.cpp Q4_1": (str(source), "llama.cpp"),
-            "llama.cpp F16": (str(half), "llama.cpp"),
+            "llama.cpp Q4_1": (str(files["Q4_1"]), "llama.cpp"),
+            "llama.cpp F16": (str(files["F16"]), "llama.cpp"),
         }
         if chosen.vllm:
-            loaded = load_model(reward_tasks.MODEL)
-            loaded.model.save_pretrained(Path(folder) / "folder")
-            loaded.tokenizer.save_pretrained(Path(folder) / "folder")
-            ways["vllm float32"] = (f"{folder}/folder", "vllm")
+            ways["vllm float32"] = (str(saved_model(Path(folder))), "vllm")
         ways = {name: own for name, own in ways.items() if any(part in name for part in chosen.only)}
-        found: dict[str, dict[str, list[float]]] = {name: {"steps": [], "plain": []} for name in ways}
-        for _ in range(ROUNDS):
-            for name, (model, engine) in ways.items():
-                python = chosen.vllm if engine == "vllm" else sys.executable
-                done = subprocess.run(
-                    [str(python), __file__, "--child", model, engine], capture_output=True, text=True, check=False,
-                    env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-                )  # fmt: skip
-                lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-                if not lines:
-                    raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-                for key, values in json.loads(lines[-1].removeprefix("RESULT ")).items():
-                    found[name][key] += values
-                print(name, found[name], flush=True)
+        found: dict[str, dict[str, list[float]]] = {}
+        for name, (model, engine) in ways.items():
+            python = chosen.vllm if engine == "vllm" else sys.executable
+            done = subprocess.run(
+                [str(python), __file__, "--child", model, engine], capture_output=True, text=True, check=False,
+                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+            )  # fmt: skip
+            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if not lines:
+                raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+            found[name] = json.loads(lines[-1].removeprefix("RESULT "))
+            print(name, found[name], flush=True)
     rows = {
         name: {
             "tokens_a_second_in_steps": statistics.median(own["steps"]),
@@ -133,7 +124,7 @@ def main() -> None:
         }
         for name, own in found.items()
     }
-    about = {"model": reward_tasks.MODEL, "members": MEMBERS, "prompts": PROMPTS, "turns": TURNS * ROUNDS}
+    about = {"model": reward_tasks.MODEL, "members": MEMBERS, "prompts": PROMPTS, "turns": TURNS}
     path = chosen.out / "reward_speed.json"
     known = json.loads(path.read_text(encoding="utf-8"))["ways"] if path.exists() else {}
     about |= {"hardware": hardware(), "versions": versions(), "ways": known | rows}

@@ -79,8 +79,8 @@ class Blocks(Uncopied):
 
 
 STACK = 1 << 19
-"""Largest number of coefficient entries of points that are computed together, if examples have directions of their own.
-More are computed in parts, which stay in the processor's cache."""
+"""Largest number of coefficient entries of points that are computed together, if examples or members have directions of
+their own. More are computed in parts, which stay in the processor's cache."""
 
 Points = tuple[slice | None, FixedFactors]
 """(blocks or None for all, the points of these blocks or one point for all of them)."""
@@ -105,7 +105,7 @@ def block_points(change: FixedFactors, moved: bool, shifts: Sequence[Shift], dty
 
 
 def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift], *, apart: bool) -> Iterator[Points]:
-    groups, start = [list(own) for _, own in groupby(shifts, key=_draw_of_shift)], 0
+    groups, start = [list(own) for _, own in groupby(shifts, key=_draw_key)], 0
     if len(groups) > 1 and len(shifts) * change.coefficient.numel() <= STACK:  # one product for all
         yield None, _stacked(change, origin, shifts, apart=apart)
         return
@@ -122,14 +122,15 @@ def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift]
             yield blocks, change.with_coefficient(torch.addcmul(origin, z, column))
 
 
-def _draw_of_shift(shift: Shift) -> tuple[int, ...]:
+def _draw_key(shift: Shift) -> tuple[int, ...]:
     return id(shift.direction), *shift.examples
 
 
 def _stacked(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift], *, apart: bool) -> FixedFactors:
-    draws = {_draw_of_shift(shift): shift for shift in shifts}
+    """Returns the points of all blocks as one, with a draw for each direction."""
+    draws = {_draw_key(shift): shift for shift in shifts}
     drawn = {key: draw_of(shift.direction).of(shift.examples[0]) for key, shift in draws.items()}
-    z, scales = torch.stack([drawn[_draw_of_shift(shift)] for shift in shifts]), tuple(s.scale for s in shifts)
+    z, scales = torch.stack([drawn[_draw_key(shift)] for shift in shifts]), tuple(s.scale for s in shifts)
     if apart:
         assert isinstance(change, LowRank)
         beside = None if origin is None else origin.expand_as(z)

@@ -39,8 +39,7 @@ MOST_RANK = 64
 def keeping_points() -> Iterator[None]:
     """While open, the points of perturbations are computed once for all passes, as for text written token by token.
 
-    They take the memory of the coefficients of all members in all layers, less than such text takes for its keys and
-    values. They are dropped when the perturbations change.
+    They take the memory of the coefficients of all members in all layers, and are dropped when perturbations change.
     """
     token = _KEEPING.set(True)
     try:
