@@ -1,8 +1,10 @@
 """Models in GGUF: tiny files of known weights, and SmolLM2-135M, which is such a file."""
 
+import gc
 import json
 import re
 import struct
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -15,10 +17,12 @@ from safetensors.torch import load_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tezo as tezo_package
+from tezo.models.gguf import GgufWeights
 from tezo.models.loading import embedded_source, load_model
 from tezo.models.saving import HERE
 from tezo.system.errors import RequestError
 
+MAPS = Path("/proc/self/maps")
 TEXT = "The plot  2024 falls apart,\n  3 times 1234 it's  over"
 
 
@@ -69,6 +73,19 @@ def test_plain_numbers_keep_their_type_and_packed_ones_are_unpacked_as_the_forma
         if name in stored:
             assert torch.equal(weight, torch.tensor(stored[name].reshape(weight.shape)).to(dtype)), name
     assert load_model(str(path), dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="the system does not tell which files are mapped")
+@pytest.mark.parametrize("packed", ["F32", "Q8_0"])
+def test_weights_read_at_their_use_are_the_models_and_no_map_of_the_file_stays(packed, tiny, tmp_path):
+    """An engine has mapped the file: a second map of all of it would double what a look takes."""
+    path = write_gguf(tmp_path / "model.gguf", *tiny, packed=gguf.GGMLQuantizationType[packed])
+    model = load_model(str(path)).model
+    weights = GgufWeights(str(path), model)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights[name], parameter.float()), name
+    gc.collect()
+    assert str(path) not in MAPS.read_text()
 
 
 def test_nothing_is_read_but_the_file_itself(tiny, tiny_file, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from packaging.version import Version
@@ -297,17 +298,22 @@ class GgufWeights(Mapping[str, Tensor]):
     def __init__(self, path: str, model: Any) -> None:
         import gguf
 
-        self._names = GgufNames(model)
+        self._path, self._names = path, GgufNames(model)
         self._parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        self._tensors = {
+            tensor.name: (tensor.tensor_type, tensor.data.dtype, int(tensor.data_offset), tensor.data.shape)
+            for tensor in gguf.GGUFReader(path).tensors
+        }
 
     def __getitem__(self, parameter: str) -> Tensor:
         import gguf
 
         name = self._names.name(parameter) or ""
         tied = "token_embd.weight" if name == "output.weight" and name not in self._tensors else name
-        found = self._tensors[tied]
-        values = gguf.quants.dequantize(found.data, found.tensor_type)
+        kind, dtype, offset, shape = self._tensors[tied]
+        # not a map of the whole file, of which the engine has one
+        stored = np.memmap(self._path, dtype, "r", offset, shape)
+        values = gguf.quants.dequantize(stored, kind)
         values = values if values.flags.writeable else values.copy()  # plain numbers are a view of the file
         return self._names.from_gguf(parameter.rpartition(".")[0], torch.from_numpy(values).float())
 
