@@ -49,7 +49,8 @@ from torch.nn import functional
 from tezo.directions.bases.basis import CollectedFactors, RowsOf
 from tezo.directions.bases.collected import OUTPUT_SIDE, CollectedBasis, input_size
 from tezo.directions.bases.looks import Nudges, Seen, output_size, recording
-from tezo.directions.outputs import Outputs, errors
+from tezo.directions.bases.readout import Ends, read_text, recording_ends
+from tezo.directions.outputs import Outputs, Rows, errors
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
 
@@ -113,15 +114,17 @@ class ErrorBasis(CollectedBasis):
         tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
         rows = rows_of(refresh_step, rows_of_a_look(tried, sum(t.parameter.nbytes for t in self._targets)))
         places = rows.places()
-        with recording(model, tried, places) as seen:
+        with recording(model, tried, places) as seen, recording_ends(model, tried[-1], places) as ends:
             outputs = rows.outputs()
         if not seen.inputs:
             raise RequestError(
                 "method.basis: no linear layer that is tuned has an input for each token of a row; choose others with "
                 "method.targets, or set method.basis=gaussian."
             )
-        if not outputs.shared:
-            factors, passes = self._of_texts(seen, outputs), len(places)
+        if outputs.tokens_TC is not None:
+            factors, passes = self._of_text(model, rows, tried[-1], seen, ends, outputs), 2 * len(places)
+        elif not outputs.shared:
+            factors, passes = self._of_choices(seen, outputs), len(places)
         else:
             nudges = Nudges(model, rows, places, outputs, refresh_step)
             factors, passes = self._of_labels(seen, outputs, nudges), 3 * len(places)
@@ -138,7 +141,20 @@ class ErrorBasis(CollectedBasis):
         best = max(self.signal.values())
         return found, min(KEPT_SIGNAL * best, best)  # of rows without a signal it is negative
 
-    def _of_texts(self, seen: Seen, outputs: Outputs) -> dict[str, Tensor]:
+    def _of_text(
+        self, model: nn.Module, rows: Rows, target: Target, seen: Seen, ends: Ends, outputs: Outputs
+    ) -> dict[str, Tensor]:
+        self.signal = {}
+        rank, size = self._ranks[target.name], seen.output_size(target.name)
+        factors = {own.name: torch.zeros(input_size(own), self._ranks[own.name]) for own in self._targets}
+        u_MR, v_IR = read_text(model, target, rows, ends, outputs, size, rank)
+        return factors | {
+            target.name: v_IR,
+            target.name + OUTPUT_SIDE: u_MR,
+            PROPOSED: torch.ones(1, max(self._ranks.values())),
+        }
+
+    def _of_choices(self, seen: Seen, outputs: Outputs) -> dict[str, Tensor]:
         names = [*seen.inputs][-math.ceil(LAST_LAYERS_TEXT / LAST_LAYERS * len(seen.inputs)) :]
         found, least = self._regressions(seen, names, errors(outputs, PROJECTIONS))
         factors = {}

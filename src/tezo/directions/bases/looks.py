@@ -66,6 +66,35 @@ class Inputs:
         return [torch.cat(own) for own in (self.at, self.mean) if own]
 
 
+class Turns:
+    """The places of each pass of a model in turn, of all passes at most so many, evenly spaced.
+
+    Attributes:
+        now: those of the pass that is running; None: it has none.
+    """
+
+    def __init__(self, places: Sequence[Places | None], most: int | None = None) -> None:
+        total = sum(len(own.place_P) for own in places if own is not None)
+        self._stride = 1 if most is None else max(1, -(-total // most))
+        self._passes = iter(places)
+        self.now: Places | None = None
+
+    def enter(self, *_: object) -> None:
+        """Called before each pass of the model."""
+        own = next(self._passes, None)
+        if own is not None:
+            kept = own.place_P % self._stride == 0
+            own = Places(own.row_P[kept], own.position_P[kept], own.stop_P[kept], own.place_P[kept], own.example_R)
+        self.now = own if own is not None and len(own.place_P) else None
+
+    def by_row(self, x: Tensor) -> Tensor | None:
+        """Returns what goes into a layer or out of it by rows of the pass, (R, L, I), from (R L, I) too; else None."""
+        count = len(self.now.example_R) if self.now is not None else 0
+        if count and x.ndim == 2 and len(x) > count and len(x) % count == 0:
+            x = x.view(count, -1, x.shape[-1])
+        return x if count and x.ndim == 3 and len(x) == count else None
+
+
 class Nudges:
     """Measures how vectors that are added to outputs of layers act on the scores of labels.
 
@@ -114,20 +143,18 @@ class Nudges:
 
     def _raised(self, targets: Mapping[str, Target], nudges: Mapping[str, Tensor]) -> Tensor:
         """Returns the changes of the scores (T, C), less their mean over the classes, with vectors added."""
-        passes = iter(self._places)
-        now: list[Places | None] = [None]
-
-        def enter(*_: object) -> None:
-            now[0] = next(passes, None)
+        turns = Turns(self._places)
 
         def add(name: str, module: nn.Module, args: object, output: Tensor) -> Tensor:
             del module, args
-            if now[0] is None or len(now[0].example_R) != len(output):
+            y_RLM = turns.by_row(output)
+            if turns.now is None or y_RLM is None:
                 return output
-            return output + nudges[name][now[0].example_R.cpu()].to(output.device, output.dtype).unsqueeze(1)
+            nudge_RM = nudges[name][turns.now.example_R.cpu()].to(output.device, output.dtype)
+            return (y_RLM + nudge_RM.unsqueeze(1)).view(output.shape)
 
         with ExitStack() as hooks:
-            hooks.enter_context(self._model.register_forward_pre_hook(enter))
+            hooks.enter_context(self._model.register_forward_pre_hook(turns.enter))
             for name, target in targets.items():
                 hooks.enter_context(target.sites[0].module.register_forward_hook(partial(add, name)))
             moved = self._rows.outputs(self._own)
@@ -149,11 +176,8 @@ class Seen:
         inputs: parameter name -> inputs of its layer, in the order in which layers are called.
     """
 
-    def __init__(self, model_places: Sequence[Places | None]) -> None:
-        total = sum(len(own.place_P) for own in model_places if own is not None)
-        self._stride = max(1, -(-total // MOST_PLACES))
-        self._passes = iter(model_places)
-        self._now: Places | None = None
+    def __init__(self, places: Sequence[Places | None]) -> None:
+        self._turns = Turns(places, MOST_PLACES)
         self._last: dict[tuple[int, ...], tuple[Inputs, Tensor]] = {}
         self.inputs: dict[str, Inputs] = {}
         self._adds: set[str] = set()
@@ -161,18 +185,14 @@ class Seen:
 
     def enter(self, *_: object) -> None:
         """Called before each pass of the model."""
-        own = next(self._passes, None)
         self._last.clear()
-        if own is not None:
-            kept = own.place_P % self._stride == 0
-            own = Places(own.row_P[kept], own.position_P[kept], own.stop_P[kept], own.place_P[kept], own.example_R)
-        self._now = own if own is not None and len(own.place_P) else None
+        self._turns.enter()
 
     def take(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called after each call of a layer."""
         del module
-        now, x_RLI = self._now, only_input(args, kwargs)
-        if now is None or x_RLI.ndim != 3 or len(x_RLI) != len(now.example_R):
+        now, x_RLI, y_RLM = self._turns.now, *map(self._turns.by_row, (only_input(args, kwargs), output))
+        if now is None or x_RLI is None or y_RLM is None:
             return
         at, mean = _at(x_RLI, now), _mean(x_RLI, now)
         shown = at if at is not None else mean
@@ -186,7 +206,7 @@ class Seen:
         if name in self._adds:
             self.inputs[name].add(at, mean, now.place_P)
             self._last[tuple(shown.shape)] = self.inputs[name], shown
-        out = _at(output, now) if at is not None else _mean(output, now)
+        out = _at(y_RLM, now) if at is not None else _mean(y_RLM, now)
         assert out is not None
         self._squares.setdefault(name, []).append(float(out.float().square().mean()))
 
@@ -201,8 +221,11 @@ class Seen:
 
 def _at(x_RLI: Tensor, places: Places) -> Tensor | None:
     """Returns the vectors at the places, (P, I); None if the places have no position."""
-    if bool((places.position_P < 0).any()):
-        return None
+    return None if bool((places.position_P < 0).any()) else at_places(x_RLI, places)
+
+
+def at_places(x_RLI: Tensor, places: Places) -> Tensor:
+    """Returns the vectors at the places, (P, I) in float32."""
     device = x_RLI.device
     return x_RLI[places.row_P.to(device), places.position_P.to(device)].detach().float()
 

@@ -1,0 +1,289 @@
+"""What the last layer should add for texts to be foretold better: a regression through the output head.
+
+A pass over P tokens of answers gives the inputs x_p of the last layer, the inputs h_p of the output head, and how
+likely C tokens are there: the right ones, and those that are likely somewhere. A second pass adds noise n_p to the
+outputs of the layer, and the change d_p of h says how much of each output arrives at each place:
+
+    g_m = sum_p d_pm n_pm / sum_p n_pm^2,   s_p = sum_m d_pm g_m n_pm / sum_m (g_m n_pm)^2.
+
+With W + U V^T in place of W the scores of these tokens are then nearly
+
+    z_pc = k H_c . N(h_p + g * (U V^T s_p x_p)),
+
+H_c the rows of the head, k the factor by which the model scales its scores, N the last norm, which keeps the length of
+h / g; the sum of exp z over all other tokens grows as that over some of them drawn at random. So U (M x r) and V (I x
+r) are a multinomial regression on x, and no pass of the model is needed to fit it: Adam, from U = 0 and the leading
+directions of x, along which its mean square is 1 / r. It ends where the loss of a quarter of the examples, held out, is
+lowest, and is done once more with all of them, in as many steps.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tezo.directions.bases.looks import NUDGE, Turns, at_places, output_size
+from tezo.directions.outputs import RARE, Outputs, Places, Rows
+from tezo.directions.random import normal
+from tezo.directions.targets import Target, only_input
+from tezo.system.errors import RequestError
+
+MOST_TOKENS = 4096
+"""Tokens of answers that are kept, evenly spaced among all: with I + M numbers each, in float32."""
+MOST_CLASSES, OTHERS = 4096, 512
+"""Tokens whose scores are followed one by one, at most, unless more are right somewhere; and how many of all others."""
+HEAD_BYTES = 1 << 27
+"""Scores that are computed at a time to read the rows of the head."""
+HELD_OUT = 4
+"""One of so many examples says when to end."""
+EPOCHS, PATIENCE, AT_ONCE = 40, 3, 128
+"""Most passes over the tokens, those without a gain, and tokens of a step."""
+RATE = 4e-3
+"""Rate of Adam, in units of V^T x, and of scores: a trial on completions with a decoder of 135M parameters, in which
+0.01 and 0.003 of the size of its stream came to nearly the same."""
+LEAST_ARRIVES = 0.25
+"""Least part of the change of h that g explains."""
+LEAST_GAIN = 0.05
+"""Outputs of which a smaller part arrives than this part of the mean are not changed."""
+
+
+@dataclass
+class Ends:
+    """Inputs of the last layer and of the head at the places of all passes.
+
+    Attributes:
+        place: numbers of the places, (P,) for each pass.
+        x: inputs of the layer, (P, I) for each pass.
+        h: inputs of the head, (P, D).
+        noise: what was added to the outputs of the layer, (P, M); nothing, if nothing was.
+    """
+
+    place: list[Tensor] = field(default_factory=list)
+    x: list[Tensor] = field(default_factory=list)
+    h: list[Tensor] = field(default_factory=list)
+    noise: list[Tensor] = field(default_factory=list)
+
+
+@contextmanager
+def recording_ends(
+    model: nn.Module, target: Target, places: Sequence[Places | None], size: float = 0.0
+) -> Iterator[Ends]:
+    """Keeps the inputs of a layer and of the head at these places while open; adds noise to the layer's outputs.
+
+    Args:
+        model: the model.
+        target: the layer.
+        places: of the passes.
+        size: root mean square of the noise.
+    """
+    head = head_of(model)
+    ends, turns = Ends(), Turns(places, MOST_TOKENS)
+
+    def layer(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        del module
+        now, x_RLI = turns.now, turns.by_row(only_input(args, kwargs))
+        if now is None or x_RLI is None:
+            return None
+        ends.place.append(now.place_P)
+        ends.x.append(at_places(x_RLI, now).cpu())
+        if not size:
+            return None
+        shape = *x_RLI.shape[:2], output.shape[-1]
+        noise_RLM = size * normal(shape, seed=0, step=len(ends.x), name=target.name, role="nudge").float()
+        ends.noise.append(at_places(noise_RLM, now))
+        return output + noise_RLM.view(output.shape).to(output.device, output.dtype)
+
+    def before_head(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        del module
+        if turns.now is not None and len(args[0]) == len(turns.now.example_R):
+            ends.h.append(at_places(args[0], turns.now).cpu())
+
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(turns.enter))
+        hooks.enter_context(target.sites[0].module.register_forward_hook(layer, with_kwargs=True))
+        if head is not None:
+            hooks.enter_context(head.register_forward_pre_hook(before_head))
+        yield ends
+
+
+def head_of(model: Any) -> nn.Module | None:
+    """Returns the output head, if there is one."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def read_text(
+    model: nn.Module, target: Target, rows: Rows, seen: Ends, outputs: Outputs, size: float, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Returns (U (M, r), V (I, r)) of the last layer, float64; see the module. It takes another pass over the rows.
+
+    Args:
+        model: the model.
+        target: the last layer.
+        rows: the rows.
+        seen: of a pass over them.
+        outputs: of that pass.
+        size: root mean square of the layer's outputs.
+        rank: r.
+
+    Raises:
+        RequestError: the layer does not write to the input of the head.
+    """
+    head, gains = head_of(model), None
+    if head is not None and seen.h and seen.h[0].shape[1] == output_size(target):
+        with recording_ends(model, target, rows.places(), NUDGE * size) as moved:
+            rows.outputs(outputs)
+        gains = arrives(torch.cat(moved.h) - torch.cat(seen.h), torch.cat(moved.noise))
+    if head is None or gains is None:
+        raise RequestError(
+            f"method.basis: what {target.name}, the last layer that is tuned, puts out is not added to the input of an "
+            "output head, which free text needs; choose others with method.targets, or set method.name=head-feedback."
+        )
+    assert outputs.tokens_TC is not None
+    (gain_M, share_P), place_P = gains, torch.cat(seen.place)
+    x_PI, h_PD = torch.cat(seen.x) * share_P.unsqueeze(1), torch.cat(seen.h)
+    tokens_PK = outputs.tokens_TC.cpu()[place_P, :-1]
+    tokens_C = tokens_of(tokens_PK)
+    rows_of_head = head_rows(head, tokens_C, h_PD.shape[1], target)
+    text = Text(x_PI, h_PD, gain_M, rows_of_head, tokens_C, tokens_PK, outputs.scores_TC.cpu()[place_P, :-1].float())
+    u_DR, v_IR = text.fit(outputs.example_T[place_P].cpu(), rank)
+    return reciprocal(gain_M).double().unsqueeze(1) * u_DR.double(), v_IR.double()
+
+
+def arrives(change_PM: Tensor, noise_PM: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns g (M,) and s (P,); None if they explain less than `LEAST_ARRIVES` of the change of h."""
+    gain_M = (change_PM * noise_PM).sum(0) / noise_PM.square().sum(0)
+    arrived_PM = gain_M * noise_PM
+    share_P = (change_PM * arrived_PM).sum(1) / arrived_PM.square().sum(1).clamp_min(1e-30)
+    missed = float((change_PM - share_P.unsqueeze(1) * arrived_PM).square().sum())
+    return (gain_M, share_P) if missed < (1 - LEAST_ARRIVES) * float(change_PM.square().sum()) else None
+
+
+def reciprocal(gain_M: Tensor) -> Tensor:
+    """Returns 1 / g, 0 where g is small."""
+    return torch.where(gain_M.abs() >= LEAST_GAIN * gain_M.abs().mean(), 1 / gain_M, 0.0)
+
+
+def tokens_of(tokens_PK: Tensor) -> Tensor:
+    """Returns the tokens whose scores may change, ascending: all right ones, and the most frequent likely ones."""
+    right = torch.unique(tokens_PK[:, 0])
+    every, count = torch.unique(tokens_PK, return_counts=True)
+    order = every[count.argsort(descending=True, stable=True)]
+    others = order[~torch.isin(order, right)][: max(0, MOST_CLASSES - len(right))]
+    return torch.cat([right, others]).sort().values
+
+
+def head_rows(head: nn.Module, tokens_C: Tensor, size: int, target: Target) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns rows of the head for these tokens (C, D), their bias (C,), and rows for some of the others (S, D).
+
+    They are what the head says of unit vectors, in float32.
+    """
+    dtype = target.parameter.dtype if target.parameter.is_floating_point() else torch.float32
+    eye_DD = torch.eye(size, dtype=dtype, device=target.device)
+    bias_V = head(torch.zeros_like(eye_DD[:1]))[0]
+    shuffled_V = torch.randperm(len(bias_V), generator=torch.Generator().manual_seed(0))
+    both = torch.cat([tokens_C, shuffled_V[~torch.isin(shuffled_V, tokens_C)][:OTHERS]]).to(bias_V.device)
+    parts = torch.split(eye_DD, max(1, HEAD_BYTES // (4 * len(bias_V))))
+    found_XD = torch.cat([(head(part) - bias_V)[:, both].float().cpu() for part in parts]).T
+    return found_XD[: len(tokens_C)], bias_V[both][: len(tokens_C)].float().cpu(), found_XD[len(tokens_C) :]
+
+
+class Text:
+    """Tokens of answers, and what the head says there as a function of U and V.
+
+    Args:
+        x_PI: inputs of the layer, float32.
+        h_PD: inputs of the head, float32.
+        gain_D: g.
+        head: (rows of the head for C tokens (C, D), their bias (C,), rows for some others).
+        tokens_C: these tokens, ascending.
+        tokens_PK: the right token and likely ones at each place.
+        log_probs_PK: of these, by the model.
+    """
+
+    def __init__(
+        self,
+        x_PI: Tensor,
+        h_PD: Tensor,
+        gain_D: Tensor,
+        head: tuple[Tensor, Tensor, Tensor],
+        tokens_C: Tensor,
+        tokens_PK: Tensor,
+        log_probs_PK: Tensor,
+    ) -> None:
+        class_PK = torch.searchsorted(tokens_C, tokens_PK).clamp_max(len(tokens_C) - 1)
+        self._right_P = class_PK[:, 0]
+        weight_CD, bias_C, others_SD = head
+        self._h_PD, self._per_D = h_PD, reciprocal(gain_D)
+        self._length_P = torch.linalg.vector_norm(h_PD * self._per_D, dim=1)
+        z_PC = h_PD @ weight_CD.T + bias_C
+        own_PK = z_PC.gather(1, class_PK)
+        aside_PK, said_PK = own_PK - own_PK[:, :1], log_probs_PK - log_probs_PK[:, :1]
+        aside_PK = aside_PK * (tokens_C[class_PK] == tokens_PK)
+        scale = float((aside_PK * said_PK).sum() / aside_PK.square().sum().clamp_min(1e-30))
+        self._bias_C, self._weight_CD, self._others_SD = scale * bias_C, scale * weight_CD, scale * others_SD
+        norm_P = scale * own_PK[:, 0] - log_probs_PK[:, 0]  # the logarithm of the sum over the vocabulary
+        rest_P = 1 - (scale * z_PC - norm_P.unsqueeze(1)).exp().sum(1)
+        self._rest_P = norm_P + rest_P.clamp_min(RARE).log()
+        self._size = float(x_PI.square().mean().sqrt().clamp_min(1e-30))
+        self._x_PI = x_PI / self._size
+        apart_CD = self._weight_CD - self._weight_CD.mean(0)
+        self._unit = 1 / float(apart_CD.square().sum(1).mean().sqrt().clamp_min(1e-30))
+
+    def loss(self, u_DR: Tensor, v_IR: Tensor, places_P: Tensor) -> Tensor:
+        """Returns the mean loss of some places, U and V in the units of Adam."""
+        own_PD, rest_P = self._h_PD[places_P], self._rest_P[places_P]
+        h_PD = own_PD + self._unit * (self._x_PI[places_P] @ v_IR) @ u_DR.T
+        longer_P = torch.linalg.vector_norm(h_PD * self._per_D, dim=1) / self._length_P[places_P]
+        h_PD = h_PD / longer_P.unsqueeze(1)
+        if count := len(self._others_SD):
+            rest_P = rest_P + ((h_PD - own_PD) @ self._others_SD.T).logsumexp(1) - math.log(count)
+        z_PC = h_PD @ self._weight_CD.T + self._bias_C
+        return functional.cross_entropy(torch.cat([z_PC, rest_P.unsqueeze(1)], 1), self._right_P[places_P])
+
+    def fit(self, example_P: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Returns (U in the coordinates of h (D, r), V (I, r)); U is 0 where nothing is gained on unseen examples."""
+        _, number_P = torch.unique(example_P, return_inverse=True)
+        held_P = number_P % HELD_OUT == 0
+        held, fitted = held_P.nonzero()[:, 0], (~held_P).nonzero()[:, 0]
+        best, epochs = torch.inf, 0
+        for epoch, (u_DR, v_IR) in enumerate(self._epochs(fitted, rank) if len(fitted) else ()):
+            with torch.no_grad():
+                now = float(self.loss(u_DR, v_IR, held))
+            if now < best:
+                best, epochs = now, epoch
+            elif epoch >= epochs + PATIENCE:
+                break
+        epochs = math.ceil(epochs * len(fitted) / len(held_P))
+        u_DR, v_IR = next(itertools.islice(self._epochs(torch.arange(len(held_P)), rank), epochs, None))
+        return self._unit * u_DR.detach(), v_IR.detach() / self._size
+
+    def _epochs(self, places_P: Tensor, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (U, V) at the start and after each pass over these places."""
+        v_IR = leading(self._x_PI[places_P], rank).requires_grad_()
+        u_DR = torch.zeros(self._weight_CD.shape[1], rank, requires_grad=True)
+        adam = torch.optim.Adam([u_DR, v_IR], lr=RATE)
+        generator = torch.Generator().manual_seed(0)
+        yield u_DR, v_IR
+        for _ in range(EPOCHS):
+            for part in torch.split(places_P[torch.randperm(len(places_P), generator=generator)], AT_ONCE):
+                with torch.enable_grad():
+                    u_DR.grad, v_IR.grad = torch.autograd.grad(self.loss(u_DR, v_IR, part), [u_DR, v_IR])
+                adam.step()
+            yield u_DR, v_IR
+
+
+def leading(x_PI: Tensor, rank: int) -> Tensor:
+    """Returns the leading directions of x, (I, r), along which x has mean square 1 / r; 0 beyond the rank of x."""
+    x_PI = x_PI.double() / len(x_PI) ** 0.5
+    wide = len(x_PI) < x_PI.shape[1]
+    values, vectors = torch.linalg.eigh(x_PI @ x_PI.T if wide else x_PI.T @ x_PI)
+    values_R, vectors_XR = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
+    along_IR = x_PI.T @ vectors_XR / values_R.clamp_min(1e-30).sqrt() if wide else vectors_XR
+    sizes_R = torch.where(values_R > 1e-9 * values_R[0], (values_R * rank).rsqrt(), 0.0)
+    return functional.pad(along_IR * sizes_R, (0, rank - len(sizes_R))).float()
