@@ -157,6 +157,13 @@ def model_folder(root: Path, family: str, *, chat: bool = False, dtype: torch.dt
     return folder
 
 
+def projected_opt(folder: Path) -> Path:
+    """The folder of a tiny OPT whose head has fewer inputs than the layers have outputs, as OPT-350m."""
+    tokenizer = tokenizer_for("opt")
+    model = tiny_model("opt", len(tokenizer), word_embed_proj_dim=8, tie_word_embeddings=True)
+    return saved(model, tokenizer, folder)
+
+
 def saved(model: Any, tokenizer: Any, folder: Path) -> Path:
     """A model's folder."""
     model.save_pretrained(folder)

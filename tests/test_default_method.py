@@ -1,7 +1,7 @@
 """The method of a run that names none: by its rows, its model and what else it sets; and that a run keeps it."""
 
 import pytest
-from folders import completion_rows, label_rows, model_folder, write_rows
+from folders import completion_rows, label_rows, model_folder, projected_opt, write_rows
 from kills import contents
 from short_runs import stopped
 
@@ -25,6 +25,7 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     for family in ("llama", "roberta"):
         model_folder(folder, family)
+    projected_opt(folder / "projected")
     write_rows(folder / "labels.jsonl", label_rows(40, seed=1))
     write_rows(folder / "texts.jsonl", completion_rows(12, seed=1))
     return folder
@@ -45,8 +46,9 @@ def chosen(config):
     return job
 
 
-def test_labels_of_a_causal_model_and_nothing_set_that_depends_on_it(home):
-    job = chosen(request(home))
+@pytest.mark.parametrize("data", ["labels", "texts"])
+def test_rows_of_a_causal_model_and_nothing_set_that_depends_on_it(home, data):
+    job = chosen(request(home, data=data))
     assert job.config.method.name == "gauss-newton"
     assert (job.config.train.steps, job.config.train.guard) == (6, True)
 
@@ -54,7 +56,7 @@ def test_labels_of_a_causal_model_and_nothing_set_that_depends_on_it(home):
 @pytest.mark.parametrize(
     "case",
     [
-        {"data": "texts"},
+        {"model": "projected", "data": "texts"},
         {"model": "roberta"},
         {"settings": ["train.objective=accuracy", "method.lr=1e-3"]},
         {"settings": ["model.peft=lora"]},

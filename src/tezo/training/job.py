@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tezo import engines
 from tezo.directions.bases.basis import Passes
+from tezo.directions.bases.readout import fits_text
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.random import permutation
 from tezo.directions.ranks import is_zero
@@ -227,7 +228,8 @@ def prepare(
     splits = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
     used = _encode(config, loaded, splits, reward)
-    config, chosen = with_method(config, loaded.kind, labelled=bool(used.format.options))
+    learns_outputs = bool(used.format.options) or (used.is_text and fits_text(loaded.model))
+    config, chosen = with_method(config, loaded.kind, learns_outputs=learns_outputs)
     _check_objective(config)
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
@@ -320,6 +322,7 @@ class _EncodedRows:
     train: list[Encoded]
     dev: list[Encoded]
     test: list[Encoded]
+    is_text: bool
     notices: Sequence[str]
     as_read: tuple[str, ...]
 
@@ -340,7 +343,8 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
     objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     as_read = rows_as_read(form, used.train[0], objective, train[0], scored=reward is not None)
-    return _EncodedRows(form, objective, train, dev, test, notices, as_read)
+    is_text = loaded.kind == "causal" and not any(example.options for example in examples[0])
+    return _EncodedRows(form, objective, train, dev, test, is_text, notices, as_read)
 
 
 class RunRows(Rows):

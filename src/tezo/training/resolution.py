@@ -361,31 +361,30 @@ def search_budget(train: TrainConfig, optimizer: BaseOptimizer) -> int:
 
 
 DEFAULTS = {
-    GAUSS_NEWTON: f"rows with labels have {GAUSS_NEWTON}, whose steps are rounds over more rows",
+    GAUSS_NEWTON: f"these rows have {GAUSS_NEWTON}, whose steps are rounds over more rows",
     ES: f"a reward has {ES}, whose steps are of a population",
 }
 OWN_SETTINGS = ("steps", "epochs", "batch_size", *KEYS)
 """Settings of section train whose numbers mean something else with another method."""
 
 
-def with_method(config: Config, kind: str, *, labelled: bool) -> tuple[Config, list[str]]:
+def with_method(config: Config, kind: str, *, learns_outputs: bool) -> tuple[Config, list[str]]:
     """Replaces "auto" in method.name; returns (configuration, notices for the user).
 
-    With a causal model it is gauss-newton for rows that share their labels, where the request sets nothing that depends
-    on the method: no option of it, and none of `OWN_SETTINGS`; and es for a reward, where it sets nothing that es does
-    not have, or counts otherwise: a rate, or feedback steps. Otherwise it is head-feedback.
-    (docs/experiments.md has the last two on a model of 135M parameters and on small ones, docs/rewards.md the first. Of
-    free text gauss-newton learns less.)
+    With a causal model it is gauss-newton for rows that share their labels and for free text, where the request sets
+    nothing that depends on the method: no option of it, and none of `OWN_SETTINGS`; and es for a reward, where it sets
+    nothing that es does not have, or counts otherwise: a rate, or feedback steps. Otherwise it is head-feedback.
+    (docs/experiments.md has the last two on a model of 135M parameters and on small ones, docs/rewards.md the first.)
 
     Args:
         config: of the request.
         kind: of the model.
-        labelled: whether the rows share their labels.
+        learns_outputs: whether a look at the rows has a way to learn from their outputs (`learns_outputs`).
     """
     if config.method.name != AUTO:
         return config, []
     train = config.train
-    suited = ES if train.objective == REWARD else GAUSS_NEWTON if labelled and train.minimises_loss else None
+    suited = ES if train.objective == REWARD else GAUSS_NEWTON if learns_outputs and train.minimises_loss else None
     if kind != "causal" or config.model.peft != "none":
         suited = None
     shares_rows = train.parallel == "rows" and int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -4,8 +4,9 @@ A pass over P tokens of answers gives the inputs x_p of the last layer, the inpu
 likely C tokens are there: the right ones, and those that are likely somewhere. A second pass adds noise n_p to the
 outputs of the layer, and the change d_p of h says how much of each output arrives at each place:
 
-    g_m = sum_p d_pm n_pm / sum_p n_pm^2,   s_p = sum_m d_pm g_m n_pm / sum_m (g_m n_pm)^2.
+    g_m = sum_p d_pm n_pm / sum_p n_pm^2,   s_p = sum_m d_pm g_m n_pm / sum_m (g_m n_pm)^2,
 
+s drawn to 1 as far as it differs by chance.
 With W + U V^T in place of W the scores of these tokens are then nearly
 
     z_pc = k H_c . N(h_p + g * (U V^T s_p x_p)),
@@ -62,12 +63,14 @@ class Ends:
         x: inputs of the layer, (P, I) for each pass.
         h: inputs of the head, (P, D).
         noise: what was added to the outputs of the layer, (P, M); nothing, if nothing was.
+        like: a tensor of the type and on the device of the head's inputs.
     """
 
     place: list[Tensor] = field(default_factory=list)
     x: list[Tensor] = field(default_factory=list)
     h: list[Tensor] = field(default_factory=list)
     noise: list[Tensor] = field(default_factory=list)
+    like: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 @contextmanager
@@ -103,6 +106,7 @@ def recording_ends(
         del module
         if turns.now is not None and len(args[0]) == len(turns.now.example_R):
             ends.h.append(at_places(args[0], turns.now).cpu())
+            ends.like = args[0].new_zeros(0)
 
     with ExitStack() as hooks:
         hooks.enter_context(model.register_forward_pre_hook(turns.enter))
@@ -115,6 +119,11 @@ def recording_ends(
 def head_of(model: Any) -> nn.Module | None:
     """Returns the output head, if there is one."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def fits_text(model: Any) -> bool:
+    """Returns whether the last layers of a transformers model can write to the inputs of its output head."""
+    return bool(getattr(head_of(model), "in_features", 0) == model.config.get_text_config().hidden_size)
 
 
 def read_text(
@@ -149,7 +158,7 @@ def read_text(
     x_PI, h_PD = torch.cat(seen.x) * share_P.unsqueeze(1), torch.cat(seen.h)
     tokens_PK = outputs.tokens_TC.cpu()[place_P, :-1]
     tokens_C = tokens_of(tokens_PK)
-    rows_of_head = head_rows(head, tokens_C, h_PD.shape[1], target)
+    rows_of_head = head_rows(head, tokens_C, h_PD.shape[1], seen.like)
     text = Text(x_PI, h_PD, gain_M, rows_of_head, tokens_C, tokens_PK, outputs.scores_TC.cpu()[place_P, :-1].float())
     u_DR, v_IR = text.fit(outputs.example_T[place_P].cpu(), rank)
     return reciprocal(gain_M).double().unsqueeze(1) * u_DR.double(), v_IR.double()
@@ -159,9 +168,14 @@ def arrives(change_PM: Tensor, noise_PM: Tensor) -> tuple[Tensor, Tensor] | None
     """Returns g (M,) and s (P,); None if they explain less than `LEAST_ARRIVES` of the change of h."""
     gain_M = (change_PM * noise_PM).sum(0) / noise_PM.square().sum(0)
     arrived_PM = gain_M * noise_PM
-    share_P = (change_PM * arrived_PM).sum(1) / arrived_PM.square().sum(1).clamp_min(1e-30)
-    missed = float((change_PM - share_P.unsqueeze(1) * arrived_PM).square().sum())
-    return (gain_M, share_P) if missed < (1 - LEAST_ARRIVES) * float(change_PM.square().sum()) else None
+    size_P = arrived_PM.square().sum(1).clamp_min(1e-30)
+    share_P = (change_PM * arrived_PM).sum(1) / size_P
+    missed_P = (change_PM - share_P.unsqueeze(1) * arrived_PM).square().sum(1)
+    if float(missed_P.sum()) >= (1 - LEAST_ARRIVES) * float(change_PM.square().sum()):
+        return None
+    chance = float((missed_P / size_P).mean()) / change_PM.shape[1]  # of the variance of s, what is not of the places
+    places = max(0.0, 1 - chance / max(float(share_P.var(correction=0)), 1e-30))
+    return gain_M, 1 + places * (share_P - 1)
 
 
 def reciprocal(gain_M: Tensor) -> Tensor:
@@ -178,13 +192,12 @@ def tokens_of(tokens_PK: Tensor) -> Tensor:
     return torch.cat([right, others]).sort().values
 
 
-def head_rows(head: nn.Module, tokens_C: Tensor, size: int, target: Target) -> tuple[Tensor, Tensor, Tensor]:
+def head_rows(head: nn.Module, tokens_C: Tensor, size: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns rows of the head for these tokens (C, D), their bias (C,), and rows for some of the others (S, D).
 
-    They are what the head says of unit vectors, in float32.
+    They are what the head says of unit vectors of size D, in the type of `like`; float32, on the CPU.
     """
-    dtype = target.parameter.dtype if target.parameter.is_floating_point() else torch.float32
-    eye_DD = torch.eye(size, dtype=dtype, device=target.device)
+    eye_DD = torch.eye(size, dtype=like.dtype, device=like.device)
     bias_V = head(torch.zeros_like(eye_DD[:1]))[0]
     shuffled_V = torch.randperm(len(bias_V), generator=torch.Generator().manual_seed(0))
     both = torch.cat([tokens_C, shuffled_V[~torch.isin(shuffled_V, tokens_C)][:OTHERS]]).to(bias_V.device)
