@@ -156,7 +156,7 @@ def test_a_fitted_bias_gives_each_class_its_frequency():
     own = Outputs(noise(30, 3, seed=1) * 2 + torch.tensor([0.0, 3.0, -2.0]), labels, torch.arange(30), shared=True)
     said = (own.scores_TC + fitted_bias(own)).softmax(1).mean(0)
     assert torch.allclose(said, torch.tensor([20, 7, 3]).double() / 30, atol=1e-7)
-    assert torch.allclose(errors(own, 4).mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-7)
+    assert torch.allclose(errors(own).mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-7)
     assert not bool(fitted_bias(Outputs(own.scores_TC, labels, own.example_T)).any()), "classes of their own have none"
 
 

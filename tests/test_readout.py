@@ -57,7 +57,7 @@ def found_of(model, closure, rank):
         patch.setattr(readout, "Text", Told)
         with recording_ends(model, target, closure.places()) as seen:
             outputs = closure.outputs()
-        u_MR, v_IR = read_text(model, target, closure, seen, outputs, size=1.0, rank=rank)
+        u_MR, v_IR = read_text(model, target, closure, seen, outputs, rank)
     return target, u_MR, v_IR, said[0]
 
 

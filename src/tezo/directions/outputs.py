@@ -145,19 +145,10 @@ def fitted_bias(outputs: Outputs) -> Tensor:
     return bias_C
 
 
-def errors(outputs: Outputs, dimensions: int) -> Tensor:
-    """Returns what the outputs are wrong by, right minus said, at each place: (T, E) in float64 on the CPU.
+def errors(outputs: Outputs) -> Tensor:
+    """Returns what outputs with options are wrong by, right minus said, at each place: (T, C) in float64 on the CPU.
 
-    With options it is 1 - p for the right one and -p for the others, after `fitted_bias`: (T, C). With tokens the error
-    is a vector over the vocabulary, and E = `dimensions` random projections of it are returned.
+    It is 1 - p for the right option and -p for the others, after `fitted_bias`.
     """
     p_TC = (outputs.scores_TC.detach().double().cpu() + fitted_bias(outputs)).softmax(1)
-    error_TC = functional.one_hot(outputs.labels_T.cpu(), p_TC.shape[1]).double() - p_TC
-    if outputs.tokens_TC is None:
-        return error_TC
-    tokens_TC = outputs.tokens_TC.cpu()
-    used, place_TC = torch.unique(tokens_TC, return_inverse=True)
-    generator = torch.Generator().manual_seed(0)
-    table_VE = torch.randn(int(used.max()) + 1, dimensions, generator=generator, dtype=torch.float64)
-    projected_UE = table_VE[used.clamp_min(0)] * (used >= 0).unsqueeze(1)
-    return torch.einsum("tc,tce->te", error_TC, projected_UE[place_TC])
+    return functional.one_hot(outputs.labels_T.cpu(), p_TC.shape[1]).double() - p_TC

@@ -1,9 +1,9 @@
 """A basis computed from data: inputs that foretell what the outputs are wrong by, and outputs that mend it.
 
-A pass over P places, rows with options or tokens of answers, gives the errors e_p of the outputs there (right minus
-said) and the inputs x_p of linear layers: of the later ones of the model, whose outputs are of the size of the last
-one's, so that they may write to the same stream. A change U diag(c) V^T of a weight can mend the errors only as far as
-V^T x_p tells them apart. For each layer ridge regression from its inputs to the errors,
+A pass over P places, rows with options, gives the errors e_p of the outputs there (right minus said) and the inputs x_p
+of linear layers: of the later ones of the model, whose outputs are of the size of the last one's, so that they may
+write to the same stream. A change U diag(c) V^T of a weight can mend the errors only as far as V^T x_p tells them
+apart. For each layer ridge regression from its inputs to the errors,
 
     W = X^T (X X^T + lambda I)^-1 E,
 
@@ -32,9 +32,10 @@ inputs, V^T x about 1, by which labels get a bias. So columns mean the same in a
 proposed: each contrast of biases, all that inputs at the place foretell, all that means foretell, and both for each
 column of B.
 
-On other rows U is Gaussian, the columns of V are those of each layer that foretell most, in the size of the layer's
-outputs, and the coefficients are random. V is divided by the root of the number of all columns: a perturbation of scale
-rho moves the outputs of layers by about the part rho.
+On rows that have options of their own U is Gaussian, the columns of V are those of each layer that foretell most, in
+the size of the layer's outputs, and the coefficients are random. V is divided by the root of the number of all columns:
+a perturbation of scale rho moves the outputs of layers by about the part rho. Free text has a regression of its own
+(`readout`), and one direction: all that it found.
 """
 
 import math
@@ -63,12 +64,10 @@ RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Candidates for lambda, as parts of the mean of the diagonal of X X^T."""
 KEPT_SIGNAL = 0.7
 """Least signal of a layer that is changed, as a part of the best one's."""
-LAST_LAYERS, LAST_LAYERS_TEXT = 1 / 2, 1 / 4
-"""Layers that may be changed, the last ones of the model, as a part of all: of labelled rows, and of others."""
-PROJECTIONS = 32
-"""Random projections of errors over a vocabulary."""
+LAST_LAYERS, LAST_LAYERS_CHOICES = 1 / 2, 1 / 4
+"""Layers that may be changed, the last ones of the model, as a part of all: of shared labels, and of other options."""
 WEAK = 1e-3
-"""Columns of free text whose singular value is a smaller part of the largest are left out."""
+"""Columns of other options whose singular value is a smaller part of the largest are left out."""
 STREAM, PROPOSED = "vectors that raise each class", "coefficients of proposed directions"
 SIGNAL, NO_SIGNAL = "signal of each target", -2.0
 """The names under which S, the coefficients of directions, and signals are kept with the factors; the last is in place
@@ -122,7 +121,7 @@ class ErrorBasis(CollectedBasis):
                 "method.targets, or set method.basis=gaussian."
             )
         if outputs.tokens_TC is not None:
-            factors, passes = self._of_text(model, rows, tried[-1], seen, ends, outputs), 2 * len(places)
+            factors, passes = self._of_text(model, rows, tried[-1], ends, outputs), 2 * len(places)
         elif not outputs.shared:
             factors, passes = self._of_choices(seen, outputs), len(places)
         else:
@@ -141,22 +140,16 @@ class ErrorBasis(CollectedBasis):
         best = max(self.signal.values())
         return found, min(KEPT_SIGNAL * best, best)  # of rows without a signal it is negative
 
-    def _of_text(
-        self, model: nn.Module, rows: Rows, target: Target, seen: Seen, ends: Ends, outputs: Outputs
-    ) -> dict[str, Tensor]:
+    def _of_text(self, model: nn.Module, rows: Rows, target: Target, ends: Ends, outputs: Outputs) -> dict[str, Tensor]:
         self.signal = {}
-        rank, size = self._ranks[target.name], seen.output_size(target.name)
-        factors = {own.name: torch.zeros(input_size(own), self._ranks[own.name]) for own in self._targets}
-        u_MR, v_IR = read_text(model, target, rows, ends, outputs, size, rank)
-        return factors | {
-            target.name: v_IR,
-            target.name + OUTPUT_SIDE: u_MR,
-            PROPOSED: torch.ones(1, max(self._ranks.values())),
-        }
+        zeros = {own.name: torch.zeros(input_size(own), self._ranks[own.name]).double() for own in self._targets}
+        u_MR, v_IR = read_text(model, target, rows, ends, outputs, self._ranks[target.name])
+        whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
+        return zeros | {target.name: v_IR, target.name + OUTPUT_SIDE: u_MR, PROPOSED: whole_1R}
 
     def _of_choices(self, seen: Seen, outputs: Outputs) -> dict[str, Tensor]:
-        names = [*seen.inputs][-math.ceil(LAST_LAYERS_TEXT / LAST_LAYERS * len(seen.inputs)) :]
-        found, least = self._regressions(seen, names, errors(outputs, PROJECTIONS))
+        names = [*seen.inputs][-math.ceil(LAST_LAYERS_CHOICES / LAST_LAYERS * len(seen.inputs)) :]
+        found, least = self._regressions(seen, names, errors(outputs))
         factors = {}
         for target in self._targets:
             name, rank = target.name, self._ranks[target.name]
@@ -172,7 +165,7 @@ class ErrorBasis(CollectedBasis):
         last = targets[[*seen.inputs][-1]]
         stream_MC = nudges.stream(last, seen.output_size(last.name))
         names, stream_MC = nudges.writers([targets[name] for name in seen.inputs], stream_MC)
-        error_TC = errors(outputs, PROJECTIONS)
+        error_TC = errors(outputs)
         found, least = self._regressions(seen, names, error_TC)
         every = {(name, kind): part for name, parts in found.items() for kind, part in enumerate(parts)}
         kept = {key: part for key, part in every.items() if part.signal >= least}

@@ -87,13 +87,6 @@ class Turns:
             own = Places(own.row_P[kept], own.position_P[kept], own.stop_P[kept], own.place_P[kept], own.example_R)
         self.now = own if own is not None and len(own.place_P) else None
 
-    def by_row(self, x: Tensor) -> Tensor | None:
-        """Returns what goes into a layer or out of it by rows of the pass, (R, L, I), from (R L, I) too; else None."""
-        count = len(self.now.example_R) if self.now is not None else 0
-        if count and x.ndim == 2 and len(x) > count and len(x) % count == 0:
-            x = x.view(count, -1, x.shape[-1])
-        return x if count and x.ndim == 3 and len(x) == count else None
-
 
 class Nudges:
     """Measures how vectors that are added to outputs of layers act on the scores of labels.
@@ -147,11 +140,9 @@ class Nudges:
 
         def add(name: str, module: nn.Module, args: object, output: Tensor) -> Tensor:
             del module, args
-            y_RLM = turns.by_row(output)
-            if turns.now is None or y_RLM is None:
+            if turns.now is None or len(turns.now.example_R) != len(output):
                 return output
-            nudge_RM = nudges[name][turns.now.example_R.cpu()].to(output.device, output.dtype)
-            return (y_RLM + nudge_RM.unsqueeze(1)).view(output.shape)
+            return output + nudges[name][turns.now.example_R.cpu()].to(output.device, output.dtype).unsqueeze(1)
 
         with ExitStack() as hooks:
             hooks.enter_context(self._model.register_forward_pre_hook(turns.enter))
@@ -191,8 +182,8 @@ class Seen:
     def take(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called after each call of a layer."""
         del module
-        now, x_RLI, y_RLM = self._turns.now, *map(self._turns.by_row, (only_input(args, kwargs), output))
-        if now is None or x_RLI is None or y_RLM is None:
+        now, x_RLI = self._turns.now, only_input(args, kwargs)
+        if now is None or x_RLI.ndim != 3 or len(x_RLI) != len(now.example_R):
             return
         at, mean = _at(x_RLI, now), _mean(x_RLI, now)
         shown = at if at is not None else mean
@@ -206,7 +197,7 @@ class Seen:
         if name in self._adds:
             self.inputs[name].add(at, mean, now.place_P)
             self._last[tuple(shown.shape)] = self.inputs[name], shown
-        out = _at(y_RLM, now) if at is not None else _mean(y_RLM, now)
+        out = _at(output, now) if at is not None else _mean(output, now)
         assert out is not None
         self._squares.setdefault(name, []).append(float(out.float().square().mean()))
 

@@ -63,6 +63,7 @@ class Ends:
         x: inputs of the layer, (P, I) for each pass.
         h: inputs of the head, (P, D).
         noise: what was added to the outputs of the layer, (P, M); nothing, if nothing was.
+        squares: mean squares of the layer's outputs.
         like: a tensor of the type and on the device of the head's inputs.
     """
 
@@ -70,6 +71,7 @@ class Ends:
     x: list[Tensor] = field(default_factory=list)
     h: list[Tensor] = field(default_factory=list)
     noise: list[Tensor] = field(default_factory=list)
+    squares: list[float] = field(default_factory=list)
     like: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
@@ -90,11 +92,13 @@ def recording_ends(
 
     def layer(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         del module
-        now, x_RLI = turns.now, turns.by_row(only_input(args, kwargs))
+        now = turns.now
+        x_RLI = by_row(only_input(args, kwargs), len(now.example_R)) if now is not None else None
         if now is None or x_RLI is None:
             return None
         ends.place.append(now.place_P)
         ends.x.append(at_places(x_RLI, now).cpu())
+        ends.squares.append(float(output.detach().float().square().mean()))
         if not size:
             return None
         shape = *x_RLI.shape[:2], output.shape[-1]
@@ -116,6 +120,13 @@ def recording_ends(
         yield ends
 
 
+def by_row(x: Tensor, rows: int) -> Tensor | None:
+    """Returns the inputs of a layer by rows of the pass, (R, L, I), from (R L, I) too, as in OPT; else None."""
+    if x.ndim == 2 and len(x) > rows and len(x) % rows == 0:
+        x = x.view(rows, -1, x.shape[-1])
+    return x if x.ndim == 3 and len(x) == rows else None
+
+
 def head_of(model: Any) -> nn.Module | None:
     """Returns the output head, if there is one."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -127,7 +138,7 @@ def fits_text(model: Any) -> bool:
 
 
 def read_text(
-    model: nn.Module, target: Target, rows: Rows, seen: Ends, outputs: Outputs, size: float, rank: int
+    model: nn.Module, target: Target, rows: Rows, seen: Ends, outputs: Outputs, rank: int
 ) -> tuple[Tensor, Tensor]:
     """Returns (U (M, r), V (I, r)) of the last layer, float64; see the module. It takes another pass over the rows.
 
@@ -137,7 +148,6 @@ def read_text(
         rows: the rows.
         seen: of a pass over them.
         outputs: of that pass.
-        size: root mean square of the layer's outputs.
         rank: r.
 
     Raises:
@@ -145,6 +155,7 @@ def read_text(
     """
     head, gains = head_of(model), None
     if head is not None and seen.h and seen.h[0].shape[1] == output_size(target):
+        size = math.sqrt(sum(seen.squares) / len(seen.squares))
         with recording_ends(model, target, rows.places(), NUDGE * size) as moved:
             rows.outputs(outputs)
         gains = arrives(torch.cat(moved.h) - torch.cat(seen.h), torch.cat(moved.noise))
