@@ -121,7 +121,7 @@ def log_probs_of(model, text):
 @engine
 @pytest.mark.parametrize("rows", ["labels", "texts"])
 def test_outputs_of_every_row_are_torchs(home, rows):
-    made = config(home, rows=rows)
+    made = config(home, "tezo-cadam", rows=rows)
     jobs = [prepare(made), prepare(in_torch(made))]
     outputs: list[Outputs] = []
     for job in jobs:
@@ -175,15 +175,20 @@ def test_long_texts_common_beginnings_and_many_texts_are_read_right(home):
 
 
 @engine
-@pytest.mark.parametrize("name", ["gauss-newton", "tezo-cadam", "lozo"])
-def test_a_run_ends_where_one_in_torch_does(home, tmp_path, name):
-    made = config(home, name, keep_best=False)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("gauss-newton", "labels"), ("gauss-newton", "texts"), ("tezo-cadam", "labels"), ("lozo", "labels")],
+)
+def test_a_run_ends_where_one_in_torch_does(home, tmp_path, name, rows):
+    steps = 2 if rows == "texts" else 4  # later rounds find nothing, and rounding says in how many passes
+    made = config(home, name, rows, keep_best=False, steps=steps)
     runs = [run_config(own, tmp_path / own.model.engine) for own in (made, in_torch(made))]
     states = [load_file(tmp_path / own / "adapter/adapter_model.safetensors") for own in ("llama.cpp", "torch")]
     changes = [
         torch.cat([(s[n] @ s[n.replace("_B", "_A")]).flatten() for n in sorted(s) if ".lora_B." in n]) for s in states
     ]
-    assert name == "gauss-newton" or changes[1].norm() > 0  # its step may be expected to help no row
+    finds_none = (name, rows) == ("gauss-newton", "labels")  # its step may be expected to help no row
+    assert finds_none or changes[1].norm() > 0
     assert (changes[0] - changes[1]).norm() <= 1e-2 * changes[1].norm()
     assert abs(runs[0]["after"]["loss"] - runs[1]["after"]["loss"]) < 1e-3
     assert runs[0]["num_forward_passes"] == runs[1]["num_forward_passes"]
