@@ -24,6 +24,8 @@ def home(tmp_path_factory):
         (["--set", "train.lr=1"], ["train.lr", "Did you mean method.lr?"]),
         (["--set", "train.batchsize=1"], ["train.batchsize", "Did you mean 'batch_size'?"]),
         (["--set", "epochs=3"], ["Did you mean train.epochs?"]),
+        (["--set", "train.num_train_epochs=3"], ["Did you mean train.epochs?"]),
+        (["--set", "train.learning_rate=1"], ["Did you mean method.lr?"]),
         (["--set", "seed=3"], ["Did you mean data.seed or train.seed?"]),
         (["--steps", "many"], ["train.steps is 'many'", "a whole number"]),
         (["--steps", "1e-3"], ["train.steps is 0.001", "a whole number"]),
@@ -37,9 +39,16 @@ def test_an_unknown_name_gets_a_suggestion(home, tmp_path, flags, parts):
     assert not (tmp_path / "out").exists()
 
 
+OF_TRANSFORMERS = {
+    "num_train_epochs": "epochs", "max_steps": "steps", "learning_rate": "lr", "eval_steps": "eval_every",
+    "per_device_train_batch_size": "batch_size", "per_device_eval_batch_size": "eval_batch_size",
+}  # fmt: skip
+
+
 def test_python_suggests_its_own_names():
-    for name, own in (("stepps", "'steps'"), ("batchsize", "'batch_size'"), ("dat", "'data'")):
-        with pytest.raises(RequestError, match=f"{name}: there is no such setting. Did you mean {own}"):
+    misspelt = {"stepps": "steps", "batchsize": "batch_size", "dat": "data"}
+    for name, own in (misspelt | OF_TRANSFORMERS).items():
+        with pytest.raises(RequestError, match=f"{name}: there is no such setting. Did you mean '{own}'"):
             library.train("folder", "rows.jsonl", **{name: 1})
 
 

@@ -111,6 +111,15 @@ PREFERRED = {"seed": "train.seed"}
 """What a name means that two sections have: data.seed follows train.seed unless it is set."""
 
 
+OF_TRANSFORMERS = {
+    "learning_rate": "lr",
+    "logging_steps": "log_every",
+    "eval_steps": "eval_every",
+    "save_steps": "checkpoint_every",
+}
+"""Names of transformers' training arguments -> the names here, where these are not the end of those."""
+
+
 def keys_by_name() -> dict[str, list[str]]:
     """Name -> the dotted keys that end in it, of all sections and of the options of all methods."""
     sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
@@ -130,9 +139,15 @@ def suggestion(key: str, known: Iterable[str]) -> str:
         key: as it was given.
         known: names that are known in its place.
     """
-    name = key.rpartition(".")[2]
+    name = _own_name(key.rpartition(".")[2], known)
     elsewhere = [own for own in keys_by_name().get(name, []) if own != key]
     return f"Did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(name, known)
+
+
+def _own_name(name: str, known: Iterable[str]) -> str:
+    """Returns the name here of what transformers calls `name`: the longest that ends it; else `name` itself."""
+    ends = [own for own in known if name.endswith(f"_{own}")]
+    return OF_TRANSFORMERS.get(name) or max(ends, key=len, default=name)
 
 
 def dotted_settings(named: Mapping[str, Any], dotted: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -150,7 +165,7 @@ def dotted_settings(named: Mapping[str, Any], dotted: Mapping[str, Any]) -> list
     for name, value in named.items():
         if name not in Options.__annotations__:
             names = [*Options.__annotations__, *PARAMETERS.values()]
-            raise RequestError(f"{name}: there is no such setting. {nearest(name, names)}")
+            raise RequestError(f"{name}: there is no such setting. {nearest(_own_name(name, names), names)}")
         pairs.append((PREFERRED.get(name, known[name][0]), value))
     for key, value in dotted.items():
         if key in PARAMETERS:
