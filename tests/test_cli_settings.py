@@ -168,3 +168,21 @@ def test_conversations_are_not_shown_in_a_prompt(home, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", message_rows(8))
     model = model_folder(tmp_path, "opt", chat=True)
     refused(tezo("eval", model, "--data", rows, "--shots", "2"), "shots is 2", "conversations")
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        (("--method", "lozo", "--set", "method.name=tezo"), ("method.name is given twice, as lozo and as tezo",)),
+        (("--method", "lozo", "--set", "method=tezo"), ("method.name is given twice",)),
+        (("--seed", 1, "--set", "train.seed=2"), ("train.seed is given twice, as 1 and as 2", "leave one of them out")),
+        (("--set", "train.log_every=3", "--set", "train.log_every=4"), ("train.log_every is given twice",)),
+    ],
+)
+def test_a_setting_with_two_values_is_refused_and_one_that_is_given_twice_alike_is_not(home, tmp_path, more, parts):
+    refused(train(home / "opt", home / "rows.jsonl", tmp_path / "out", *more), *parts)
+    assert not (tmp_path / "out").exists()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("method: lozo\ntrain: {seed: 3, log_every: 2}\n")
+    asked = ("--model", home / "opt", "--data", home / "rows.jsonl", "--seed", 1, "--set", "train.seed=1")
+    assert tezo("train", recipe, *asked, "--set", "method.lr=0.01", "--dry-run").code == 0

@@ -91,10 +91,18 @@ def _configured(
     recipe: Path | None, begun: Path | None, flags: Sequence[tuple[str, Any]], settings: Sequence[str]
 ) -> "Config":
     """Returns the recipe, or without one the configuration of the run that goes on, with settings over it."""
-    from tezo.training.config import find_recipe, parse_setting, read_config, read_run_config
+    from tezo.training.config import (
+        check_settings_agree,
+        find_recipe,
+        parse_setting,
+        read_config,
+        read_run_config,
+    )
 
     rows = {"data.train": "data.task", "data.task": "data.train"}  # either replaces the other of the recipe
-    given = [*((rows[key], None) for key, _ in flags if key in rows), *flags, *map(parse_setting, settings)]
+    asked = [*flags, *map(parse_setting, settings)]
+    check_settings_agree(asked)
+    given = [*((rows[key], None) for key, _ in flags if key in rows), *asked]
     if recipe is None and begun is not None:
         if os.path.lexists(begun):
             return read_run_config(begun, given)

@@ -283,6 +283,16 @@ def parse_setting(text: str) -> tuple[str, str]:
     return key, value
 
 
+def check_settings_agree(settings: Sequence[tuple[str, Any]]) -> None:
+    """Raises a `RequestError` where a key, in its short form or its long one, is given two values."""
+    values: dict[str, Any] = {}
+    for given, value in settings:
+        key = f"{given}.{_SHORT[given]}" if given in _SHORT else given
+        first = values.setdefault(key, value)
+        if str(first) != str(value):
+            raise RequestError(f"{key} is given twice, as {first} and as {value}; leave one of them out.")
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
