@@ -6,7 +6,7 @@ import io
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -262,10 +262,11 @@ def tezo(*arguments: Any) -> Result:
 
 
 def train(model: Path, data: Path, output: Path, *more: Any, steps: int = 3, **values: Any) -> Result:
-    """A short `tezo train` of the default method at rank 4, large steps."""
-    named = {"method__rank": 4, "method__lr": 0.05, "train__batch_size": 4} | values
-    flags: Iterable[Any] = ("--model", model, "--data", data, "--steps", steps, "--output", output)
-    return tezo("train", *flags, *settings(**{k: v for k, v in named.items() if v is not None}), *more)
+    """A short `tezo train` of the default method at rank 4, large steps; what `more` sets is not set twice."""
+    named = {"train__steps": steps, "method__rank": 4, "method__lr": 0.05, "train__batch_size": 4} | values
+    set_there = {str(part).partition("=")[0].replace(".", "__") for part in more}
+    own = {key: value for key, value in named.items() if value is not None and key not in set_there}
+    return tezo("train", "--model", model, "--data", data, "--output", output, *settings(**own), *more)
 
 
 def refused(done: Result, *parts: object) -> None:

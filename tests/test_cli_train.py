@@ -164,12 +164,12 @@ def test_the_number_of_steps_follows_from_the_rows(count, batch, steps):
     assert resolved.num_steps == steps and with_steps(TrainConfig(steps=7), count, chosen).num_steps == 7
 
 
-def test_flags_are_laid_over_a_recipe_and_settings_over_flags(home, tmp_path):
+def test_flags_and_settings_are_laid_over_a_recipe(home, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model: {home / 'opt'}\ndata: {home / 'rows.jsonl'}\nmethod: mezo\ntrain: {{steps: 7, seed: 3}}\n"
     )
-    flags = ("--method", "tezo", "--steps", 5, "--set", "train.steps=2", "--set", "method.rank=2", "--json")
+    flags = ("--method", "tezo", "--steps", 2, "--set", "method.rank=2", "--json")
     done = tezo("train", recipe, *flags, "--output", tmp_path / "run")
     assert done.code == 0, done.err
     summary = json.loads(done.out)

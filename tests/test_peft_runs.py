@@ -19,8 +19,8 @@ def home(tmp_path_factory):
     root = tmp_path_factory.mktemp("home")
     base, data = model_folder(root, "llama"), write_rows(root / "rows.jsonl", label_rows(8))
     for adapter in ("lora", "prefix", "prompt"):
-        flags = ("--test", data, "--method", "mezo", "--steps", 2, *settings(model__peft=adapter, method__lr=0.05))
-        done = train(base, data, root / adapter, *flags, method__rank=None)
+        flags = ("--test", data, "--method", "mezo", *settings(model__peft=adapter))
+        done = train(base, data, root / adapter, *flags, steps=2, method__rank=None)
         assert done.code == 0, done.err
     return root
 
@@ -125,6 +125,6 @@ def test_an_export_has_the_settings_of_the_run(home, form, tmp_path):
 def test_what_peft_asks_transformers_by_an_old_name_is_no_warning_to_the_user(home, tmp_path):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        more = ("--method", "mezo", "--steps", 1, *settings(model__peft="lora", method__lr=0.05))
-        assert train(home / "llama", home / "rows.jsonl", tmp_path / "run", *more, method__rank=None).code == 0
+        more = ("--method", "mezo", *settings(model__peft="lora"))
+        assert train(home / "llama", home / "rows.jsonl", tmp_path / "run", *more, steps=1, method__rank=None).code == 0
     assert not [warning for warning in seen if warning.category is FutureWarning]

@@ -240,7 +240,7 @@ def test_an_adapter_of_peft_has_our_card_and_peft_loads_it(tmp_path):
     write_rows(tmp_path / "rows.jsonl", label_rows(24))
     base = model_folder(tmp_path, "opt")
     done = train(
-        base, tmp_path / "rows.jsonl", tmp_path / "run", "--steps", 2, "--set", "model.peft=prompt", "--lr", "0.01"
+        base, tmp_path / "rows.jsonl", tmp_path / "run", "--set", "model.peft=prompt", steps=2, method__lr=0.01
     )
     assert done.code == 0, done.err
     text = (tmp_path / "run/adapter/README.md").read_text()
