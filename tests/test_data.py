@@ -101,18 +101,36 @@ def test_a_template_takes_any_fields_of_the_row():
 
 
 def test_a_field_may_have_any_name_and_a_template_without_one_is_refused():
-    rows = [{"Review Text": "sweet", "the-label": "good"}, {"Review Text": "sour", "the-label": "bad"}]
+    rows = [
+        {"Review Text": word, "by-whom": "me", "the-label": label}
+        for word, label in (("sweet", "good"), ("sour", "bad"))
+    ]
     named = {"label": "the-label", "text": "Review Text"}
     form, numbered = label_format("causal", rows, **named)
     assert [form.example(row).prompt for row in numbered] == ["sweet\nLabel:", "sour\nLabel:"]
-    form, numbered = label_format("causal", rows, **named, template='{"a": 1, { Review Text }} {the-label}')
-    assert form.example(numbered[0]).prompt == '{"a": 1, sweet} good'
+    form, numbered = label_format("causal", rows, **named, template='{"a": 1, { Review Text }} {by-whom}')
+    assert form.example(numbered[0]).prompt == '{"a": 1, sweet} me'
     with pytest.raises(RequestError, match=r"there is no field 'Reviw Text'.*Did you mean 'Review Text'"):
         form, numbered = label_format("causal", rows, label="the-label", text="Reviw Text")
         form.example(numbered[0])
     for kind, template in (("causal", "It was"), ("causal", '{"a": 1}'), ("masked", "It was {mask}.")):
-        with pytest.raises(RequestError, match=r"names no field, .* Review Text, the-label"):
+        with pytest.raises(RequestError, match=r"names no field, .* Review Text, by-whom\."):
             label_format(kind, rows, **named, template=template)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"template": "{label} {text}"}, r"data.template is '{label} {text}', which puts the label into the prompt"),
+        ({"template": "{text} {LABEL}:"}, r"data.template is '{text} {LABEL}:', which"),
+        ({"text": "label"}, r"data.text is 'label', which puts the label into the prompt"),
+    ],
+)
+@pytest.mark.parametrize("own", ["label", "Label"])
+def test_a_prompt_that_has_the_label_in_it_is_refused(own, fields, said):
+    rows = [{"text": row["text"], own: row["label"]} for row in label_rows(4)]
+    with pytest.raises(RequestError, match=said):
+        label_format("causal", rows, **fields)
 
 
 def test_words_stand_for_labels_in_the_order_given():

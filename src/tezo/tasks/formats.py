@@ -248,7 +248,7 @@ def default_template(kind: Kind, text: str) -> str:
 
 def _label_format(rows: Sequence[Row], kind: Kind, data: DataConfig, classes: Sequence[str]) -> LabelFormat:
     template = data.template or default_template(kind, data.text)
-    names = _FIELD.findall(template)
+    names, answer = _FIELD.findall(template), rows[0].column(data.label)
     if (kind == "masked") != ("mask" in names):
         fault = (
             "has no {mask}, which a masked model needs" if kind == "masked" else f"has {{mask}}; the model is {kind}"
@@ -259,7 +259,14 @@ def _label_format(rows: Sequence[Row], kind: Kind, data: DataConfig, classes: Se
     if set(names) <= {"mask"}:
         raise RequestError(
             f"data.template: {template!r} names no field, so all prompts would be equal; "
-            f"put one in braces: {', '.join(rows[0].fields)}."
+            f"put one in braces: {', '.join(own for own in rows[0].fields if own != answer)}."
+        )
+    read = {*names, *map(rows[0].column, names)} - {None}
+    if read & {data.label, answer}:
+        key, value = ("template", template) if data.template else ("text", data.text)
+        raise RequestError(
+            f"data.{key} is {value!r}, which puts the label into the prompt ({data.label!r} is what data.label names); "
+            "name only fields that are known before the answer."
         )
     words = dict(data.label_words or _words_of(rows, data.label, classes))
     if len(words) < 2:
