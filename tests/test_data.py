@@ -21,6 +21,7 @@ from folders import (
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Row
 from tezo.tasks.formats import choose_format
+from tezo.tasks.notices import token_notices
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.masked import MaskedObjective
 from tezo.tasks.row_files import DataConfig
@@ -131,6 +132,17 @@ def test_a_prompt_that_has_the_label_in_it_is_refused(own, fields, said):
     rows = [{"text": row["text"], own: row["label"]} for row in label_rows(4)]
     with pytest.raises(RequestError, match=said):
         label_format("causal", rows, **fields)
+
+
+def test_a_notice_says_which_labelled_rows_have_no_text():
+    rows = [{"text": text, "title": "", "label": "good"} for text in ("sweet", "", " \u200b\n", "kind")]
+    words = {"good": "good", "bad": "bad"}
+    form, numbered = label_format("causal", rows, label_words=words, template="{title} {text} =>")
+    objective = CausalObjective(words_tokenizer(), "cpu", 100, form.options)
+    for row in numbered:
+        objective.encode(form.example(row))
+    (notice,) = token_notices(objective)
+    assert notice.startswith("2 row(s) (rows, line 2; rows, line 3): the text is empty")
 
 
 def test_words_stand_for_labels_in_the_order_given():

@@ -40,6 +40,9 @@ MOST_CLASSES, REPEATED = 20, 5
 LIKE = 0.8
 """Likeness, of `difflib`, from which a field's name may be meant for another; that of "lable" and "label"."""
 
+NO_TEXT = "the text is empty, so that the label is learnt of the template alone; fill it in, or remove such rows."
+"""What a notice says of labelled rows whose fields of text are all blank."""
+
 _DECIMALS = re.compile(r"[+-]?\d+\.\d+")
 
 _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
@@ -104,16 +107,17 @@ class LabelFormat(Format):
         self.options = tuple(space + word for word in self.words.values())
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
-        prompt, slot, options = "", None, self.options
+        prompt, slot, options, note = "", None, self.options, NO_TEXT
         for place, piece in enumerate(_FIELD.split(self.template)):  # braces in a field are plain text
             if place % 2 == 0:
                 prompt += piece
             elif piece == "mask":
                 slot = len(prompt)
             else:
-                prompt += text_in(row, piece)
+                text = text_in(row, piece)
+                prompt, note = prompt + text, "" if visible(text) else note
         if not answered:
-            return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels)
+            return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels, note=note)
         label = _label_in(row, self.label)
         if label not in self.words:  # the words are given by the numbers of the classes, or else by their names
             label = _class_in(row, self.label)
@@ -123,7 +127,7 @@ class LabelFormat(Format):
                 f"data.label_words. {nearest(label, self.words)}"
             )
         index = self.labels.index(label)
-        return Example(prompt, options[index], options, index, row.where, slot=slot, names=self.labels)
+        return Example(prompt, options[index], options, index, row.where, slot=slot, names=self.labels, note=note)
 
 
 def choose_format(
