@@ -4,6 +4,7 @@ import dataclasses
 import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 import yaml
 
@@ -90,6 +91,19 @@ def test_a_number_is_a_number_however_it_is_written(text, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"model: m\ndata: d\nmethod:\n  lr: {text}\n")
     assert read_config(recipe, []).method.options == {"lr": 1e-5}
+
+
+NUMPY = [("steps", np.int64(2), 2), ("epochs", np.float32(0.5), 0.5), ("keep_best", np.bool_(False), False)]
+
+
+@pytest.mark.parametrize(("key", "given", "same"), NUMPY)
+def test_a_number_of_numpy_is_pythons(key, given, same):
+    read = getattr(parse_config(tree_with("train", key, given)).train, key)
+    assert read == same and type(read) is type(same)
+    rate = parse_config(tree_with("method", "lr", np.float32(0.25))).method.options["lr"]
+    assert rate == 0.25 and type(rate) is float
+    with pytest.raises(RequestError, match="train.steps is True; it must be a whole number"):
+        parse_config(tree_with("train", "steps", np.bool_(True)))
 
 
 def test_names_that_look_like_numbers_stay_names(tmp_path):

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import yaml
 
 from tezo.models.kinds import ModelConfig, engine_kind
@@ -30,7 +31,7 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     """Converts `value` to the type `kind`.
 
     A string, as the command line gives it, is read as YAML unless `kind` is str. Unlike in YAML, 1e-5 is a number, and
-    1e3 a whole one.
+    1e3 a whole one. A number of NumPy counts as Python's.
 
     Args:
         key: dotted key of the setting, for messages.
@@ -40,6 +41,8 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     Raises:
         RequestError: the value does not have this type.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, str) and kind not in (str, str | None) and get_origin(kind) is not Literal:
         value = _scalar(value)
     origin, arguments = get_origin(kind), get_args(kind)
