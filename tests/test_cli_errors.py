@@ -186,6 +186,11 @@ def test_what_was_left_out_is_named(home, tmp_path, missing):
     assert not (tmp_path / "out").exists()
 
 
+def test_there_must_be_a_run_to_resume_where_nothing_else_is_given(tmp_path):
+    typo = tmp_path / "typo"
+    refused(tezo("train", "--output", typo, "--resume"), f"there is no run in {typo} to resume", "--model")
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -102,7 +102,7 @@ def test_a_number_of_numpy_is_pythons(key, given, same):
     assert read == same and type(read) is type(same)
     rate = parse_config(tree_with("method", "lr", np.float32(0.25))).method.options["lr"]
     assert rate == 0.25 and type(rate) is float
-    with pytest.raises(RequestError, match="train.steps is True; it must be a whole number"):
+    with pytest.raises(RequestError, match=r"train\.steps is True; it must be a whole number"):
         parse_config(tree_with("train", "steps", np.bool_(True)))
 
 

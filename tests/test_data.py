@@ -274,6 +274,11 @@ def test_an_unknown_label_in_test_rows_is_refused_with_its_line(home, tmp_path):
         ("opt", {"data__template": "{text} {mask}"}, ["data.template", "'{text} {mask}'", "causal"]),
         ("opt", {"data__template": "{txet}"}, ["rows.jsonl, line", "'txet'", "'text'"]),
         ("opt", {"data__per_class": 40}, ["data.per_class", "40", "'bad'", "4", "lower"]),
+        (
+            "opt",
+            {"data__label_words": "{good: fine}"},
+            ["data.label_words: there is only one label (good)", "name two"],
+        ),
         ("opt", {"data__label_words": "{good: fine, bad: fine}"}, ["data.label_words", "fine"]),
         ("bert", {"data__shape": "completion"}, ["data.shape", "completion", "encoder"]),
         ("opt", {"data__shape": "messages"}, ["rows.jsonl, line", "'messages'"]),

@@ -52,7 +52,9 @@ def test_what_replay_cannot_do_it_says(home, tmp_path):
     refused(tezo("replay", run, "--output", tmp_path / "out"), "method.name", "adam", "gradients")
     refused(tezo("replay", tmp_path, "--output", tmp_path / "out"), "has no steps.log")
     train(config(home), tmp_path / "second")
-    refused(tezo("replay", tmp_path / "second", "--output", tmp_path / "out", "--step", 99), "step is 99", str(STEPS))
+    for step in (-1, 99):
+        done = tezo("replay", tmp_path / "second", "--output", tmp_path / "out", "--step", step)
+        refused(done, f"step is {step}, and the log has {STEPS} steps; give one from 0 to that number.")
     refused(tezo("replay", tmp_path / "second", "--output", run), "output", "exists already")
     assert not (tmp_path / "out").exists()
     done = tezo("replay", tmp_path / "second", "--output", tmp_path / "out")

@@ -106,10 +106,15 @@ def _configured(
     if recipe is None and begun is not None:
         if os.path.lexists(begun):
             return read_run_config(begun, given)
-        if os.path.lexists(begun.with_name("steps.log")) and "model.name" not in dict(flags):
+        if not {"model", "model.name"} & set(dict(asked)):
+            if os.path.lexists(begun.with_name("steps.log")):
+                raise RequestError(
+                    f"{begun.parent} is a run folder that has lost its {begun.name}; put it back, or give all flags of "
+                    "the run again."
+                )
             raise RequestError(
-                f"{begun.parent} is a run folder that has lost its {begun.name}; put it back, or give all flags of the "
-                "run again."
+                f"output: there is no run in {begun.parent} to resume; give the --output of one, or --model and the "
+                "other flags to begin one."
             )
     return read_config(None if recipe is None else find_recipe(recipe), given)
 

@@ -234,8 +234,14 @@ def _shape(row: Row, data: DataConfig) -> str:
         f"data.{name}={own}"
         for name in ("prompt", "completion", "messages", "text", "label")
         for own in row.fields
-        if _is_near(own, getattr(data, name))
+        if own != row.column(getattr(data, name)) and _is_near(own, getattr(data, name))
     ]
+    answer = row.column(data.completion)
+    if answer is not None and row.column(data.prompt) is None and not meant:
+        raise RequestError(
+            f"{row.where}: beside {answer!r} there is no field {data.prompt!r}, but {', '.join(row.fields)}; set "
+            f"data.prompt to the name of the prompt's field, or data.text={answer} to learn that field alone."
+        )
     raise RequestError(
         f"{row.where}: the fields {', '.join(row.fields)} fit no known shape"
         + (f"; did you mean {' '.join(meant)}?" if meant else ".")
@@ -274,7 +280,8 @@ def _label_format(rows: Sequence[Row], kind: Kind, data: DataConfig, classes: Se
         )
     words = dict(data.label_words or _words_of(rows, data.label, classes))
     if len(words) < 2:
-        raise RequestError(f"data.label: there is only one label ({', '.join(words)}); give rows with two or more.")
+        key, what = ("label_words", "name") if data.label_words else ("label", "give rows with")
+        raise RequestError(f"data.{key}: there is only one label ({', '.join(words)}); {what} two or more.")
     for word, count in Counter(words.values()).items():
         if count > 1:
             raise RequestError(f"data.label_words: two labels have the word {word!r}; give each label its own word.")

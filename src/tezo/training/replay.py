@@ -68,7 +68,7 @@ def replay(
     if step is None:
         step = len(log.steps) if log.end is None else log.end.kept
     if not 0 <= step <= len(log.steps):
-        raise RequestError(f"step is {step}, and the log has {len(log.steps)}; give one up to that.")
+        raise RequestError(f"step is {step}, and the log has {len(log.steps)} steps; give one from 0 to that number.")
     returned_to = {rollback.to for rollback in log.rollbacks.values()}
     kept: dict[int, dict[str, Tensor]] = {}
     with current().phase(STEPS):
