@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from folders import label_rows, model_folder, refused, settings, tezo, write_rows
+from folders import completion_rows, label_rows, model_folder, refused, settings, tezo, write_rows
 
 from tezo.training.config import parse_config, read_config
 
@@ -65,4 +65,13 @@ def test_in_words_and_with_an_output_that_stays_unmade(given, tmp_path):
 def test_a_run_that_cannot_start_is_refused_as_without_it(given):
     home, command = given
     refused(tezo(*command, "--dry-run", "--method", "lozzo"), "lozzo")
+    rows = write_rows(home / "texts.jsonl", completion_rows(8))
+    for objective, data in (("f2", ()), ("accuracy", ("--data", rows))):
+        flags = (*command[:3], *(data or command[3:]), "--method", "mezo", *settings(train__objective=objective))
+        refused(tezo(*flags, "--dry-run"), "train.objective: there is no metric", objective)
+    adam = ("--method", "adam", *settings(train__objective="accuracy"))
+    refused(tezo(*command, *adam, "--dry-run"), "train.objective is accuracy, which has no gradient")
+    known = ("--method", "mezo", *settings(train__objective="accuracy"))
+    assert tezo(*command, *known, "--dry-run").code == 0
+    refused(tezo(*command, "--dry-run", "--output", home), f"output: {home} exists already")
     refused(tezo("train", "--model", home / "opt", "--dry-run"), "data.train is not set")

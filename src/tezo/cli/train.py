@@ -62,12 +62,15 @@ def train(
     }  # fmt: skip
     flags = [(key, value) for key, value in named.items() if value is not None]
     with showing_work() as line:
+        from tezo.runs.folder import RunFolder
         from tezo.training.dry_run import dry_run
         from tezo.training.loop import train as run
         from tezo.training.screen import Screen
 
         config = _configured(recipe, output / "config.yaml" if output and resume else None, flags, settings)
         if output is None or dry:
+            if output is not None:
+                RunFolder(output).check_free(resume=resume)
             forecast = dry_run(config)
             print_json(forecast) if json else _print_dry_run(forecast)
             return

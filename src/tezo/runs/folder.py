@@ -101,9 +101,9 @@ class RunFolder:
         except RequestError:
             return None  # `open` says what it is
 
-    def check_free(self) -> None:
-        """Raises a `RequestError` if the folder exists and is not empty."""
-        if self._writes:
+    def check_free(self, *, resume: bool = False) -> None:
+        """Raises a `RequestError` if the folder exists and is not empty; one with a run may be resumed."""
+        if self._writes and not (resume and self.has_begun):
             if not self.has_begun and os.path.lexists(self.path / CONFIG):
                 raise lost(self.path, LOG)
             check_free(self.path, "give another --output, go on with --resume, or delete it first")

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import mul
 from typing import Any
@@ -26,11 +27,13 @@ from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.environment import hardware, memory_for, peak_memory
 from tezo.system.errors import RequestError
-from tezo.system.progress import TIMING, current, metered
+from tezo.system.progress import CHECKING, TIMING, current, metered
+from tezo.tasks.evaluation import Metrics, evaluate
 from tezo.tasks.objectives.objective import Encoded
+from tezo.tasks.scoring import REWARD
 from tezo.tasks.untuned import MOST_ROWS
 from tezo.training.config import to_tree
-from tezo.training.evaluations import SAMPLE_TOKENS, compares_with_untuned
+from tezo.training.evaluations import SAMPLE_TOKENS, check_objective, compares_with_untuned
 from tezo.training.forecasts import copies_of, first_order_kept, forecast
 from tezo.training.job import BASIS_ROWS, Job, parameter_counts, plan, prepare
 from tezo.training.recipe import Config
@@ -70,6 +73,8 @@ def dry_run(config: Config) -> dict[str, Any]:
     with metered() as meter:
         started = time.perf_counter()
         job = prepare(config, measuring=False)
+        with current().phase(CHECKING):
+            check_objective(job, partial(_metrics_of_one, job))
         before = peak_memory(job.loaded.device)
         with current().phase(TIMING):
             pace = _timed(job)
@@ -104,6 +109,13 @@ def dry_run(config: Config) -> dict[str, Any]:
             "memory": _memory(job, before),
             "passes": round(meter.passes, 2),
         }
+
+
+def _metrics_of_one(job: Job) -> Metrics:
+    """Returns metrics of a row, of an answer of one token; those of a reward by name alone, for scorers may be slow."""
+    if job.reward is not None:
+        return {REWARD: 0.0}
+    return evaluate(job.model, job.objective, job.train[:1], 1, measures=job.format.measures, max_new_tokens=1)[0]
 
 
 def _steps(job: Job) -> dict[str, tuple[int, int]]:

@@ -5,14 +5,15 @@ answers.json has what `compare` makes of them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import RunFolder
 from tezo.runs.reader import OUTCOMES
-from tezo.system.errors import NonFiniteModelError, RequestError
+from tezo.system.errors import NonFiniteModelError, RequestError, nearest
 from tezo.system.files import json_text
 from tezo.tasks.evaluation import Metrics, evaluate, predict
 from tezo.tasks.examples import Example
@@ -21,6 +22,7 @@ from tezo.tasks.rewards import EVALUATION, answered
 from tezo.tasks.untuned import BIAS, MOST_ROWS, PROBE, untuned
 from tezo.training.job import Job
 from tezo.training.listeners import Listener
+from tezo.training.recipe import LOSS
 
 OWN, OWN_ROWS = "own answers", 32
 """Split of the untuned model's own answers to test prompts, and how many there are."""
@@ -138,6 +140,26 @@ class Evaluations:
             reward=self.job.reward,
             step=step,
         )
+
+
+def check_objective(job: Job, measured: Callable[[], Metrics]) -> None:
+    """Raises an error where the objective is not a metric of these rows, or has no gradient and needs one.
+
+    `measured` gives metrics of some of them.
+    """
+    name = job.config.train.objective
+    if name == LOSS:
+        return
+    if not isinstance(job.optimizer, ZerothOrderOptimizer):
+        raise RequestError(f"train.objective is {name}, which has no gradient; use a zeroth-order method.")
+    if job.config.method.options.get("directions") == PER_EXAMPLE:
+        raise RequestError(
+            f"method.directions is {PER_EXAMPLE}, and train.objective is {name}, which is measured on whole batches; "
+            "set method.directions=shared."
+        )
+    known = measured()
+    if name not in known:
+        raise RequestError(f"train.objective: there is no metric {name!r} of these rows. " + nearest(name, known))
 
 
 def compares_with_untuned(job: Job) -> bool:

@@ -12,13 +12,13 @@ from torch import Tensor
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import Tuning, save_result
 from tezo.optim.estimators.estimate import FEEDBACK, Closure
-from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
 from tezo.runs.step_log import End
 from tezo.system.digests import digest
-from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted, nearest
+from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RunInterrupted
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, SAVING, STEPS, current, metered
@@ -29,7 +29,7 @@ from tezo.tasks.splits import Splits
 from tezo.training.best_state import BestState
 from tezo.training.config import dump_config, read_config, with_absolute_paths
 from tezo.training.data_parallel import check_shareable, shared_rows
-from tezo.training.evaluations import Evaluations, compare
+from tezo.training.evaluations import Evaluations, check_objective, compare
 from tezo.training.header import check_same, check_unchanged, log_header, request_of, with_choices_of
 from tezo.training.job import Job, check_untuned, plan, prepare
 from tezo.training.listeners import Interruption, Listener, Progress
@@ -72,8 +72,7 @@ def train(
         try:
             processes.check_same({"resume": resume, **request_of(config)})
             with processes.together("use the run folder"):
-                if not (resume and folder.has_begun):
-                    folder.check_free()
+                folder.check_free(resume=resume)
             if resume and (summary := read_summary(output)) is not None:
                 folder.check_ended()
                 check_unchanged(read_config(output / CONFIG, []), config)
@@ -156,7 +155,7 @@ class Loop:
                 listener.closed()
 
     def _run(self) -> dict[str, Any]:
-        self._check_objective()
+        check_objective(self.job, self._metrics_of_some)
         self.resumed = self._open()
         self.evaluations.known = dict(self.resumed.evaluations)
         self.evaluations.answers = dict(self.resumed.answers)
@@ -357,21 +356,8 @@ class Loop:
             return RewardRows(job.reward, job.model, job.objective, rows, step)
         return lambda: -self.evaluations.metrics(rows, written=True, step=step)[name]
 
-    def _check_objective(self) -> None:
-        """An error where the objective is not a metric of these rows, or has no gradient and needs one."""
-        name, optimizer = self.settings.objective, self.job.optimizer
-        if name == LOSS:
-            return
-        if not isinstance(optimizer, ZerothOrderOptimizer):
-            raise RequestError(f"train.objective is {name}, which has no gradient; use a zeroth-order method.")
-        if self.job.config.method.options.get("directions") == PER_EXAMPLE:
-            raise RequestError(
-                f"method.directions is {PER_EXAMPLE}, and train.objective is {name}, which is measured on whole "
-                "batches; set method.directions=shared."
-            )
-        known = self.evaluations.metrics(self.job.train[:CHECKED_ROWS], written=True)
-        if name not in known or name == LOSS:
-            raise RequestError(f"train.objective: there is no metric {name!r} of these rows. " + nearest(name, known))
+    def _metrics_of_some(self) -> Metrics:
+        return self.evaluations.metrics(self.job.train[:CHECKED_ROWS], written=True)
 
     def _asked_to_stop(self) -> bool:
         return any(listener.wants_stop for listener in self.listeners)
