@@ -8,8 +8,9 @@ import time
 
 import pytest
 
+from tezo.runs.reader import MAX_NUMBER
 from tezo.system.errors import RequestError
-from tezo.tasks.scoring import TRIES, Processes, Sample, scored
+from tezo.tasks.scoring import LARGEST, TRIES, Processes, Sample, scored
 
 SAMPLES = [Sample(f"prompt {i}", f"answer {i}", {"most": i}, f"line {i + 1}") for i in range(3)]
 
@@ -60,11 +61,18 @@ def test_named_parts_are_added_and_kept():
 
 
 @pytest.mark.parametrize(
-    "value", [None, "ten", math.nan, math.inf, {"form": "good"}, {}, 10**400, 10**5000, [0.5], "x" * 9999], ids=type
-)
-def test_what_is_no_finite_number_is_missing_and_says_why(value):
+    "value",
+    [None, "ten", math.nan, math.inf, {"form": "good"}, {}, 10**400, 10**5000, [0.5], "x" * 9999, -1e16,
+     {"form": 1e300, "length": -1e300}],
+    ids=type,
+)  # fmt: skip
+def test_what_is_no_number_that_steps_can_reckon_with_is_missing_and_says_why(value):
     (found, *_) = scored(lambda *_: value, SAMPLES)
     assert math.isnan(found.value) and 0 < len(found.failure) < 200
+
+
+def test_a_report_reads_the_largest_score():
+    assert values(lambda *_: LARGEST) == [LARGEST] * 3 and LARGEST <= MAX_NUMBER
 
 
 def test_a_call_that_fails_is_made_again_and_then_missing():

@@ -36,6 +36,8 @@ FAULTS = (Exception, SystemExit)
 TRIES = 3
 """Calls for one score, at most."""
 MISSING = math.nan
+LARGEST = 1e15
+"""The largest magnitude of a score, or of a part of one: its squares can be added up, and a report reads it."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ def _of(value: Any) -> Scored:
         total = float(value) if not isinstance(value, Mapping) else sum(parts.values()) if parts else MISSING
     except Exception as error:  # of a class of the user's
         return _missing(f"returned {_shown(value)}, which is no number ({type(error).__name__})")
-    return Scored(total, parts) if math.isfinite(total) else _missing(f"returned {_shown(value)}, no finite number")
+    if all(abs(number) <= LARGEST for number in (total, *parts.values())):  # NaN is not
+        return Scored(total, parts)
+    return _missing(f"returned {_shown(value)}, no number from -{LARGEST:g} to {LARGEST:g}")
 
 
 MOST_SHOWN = 80
