@@ -10,7 +10,7 @@ import pytest
 
 from tezo.runs.reader import MAX_NUMBER
 from tezo.system.errors import RequestError
-from tezo.tasks.scoring import LARGEST, TRIES, Processes, Sample, scored
+from tezo.tasks.scoring import LARGEST, TRIES, Processes, Sample, load_score, scored
 
 SAMPLES = [Sample(f"prompt {i}", f"answer {i}", {"most": i}, f"line {i + 1}") for i in range(3)]
 
@@ -104,6 +104,23 @@ def test_a_call_that_would_end_the_process_is_missing(form):
 
     found = scored({"plain": ends, "async": ends_later, "batch": ends_all}[form], SAMPLES)
     assert [own.failure for own in found] == ["raised SystemExit (enough)"] * 3
+
+
+@pytest.mark.parametrize("parameter", ["completion", "prompt", "prompts, **columns"])
+def test_an_only_parameter_with_a_name_of_another_form_is_refused(tmp_path, parameter):
+    import tezo
+
+    (tmp_path / "score.py").write_text(f"def score({parameter}): return 1.0")
+    with pytest.raises(RequestError, match=r"alone; write f\(prompt, completion, row\), f\(sample\)"):
+        tezo.train("nowhere", [{"prompt": "a"}], reward=f"{tmp_path / 'score.py'}:score")
+
+
+def test_what_a_scorer_prints_goes_to_standard_error(tmp_path, capsys):
+    (tmp_path / "score.py").write_text(
+        "print('of the file')\ndef score(prompt, completion, row):\n    print('of a call')"
+    )
+    scored(load_score(f"{tmp_path / 'score.py'}:score")[0], SAMPLES)
+    assert capsys.readouterr() == ("", "of the file\n" + "of a call\n" * 3)
 
 
 def test_a_function_of_a_batch_must_return_as_many():

@@ -15,7 +15,7 @@ from tezo.tasks.examples import Example, Row
 from tezo.tasks.generation import Sampling, continuations, texts_of
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rows import Format
-from tezo.tasks.scoring import MISSING_SCORES, REWARD, Processes, Sample, Score, Scored, scored, takes_batch
+from tezo.tasks.scoring import MISSING_SCORES, REWARD, Processes, Sample, Score, Scored, check_form, scored, takes_batch
 
 MOST_WRITING = 128
 """Completions that are written side by side in torch, at most: those of several models to the same prompts."""
@@ -45,6 +45,9 @@ class Reward:
     seed: int
     processes: Processes | None = None
     missing: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_form(self.score, self.name)
 
     def measure(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int = EVALUATION

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,20 @@ def _names(function: Score) -> list[str]:
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
+OF_OTHER_FORMS = ("prompt", "prompts", "completion")
+"""Names that a function's only parameter cannot have: it would get what they do not say."""
+
+
+def check_form(function: Score, name: str) -> None:
+    """Raises a `RequestError` where the only parameter of a function has the name of one of other forms."""
+    names = _names(function)
+    if len(names) == 1 and names[0] in OF_OTHER_FORMS:
+        raise RequestError(
+            f"train.reward: {name} takes {names[0]!r} alone; write f(prompt, completion, row), f(sample) of one "
+            "dictionary of these, or f(completions, **columns) of a whole batch."
+        )
+
+
 def arguments(function: Score, sample: Sample) -> tuple[Any, ...]:
     """Returns what a function of one sample is called with: (prompt, completion, fields), or a dictionary of them."""
     if len(_names(function)) == 1:
@@ -101,7 +115,15 @@ def columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 
 def scored(function: Score, samples: Sequence[Sample]) -> list[Scored]:
-    """Returns the score of each sample, by this process. A call that fails is made up to `TRIES` times."""
+    """Returns the score of each sample, by this process. A call that fails is made up to `TRIES` times.
+
+    What the function prints goes to standard error: a command's answer alone goes to standard output.
+    """
+    with redirect_stdout(sys.stderr):
+        return _scored(function, samples)
+
+
+def _scored(function: Score, samples: Sequence[Sample]) -> list[Scored]:
     if takes_batch(function):
         given, parameters = columns(samples), _names(function)
         taken = {key: value for key, value in given.items() if key in parameters or _takes_any(function)}
@@ -201,7 +223,8 @@ def load_score(text: str) -> tuple[Score, str]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look it up there
     try:
-        spec.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
     except FAULTS as error:
         raise RequestError(f"train.reward: {path} cannot be run ({type(error).__name__}: {error}); mend it.") from error
     score = getattr(module, name, None)
