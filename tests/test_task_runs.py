@@ -56,6 +56,14 @@ def test_a_model_as_it_is_is_measured_on_a_task(home):
     assert {"accuracy", "macro_f1"} < set(json.loads(done.out))
 
 
+def test_a_run_on_other_rows_is_measured_on_the_test_rows_of_a_task(home, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": f"a {i}", "label": "ab"[i % 2]} for i in range(12)])
+    flags = ("--model", home / "causal", "--data", rows, "--test", rows, "--steps", 1, "--set", "method.lr=0.001")
+    assert tezo("train", *flags, "--output", tmp_path / "run").code == 0
+    done = tezo("eval", tmp_path / "run", "--task", "rte", "--data-dir", home / "data")
+    assert done.code == 0 and done.out.startswith("6 rows of rte, test\n"), done.err
+
+
 def test_tasks_are_listed_and_shown():
     listed = tezo("tasks").out.splitlines()
     assert [line.split()[0] for line in listed] == list(TASKS)
@@ -76,6 +84,8 @@ def test_tasks_are_listed_and_shown():
         (["--task", "wik"], ["data.task", "'wik'", "Did you mean 'wic'"]),
         (["--task", "rte", "--data", "rows.jsonl"], ["data.train", "'rows.jsonl'", "'rte'", "leave one"]),
         (["--task", "rte", "--set", "data.test=tset"], ["data.dir", "'tset'", "train, validation"]),
+        (["--task", "rte", "--test", "rows.jsonl"], ["data.test", "'rows.jsonl'", "'rte'", "name of a split"]),
+        (["--task", "rte", "--test", "/rows"], ["data.test", "'/rows'", "'rte'", "name of a split"]),
         (["--task", "rte", "--set", "data.train_split=trian"], ["data.dir", "'trian'", "train, validation"]),
         (["--task", "rte", "--set", "data.num_test=7"], ["data.num_test", "7", "6 rows"]),
         (["--task", "rte", "--set", "data.per_class=40"], ["data.per_class", "40", "'Yes'", "12 rows"]),

@@ -42,7 +42,8 @@ def evaluate(
 
     named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]
     given = [(key, value) for key, value in named if value is not None]
-    config = run_config(run, [*given, *(parse_setting(text) for text in settings)])
+    unset = [] if task is None else [("data.test", None)]  # the run's is of other rows
+    config = run_config(run, [*unset, *given, *(parse_setting(text) for text in settings)])
     if lm_eval is not None or task_folder is not None:
         if data is not None or probe or calibrate or reward is not None:
             raise RequestError("--lm-eval has rows of its own; leave out --data, --probe, --calibrate and --reward.")

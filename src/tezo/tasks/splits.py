@@ -352,6 +352,11 @@ def _check_enough(available: int, wanted: int | None, key: str, data: DataConfig
 def _task_rows(data: DataConfig, split: str, key: str) -> list[Row]:
     """Reads the labelled rows of a task's split, from the hub or from the task's folder in data.dir."""
     entry = task(str(data.task))
+    if Path(split).suffix or Path(split).name != split:
+        raise RequestError(
+            f"{key} is {split!r}, and data.task is {entry.name!r}, which has splits and no files; give the name of a "
+            "split, or leave it out."
+        )
     if data.dir is None:
         rows = read_rows(entry.hub.name, key=key, split=split, subset=entry.hub.subset)
     else:
