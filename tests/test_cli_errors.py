@@ -237,6 +237,13 @@ def test_an_output_folder_in_use(home, tmp_path):
     assert file.read_text() == "mine"
 
 
+def test_an_output_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(4))
+    refused(train("nowhere", rows, tmp_path / "file/run"), "output", tmp_path / "file/run", "cannot be written")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "rows.jsonl"]
+
+
 # Other commands
 
 

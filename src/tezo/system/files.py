@@ -199,7 +199,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def check_free(output: Path, ways: str = "give another --output, or delete it first") -> None:
-    """Raises a `RequestError` with `ways` where `output` exists and is not an empty folder.
+    """Raises a `RequestError` with `ways` where `output` exists and is not an empty folder, or cannot be written.
 
     A folder that has only what killed processes left of files and folders they were writing is emptied.
     """
@@ -211,6 +211,12 @@ def check_free(output: Path, ways: str = "give another --output, or delete it fi
     for path in inside:
         with storing(path):
             remove(path)
+    whole = output.absolute()
+    try:
+        with tempfile.TemporaryFile(dir=next(above for above in (whole, *whole.parents) if above.exists())):
+            pass
+    except OSError as error:
+        raise RequestError(f"output: {output} cannot be written ({error.strerror}); give another.") from None
 
 
 def _beside(path: Path) -> Path:
