@@ -292,10 +292,10 @@ def test_a_damaged_adapter(home, tmp_path, damage):
 
 
 def test_a_run_that_did_not_end(home, tmp_path):
-    run = Path(shutil.copytree(home / "run", tmp_path / "run"))
+    run = Path(shutil.copytree(home / "run", tmp_path / "a run"))
     shutil.rmtree(run / "adapter")
     (run / "manifest.json").unlink()
-    refused(tezo("eval", run), run, "did not end", "--resume")
+    refused(tezo("eval", run), run, "did not end", f"--output '{run}' --resume")
     for form in ("lora", "merged"):
         refused(tezo("export", run, "--format", form, "--output", tmp_path / "out"), run, "did not end", "--resume")
     assert not (tmp_path / "out").exists()

@@ -101,7 +101,7 @@ def test_a_command_that_is_not_there_is_refused():
 
 
 def test_results_go_to_standard_output_and_progress_to_standard_error(home, tmp_path):
-    run = tmp_path / "run"
+    run = tmp_path / "a run"
     done = train(home / "opt", home / "rows.jsonl", run, "--test", home / "test.jsonl")
     summary = json.loads((run / "summary.json").read_text())
     words = "".join(done.out.split())
@@ -110,7 +110,7 @@ def test_results_go_to_standard_output_and_progress_to_standard_error(home, tmp_
     assert f"loss{summary['before']['loss']:.4f}{summary['after']['loss']:.4f}" in words.replace("│", "")
     assert str(run / "adapter") in done.out
     assert work_text(summary) in " ".join(done.out.split()) and f"{summary['steps']} steps, " in work_text(summary)
-    assert f"tezo predict {run}" in done.out
+    assert f"tezo predict '{run}' --input" in done.out
     assert done.says("head-feedback on", home / "opt", "rank 4", "8 training rows, 4 dev, 6 test", "step 0 test")
 
 

@@ -1,6 +1,7 @@
 """`tezo export`, `push`, `report` and `replay`: what is done with a run folder."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -31,11 +32,11 @@ def export(
         print_json({"format": form, "folder": str(output), "rank": rank})
         return
     if rank is not None and rank <= ALLOWED_RANKS[-1]:
-        print(f"vLLM: --enable-lora --max-lora-rank {rank} --lora-modules tuned={output}")
+        print(f"vLLM: --enable-lora --max-lora-rank {rank} --lora-modules tuned={quote(str(output))}")
     elif rank is not None:
         print(f"vLLM does not take it: its rank is {rank}, above {ALLOWED_RANKS[-1]}; use --format merged")
     if form == GGUF:
-        print(f"llama.cpp: --lora {output / GGUF_FILE}")
+        print(f"llama.cpp: --lora {quote(str(output / GGUF_FILE))}")
     print(f"{form}: {output}")
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -174,10 +175,10 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
         alone = made.get("why_not_in_peft")
         print(f"  for tezo alone: {alone}" if alone else in_peft)
         if "engine_file" in made:
-            print(f"  {made['engine']}:  --lora {result / made['engine_file']}")
+            print(f"  {made['engine']}:  --lora {quote(str(result / made['engine_file']))}")
     elif made["kind"] == "peft":
         print(f"{made['adapter']} adapter: {result}")
         print(in_peft)
     else:
         print(f"model: {result}  (no adapter: {made['why_no_adapter']})")
-    print(f"  new rows:  tezo predict {output} --input ROWS.jsonl --output ANSWERS.jsonl")
+    print(f"  new rows:  tezo predict {quote(str(output))} --input ROWS.jsonl --output ANSWERS.jsonl")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -54,7 +55,7 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
         if required:
             raise RequestError(
                 f"{folder} has no {MANIFEST}, so that its files cannot be checked; put it back, or write them again by "
-                f"tezo train --output {folder} --resume."
+                f"tezo train --output {quote(str(folder))} --resume."
             )
         return
     try:
@@ -65,7 +66,7 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
     except UntrustedError as error:
         raise RequestError(
             f"{folder}: {error}, and the other files may be sound; put an intact copy in its place, or "
-            f"delete it, and write all files again by tezo train --output {folder} --resume."
+            f"delete it, and write all files again by tezo train --output {quote(str(folder))} --resume."
         ) from None
     try:
         for given in names:

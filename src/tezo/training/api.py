@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, Unpack
 
 from tezo.models import lora
@@ -187,7 +188,7 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
     if summary is None:
         raise RequestError(
             f"{path} is of a run that has not ended (it has no {MANIFEST}); go on with tezo.train(..., resume=True) or "
-            f"`tezo train --output {path} --resume`."
+            f"`tezo train --output {quote(str(path))} --resume`."
         )
     if model is None or isinstance(model, str | Path):
         name = None if model is None else str(model)

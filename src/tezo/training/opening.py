@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from tezo.models.identity import check_model
@@ -73,8 +74,8 @@ def check_result(folder: Path) -> None:
     check_is_run(folder)
     if not any(os.path.lexists(folder / name) for name in (ADAPTER, MODEL, MANIFEST)):
         raise RequestError(
-            f"{folder} has neither adapter/ nor model/: the run did not end; `tezo train --output {folder} --resume` "
-            "goes on (with --reward, where it had one)."
+            f"{folder} has neither adapter/ nor model/: the run did not end; "
+            f"`tezo train --output {quote(str(folder))} --resume` goes on (with --reward, where it had one)."
         )
     check_manifest(folder, [CONFIG, LOG, ADAPTER, MODEL, SUMMARY], required=True)
 
