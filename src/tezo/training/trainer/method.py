@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from tezo.directions.targets import ALL
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.models.kinds import IN_MEMORY
 from tezo.models.loading import SETTLED, check_head_not_tied
-from tezo.optim.methods import AUTO, METHODS
+from tezo.optim.methods import AUTO, BASELINES, METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError, nearest
 from tezo.training.config import parse_config
@@ -22,16 +22,25 @@ from tezo.training.schedule import KEYS
 logger = logging.getLogger(__name__)
 
 
-def parse_method(name: str, options: Mapping[str, Any]) -> Config:
+OF_TRAINER = [name for name, method in METHODS.items() if not method.takes_rows]
+"""Methods that need nothing but the loss of a batch."""
+
+
+def parse_method(name: str, options: Mapping[str, Any], known: Collection[str] = METHODS) -> Config:
     """A configuration with this method and these options, whose other settings are at their defaults.
 
     `feedback_first` and `feedback_last`, which are settings of a run, may be among the options.
 
     Raises:
-        RequestError: the method is unknown or takes gradients, or an option is unknown or of another type.
+        RequestError: the method is not among the `known`, or an option is unknown or of another type.
     """
-    if name not in METHODS:
-        raise RequestError(f"method is {name!r}, which is no method by forward passes. {nearest(name, METHODS)}")
+    if name not in known:
+        if name not in (*METHODS, *BASELINES):
+            raise RequestError(f"method is {name!r}, and there is no such method. {nearest(name, known)}")
+        ways = "tezo.train or tezo.prepare" if name in METHODS else "tezo.train"
+        raise RequestError(
+            f"method is {name!r}, which needs more than the loss of a batch; use {ways} for it, or give another method."
+        )
     own = {key: value for key, value in options.items() if key not in KEYS}
     return parse_config(
         {

@@ -32,7 +32,15 @@ from tezo.training.recipe import Config
 from tezo.training.resolution import resolve
 from tezo.training.schedule import planned
 from tezo.training.trainer.loss import StepLoss, TrainerRows
-from tezo.training.trainer.method import OptimizerView, build, check_precision, check_same, forward_only, parse_method
+from tezo.training.trainer.method import (
+    OF_TRAINER,
+    OptimizerView,
+    build,
+    check_precision,
+    check_same,
+    forward_only,
+    parse_method,
+)
 from tezo.training.trainer.state import config_of, read_state, restore, save_state
 
 logger = logging.getLogger(__name__)
@@ -48,7 +56,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         model: as of Trainer. Its base may be quantised.
         args: as of Trainer; required. See docs/trainer.md for what each field means.
         more: further arguments of Trainer.
-        method: name of a zeroth-order method, see `tezo methods`.
+        method: name of a zeroth-order method, see `tezo methods`, that needs nothing but the loss of a batch.
         method_options: its options, such as lr, rank, rho or targets, and `feedback_first` and `feedback_last`. What is
             not given is filled in as in `tezo train`, on rows of the training data. The weight decay of `args` counts
             where the options have none.
@@ -73,7 +81,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         self.tuner: ZerothOrderOptimizer | None = None
         self.optimizer: Any = None
         own = forward_only(args)
-        self._settings = parse_method(method, {"weight_decay": own.weight_decay} | dict(method_options or {}))
+        options = {"weight_decay": own.weight_decay} | dict(method_options or {})
+        self._settings = parse_method(method, options, OF_TRAINER)
         self._micro_batches: list[Any] = []
         self._resumed: Checkpoint | None = None
         self._why_not_in_peft: str | None = None
