@@ -278,11 +278,13 @@ def test_a_first_step_that_fails_for_rho_does_not_blame_the_rate():
 
 
 def test_answers_go_to_standard_output_alone(inside, tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", [{"text": row["text"]} for row in ROWS["data"][:5]])
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": row["text"], "other": 12345} for row in ROWS["data"][:5]])
+    rows.write_text(rows.read_text().replace("12345", "1e400"))
     assert train(output=tmp_path / "run").code == 0
     there = command_line("predict", tmp_path / "run", "--input", rows, "--output", tmp_path / "answers.jsonl")
     here = command_line("predict", tmp_path / "run", "--input", rows, "--output", "-")
     assert there.code == here.code == 0 and here.out == (tmp_path / "answers.jsonl").read_text()
+    assert here.out.count('"other": null') == 5  # JSON has no infinity
     assert len(here.out.splitlines()) == 5 and not (inside / "-").exists()
     refused(command_line("predict", tmp_path / "run", "--input", rows, "--output", "-", "--json"), "--json")
     refused(train(output="-"), "standard output takes no folder")

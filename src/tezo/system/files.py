@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from itertools import chain, islice
@@ -339,9 +339,12 @@ def plain_file(path: Path) -> Path:
     return path
 
 
-def json_text(value: Any, indent: int | None = None) -> str:
-    """Returns the JSON text of dicts, lists, tuples, strings, numbers and None; NaN and infinity become null."""
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+def json_text(value: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """Returns the JSON text of dicts, lists, tuples, strings, numbers and None; NaN and infinity become null.
+
+    `default` makes one of these of any other object.
+    """
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False, default=default)
 
 
 def _finite(value: Any) -> Any:

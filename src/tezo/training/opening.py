@@ -1,6 +1,5 @@
 """A run or a base model, opened for evaluation, prediction or export, and put to rows."""
 
-import json
 import os
 import sys
 import weakref
@@ -19,7 +18,7 @@ from tezo.runs.files import MANIFEST, check_complete, check_manifest
 from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY
 from tezo.runs.step_log import read_header
 from tezo.system.errors import RequestError
-from tezo.system.files import write_file
+from tezo.system.files import json_text, write_file
 from tezo.system.progress import ENCODING, current, tracked
 from tezo.tasks.evaluation import Metrics, measure, predict
 from tezo.tasks.examples import Row
@@ -245,8 +244,7 @@ def check_no_answers(rows: Sequence[Row]) -> None:
 def write_answers(output: Path, rows: Sequence[Row], answers: Sequence[str]) -> None:
     """Writes JSONL: each row with its answer, in order; a file whole or not at all, or a `RunError`."""
     text = "".join(
-        json.dumps({**row.fields, ANSWER: answer}, ensure_ascii=False, default=str) + "\n"
-        for row, answer in zip(rows, answers, strict=True)
+        json_text({**row.fields, ANSWER: answer}, default=str) + "\n" for row, answer in zip(rows, answers, strict=True)
     )
     if str(output) == STANDARD:
         sys.stdout.write(text)
