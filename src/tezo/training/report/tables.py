@@ -141,7 +141,7 @@ def trained_share(run: RecordedRun) -> str:
 
 
 def command(run: RecordedRun) -> str:
-    """Returns the line that makes the run again in a new folder, from where it was made."""
+    """Returns the line that makes the run again in a new folder, from where the page is made."""
     name = f"{run.name}-again"
     again = run.folder.parent / name if run.folder.name == run.name else Path("..") / name
     ranks = int((run.summary or {}).get("ranks", 1))
