@@ -13,6 +13,7 @@ from folders import completion_rows, label_rows, model_folder, settings, tezo, w
 from short_runs import stopped
 from trainers import token_rows, trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTForCausalLM
+from transformers.utils import logging
 
 import tezo as library
 from tezo.runs.files import MANIFEST, write_manifest
@@ -301,7 +302,7 @@ def test_a_stream_that_nobody_reads_ends_no_run():
         time.sleep(0.05)
 
 
-def test_python_shows_what_a_run_does_unless_told_not_to(home, capsys):
+def test_python_shows_what_a_run_does_unless_told_not_to(home, tmp_path, capsys):
     given = {"method": "tezo", "lr": 1e-3, "rank": 2, "steps": 2}
     run = library.train(home / "opt", home / "rows.jsonl", **given)
     said = capsys.readouterr()
@@ -309,8 +310,14 @@ def test_python_shows_what_a_run_does_unless_told_not_to(home, capsys):
     run.evaluate()
     assert "evaluating\n" in capsys.readouterr().err
     run.close()
-    library.train(home / "opt", home / "rows.jsonl", progress=False, **given).close()
-    assert "steps" not in capsys.readouterr().err
+    verbosity = logging.get_verbosity()
+    logging.enable_progress_bar()
+    quiet = library.train(home / "opt", home / "rows.jsonl", progress=False, output=tmp_path / "run", **given)
+    quiet.export(tmp_path / "tuned", "merged")
+    opened = library.open_run(tmp_path / "run")
+    opened.progress = False
+    assert opened.model is not None and capsys.readouterr().err == ""
+    assert logging.is_progress_bar_enabled() and logging.get_verbosity() == verbosity
     with showing(wanted=False) as line:
         assert line is None
 

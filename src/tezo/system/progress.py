@@ -368,6 +368,28 @@ def quiet_imports() -> None:
         getLogger(name).setLevel(ERROR)
 
 
+@contextmanager
+def quieted(wanted: bool) -> Iterator[None]:
+    """While open, where that is wanted, transformers and bitsandbytes show no bars and no advice; then as before."""
+    if not wanted:
+        yield
+        return
+    from transformers.utils import logging
+
+    packing = getLogger("bitsandbytes")
+    bars, level, of_packing = logging.is_progress_bar_enabled(), logging.get_verbosity(), packing.level
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    packing.setLevel(ERROR)
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+        logging.set_verbosity(level)
+        packing.setLevel(of_packing)
+
+
 def quiet_libraries() -> None:
     """Turns off progress bars and advice of other libraries in this process; errors are still shown."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

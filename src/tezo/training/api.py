@@ -19,7 +19,7 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.files import MANIFEST
 from tezo.runs.folder import CONFIG, LOG, read_summary
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
-from tezo.system.progress import showing
+from tezo.system.progress import quieted, showing
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
@@ -97,7 +97,7 @@ def train(
     score = None if isinstance(reward, str) else reward
     if score is not None and not callable(score):
         raise RequestError(f"reward is {score!r}; give a function, or FILE.py:FUNCTION.")
-    with showing(progress) as line:
+    with quieted(not progress), showing(progress) as line:
         config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
         objects = {part: rows for part, rows in parts.items() if not isinstance(rows, str | Path)}
         rows = read_splits(config.data, objects) if objects else None

@@ -14,7 +14,7 @@ from tezo.runs.folder import CONFIG, METRICS
 from tezo.runs.metrics_log import MOST_METRICS
 from tezo.system.errors import RequestError
 from tezo.system.files import read_bytes
-from tezo.system.progress import showing
+from tezo.system.progress import quieted, showing
 from tezo.tasks.examples import Row
 from tezo.tasks.scoring import Score
 from tezo.tasks.setup import make_format
@@ -44,7 +44,8 @@ class Run:
         folder: the run folder.
         summary: what is in summary.json, metrics before and after among it.
         config: the settings of the run, resolved.
-        progress: whether standard error shows how far `evaluate`, `predict` and `export` are; may be set.
+        progress: whether standard error shows how far `evaluate`, `predict` and `export` are; may be set. Without it
+            other libraries show no bars either.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Run:
         Raises:
             RequestError: rows cannot be read, or do not fit the run.
         """
-        with showing(self.progress):
+        with quieted(not self.progress), showing(self.progress):
             loaded = self.loaded
             settings, seed = self.config.data, self.config.train.seed
             rows: Sequence[Row]
@@ -146,7 +147,7 @@ class Run:
         Raises:
             RequestError: rows cannot be read, or do not fit the run.
         """
-        with showing(self.progress):
+        with quieted(not self.progress), showing(self.progress):
             answers, notices = answer_rows(self.config, self.loaded, rows_of(rows, "rows"), max_new_tokens)
         _warn(notices)
         return answers
@@ -167,7 +168,7 @@ class Run:
             RequestError: the folder exists already, or the run has no result of this form.
         """
         output = Path(folder)
-        with showing(self.progress):
+        with quieted(not self.progress), showing(self.progress):
             if self._base is None and (self._tuned is None or form == MERGED):
                 self._check_open()
                 trust = self.config.model.trust_remote_code
@@ -207,7 +208,8 @@ class Run:
     def _open(self) -> TunedModel:
         self._check_open()
         if self._tuned is None:
-            self._tuned = open_tuned(self.folder, self.config, self._base)
+            with quieted(not self.progress):  # `model` loads it too
+                self._tuned = open_tuned(self.folder, self.config, self._base)
         return self._tuned
 
     def _check_open(self) -> None:
