@@ -192,7 +192,7 @@ def _of(value: Any) -> Scored:
         return _missing(f"returned {_shown(value)}, which is no number ({type(error).__name__})")
     if all(abs(number) <= LARGEST for number in (total, *parts.values())):  # NaN is not
         return Scored(total, parts)
-    return _missing(f"returned {_shown(value)}, no number from -{LARGEST:g} to {LARGEST:g}")
+    return _missing(f"returned {_shown(value)}, no finite number from -{LARGEST:g} to {LARGEST:g}")
 
 
 MOST_SHOWN = 80
