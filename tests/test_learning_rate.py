@@ -298,7 +298,7 @@ def test_a_run_records_the_rate_it_chose_and_resumes_and_replays_to_the_bit(home
     resumed = command(cut, auto, "--resume")
     assert resumed.code == 0, resumed.err
     assert tezo("replay", whole, "--output", again).code == 0
-    assert command(number, [*auto, ("method.lr", lr)]).code == 0, "the same run with the number"
+    assert command(number, [*(dict(auto) | {"method.lr": lr}).items()]).code == 0, "the same run with the number"
     assert tuned(cut) == tuned(again) == tuned(number) == tuned(whole)
     assert (cut / "steps.log").read_bytes() == (number / "steps.log").read_bytes() == (whole / "steps.log").read_bytes()
 
@@ -310,10 +310,10 @@ def test_requests_that_have_no_rate_to_measure_are_refused(home, tmp_path):
         ({"train.objective": "accuracy"}, ("method.lr is auto, which needs train.objective loss, not accuracy",)),
         ({"method.lr": "fast"}, ("method.lr is 'fast'", "a number")),
     ):
-        kept = [(k, v) for k, v in auto if more.get("method.name") != "adam" or k != "method.rank"]
-        refused(command(tmp_path / "run", [*kept, *more.items()]), *said)
+        kept = {k: v for k, v in auto if more.get("method.name") != "adam" or k != "method.rank"}
+        refused(command(tmp_path / "run", [*(kept | more).items()]), *said)
     one = write_rows(tmp_path / "one.jsonl", completion_rows(1))
-    few = [(key, value) for key, value in auto if key not in ("data.dev", "data.test")] + [("data.test", one)]
-    few = [*few, ("data.train", one), ("data.hold_out", 0)]
-    refused(command(tmp_path / "run", few), "method.lr is auto, and there are no rows to compare rates on")
+    few = {key: value for key, value in auto if key != "data.dev"}
+    few |= {"data.test": one, "data.train": one, "data.hold_out": 0}
+    refused(command(tmp_path / "run", [*few.items()]), "method.lr is auto, and there are no rows to compare rates on")
     assert not (tmp_path / "run").exists()
