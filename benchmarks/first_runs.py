@@ -4,8 +4,8 @@
 
 Four models, three data sets each, five methods, two seeds, and four more of each of ours; every other setting is left
 at its default, but the rate and rho of published methods are measured, as those of `head-feedback`. By default labels
-and a causal model have `gauss-newton`, other rows and models `head-feedback`. Beside them TeZO at each of three rates,
-without the guard, of which the best by dev loss counts.
+or free text and a causal model have `gauss-newton`, other rows and models `head-feedback`. Beside them TeZO at each of
+three rates, without the guard, of which the best by dev loss counts.
 More than an hour on two cores. Writes first_runs.json after every run, and goes on with what is missing.
 """
 

@@ -136,7 +136,7 @@ def test_a_model_whose_layers_do_not_write_to_the_head_is_named(tmp_path):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared folder with models and data is not here")
 def test_a_real_decoder_learns_more_in_one_round_than_published_steps_do_in_hundreds():
-    """5 passes over parts of 270 rows take the dev loss from 3.62 below 3.2; TeZO has 3.22 after 676 steps' passes."""
+    """5 passes over parts of 270 rows take the dev loss from 3.62 below 3.2; TeZO has 3.22 after 676."""
     folder = SHARED / "data/completions"
     train, dev = ([json.loads(line) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
                   for part in ("train", "dev"))  # fmt: skip

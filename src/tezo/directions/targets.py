@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -210,8 +210,7 @@ def select_targets(model: nn.Module, patterns: Sequence[str] = (ALL_LINEAR,)) ->
         RequestError: a pattern matches nothing, or no parameter remains.
     """
     available = find_targets(model)
-    get_head = getattr(model, "get_output_embeddings", lambda: None)
-    head = getattr(get_head(), "weight", None)
+    head = getattr(output_head(model), "weight", None)
     chosen: set[str] = set()
     for pattern in patterns:
         matched = {target.name for target in available if _matches(target, pattern.removeprefix("!"), head)}
@@ -223,6 +222,11 @@ def select_targets(model: nn.Module, patterns: Sequence[str] = (ALL_LINEAR,)) ->
             f"method.targets: {list(patterns)} leaves no parameter to train; start with 'all-linear' or 'all'."
         )
     return [target for target in available if target.name in chosen]
+
+
+def output_head(model: Any) -> nn.Module | None:
+    """Returns the output head of a model of transformers, if it has one."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 def _matches(target: Target, pattern: str, head: Tensor | None) -> bool:

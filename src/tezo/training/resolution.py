@@ -379,7 +379,7 @@ def with_method(config: Config, kind: str, *, learns_outputs: bool) -> tuple[Con
     Args:
         config: of the request.
         kind: of the model.
-        learns_outputs: whether a look at the rows has a way to learn from their outputs (`learns_outputs`).
+        learns_outputs: whether the rows share their labels, or are free text that the last layer can be fitted to.
     """
     if config.method.name != AUTO:
         return config, []

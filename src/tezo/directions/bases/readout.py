@@ -6,7 +6,7 @@ outputs of the layer, and the change d_p of h says how much of each output arriv
 
     g_m = sum_p d_pm n_pm / sum_p n_pm^2,   s_p = sum_m d_pm g_m n_pm / sum_m (g_m n_pm)^2,
 
-s drawn to 1 as far as it differs by chance.
+s shrunk towards 1 as far as it differs by chance.
 With W + U V^T in place of W the scores of these tokens are then nearly
 
     z_pc = k H_c . N(h_p + g * (U V^T s_p x_p)),
@@ -32,15 +32,15 @@ from torch.nn import functional
 from tezo.directions.bases.looks import NUDGE, Turns, at_places, output_size
 from tezo.directions.outputs import RARE, Outputs, Places, Rows
 from tezo.directions.random import normal
-from tezo.directions.targets import Target, only_input
+from tezo.directions.targets import Target, only_input, output_head
 from tezo.system.errors import RequestError
 
 MOST_TOKENS = 4096
-"""Tokens of answers that are kept, evenly spaced among all: with I + M numbers each, in float32."""
+"""Tokens of answers that are kept, evenly spaced among all: with I + D numbers each, in float32."""
 MOST_CLASSES, OTHERS = 4096, 512
 """Tokens whose scores are followed one by one, at most, unless more are right somewhere; and how many of all others."""
 HEAD_BYTES = 1 << 27
-"""Scores that are computed at a time to read the rows of the head."""
+"""Bytes of scores that are computed at a time to read the rows of the head."""
 HELD_OUT = 4
 """One of so many examples says when to end."""
 EPOCHS, PATIENCE, AT_ONCE = 40, 3, 128
@@ -87,7 +87,7 @@ def recording_ends(
         places: of the passes.
         size: root mean square of the noise.
     """
-    head = head_of(model)
+    head = output_head(model)
     ends, turns = Ends(), Turns(places, MOST_TOKENS)
 
     def layer(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -127,14 +127,9 @@ def by_row(x: Tensor, rows: int) -> Tensor | None:
     return x if x.ndim == 3 and len(x) == rows else None
 
 
-def head_of(model: Any) -> nn.Module | None:
-    """Returns the output head, if there is one."""
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-
-
 def fits_text(model: Any) -> bool:
     """Returns whether the last layers of a transformers model can write to the inputs of its output head."""
-    return bool(getattr(head_of(model), "in_features", 0) == model.config.get_text_config().hidden_size)
+    return bool(getattr(output_head(model), "in_features", 0) == model.config.get_text_config().hidden_size)
 
 
 def read_text(
@@ -153,7 +148,7 @@ def read_text(
     Raises:
         RequestError: the layer does not write to the input of the head.
     """
-    head, gains = head_of(model), None
+    head, gains = output_head(model), None
     if head is not None and seen.h and seen.h[0].shape[1] == output_size(target):
         size = math.sqrt(sum(seen.squares) / len(seen.squares))
         with recording_ends(model, target, rows.places(), NUDGE * size) as moved:
