@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from importlib.util import find_spec
 from itertools import groupby
 
@@ -9,6 +10,8 @@ import hypothesis
 import pytest
 import torch
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 # of processes that tests start too: on some CPUs the last bits of a product depend on the number of threads
 os.environ["OMP_NUM_THREADS"] = "1"
