@@ -18,11 +18,12 @@ from tezo.directions.targets import select_targets
 from tezo.forward.perturbed_parameter import Shift
 from tezo.optim.estimators import gauss_newton as estimator
 from tezo.optim.estimators.estimate import RowsClosure
-from tezo.optim.estimators.gauss_newton import LinearModel, combined
+from tezo.optim.estimators.gauss_newton import LinearModel, combined, unseen
 from tezo.optim.methods.gauss_newton import gauss_newton
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
+from tezo.training.job import rows_of as job_rows
 
 
 def noise(*shape: int, seed: int) -> Tensor:
@@ -186,7 +187,7 @@ def reference(z_TC: Tensor, f_TCK: Tensor, labels_T: Tensor, ridge: float) -> Te
 def test_a_candidate_is_the_minimum_of_the_function_as_it_is_written(classes):
     z, f = noise(40, classes, seed=2), noise(40, classes, 6, seed=3) * 0.3
     labels = torch.arange(40) % classes
-    model = LinearModel(Outputs(z, labels, torch.arange(40)), f)
+    model = LinearModel(Outputs(z, labels, torch.arange(40)), f, f)
     for candidate in model.candidates():
         expected = reference(z, f, labels, candidate.ridge)
         assert torch.allclose(torch.tensor(candidate.coefficients, dtype=torch.float64), expected, atol=1e-5, rtol=1e-4)
@@ -201,8 +202,9 @@ def test_classes_that_a_place_lacks_have_no_part_in_it():
     own, moved = Outputs(z, labels, every), Outputs(z + f[..., 0], labels, every)
     assert not bool(change(moved, own)[:, 2].any())
     f[:, 2] = 0
-    wide, narrow = LinearModel(own, f), LinearModel(Outputs(z[:, :2], labels, every), f[:, :2])
-    narrow._unit, narrow._slopes_TCK = wide._unit, f[:, :2] * wide._unit  # lambda is in units of the mean slope
+    wide, narrow = LinearModel(own, f, f), LinearModel(Outputs(z[:, :2], labels, every), f[:, :2], f[:, :2])
+    narrow._unit = wide._unit  # lambda is in units of the mean slope
+    narrow._slopes_TCK = narrow._unseen_TCK = f[:, :2] * wide._unit
     for a, b in zip(wide.candidates(), narrow.candidates(), strict=True):
         assert a.promised == pytest.approx(b.promised, rel=1e-9)
         assert a.coefficients == pytest.approx(b.coefficients, rel=1e-6, abs=1e-9)
@@ -214,7 +216,7 @@ def test_cross_validation_never_fits_to_the_places_of_an_example_that_it_judges(
     labels = torch.randint(2, (60,), generator=torch.Generator().manual_seed(0)).repeat_interleave(4)
     f = f[::4].repeat_interleave(4, 0)
     own = Outputs(z, labels, torch.arange(60).repeat_interleave(4))
-    loosest = LinearModel(own, f).candidates()[0]
+    loosest = LinearModel(own, f, f).candidates()[0]
     assert loosest.promised < math.log(2) < loosest.validated
 
 
@@ -465,6 +467,90 @@ def test_a_look_that_sees_what_is_wrong_mends_it_with_few_directions():
         ends[basis] = unseen.outputs().loss()
         optimizer.close()
     assert ends["errors"] < 0.45 < 0.6 < ends["gaussian"]
+
+
+def test_what_is_foretold_without_a_row_is_what_the_regression_of_the_others_says():
+    x, e = noise(30, 12, seed=40), noise(30, 3, seed=41)
+    x, e = x - x.mean(0), e + x @ noise(12, 3, seed=42)
+    e = e - e.mean(0)
+    (found,) = regress([x.float()], e)
+    turns = contrasts(3)
+    fitted, without = found.foretold(turns)
+    assert torch.allclose(fitted, x @ found.along(turns), atol=1e-4)
+    assert torch.allclose(fitted.square().mean(0), torch.ones(2, dtype=torch.float64), rtol=1e-4)
+    assert torch.allclose(without * (x @ found.w_IE.double() @ turns).square().mean(0).sqrt(), found.unseen_PE @ turns)
+
+
+def test_slopes_lose_what_is_foretold_of_their_own_rows_alone_as_far_as_it_is_real():
+    fitted, without = noise(50, 3, 2, seed=43), noise(50, 3, 2, seed=44)
+    constant = noise(50, 1, 2, seed=45) + noise(1, 3, 2, seed=46)  # of a row: no meaning; of a class: a bias
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(51))  # places are in another order
+
+    def found(slopes: Tensor, *foretold: Tensor, order: Tensor = order) -> Tensor:
+        return unseen(slopes, Outputs(slopes[..., 0], torch.zeros(len(slopes)).long(), order, shared=True), foretold)
+
+    flattery = fitted - without
+    for real, part in ((1.0, 1.0), (0.5, 0.5), (0.7, 0.2), (0.7, 0.0), (0.0, 0.4)):
+        kept = (real * without + constant)[order]
+        assert torch.allclose(found(kept + part * flattery[order], fitted, without), kept)
+    nothing = torch.zeros_like(fitted)  # of a bias nothing is foretold
+    slopes, new = noise(50, 3, 2, seed=47), order >= 20
+    assert torch.equal(found(slopes, nothing, nothing), slopes)
+    assert torch.equal(found(slopes, fitted[:20], without[:20])[new], slopes[new])
+    many, every = noise(4000, 3, 2, seed=48), torch.arange(4000)
+    other = found(many, noise(4000, 3, 2, seed=49), noise(4000, 3, 2, seed=50), order=every)
+    assert float((other - many).norm() / many.norm()) < 0.05  # of other rows next to nothing is taken off
+
+
+def fresh_losses(labels_of, *, honest: bool) -> tuple[float, float]:
+    """Mean loss over eight models of rows that no look or step had, (before, after) a round on 48 rows."""
+    before, after = [], []
+    for seed in range(8):
+        model, x = Stream40(), noise(448, 40, seed=200 + seed)
+        labels = labels_of(x, seed)
+        optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
+        if not honest:
+            optimizer.perturbation.foretold = lambda _: None
+        fresh = Scores(model, x[48:], labels[48:])
+        before.append(fresh.outputs().loss())
+        optimizer.step(Scores(model, x[:48], labels[:48]))
+        after.append(fresh.outputs().loss())
+        optimizer.close()
+    return sum(before) / 8, sum(after) / 8
+
+
+def test_rows_that_are_looked_at_and_stepped_on_do_not_promise_more_than_others_keep():
+    def signal(x, seed):
+        return (x[:, 3] - x[:, 17] + noise(len(x), 1, seed=seed)[:, 0] > 0).long()
+
+    def chance(x, seed):
+        return torch.randint(2, (len(x),), generator=torch.Generator().manual_seed(seed))
+
+    before, after = fresh_losses(signal, honest=True)
+    assert after < before - 0.05 and after < fresh_losses(signal, honest=False)[1] - 0.05
+    before, after = fresh_losses(chance, honest=True)
+    assert after < before + 0.03 < fresh_losses(chance, honest=False)[1]
+
+
+def test_a_look_has_the_rows_of_its_step_first_and_those_of_texts_have_others(tmp_path):
+    write_rows(tmp_path / "labels.jsonl", label_rows(40))
+    write_rows(tmp_path / "texts.jsonl", completion_rows(40))
+    for file in ("labels", "texts"):
+        model_folder(tmp_path / file, "opt")
+        job = prepare(parse_config({"model": {"name": str(tmp_path / file / "opt")},
+                                    "data": {"train": str(tmp_path / f"{file}.jsonl"), "hold_out": 0.25},
+                                    "method": {"name": "gauss-newton"}, "train": {"batch_size": 8}}))  # fmt: skip
+        _, rows_of = job.optimizer.perturbation.basis._source
+        for step in (0, 3):
+            own = job.objective.closure(job.model, job.batches(job.sampler().rows(step))).outputs()
+            looked = rows_of(step, 20).outputs()
+            assert len(looked.example_T.unique()) == (20 if file == "labels" else 18)  # 0.6 of 30
+            if file == "labels":
+                first = looked.scores_TC[looked.example_T.argsort()][:8]
+                assert torch.allclose(first, own.scores_TC[own.example_T.argsort()], atol=1e-5)
+        looked, stepped = job_rows(job.config, job.format, 30)
+        assert len(looked) == len(stepped) == 30 if file == "labels" else not {*looked} & {*stepped}
+        job.optimizer.close()
 
 
 def test_rows_without_a_signal_are_looked_at_all_the_same():

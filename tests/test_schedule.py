@@ -36,6 +36,18 @@ def test_looks_and_steps_have_rows_of_their_own(rows):
     assert all(sorted(sampler.rows(step)) == sorted(stepped) for step in range(3))
 
 
+@pytest.mark.parametrize(("rows", "batch"), [(14, 4), (16, 16), (270, 192), (7, 3)])
+def test_batches_of_whole_epochs_have_no_row_twice(rows, batch):
+    sampler = BatchSampler(range(rows), batch, seed=3, whole=True)
+    batches = [sampler.rows(step) for step in range(60)]
+    per_epoch = rows // batch
+    epochs = [[row for batch_of in batches[i : i + per_epoch] for row in batch_of]
+              for i in range(0, 60 - per_epoch, per_epoch)]  # fmt: skip
+    assert all(len(set(epoch)) == per_epoch * batch for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1 and {row for epoch in epochs for row in epoch} == set(range(rows))
+    assert BatchSampler(range(5), 16, seed=3, whole=True).rows(0) == BatchSampler(range(5), 16, seed=3).rows(0)
+
+
 def test_batches_are_functions_of_the_step_alone():
     sampler = BatchSampler(range(14), 4, seed=3)
     batches = [sampler.rows(step) for step in range(50)]

@@ -197,6 +197,9 @@ class Temporal(LowRankPerturbation):
         proposed_JR = self.basis.proposed(self.refresh_step(step))
         return most if proposed_JR is None else min(most, len(proposed_JR))
 
+    def foretold(self, step: int) -> tuple[Tensor, Tensor] | None:
+        return self.basis.foretold(step) if step == self.refresh_step(step) else None  # later ones have other rows
+
     def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
         drawn = super().matrix_direction(target, key)
         proposed_JR = self.basis.proposed(drawn.refresh_step)

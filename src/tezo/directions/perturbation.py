@@ -92,6 +92,11 @@ class Perturbation(ABC):
         del step
         return most
 
+    def foretold(self, step: int) -> tuple[Tensor, Tensor] | None:
+        """Returns what a basis foretells of a step's directions, if they are proposed; see `Basis.foretold`."""
+        del step
+        return None
+
     @abstractmethod
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
         """Returns the direction for `target` at `key`; `state` is the update rule's state of the parameter."""

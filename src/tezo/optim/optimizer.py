@@ -360,7 +360,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
         Args:
             rows: function of the refresh step and of the most rows that are wanted; it returns a `RowsClosure` of
-                training rows that tells outputs, such as one of `tezo.closure`.
+                training rows that tells outputs, such as one of `tezo.closure`: those of the step first, or, of rows
+                that do not share their labels, others.
         """
         self.perturbation.set_rows(self.model, rows)
         self._has_rows = True
@@ -406,7 +407,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
                 drawn[name] = tuple(self.perturbation.direction(moving.target, key, moments) for key in keys)
                 moving.begin(drawn[name][0], keys[0])
         rule = rule or self.rules[0]
-        return StepDraw(self.num_steps, self.counts[rule], self._rate(rule), drawn)
+        foretold = self.perturbation.foretold(self.num_steps)
+        return StepDraw(self.num_steps, self.counts[rule], self._rate(rule), drawn, foretold)
 
     def _apply(self, estimate: Estimate, record: StepRecord, draw: StepDraw) -> None:
         """Updates parameters and moments, and counts the step."""

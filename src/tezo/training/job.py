@@ -193,8 +193,7 @@ class Job:
 
     def sampler(self) -> BatchSampler:
         """Which training rows a step takes."""
-        train = self.config.train
-        return BatchSampler(stepped(self.config, len(self.train)), train.rows_per_step, train.seed)
+        return sampler(self.config, self.format, len(self.train))
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
@@ -243,10 +242,15 @@ def prepare(
             raise RequestError(f"method.name is {settings.method.name}, model.engine {engine}: {error}") from None
         if isinstance(optimizer, ZerothOrderOptimizer):
             optimizer.set_calibration_passes(passes)
-            optimizer.set_rows(partial(rows_to_look_at, loaded, used.objective, used.train, settings.train))
+            looked, _ = rows_of(settings, used.format, len(used.train))
+            taken = sampler(settings, used.format, len(used.train))
+            optimizer.set_rows(
+                partial(rows_to_look_at, loaded, used.objective, used.train, settings.train, looked, taken)
+            )
         return optimizer
 
-    train = with_steps(config.train, len(stepped(config, len(used.train))), method(config.method.name))
+    num_stepped = len(rows_of(config, used.format, len(used.train))[1])
+    train = with_steps(config.train, num_stepped, method(config.method.name))
     current().rows_per_pass = used.objective.rows_of_pass(used.train[:BASIS_ROWS], train.rows_per_step)
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev, reward)
@@ -477,18 +481,38 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
     return passes
 
 
-def stepped(config: Config, num_rows: int) -> Sequence[int]:
-    """The training rows that steps have: all, or those that looks have not."""
-    return parts(num_rows, config.train.seed)[1] if method(config.method.name).takes_outputs else range(num_rows)
+def rows_of(config: Config, form: Format, num_rows: int) -> tuple[Sequence[int], Sequence[int]]:
+    """(Training rows that looks have, those that steps have): all, unless a look would flatter its own rows.
+
+    Of rows that share their labels it says what it finds without each of them.
+    """
+    if form.options or not method(config.method.name).takes_outputs:
+        return range(num_rows), range(num_rows)
+    return parts(num_rows, config.train.seed)
+
+
+def sampler(config: Config, form: Format, num_rows: int) -> BatchSampler:
+    """Which training rows a step takes; none twice where outputs are kept, since a look leaves out each but once."""
+    _, stepped = rows_of(config, form, num_rows)
+    whole = method(config.method.name).takes_outputs
+    return BatchSampler(stepped, config.train.rows_per_step, config.train.seed, whole=whole)
 
 
 def rows_to_look_at(
-    loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], settings: TrainConfig, step: int, count: int
+    loaded: LoadedModel,
+    objective: Objective,
+    train: Sequence[Encoded],
+    settings: TrainConfig,
+    looked: Sequence[int],
+    taken: BatchSampler,
+    step: int,
+    count: int,
 ) -> BatchClosure:
-    """The rows that a basis of outputs looks at before a step, at most `count`: in turn those that no step has."""
-    looked, _ = parts(len(train), settings.seed)
-    count = min(count, len(looked))
-    chosen = [train[looked[i % len(looked)]] for i in range(step * count, (step + 1) * count)]
+    """The rows that a basis looks at before a step, at most `count`: the step's own first, others in turn."""
+    own = [row for row in taken.rows(step) if row in looked][:count]
+    others = [row for row in looked if row not in own]
+    left = min(count - len(own), len(others))
+    chosen = [train[row] for row in own + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]]
     looking = objective.in_torch()
     most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
     return looking.closure(loaded.model, looking.batches(chosen, most))

@@ -15,10 +15,12 @@ class BatchSampler:
         rows: numbers of the training rows that steps have.
         batch_size: rows of a batch, which may go on into the next epoch.
         seed: of the orders.
+        whole: whether an epoch ends where fewer rows than a batch are left, so that no batch has a row twice.
     """
 
-    def __init__(self, rows: Sequence[int], batch_size: int, seed: int) -> None:
+    def __init__(self, rows: Sequence[int], batch_size: int, seed: int, *, whole: bool = False) -> None:
         self.num_rows = len(rows)
+        self._epoch_rows = len(rows) // batch_size * batch_size if whole and batch_size <= len(rows) else len(rows)
         self._rows = rows
         self.batch_size = batch_size
         self.seed = seed
@@ -27,10 +29,10 @@ class BatchSampler:
     def rows(self, step: int) -> list[int]:
         """Indices of the rows of that step's batch."""
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)
-        epochs = {position // self.num_rows for position in positions}
+        epochs = {position // self._epoch_rows for position in positions}
         # drawing the order of a large data set at every step would take too long
         self._orders = {epoch: self._orders.get(epoch) or self._order(epoch) for epoch in epochs}
-        return [self._orders[position // self.num_rows][position % self.num_rows] for position in positions]
+        return [self._orders[position // self._epoch_rows][position % self._epoch_rows] for position in positions]
 
     def _order(self, epoch: int) -> list[int]:
         order = permutation(self.num_rows, seed=self.seed, step=epoch, name="epoch")
@@ -38,11 +40,11 @@ class BatchSampler:
 
 
 LOOKED = 0.6
-"""Part of the training rows that looks have, where a method keeps outputs; its steps have the others. Our choice."""
+"""Part of the training rows that looks have where steps have the others. Our choice."""
 
 
 def parts(num_rows: int, seed: int) -> tuple[list[int], list[int]]:
-    """Returns (rows that looks have, rows that steps have), of a method that keeps outputs; a single row is in both.
+    """Returns (rows that looks have, rows that steps have), no row in both unless it is the only one.
 
     What a look finds holds for its rows better than for others, and a step has to choose what holds for others.
     """

@@ -22,7 +22,8 @@ Passes = Callable[[int], object]
 
 
 RowsOf = Callable[[int, int], Rows]
-"""Function of the refresh step and of the most rows that are wanted; it returns training rows."""
+"""Function of the refresh step and of the most rows that are wanted; it returns training rows, those of the step first
+if they may be among them."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,15 @@ class Basis(ABC):
 
     def proposed(self, refresh_step: int) -> Tensor | None:
         """Returns coefficients of directions, the same for all targets, (J, rank); None: they are random."""
+        del refresh_step
+        return None
+
+    def foretold(self, refresh_step: int) -> tuple[Tensor, Tensor] | None:
+        """Returns what proposed directions should change the scores of E rows that were looked at by, (E, C, J) twice.
+
+        The first as they were found, by all of these rows; the second as they would be found without each of them.
+        None: nothing is known.
+        """
         del refresh_step
         return None
 

@@ -15,14 +15,14 @@ apart. What the regression says of places that it has not seen is known in close
 Its correlation with the errors, the signal, chooses lambda for each layer and the layers that are changed: those with
 nearly the best signal. All foretell much the same, each with noise of its own, so that their sum is better than any.
 
-On rows with labels, the output side is measured too. A second pass adds a random vector n_p to the outputs of the last
-layer in the row of each example, and the change d_p of the scores (C classes, less their mean) shows the vectors that
-raise each:
+On rows with labels, the output side is measured first, on fewer rows. A second pass adds a random vector n_p to the
+outputs of the last layer in the row of each example, and the change d_p of the scores (C classes, less their mean)
+shows the vectors that raise each:
 
     S = N^T (N N^T + mu I)^-1 D,   (M, C).
 
 A third pass adds such a vector to the outputs of one layer in each row; those at which it acts nearly as at the last
-layer are changed. With B (C, R) the leading right singular
+layer may be changed, and their inputs are kept for more rows. With B (C, R) the leading right singular
 vectors of the sum of all f, and w the signal of a layer as a part of the sum of those of all layers,
 
     U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
@@ -30,7 +30,8 @@ vectors of the sum of all f, and w the signal of a layer as a part of the sum of
 along a column, all layers together add to the scores what they foretell, with size 1. The last layer also has constant
 inputs, V^T x about 1, by which labels get a bias. So columns mean the same in all layers, and directions along them are
 proposed: each contrast of biases, all that inputs at the place foretell, all that means foretell, and both for each
-column of B.
+column of B. What a column foretells of each row, with and without that row in the regressions, is kept beside it: what
+a direction promises of these rows is more than it does for others (`Basis.foretold`).
 
 On rows that have options of their own U is Gaussian, the columns of V are those of each layer that foretell most, in
 the size of the layer's outputs, and the coefficients are random. V is divided by the root of the number of all columns:
@@ -51,12 +52,12 @@ from tezo.directions.bases.basis import CollectedFactors, RowsOf
 from tezo.directions.bases.collected import OUTPUT_SIDE, CollectedBasis, input_size
 from tezo.directions.bases.looks import Nudges, Seen, output_size, recording
 from tezo.directions.bases.readout import Ends, read_text, recording_ends
-from tezo.directions.outputs import Outputs, Rows, errors
+from tezo.directions.outputs import Outputs, Places, Rows, errors
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
 
-MOST_ROWS = 256
-"""Rows that are looked at, at most."""
+MOST_ROWS, MOST_LABELLED = 256, 1024
+"""Rows that are looked at, at most; of labelled rows the first finds the layers that may be changed."""
 LEAST_ROWS = 32
 SHARE = 8
 """Inputs are kept in half precision, at most this part of the bytes of all layers, from `LEAST_ROWS` rows on."""
@@ -69,9 +70,10 @@ LAST_LAYERS, LAST_LAYERS_CHOICES = 1 / 2, 1 / 4
 WEAK = 1e-3
 """Columns of other options whose singular value is a smaller part of the largest are left out."""
 STREAM, PROPOSED = "vectors that raise each class", "coefficients of proposed directions"
+FORETOLD, TURNS = "what columns foretell of rows", "classes of columns"
 SIGNAL, NO_SIGNAL = "signal of each target", -2.0
-"""The names under which S, the coefficients of directions, and signals are kept with the factors; the last is in place
-of a signal that was not measured."""
+"""The names under which S, the coefficients of directions, what columns foretell (2, E, R) and of which classes (C, R),
+and signals are kept with the factors; the last is in place of a signal that was not measured."""
 
 
 class ErrorBasis(CollectedBasis):
@@ -102,6 +104,14 @@ class ErrorBasis(CollectedBasis):
     def proposed(self, refresh_step: int) -> Tensor | None:
         return self.collected(refresh_step).factors.get(PROPOSED)
 
+    def foretold(self, refresh_step: int) -> tuple[Tensor, Tensor] | None:
+        factors = self.collected(refresh_step).factors
+        if FORETOLD not in factors:
+            return None
+        along_CRJ = factors[TURNS].unsqueeze(-1) * factors[PROPOSED].T
+        fitted_ER, without_ER = factors[FORETOLD]
+        return torch.tensordot(fitted_ER, along_CRJ, ([1], [1])), torch.tensordot(without_ER, along_CRJ, ([1], [1]))
+
     def collect(self, refresh_step: int) -> CollectedFactors:
         if self._source is None:
             raise RequestError(
@@ -111,7 +121,7 @@ class ErrorBasis(CollectedBasis):
         model, rows_of = self._source
         like_last = [target for target in self._targets if output_size(target) == output_size(self._targets[-1])]
         tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
-        rows = rows_of(refresh_step, rows_of_a_look(tried, sum(t.parameter.nbytes for t in self._targets)))
+        rows = rows_of(refresh_step, self._rows_of_a_look(tried, MOST_ROWS))
         places = rows.places()
         with recording(model, tried, places) as seen, recording_ends(model, tried[-1], places) as ends:
             outputs = rows.outputs()
@@ -125,8 +135,17 @@ class ErrorBasis(CollectedBasis):
         elif not outputs.shared:
             factors, passes = self._of_choices(seen, outputs), len(places)
         else:
+            last = tried[[t.name for t in tried].index([*seen.inputs][-1])]
             nudges = Nudges(model, rows, places, outputs, refresh_step)
-            factors, passes = self._of_labels(seen, outputs, nudges), 3 * len(places)
+            stream_MC = nudges.stream(last, seen.output_size(last.name))
+            names, stream_MC = nudges.writers([t for t in tried if t.name in seen.inputs], stream_MC)
+            writers, passes = [t for t in tried if t.name in names], 3 * len(places)
+            rows = rows_of(refresh_step, self._rows_of_a_look(writers, MOST_LABELLED))
+            if _number(more := rows.places()) > _number(places):
+                with recording(model, writers, more) as seen:
+                    outputs = rows.outputs()
+                passes += len(more)
+            factors = self._of_labels(seen, outputs, names, stream_MC)
         signals = [self.signal.get(target.name, NO_SIGNAL) for target in self._targets]
         return CollectedFactors(factors | {SIGNAL: torch.tensor(signals, dtype=torch.float64)}, passes)
 
@@ -160,12 +179,8 @@ class ErrorBasis(CollectedBasis):
                 factors[name][:, : v_IR.shape[1]] = size * v_IR
         return factors
 
-    def _of_labels(self, seen: Seen, outputs: Outputs, nudges: Nudges) -> dict[str, Tensor]:
-        targets = {target.name: target for target in self._targets}
-        last = targets[[*seen.inputs][-1]]
-        stream_MC = nudges.stream(last, seen.output_size(last.name))
-        names, stream_MC = nudges.writers([targets[name] for name in seen.inputs], stream_MC)
-        error_TC = errors(outputs)
+    def _of_labels(self, seen: Seen, outputs: Outputs, names: Sequence[str], stream_MC: Tensor) -> dict[str, Tensor]:
+        targets, error_TC = {target.name: target for target in self._targets}, errors(outputs)
         found, least = self._regressions(seen, names, error_TC)
         every = {(name, kind): part for name, parts in found.items() for kind, part in enumerate(parts)}
         kept = {key: part for key, part in every.items() if part.signal >= least}
@@ -173,29 +188,40 @@ class ErrorBasis(CollectedBasis):
         layout = Layout.of(error_TC.shape[1], kinds, rank)
         turns_CR, weights_R = common(list(kept.values()), layout.contrasts)
         totals = [sum(part.signal for (_, i), part in kept.items() if i == kind) or 1.0 for kind in range(kinds)]
-        factors = {STREAM: stream_MC, PROPOSED: layout.proposed(weights_R, max(self._ranks.values()))}
+        most = max(self._ranks.values())
+        factors = {STREAM: stream_MC, PROPOSED: layout.proposed(weights_R, most)}
+        foretold_2ER = torch.zeros(2, len(error_TC), most, dtype=torch.float64)
         for name, target in targets.items():
             v_IR = torch.zeros(input_size(target), self._ranks[name], dtype=torch.float64)
             turns_CK = torch.zeros(error_TC.shape[1], self._ranks[name], dtype=torch.float64)
             for kind in range(kinds):
                 if (name, kind) in kept:
                     part, columns = kept[name, kind], layout.columns(kind)
-                    v_IR[:, columns] = part.along(turns_CR) * (part.signal / totals[kind])
+                    weight = part.signal / totals[kind]
+                    v_IR[:, columns] = weight * part.along(turns_CR)
                     turns_CK[:, columns] = turns_CR
-            if name == last.name and layout.biases:
+                    examples_P = outputs.example_T.cpu()[seen.inputs[name].places()]
+                    foretold_2ER[:, examples_P, columns] += weight * part.foretold(turns_CR)
+            if name == names[-1] and layout.biases:
                 mean_I = seen.inputs[name].means[0].double().cpu()
                 v_IR[:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
                 turns_CK[:, layout.bias] = contrasts(error_TC.shape[1])[:, : layout.biases]
             factors[name] = v_IR
             if bool(turns_CK.any()):
                 factors[name + OUTPUT_SIDE] = stream_MC @ turns_CK
-        return factors
+        every_CR = torch.zeros(error_TC.shape[1], most, dtype=torch.float64)
+        for kind in range(kinds):
+            every_CR[:, layout.columns(kind)] = turns_CR
+        return factors | {FORETOLD: foretold_2ER, TURNS: every_CR}
+
+    def _rows_of_a_look(self, targets: Sequence[Target], most: int) -> int:
+        """Returns the number of rows, at most `most`, whose inputs of these layers may be kept."""
+        row, every = sum(4 * input_size(target) for target in targets), sum(t.parameter.nbytes for t in self._targets)
+        return max(LEAST_ROWS, min(most, every // SHARE // max(1, row)))
 
 
-def rows_of_a_look(targets: Sequence[Target], most_bytes: int) -> int:
-    """Returns the number of rows whose inputs of these layers may be kept, in a part of so many bytes."""
-    row = sum(4 * input_size(target) for target in targets)
-    return max(LEAST_ROWS, min(MOST_ROWS, most_bytes // SHARE // max(1, row)))
+def _number(places: Sequence[Places | None]) -> int:
+    return sum(len(own.place_P) for own in places if own is not None)
 
 
 def contrasts(classes: int) -> Tensor:
@@ -265,9 +291,16 @@ class Regression:
 
     def along(self, turns_ER: Tensor) -> Tensor:
         """Returns columns W B with V^T x of mean square 1, (I, R) in float64."""
-        v_IR = self.w_IE @ turns_ER.float()
-        size_R = (self.x_PI @ v_IR).square().mean(0).sqrt().clamp_min(1e-30)
-        return (v_IR / size_R).double()
+        return (self.w_IE @ turns_ER.float()).double() / self._fitted(turns_ER)[1]
+
+    def foretold(self, turns_ER: Tensor) -> Tensor:
+        """Returns what these columns say of each place, with it in the regression and without it, (2, P, R)."""
+        fitted_PR, size_R = self._fitted(turns_ER)
+        return torch.stack([fitted_PR, self.unseen_PE @ turns_ER]) / size_R
+
+    def _fitted(self, turns_ER: Tensor) -> tuple[Tensor, Tensor]:
+        fitted_PR = (self.x_PI @ (self.w_IE @ turns_ER.float())).double()
+        return fitted_PR, fitted_PR.square().mean(0).sqrt().clamp_min(1e-30)
 
 
 def regress(inputs: Sequence[Tensor], error_PE: Tensor) -> list[Regression]:
@@ -283,10 +316,10 @@ def _signal(found: Regression) -> float:
 def _with_ridges(x_PI: Tensor, error_PE: Tensor) -> list[Regression]:
     gram_PP = (x_PI @ x_PI.T).double()
     mean = float(gram_PP.diagonal().mean())
-    values_P, vectors_PP = torch.linalg.eigh(gram_PP)
     found = []
     for ridge in RIDGES:
-        inverse_PP = (vectors_PP / (values_P.clamp_min(0) + ridge * mean + 1e-12)) @ vectors_PP.T
+        added = torch.full((len(gram_PP),), ridge * mean + 1e-12, dtype=gram_PP.dtype)
+        inverse_PP = torch.cholesky_inverse(torch.linalg.cholesky(gram_PP + torch.diag(added)))
         alpha_PE = inverse_PP @ error_PE
         unseen_PE = error_PE - alpha_PE / inverse_PP.diagonal().unsqueeze(1)
         size = torch.linalg.vector_norm(unseen_PE) * torch.linalg.vector_norm(error_PE)

@@ -190,12 +190,14 @@ class StepDraw:
         count: number of earlier estimates in the moments of the step's rule.
         lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
+        foretold: what their changes of scores should be; see `tezo.directions.bases.basis.Basis.foretold`.
     """
 
     step: int
     count: int
     lr: float
     directions: Mapping[str, Sequence[Direction]]
+    foretold: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)

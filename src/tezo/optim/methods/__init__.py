@@ -69,7 +69,7 @@ class Method(Generic[T]):
         needs: what it takes of the model.
         chosen: options that a run chooses for itself unless they are given; the others have their defaults.
         takes_rows: whether its closures must tell the rows apart, by their losses or outputs, not one loss alone.
-        takes_outputs: whether they must tell the outputs of each row; its looks then have rows of their own.
+        takes_outputs: whether they must tell the outputs of each row.
         guarded: whether a run returns to its best state when the loss has risen, unless `train.guard` says otherwise.
         batch_size: default of `train.batch_size`.
         steps: default of `train.steps`; None: by the number of rows.

@@ -34,16 +34,16 @@ def gauss_newton(
         c <- c + lr sum_j a_j tau_j,   W = W_0 + U diag(c) V^T.
 
     A step is a round, of K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 192 rows). A look
-    over other rows proposes the directions. On labelled rows it finds the inputs of the later layers that foretell
-    what the outputs are wrong by, and the outputs of these layers that mend it (`tezo.directions.bases.errors`): 3
-    directions for two labels, of which the first `num_directions` are taken. Of free text it fits the last layer
-    through the output head, by a regression on what the look has recorded, and K is 1
-    (`tezo.directions.bases.readout`). Where rows have options of their own, tau_j are drawn, and K is
-    `num_directions`. The step is the minimum of a convex model of the loss, shortened where the real loss is not
-    what the model says (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken.
+    proposes the directions. On labelled rows, up to 1,024, those of the step among them, it finds the inputs of the
+    later layers that foretell what the outputs are wrong by, and the outputs of these layers that mend it
+    (`tezo.directions.bases.errors`): 3 directions for two labels, of which the first `num_directions` are taken. Of
+    free text it fits the last layer through the output head, by a regression on what it has recorded of other rows
+    than the step's, and K is 1 (`tezo.directions.bases.readout`). Where rows have options of their own, tau_j are
+    drawn, and K is `num_directions`. The step is the minimum of a convex model of the loss, shortened where the real
+    loss is not what the model says (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken.
 
     The closure must be of `tezo.closure`, or another `RowsClosure` that tells outputs. Without `optimizer.set_rows` a
-    look has the rows of its step.
+    look has the rows of its step alone.
 
     U and V are new every `lazy_update_interval` steps; the change so far is then stored beside W_0 with rank
     `frozen_rank` at most, so that the result is an exact LoRA adapter. rho is about the change of scores along a
