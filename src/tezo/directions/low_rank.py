@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tezo.directions.bases import find_basis
 from tezo.directions.bases.basis import ROLES, Basis, Role
+from tezo.directions.bases.flattery import Foretold
 from tezo.directions.perturbation import DrawKey, Perturbation, dense
 from tezo.directions.random import Signs, fill_normal_, normal
 from tezo.directions.ranks import RankRule
@@ -197,7 +198,7 @@ class Temporal(LowRankPerturbation):
         proposed_JR = self.basis.proposed(self.refresh_step(step))
         return most if proposed_JR is None else min(most, len(proposed_JR))
 
-    def foretold(self, step: int) -> tuple[Tensor, Tensor] | None:
+    def foretold(self, step: int) -> Foretold | None:
         return self.basis.foretold(step) if step == self.refresh_step(step) else None  # later ones have other rows
 
     def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:

@@ -94,6 +94,11 @@ class Rows(Protocol):
         """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
         ...
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The number of each example among the training rows; none: it is not known."""
+        ...
+
 
 LIKELY = 8
 """Tokens besides the right one whose scores are kept at each place of free text."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.bases.basis import Basis, FactorStore, GaussianBasis, Passes, RowsOf
+from tezo.directions.bases.flattery import Foretold
 from tezo.directions.random import Key, fill_normal_
 from tezo.directions.spaces import Dense, Direction, row_tiles
 from tezo.directions.targets import Target
@@ -92,7 +93,7 @@ class Perturbation(ABC):
         del step
         return most
 
-    def foretold(self, step: int) -> tuple[Tensor, Tensor] | None:
+    def foretold(self, step: int) -> Foretold | None:
         """Returns what a basis foretells of a step's directions, if they are proposed; see `Basis.foretold`."""
         del step
         return None

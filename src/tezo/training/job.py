@@ -512,10 +512,10 @@ def rows_to_look_at(
     own = [row for row in taken.rows(step) if row in looked][:count]
     others = [row for row in looked if row not in own]
     left = min(count - len(own), len(others))
-    chosen = [train[row] for row in own + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]]
+    numbers = own + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]
     looking = objective.in_torch()
     most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
-    return looking.closure(loaded.model, looking.batches(chosen, most))
+    return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), numbers)
 
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:

@@ -36,7 +36,7 @@ class TrainConfig:
     feedback_last: int | None = None
     """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
     batch_size: int | None = None
-    """Rows per step, each at most once. Default: 16, the paper's for LLMs (64 for RoBERTa); 192 for gauss-newton."""
+    """Rows per step, each at most once. Default: 16, the paper's for LLMs (64 for RoBERTa); 128 for gauss-newton."""
     objective: str = LOSS
     """What is minimised: the loss, or the negative of the reward or a metric such as accuracy, f1 or exact_match."""
     reward: str | None = None

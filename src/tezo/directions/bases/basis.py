@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from tezo.directions.bases.flattery import Foretold
 from tezo.directions.outputs import Rows
 from tezo.directions.random import normal
 from tezo.directions.targets import Target
@@ -83,12 +84,8 @@ class Basis(ABC):
         del refresh_step
         return None
 
-    def foretold(self, refresh_step: int) -> tuple[Tensor, Tensor] | None:
-        """Returns what proposed directions should change the scores of E rows that were looked at by, (E, C, J) twice.
-
-        The first as they were found, by all of these rows; the second as they would be found without each of them.
-        None: nothing is known.
-        """
+    def foretold(self, refresh_step: int) -> Foretold | None:
+        """Returns what proposed directions should change the scores of their rows by; None: it is not known."""
         del refresh_step
         return None
 

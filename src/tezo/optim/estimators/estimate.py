@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.bases.basis import FactorStore
+from tezo.directions.bases.flattery import Foretold
 from tezo.directions.outputs import Outputs, Places
 from tezo.directions.spaces import Direction, Tile
 from tezo.forward.perturbed_parameter import PerturbedParameter
@@ -54,6 +55,11 @@ class RowsClosure(ABC):
     def example_tokens(self) -> int:
         """As `tokens`, where each example has its own perturbations and shares no input with others."""
         return self.tokens
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The number of each example among the training rows; none: it is not known, and all are taken for new ones."""
+        return ()
 
     @abstractmethod
     def losses(self, copies: int) -> Tensor:
@@ -190,14 +196,14 @@ class StepDraw:
         count: number of earlier estimates in the moments of the step's rule.
         lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
-        foretold: what their changes of scores should be; see `tezo.directions.bases.basis.Basis.foretold`.
+        foretold: what their changes of scores should be; None: unknown.
     """
 
     step: int
     count: int
     lr: float
     directions: Mapping[str, Sequence[Direction]]
-    foretold: tuple[Tensor, Tensor] | None = None
+    foretold: Foretold | None = None
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
             chosen=("lr", "rho", "directions"), needs="forward passes, and the gradient of the output head",
         ),
         Method(GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_rows=True, takes_outputs=True,
-            guarded=True, batch_size=192, steps=6, needs="forward passes, and of free text the rows of the output head",
+            guarded=True, batch_size=128, steps=6, needs="forward passes, and of free text the rows of the output head",
         ),
         Method(
             ES, es, in_paper=False, exports_adapter=True, takes_rows=True, guarded=True, chosen=("rho",), steps=30,

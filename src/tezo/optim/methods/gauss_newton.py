@@ -33,7 +33,7 @@ def gauss_newton(
         a = argmin  sum of the losses of z(W) + F a, plus lambda |a|^2,
         c <- c + lr sum_j a_j tau_j,   W = W_0 + U diag(c) V^T.
 
-    A step is a round, of K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 192 rows). A look
+    A step is a round, of K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 128 rows). A look
     proposes the directions. On labelled rows, up to 1,024, those of the step among them, it finds the inputs of the
     later layers that foretell what the outputs are wrong by, and the outputs of these layers that mend it
     (`tezo.directions.bases.errors`): 3 directions for two labels, of which the first `num_directions` are taken. Of

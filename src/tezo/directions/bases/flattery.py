@@ -1,0 +1,88 @@
+"""What rows that directions were found by say too well: of the directions of a step, and of the steps before it.
+
+A regression on rows foretells more of them than of others. Let P be what a direction should change their scores by, and
+P' the same if each row had been left out of the regression. A step along it changes the scores z of a row by
+
+    dz ~ s P' + r (P - P'),
+
+of which the second part, its flattery, is not what other rows get. s and r of each column are fitted by least squares
+when the rows are looked at again, less their means over rows and over classes. The scores of a row less the flattery of
+all steps so far are what the model would say of it if it had not been looked at.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NUMBERS, SCORES, FLATTERY = "numbers of rows", "scores of rows", "flattery of rows"
+"""The names under which the rows of all looks, those of the newest first, the scores of these, and what steps before
+flatter each by are kept: (N,), (E, C) and (N, C)."""
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What a look foretells of its E rows, for J directions.
+
+    Attributes:
+        fitted_ECJ: P.
+        without_ECJ: P'.
+        flattery_EC: what the steps before flatter the scores by.
+    """
+
+    fitted_ECJ: Tensor
+    without_ECJ: Tensor
+    flattery_EC: Tensor
+
+
+def parts(change_TC: Tensor, without_TCK: Tensor, flattery_TCK: Tensor, *, together: bool) -> Tensor:
+    """Returns r (K,): how much of each flattery is in a change of scores.
+
+    Args:
+        change_TC: one change, along all K; or (T, C, K), one along each.
+        without_TCK: P'.
+        flattery_TCK: P - P'.
+        together: whether all K explain one change, or each its own.
+    """
+    y, *terms = (
+        f - f.mean(0) - f.mean(1, keepdim=True) + f.mean((0, 1)) for f in (change_TC, without_TCK, flattery_TCK)
+    )
+    if together:
+        x_X2K = torch.cat(terms, -1).flatten(0, 1)
+        both_2K: Tensor = torch.linalg.pinv(x_X2K.T @ x_X2K, hermitian=True) @ (x_X2K.T @ y.flatten())
+        return both_2K[terms[0].shape[-1] :]
+    x_KX2 = torch.stack(terms, -1).movedim(2, 0).flatten(1, 2)
+    y_KX1 = y.movedim(2, 0).flatten(1).unsqueeze(-1)
+    each_K21: Tensor = torch.linalg.pinv(x_KX2.mT @ x_KX2, hermitian=True) @ (x_KX2.mT @ y_KX1)
+    return each_K21[:, 1, 0]
+
+
+def carried(
+    numbers: Sequence[int], scores_EC: Tensor, before: Mapping[str, Tensor], columns: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
+    """Returns `NUMBERS`, `SCORES` and `FLATTERY` of a look at rows with these scores.
+
+    Args:
+        numbers: of the rows; none: nobody knows which they are.
+        scores_EC: their scores, float64.
+        before: what the look before has kept; empty: there was none.
+        columns: (what its columns foretold of its rows, with them and without each, (2, E, R); their classes (C, R)).
+    """
+    flattery_EC = torch.zeros_like(scores_EC)
+    known = {int(number): i for i, number in enumerate(before[NUMBERS])} if NUMBERS in before else {}
+    now = [e for e, number in enumerate(numbers) if number in known]
+    then = [known[numbers[e]] for e in now]
+    left = [i for number, i in known.items() if number not in {*numbers}]
+    if now:
+        flattery_EC[now] = before[FLATTERY][then]
+        looked = [(e, i) for e, i in zip(now, then, strict=True) if i < len(before[SCORES])]
+        if looked:
+            here, there = (list(own) for own in zip(*looked, strict=True))
+            (fitted_ER, without_ER), turns_CR = columns[0][:, there], columns[1]
+            without_ECR, more_ECR = (f.unsqueeze(1) * turns_CR for f in (without_ER, fitted_ER - without_ER))
+            change_EC = scores_EC[here] - before[SCORES][there]
+            flattery_EC[here] += more_ECR @ parts(change_EC, without_ECR, more_ECR, together=True)
+    kept = torch.tensor([*numbers, *(int(before[NUMBERS][i]) for i in left)], dtype=torch.float64)
+    table_NC = torch.cat([flattery_EC, before[FLATTERY][left]]) if left else flattery_EC
+    return {NUMBERS: kept, SCORES: scores_EC, FLATTERY: table_NC}
