@@ -1,0 +1,158 @@
+"""What each part of gauss-newton is worth: runs of it with one part taken away, on two tasks of `real_tasks.py`.
+
+    python benchmarks/ablations.py --shared FOLDER [--out benchmarks/results] [--workers 1] [--threads 1]
+        [--only WORD ...] [--seeds 0] [--seconds 3600]
+
+Parts are taken away by replacing a function or a constant of the library in the process of the run; the rest is
+`tezo train` with the embedded language model in float32, as in `real_tasks.py`. Writes ablations.json after each run
+and leaves out runs that it has; `--only` names runs by parts of their names. No run begins after `--seconds`.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from real_tasks import MODEL, measured
+
+from tezo.directions.bases import errors, looks
+from tezo.directions.bases.flattery import carried
+from tezo.directions.outputs import Outputs
+from tezo.forward.perturbed_parameter import Shift
+from tezo.optim.estimators import gauss_newton
+from tezo.optim.estimators.gauss_newton import GaussNewton, LinearModel, combined
+
+ROUNDS = {"sst2": 2, "issues": 2}
+LENGTHS = (1.0, 0.5, 0.25, 0.125)
+"""Steps along the gradient that are tried where losses alone are kept, as parts of the one that would end at 0."""
+
+
+def no_biases() -> None:
+    """No direction raises a label everywhere."""
+    whole = errors.Layout.of
+    errors.Layout.of = lambda classes, kinds, rank: errors.Layout(whole(classes, kinds, rank).contrasts, kinds, 0)  # type: ignore[method-assign, assignment]
+
+
+def every_signal() -> None:
+    """Layers are changed whatever their inputs foretell."""
+    errors.KEPT_SIGNAL = -1e9
+
+
+def every_layer() -> None:
+    """Layers are changed wherever they write to."""
+    looks.KEPT_EFFECT = -1e9
+
+
+def whole_steps() -> None:
+    """The step of the linear model is taken unmeasured."""
+
+    def trusted(self: GaussNewton, model: LinearModel, closure: Any, draw: Any) -> list[float]:
+        del closure, draw
+        step = model.best()
+        self.tried, self.told = (), {}
+        return step.coefficients if step.validated < model.loss else [0.0] * model.count
+
+    GaussNewton._trusted = trusted  # type: ignore[method-assign]
+
+
+def one_ridge() -> None:
+    """The ridge is 1, not chosen."""
+    gauss_newton.RIDGES = (1.0,)
+
+
+def flattered() -> None:
+    """Slopes of rows that were looked at are taken as they are."""
+    gauss_newton.unseen = lambda slopes_TCK, own, *_: (own, slopes_TCK)
+
+
+def losses_alone() -> None:
+    """Of each pass its mean loss is kept: a gradient along the same directions, and the best of four step lengths."""
+
+    def trusted(self: GaussNewton, model: LinearModel, closure: Any, draw: Any) -> list[float]:
+        own: Outputs = model.own
+        slopes = model._slopes_TCK / model._unit
+        moved = own.scores_TC.double().cpu().unsqueeze(-1) + self.rho * slopes
+        labels_T = own.labels_T.cpu()
+        picked_TK = moved.log_softmax(1)[torch.arange(len(labels_T)), labels_T]
+        gradient_K = (-picked_TK.mean(0) - model.loss) / self.rho
+        whole_K = -gradient_K * model.loss / gradient_K.square().sum().clamp_min(1e-30)
+        found = [(model.loss, [0.0] * model.count)]
+        for length in LENGTHS:
+            coefficients = (length * whole_K).tolist()
+            for name, parameter in self._moving.items():
+                parameter.set_perturbations([Shift(combined(draw.directions[name], coefficients), 1.0)])
+            found.append((closure.outputs(own).loss(), coefficients))
+        self.tried, self.told = (), {}
+        return min(found, key=lambda one: one[0])[1]
+
+    GaussNewton._trusted = trusted  # type: ignore[method-assign]
+
+
+def forgetful() -> None:
+    """What the steps before flatter rows by is not taken off."""
+    errors.carried = lambda _, scores_EC, before, columns: carried((), scores_EC, before, columns)
+
+
+def nothing() -> None:
+    """The method as it is."""
+
+
+PARTS: dict[str, tuple[Callable[[], None], Sequence[tuple[str, Any]]]] = {
+    "as it is": (nothing, ()),
+    "without the look: Gaussian directions": (nothing, [("method.basis", "gaussian")]),
+    "without outputs: one loss of each pass": (losses_alone, ()),
+    "without biases": (no_biases, ()),
+    "without the choice of layers by signal": (every_signal, ()),
+    "without the choice of layers by effect": (every_layer, ()),
+    "without leaving rows out of what is foretold": (flattered, ()),
+    "without taking off what steps before flatter": (forgetful, ()),
+    "without the choice of the ridge": (one_ridge, ()),
+    "without trust: no step is measured": (whole_steps, ()),
+}
+
+
+def run(given: tuple[str, str, str, int, argparse.Namespace]) -> tuple[str, dict[str, Any]]:
+    """One run, in a process of its own: its name, and what it came to."""
+    name, part, task, seed, chosen = given
+    take_away, settings = PARTS[part]
+    take_away()
+    own = [("method.name", "gauss-newton"), ("train.seed", seed), ("train.steps", ROUNDS[task]), *settings]
+    return measured((name, task, own, chosen))
+
+
+def main() -> None:
+    """Makes the runs that are missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--model", default=MODEL, help="another model rehearses the runs")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    chosen = parser.parse_args()
+    chosen.until = time.time() + chosen.seconds
+    path = chosen.out / "ablations.json"
+    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": chosen.model, "runs": {}}
+    every = [
+        (f"{task}/{part}, seed {seed}", part, task, seed, chosen)
+        for seed in chosen.seeds for part in PARTS for task in ROUNDS
+    ]  # fmt: skip
+    left = [own for own in every if own[0] not in done["runs"] and all(word in own[0] for word in chosen.only)]
+    # what a run replaces must not be there in the next one
+    with multiprocessing.get_context("spawn").Pool(chosen.workers, maxtasksperchild=1) as pool:
+        for name, found in pool.imap_unordered(run, left, chunksize=1):
+            print(f"{name}: {found.get('error') or (found['seconds'], found['after'])}", flush=True)
+            if "error" not in found:
+                done["runs"] |= {name: found}
+                path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
