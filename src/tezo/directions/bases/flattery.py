@@ -73,16 +73,17 @@ def carried(
     known = {int(number): i for i, number in enumerate(before[NUMBERS])} if NUMBERS in before else {}
     now = [e for e, number in enumerate(numbers) if number in known]
     then = [known[numbers[e]] for e in now]
-    left = [i for number, i in known.items() if number not in {*numbers}]
+    here = {*numbers}
+    left = [i for number, i in known.items() if here and number not in here]
     if now:
         flattery_EC[now] = before[FLATTERY][then]
         looked = [(e, i) for e, i in zip(now, then, strict=True) if i < len(before[SCORES])]
         if looked:
-            here, there = (list(own) for own in zip(*looked, strict=True))
+            again, there = (list(own) for own in zip(*looked, strict=True))
             (fitted_ER, without_ER), turns_CR = columns[0][:, there], columns[1]
             without_ECR, more_ECR = (f.unsqueeze(1) * turns_CR for f in (without_ER, fitted_ER - without_ER))
-            change_EC = scores_EC[here] - before[SCORES][there]
-            flattery_EC[here] += more_ECR @ parts(change_EC, without_ECR, more_ECR, together=True)
+            change_EC = scores_EC[again] - before[SCORES][there]
+            flattery_EC[again] += more_ECR @ parts(change_EC, without_ECR, more_ECR, together=True)
     kept = torch.tensor([*numbers, *(int(before[NUMBERS][i]) for i in left)], dtype=torch.float64)
     table_NC = torch.cat([flattery_EC, before[FLATTERY][left]]) if left else flattery_EC
     return {NUMBERS: kept, SCORES: scores_EC, FLATTERY: table_NC}
