@@ -124,7 +124,7 @@ class ErrorBasis(CollectedBasis):
         before = self._before(refresh_step)
         if STREAM in before:  # what raises a class changes little in a run
             names = [t.name for t, writes in zip(self._targets, before[WRITERS].tolist(), strict=True) if writes]
-            return self._with_signals(*self._of_labels(refresh_step, names, before[STREAM]))
+            return self._with_signals(*self._of_labels(refresh_step, names, before[STREAM].clone()))
         like_last = [target for target in self._targets if output_size(target) == output_size(self._targets[-1])]
         tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
         rows = rows_of(refresh_step, self._rows_of_a_look(tried, MOST_ROWS))
