@@ -20,7 +20,7 @@ import torch
 from real_tasks import MODEL, measured
 
 from tezo.directions.bases import errors, looks
-from tezo.directions.bases.flattery import carried
+from tezo.directions.bases.optimism import carried
 from tezo.directions.outputs import Outputs
 from tezo.forward.perturbed_parameter import Shift
 from tezo.optim.estimators import gauss_newton
@@ -64,7 +64,7 @@ def one_ridge() -> None:
     gauss_newton.RIDGES = (1.0,)
 
 
-def flattered() -> None:
+def optimistic() -> None:
     """Slopes of rows that were looked at are taken as they are."""
     gauss_newton.unseen = lambda slopes_TCK, own, *_: (own, slopes_TCK)
 
@@ -93,7 +93,7 @@ def losses_alone() -> None:
 
 
 def forgetful() -> None:
-    """What the steps before flatter rows by is not taken off."""
+    """The optimism of the steps before is not taken off."""
     errors.carried = lambda _, scores_EC, before, columns: carried((), scores_EC, before, columns)
 
 
@@ -108,8 +108,8 @@ PARTS: dict[str, tuple[Callable[[], None], Sequence[tuple[str, Any]]]] = {
     "without biases": (no_biases, ()),
     "without the choice of layers by signal": (every_signal, ()),
     "without the choice of layers by effect": (every_layer, ()),
-    "without leaving rows out of what is foretold": (flattered, ()),
-    "without taking off what steps before flatter": (forgetful, ()),
+    "without leaving rows out of what is foretold": (optimistic, ()),
+    "without taking off the optimism of steps before": (forgetful, ()),
     "without the choice of the ridge": (one_ridge, ()),
     "without trust: no step is measured": (whole_steps, ()),
 }

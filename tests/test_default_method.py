@@ -138,10 +138,24 @@ def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
     kappas = [any(step.projected_grads) for step in read_log(tmp_path / "run/steps.log").steps]
     assert found["stopped"] == "idle" and len(kappas) == found["steps"] < 9
     assert kappas[-2:] == [False, False]
-    assert "found no step that lowers the loss of rows it was not fitted to" in found["verdict"]
+    assert "did not lower the loss of rows that they were not fitted to" in found["verdict"]
     to_the_end = train(request(home, data="same", settings=[*settings, "train.guard=false"]), tmp_path / "all")
     assert to_the_end["steps"] == 9 and to_the_end["stopped"] is None
     stopped(request(home, data="same", settings=settings), tmp_path / "killed", found["steps"] - 1)
     resumed = train(request(home, data="same", settings=settings), tmp_path / "killed", resume=True)
     assert (resumed["steps"], resumed["stopped"]) == (found["steps"], "idle")
     assert contents(tmp_path / "killed/adapter") == contents(tmp_path / "run/adapter")
+
+
+def test_a_run_ends_after_two_rounds_that_lowered_no_dev_loss(home, tmp_path):
+    labels = {"train": ("a", "b"), "dev": ("b", "a")}  # what training rows tell is wrong of the dev rows
+    for name, (first, second) in labels.items():
+        pairs = [(f"good day {i}", first) for i in range(20)] + [(f"bad night {i}", second) for i in range(20)]
+        write_rows(home / f"{name}.jsonl", [{"text": text, "label": label} for text, label in pairs])
+    settings = ["train.steps=9", "method.name=gauss-newton", f"data.dev={home / 'dev.jsonl'}"]
+    found = train(request(home, data="train", settings=settings), tmp_path / "run")
+    assert any(read_log(tmp_path / "run/steps.log").steps[0].projected_grads)
+    assert (found["stopped"], found["steps"], found["kept_step"]) == ("idle", 2, 0)
+    stopped(request(home, data="train", settings=settings), tmp_path / "killed", 1)
+    resumed = train(request(home, data="train", settings=settings), tmp_path / "killed", resume=True)
+    assert (resumed["steps"], resumed["stopped"]) == (2, "idle")

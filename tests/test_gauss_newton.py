@@ -13,8 +13,8 @@ from torch.nn import functional
 import tezo
 from tezo.directions.bases import errors as looking
 from tezo.directions.bases.errors import ErrorBasis, Layout, common, contrasts, regress
-from tezo.directions.bases.flattery import Foretold
 from tezo.directions.bases.looks import Nudges
+from tezo.directions.bases.optimism import Foretold
 from tezo.directions.outputs import Outputs, Places, change, errors, fitted_bias, joined, of_tokens
 from tezo.directions.targets import select_targets
 from tezo.forward.perturbed_parameter import Shift
@@ -505,10 +505,10 @@ def test_slopes_lose_what_is_foretold_of_their_own_rows_alone_as_far_as_it_is_re
         assert torch.equal(honest.scores_TC, own.scores_TC)
         return kept
 
-    flattery = fitted - without
+    optimism = fitted - without
     for real, part in ((1.0, 1.0), (0.5, 0.5), (0.7, 0.2), (0.7, 0.0), (0.0, 0.4)):
         kept = (real * without + constant)[order]
-        assert torch.allclose(found(kept + part * flattery[order], fitted, without), kept)
+        assert torch.allclose(found(kept + part * optimism[order], fitted, without), kept)
     nothing = torch.zeros_like(fitted)  # of a bias nothing is foretold
     slopes, new = noise(50, 3, 2, seed=47), order >= 20
     assert torch.equal(found(slopes, nothing, nothing), slopes)
@@ -551,7 +551,7 @@ def test_rows_that_are_looked_at_and_stepped_on_do_not_promise_more_than_others_
     assert after < before + 0.03 < fresh_losses(chance, honest=False)[1]
 
 
-def test_what_a_round_flattered_is_not_taken_for_learnt_in_the_next_one():
+def test_the_optimism_of_a_round_is_not_taken_for_learnt_in_the_next_one():
     _, once = fresh_losses(signal)
     _, twice = fresh_losses(signal, rounds=2)
     assert twice < once - 0.01 and twice < fresh_losses(signal, rounds=2, known=False)[1] - 0.01

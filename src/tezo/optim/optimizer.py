@@ -329,7 +329,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
     @property
     def idle_steps(self) -> int | None:
-        """Steps in a row without a change after which later ones are not worth their passes; None: any may be."""
+        """Steps in a row without a change, or evaluations without a lower dev loss, that end a run; None: none do."""
         return self._two_point.idle_steps
 
     def check_rule(self, rule: str, closure: Closure) -> None:

@@ -482,9 +482,9 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
 
 
 def rows_of(config: Config, form: Format, num_rows: int) -> tuple[Sequence[int], Sequence[int]]:
-    """(Training rows that looks have, those that steps have): all, unless a look would flatter its own rows.
+    """(Training rows that looks have, those that steps have): all, or two parts where outputs are kept.
 
-    Of rows that share their labels it says what it finds without each of them.
+    What a look finds holds for its rows better than for others; of rows with shared labels it is known how much.
     """
     if form.options or not method(config.method.name).takes_outputs:
         return range(num_rows), range(num_rows)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.flattery import Foretold
+from tezo.directions.bases.optimism import Foretold
 from tezo.directions.outputs import Rows
 from tezo.directions.random import normal
 from tezo.directions.targets import Target

@@ -50,8 +50,8 @@ from torch.nn import functional
 
 from tezo.directions.bases.basis import CollectedFactors, RowsOf
 from tezo.directions.bases.collected import OUTPUT_SIDE, CollectedBasis, input_size
-from tezo.directions.bases.flattery import FLATTERY, Foretold, carried
 from tezo.directions.bases.looks import Nudges, Seen, output_size, recording
+from tezo.directions.bases.optimism import OPTIMISM, Foretold, carried
 from tezo.directions.bases.readout import Ends, read_text, recording_ends
 from tezo.directions.outputs import Outputs, Rows, errors
 from tezo.directions.targets import Target
@@ -112,7 +112,7 @@ class ErrorBasis(CollectedBasis):
             return None
         along_CRJ = factors[TURNS].unsqueeze(-1) * factors[PROPOSED].T
         fitted, without = (torch.tensordot(own_ER, along_CRJ, ([1], [1])) for own_ER in factors[FORETOLD])
-        return Foretold(fitted, without, factors[FLATTERY][: len(fitted)])
+        return Foretold(fitted, without, factors[OPTIMISM][: len(fitted)])
 
     def collect(self, refresh_step: int) -> CollectedFactors:
         if self._source is None:
@@ -159,7 +159,7 @@ class ErrorBasis(CollectedBasis):
         return {} if last is None else self._collected[last].factors
 
     def _carried(self, refresh_step: int, rows: Rows, outputs: Outputs) -> dict[str, Tensor]:
-        """Returns what is kept of the rows of a look; see `tezo.directions.bases.flattery`."""
+        """Returns what is kept of the rows of a look; see `tezo.directions.bases.optimism`."""
         scores_EC = outputs.scores_TC.double().cpu()[outputs.example_T.cpu().argsort()]
         before = self._before(refresh_step)
         columns = (before[FORETOLD], before[TURNS]) if FORETOLD in before else (torch.zeros(2, 0, 0), torch.zeros(0, 0))
@@ -204,7 +204,7 @@ class ErrorBasis(CollectedBasis):
         with recording(model, writers, places := rows.places()) as seen:
             outputs = rows.outputs()
         kept_of_rows = self._carried(refresh_step, rows, outputs)
-        honest_TC = outputs.scores_TC.double().cpu() - kept_of_rows[FLATTERY][outputs.example_T.cpu()]
+        honest_TC = outputs.scores_TC.double().cpu() - kept_of_rows[OPTIMISM][outputs.example_T.cpu()]
         error_TC = errors(replace(outputs, scores_TC=honest_TC))
         found, least = self._regressions(seen, names, error_TC)
         every = {(name, kind): part for name, parts in found.items() for kind, part in enumerate(parts)}

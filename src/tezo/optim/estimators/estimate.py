@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.bases.basis import FactorStore
-from tezo.directions.bases.flattery import Foretold
+from tezo.directions.bases.optimism import Foretold
 from tezo.directions.outputs import Outputs, Places
 from tezo.directions.spaces import Direction, Tile
 from tezo.forward.perturbed_parameter import PerturbedParameter
@@ -268,7 +268,8 @@ class Estimator(ABC):
     rule: ClassVar[str]
     """Name in records and step logs of the steps that it is for."""
     idle_steps: ClassVar[int | None] = None
-    """Steps in a row without a change after which no later step is worth its passes; None: any may be."""
+    """Steps in a row without a change, or evaluations without a lower dev loss, after which later steps are not worth
+    their passes; None: any may be."""
     told: Mapping[str, Any] = MappingProxyType({})
     """What the last estimate measured beside its losses: JSON, for the log of metrics."""
 

@@ -17,8 +17,8 @@ the changes of scores P, and P' if each row had been left out of it, F is replac
 
     F' = F - r (P - P'),   s, r = argmin |F - s P' - r (P - P')|^2,
 
-all less their means over rows and over classes in r, the part of the flattery that is real, and the scores z of rows by
-z', less the flattery of the steps before (`tezo.directions.bases.flattery`). Coefficients are fitted to z' + F' a.
+all less their means over rows and over classes in r, the part of the optimism that is real, and the scores z of rows by
+z', less the optimism of the steps before (`tezo.directions.bases.optimism`). Coefficients are fitted to z' + F' a.
 
 lambda is chosen by cross-validation over the rows, which takes the scores for linear in a. They are not, so the real
 outputs z' at the solution are measured on the same rows. Where they are not nearly what was promised, the part t of the
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.directions.bases.flattery import Foretold, parts
+from tezo.directions.bases.optimism import Foretold, parts
 from tezo.directions.outputs import Outputs, change
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
@@ -87,7 +87,7 @@ class GaussNewton(TwoPoint):
     """
 
     rule = GAUSS_NEWTON
-    idle_steps = 2  # our choice: one round without a step may be chance
+    idle_steps = 2  # our choice: one round without a gain may be chance
     tried: Sequence[tuple["Candidate", float]] = ()
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
@@ -192,13 +192,13 @@ def unseen(slopes_TCK: Tensor, own: Outputs, foretold: Foretold | None) -> tuple
     """
     if foretold is None:
         return own, slopes_TCK
-    known_T = own.example_T.cpu() < len(foretold.flattery_EC)
+    known_T = own.example_T.cpu() < len(foretold.optimism_EC)
     examples_T = own.example_T.cpu()[known_T]
     fitted_TCK, without_TCK = (
         part[examples_T, :, : slopes_TCK.shape[-1]] for part in (foretold.fitted_ECJ, foretold.without_ECJ)
     )
     scores_TC, found_TCK = own.scores_TC.double().cpu(), slopes_TCK.clone()
-    scores_TC[known_T] -= foretold.flattery_EC[examples_T]
+    scores_TC[known_T] -= foretold.optimism_EC[examples_T]
     real_K = parts(found_TCK[known_T], without_TCK, fitted_TCK - without_TCK, together=False).clamp(0, 1)
     found_TCK[known_T] -= real_K * (fitted_TCK - without_TCK)
     return replace(own, scores_TC=scores_TC, labels_T=own.labels_T.cpu(), example_T=own.example_T.cpu()), found_TCK
