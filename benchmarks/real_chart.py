@@ -22,6 +22,7 @@ LINES = {
     "lozo": ("LOZO", "#777777", "-."),
     "mezo": ("MeZO", "#999999", "-"),
     "fzoo": ("FZOO", "#999999", ":"),
+    "grzo": ("GRZO", "#777777", (0, (1, 1))),
 }
 """Beginning of a run's name -> (name in the figure, colour, stroke)."""
 OURS = ("gauss-newton", "head-feedback")

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import statistics
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 import tezo
-from tezo.directions.spaces import Dense
+from tezo.directions import spaces
+from tezo.directions.perturbation import DenseSigned, DrawKey
+from tezo.directions.spaces import Dense, SignedDense
+from tezo.directions.targets import select_targets
 from tezo.forward import blocks as block_points
 from tezo.forward.blocks import Blocks, NotInBlocksError
 from tezo.models.loading import load_model
@@ -46,13 +50,20 @@ def row_losses(model, ids_BL):
     return closure
 
 
+def written(direction):
+    return torch.cat([z.clone() for _, z in direction.tiles()])
+
+
 def moved(model, draw, i, scale, j=0):
     """The model with W + scale Z written into each weight, Z the j-th direction of example i."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in draw.directions:
                 direction = draw.directions[name][j]
-                if isinstance(direction, Dense):
+                if isinstance(direction, SignedDense) and parameter.ndim == 2:
+                    left_M, right_N = (signs[0] for signs in direction.signs([i]))
+                    parameter += scale * left_M.unsqueeze(1) * written(direction) * right_N
+                elif isinstance(direction, Dense):
                     parameter += scale * direction.vectors([i])[0]
                 else:
                     direction.with_coefficient(direction.draw([i])[0]).add_to_(parameter, scale)
@@ -138,11 +149,12 @@ def objective_examples(family, shape, objective):
     return [objective.encode(example) for example in made]
 
 
-@choose("tezo-cadam", "lozo-m")
+@pytest.mark.parametrize("name", ["tezo-cadam", "lozo-m", "grzo"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_not_taken_for_rows_that_read_each_other(case, dtype):
+def test_rounding_is_not_taken_for_rows_that_read_each_other(name, dtype):
     model, ids = tiny_opt(dtype), tokens(batch=8, seed=1)
-    optimizer = case.build(model, directions="per-example")
+    options = CASES[name].options if name in CASES else {}
+    optimizer = METHODS[name].build(model, directions="per-example", lr=1e-3, **options)
 
     def losses():
         logits = model(input_ids=ids).logits.float()
@@ -406,6 +418,56 @@ def test_wrong_requests_are_sentences():
     tezo.tezo(regression, rank=2, lr=1e-3).step(regression.loss)
 
 
+# --- noise with signs of each example
+
+
+@pytest.mark.parametrize(("build", "targets"), [(tiny_opt, ("all",)), (tiny_gpt2, ("all", "!*wpe*"))])
+def test_a_matrix_of_noise_is_measured_with_the_signs_of_each_row(monkeypatch, build, targets):
+    monkeypatch.setattr(spaces, "TILE", 500)  # several tiles a matrix
+    model, ids = build(), tokens(batch=5, seed=1)
+    plain, lr = copy.deepcopy(model), 0.1
+    optimizer = tezo.grzo(model, lr=lr, rho=RHO, targets=targets)
+    draw = optimizer.draw()
+    kappas = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 5)
+    expected = [kappa / statistics.pstdev(kappas) for kappa in kappas]
+    optimizer.step(row_losses(model, ids))
+    assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-4)
+    assert optimizer.last_step.forward_passes == 2 + 2
+    for i, kappa in enumerate(expected):
+        moved(plain, draw, i, -lr * kappa / 5)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_noise_with_signs_is_standard_normal_and_uncorrelated_between_examples():
+    count, (target,) = 4000, select_targets(Linear(torch.zeros(1, 4), torch.zeros(1, 3)), ("all",))
+    drawn = []
+    for step in range(count):
+        direction = DenseSigned().direction(target, DrawKey(7, step), {})
+        signs = direction.signs(range(3))
+        drawn.append(signs[0].unsqueeze(2) * written(direction) * signs[1].unsqueeze(1))
+    z_N3D = torch.stack(drawn).flatten(2)
+    assert torch.equal(z_N3D[:, 0].unflatten(1, (4, 3))[-1], written(direction))
+    products_NXX = torch.einsum("nid,nje->nidje", z_N3D, z_N3D).flatten(1, 2).flatten(2) - torch.eye(36)
+    errors = products_NXX.mean(0) / (products_NXX.std(0) / math.sqrt(count))
+    assert float(errors.abs().max()) < 5.2, "666 products, in all 1.3e-4"
+    factors = torch.randn(3, generator=torch.Generator().manual_seed(0)).tolist()
+    whole = torch.cat([values.clone() for _, values in direction.tiles(factors)])
+    parts = sum(factor * z for factor, z in zip(factors, drawn[-1], strict=True))
+    torch.testing.assert_close(whole, parts)
+
+
+def test_rows_without_a_spread_take_no_step():
+    model, ids = tiny_opt(), tokens(batch=1, seed=1)
+    before = copy.deepcopy(model)
+    optimizer = tezo.grzo(model, lr=0.1)
+    optimizer.step(row_losses(model, ids))
+    assert optimizer.last_step.projected_grads == (0.0,)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    with pytest.raises(RequestError, match=r"method\.directions is shared; grzo is defined for per-example only"):
+        tezo.grzo(tiny_opt(), directions="shared")
+
+
 # --- runs
 
 
@@ -423,7 +485,9 @@ def run_of(home, method="tezo-cadam", **settings):
     return parse_config(tree | {"method": tree["method"] | {"directions": "per-example"}})
 
 
-@pytest.mark.parametrize("name", mostly_slow([name for name in LOW_RANK if "tezo" in name or "lozo" in name], "lozo-m"))
+@pytest.mark.parametrize(
+    "name", mostly_slow([*(name for name in LOW_RANK if "tezo" in name or "lozo" in name), "grzo"], "lozo-m", "grzo")
+)
 def test_a_run_goes_on_to_the_bit_and_is_replayed(home, tmp_path, name):
     made = run_of(home, name)
     train(made, tmp_path / "whole")
@@ -459,7 +523,7 @@ def auto(home, method="head-feedback", **settings):
 def test_a_run_of_ours_gives_each_example_its_own_unless_told_otherwise(home):
     for name in METHODS:
         chosen = prepare(config(home, name)).config.method.options.get("directions", "shared")
-        assert chosen == ("per-example" if name == "head-feedback" else "shared"), name
+        assert chosen == ("per-example" if name in ("head-feedback", "grzo") else "shared"), name
     told = auto(home)
     tree = to_tree(told)
     told = parse_config(tree | {"method": tree["method"] | {"directions": "shared"}})

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tezo.optim.methods import forward_gradient as forward_gradient
     from tezo.optim.methods import fzoo as fzoo
     from tezo.optim.methods import gauss_newton as gauss_newton
+    from tezo.optim.methods import grzo as grzo
     from tezo.optim.methods import head_feedback as head_feedback
     from tezo.optim.methods import lozo as lozo
     from tezo.optim.methods import lozo_m as lozo_m
@@ -54,9 +55,9 @@ if TYPE_CHECKING:
 __version__ = version("tezo")
 
 _METHODS = (
-    "adam", "es", "forward_gradient", "fzoo", "gauss_newton", "lozo", "head_feedback", "lozo_m", "mezo", "mezo_adam",
-    "mezo_conservative", "mezo_m", "mezo_norm", "mezo_sign", "sparse_mezo", "subzo", "tezo", "tezo_adam", "tezo_cadam",
-    "tezo_m", "zo_adamu",
+    "adam", "es", "forward_gradient", "fzoo", "gauss_newton", "grzo", "lozo", "head_feedback", "lozo_m", "mezo",
+    "mezo_adam", "mezo_conservative", "mezo_m", "mezo_norm", "mezo_sign", "sparse_mezo", "subzo", "tezo", "tezo_adam",
+    "tezo_cadam", "tezo_m", "zo_adamu",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(("Run", "load_adapter", "open_run", "prepare", "train"), "tezo.training.api"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tezo.directions.bases.basis import Basis, FactorStore, GaussianBasis, Passes, RowsOf
 from tezo.directions.bases.optimism import Foretold
 from tezo.directions.random import Key, fill_normal_
-from tezo.directions.spaces import Dense, Direction, row_tiles
+from tezo.directions.spaces import Dense, Direction, SignedDense, row_tiles
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
 
@@ -132,6 +132,16 @@ class DenseRademacher(Perturbation):
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> SignNoise:
         del state
         return SignNoise(**vars(dense(target, key)))
+
+
+class DenseSigned(Perturbation):
+    """GRZO's z: noise whose rows and columns have signs of each example."""
+
+    draws = SignedDense
+
+    def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> SignedDense:
+        del state
+        return SignedDense(**vars(dense(target, key)))
 
 
 @dataclass(frozen=True)

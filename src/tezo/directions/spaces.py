@@ -11,6 +11,8 @@ are written once, for coefficients:
 | `Core`    | U S V^T            | core_RR     | u_MR, v_NR   | SubZO               |
 | `Dense`   | z                  | z itself    | nothing      | MeZO, ZO-AdaMU, 1-D |
 
+`SignedDense` is noise with signs of each example (GRZO).
+
 Shape suffixes: M rows and N columns of the weight as it is stored, R the rank, B examples, G blocks of T input rows.
 The fixed factors include the scale that gives every entry of Z variance 1 (see `tezo.directions.low_rank.Scale`).
 """
@@ -224,6 +226,37 @@ class Dense(Direction):
     def add_to_(self, weight_MN: Tensor, alpha: float) -> None:
         for rows, z in self.tiles((alpha,)):
             weight_MN[rows] += z.to(weight_MN.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedDense(Dense):
+    """Noise whose rows and columns have signs of each example: Z_i = diag(r_i) Z diag(s_i), from one draw of Z.
+
+    Each Z_i is standard normal, and E[Z_i Z_j] = 0 entry by entry for i != j (Flipout). Example 0 has Z itself.
+    """
+
+    def tiles(self, factors: Sequence[float] = (1.0,)) -> Iterator[Tile]:
+        if len(self.shape) == 1 or len(factors) == 1:
+            yield from super().tiles(factors)
+            return
+        # sum_i f_i Z_i = Z * (R^T diag(f) S), entry by entry
+        left_BM, right_BN = self.signs(range(len(factors)))
+        weighted_BM = left_BM * left_BM.new_tensor(factors).unsqueeze(1)
+        for rows, z in super().tiles():
+            yield rows, z.mul_(weighted_BM[:, rows].T @ right_BN)
+
+    def signs(self, examples: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Returns r_i and s_i of B examples: (B, M) and (B, N)."""
+        left, right = self._signs
+        return left(examples, self.dtype, self.device), right(examples, self.dtype, self.device)
+
+    @cached_property
+    def _signs(self) -> tuple[Signs, Signs]:
+        key: Key = {"seed": self.seed, "step": self.step, "name": self.name, "role": self.role}
+        rows, columns = self.shape
+        return Signs(rows, {**key, "role": f"{self.role}.rows"}), Signs(
+            columns, {**key, "role": f"{self.role}.columns"}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Evaluating a model at W + rho Z: in the forward pass, in place, or in place with restoration from a copy."""
 
-from tezo.directions.spaces import Direction, FixedFactors
+from tezo.directions.spaces import Direction, FixedFactors, SignedDense
 from tezo.directions.targets import Target
 from tezo.forward.blocks import Blocks
-from tezo.forward.dense import DenseInForward, VectorInForward
+from tezo.forward.dense import DenseInForward, SignedInForward, VectorInForward
 from tezo.forward.in_place import FromCopy, InPlace
 from tezo.forward.low_rank import InForward
 from tezo.forward.perturbed_parameter import PerturbedParameter
@@ -23,5 +23,5 @@ def perturbed_parameter(
         if issubclass(kind, FixedFactors):
             return InForward(target, blocks, frozen_rank)
         if all(site.layout in DenseInForward.layouts for site in target.sites):
-            return DenseInForward(target, blocks)
+            return (SignedInForward if issubclass(kind, SignedDense) else DenseInForward)(target, blocks)
     return InPlace(target) if target.is_matrix else FromCopy(target)

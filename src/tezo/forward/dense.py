@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from tezo.directions import spaces
 from tezo.directions.products import multiplies_bfloat16, row_slices, scratch
 from tezo.directions.random import generator
-from tezo.directions.spaces import Dense, row_tiles
+from tezo.directions.spaces import Dense, SignedDense, row_tiles
 from tezo.directions.targets import Layout, Site, Target, only_input
 from tezo.forward import rounding
 from tezo.forward.blocks import Blocks
@@ -198,6 +198,65 @@ def grouped(shape: tuple[int, ...], tile: int, most: int) -> list[list[slice]]:
     count = -(-shape[0] // max(1, most))
     tiles = row_slices(shape, tile)
     return [list(group) for _, group in itertools.groupby(tiles, lambda rows: rows.start * count // shape[0])]
+
+
+class SignedInForward(DenseInForward):
+    """A matrix with a dense direction of each example, perturbed inside the forward of its modules.
+
+    With Z_i = diag(r_i) Z diag(s_i) the effect of all B perturbations is one product with Z more, tile by tile:
+
+        x_i (W + scale_i Z_i)^T = x_i W^T + scale_i r_i * ((s_i * x_i) Z^T).
+    """
+
+    def set_perturbations(self, shifts: Sequence[Shift]) -> None:
+        super().set_perturbations(shifts)
+        if not shifts:
+            return
+        (z,) = self._directions.values()  # one direction a pass, of many examples
+        assert isinstance(z, SignedDense)
+        self._z = z
+        examples = [example for shift in shifts for example in shift.examples]
+        scales = [shift.scale for shift in shifts for _ in shift.examples]
+        left_GM, right_GN = self._z.signs(examples)
+        self._scales_G11 = torch.tensor(scales, dtype=self._dtype, device=self.weight.device).view(-1, 1, 1)
+        self._left_G1M = left_GM.to(self._dtype).unsqueeze(1) * self._scales_G11
+        self._right_G1N = right_GN.to(self._dtype).unsqueeze(1)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return self._blocks.split(x, len(self._scales_G11), 1).to(self._dtype)
+
+    def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        self.was_called = True
+        for rows in row_tiles(self.target.stored_shape, self.weight.device):
+            yield rows, self._z.fill_(self._z.buffer(rows, self._z.role), rows).to(self._dtype)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            out: Tensor = LINEAR(x, weight, bias)
+            out_GTM, x_GTN = self._split(out), self._split(x) * self._right_G1N
+            moved = [x_GTN @ z_RN.T for _, z_RN in self._tiles()]
+            return torch.addcmul(out_GTM, torch.cat(moved, -1), self._left_G1M).to(x.dtype).view(out.shape)
+
+    def _transposed(self, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            out: Tensor = ADDMM(bias, x, weight)
+            out_GTN, x_GTM = self._split(out), self._split(x) * self._left_G1M
+            moved_GTN = torch.zeros_like(out_GTN)
+            for rows, z_RN in self._tiles():
+                moved_GTN += x_GTM[..., rows] @ z_RN
+            return torch.addcmul(out_GTN, moved_GTN, self._right_G1N).to(x.dtype).view(out.shape)
+
+    def _lookup(self, ids: Tensor, *others: Any, **options: Any) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            output: Tensor = EMBEDDING(ids, *others, **options)
+            ids_GT = self._blocks.split(ids, len(self._scales_G11), 0)
+            out_GTN, left_GM = self._split(output), self._left_G1M.squeeze(1)
+            moved_GTN = torch.zeros_like(out_GTN)
+            for rows, z_RN in self._tiles():
+                in_tile_GT = (ids_GT >= rows.start) & (ids_GT < rows.stop)
+                moved_GTN[in_tile_GT] = z_RN[ids_GT[in_tile_GT] - rows.start]
+            moved_GTN *= torch.take_along_dim(left_GM, ids_GT, 1).unsqueeze(-1)
+            return torch.addcmul(out_GTN, moved_GTN, self._right_G1N).to(output.dtype).view(output.shape)
 
 
 class VectorInForward(PerturbedParameter):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tezo.directions.bases.basis import FactorStore, Passes, RowsOf
 from tezo.directions.perturbation import DrawKey, Perturbation
 from tezo.directions.products import float32_on_emulating_cpu
-from tezo.directions.spaces import Direction, FixedFactors
+from tezo.directions.spaces import Direction, FixedFactors, SignedDense
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.forward.perturbed_parameter import evaluation_mode, let_interrupt, uninterrupted
 from tezo.optim.base_optimizer import BaseOptimizer
@@ -99,7 +99,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         in_forward: False perturbs all parameters in place, as published code does (for comparison).
         directions: "shared": all examples of a batch meet the same directions, and the closure returns a scalar.
             "per-example": each has its own at the price of the shared ones, see `tezo.optim.estimators.per_example`;
-            the closure returns the loss of each row, (rows,), whose mean is the objective. Low-rank directions only.
+            the closure returns the loss of each row, (rows,), whose mean is the objective. Low-rank directions only,
+            or noise with signs of each example.
         estimator: how the projected gradients of shared directions are measured.
         frozen_rank: at a refresh of the factors, the change trained so far is stored beside the base, compressed to
             factors of at most this rank. None: the change is folded into the weights; if these cannot be written, it is
@@ -178,7 +179,10 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         try:
             if self.per_example:
                 self._check_per_example(directions, estimator)
-            self._two_point = PerExample(rho, self.parameters.blocks) if self.per_example else estimator(rho)
+                of_examples = estimator if issubclass(estimator, PerExample) else PerExample
+                self._two_point: TwoPoint = of_examples(rho, self.parameters.blocks)
+            else:
+                self._two_point = estimator(rho)
             self._rules = {rule.estimator.rule: rule for rule in (StepRule(self._two_point, update), *more_rules)}
             for rule in self._rules.values():
                 rule.estimator.prepare(model, self.moving, seed)
@@ -193,9 +197,9 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         if directions != PER_EXAMPLE:
             raise RequestError(f"method.directions is {directions!r}; it must be shared or per-example.")
         for name, moving in self.moving.items():
-            low_rank = issubclass(self.perturbation.direction_type(moving.target), FixedFactors)
-            dense = moving.target.is_matrix and not low_rank
-            if dense or not moving.in_blocks or estimator is not TwoPoint:
+            of_examples = issubclass(self.perturbation.direction_type(moving.target), FixedFactors | SignedDense)
+            dense = moving.target.is_matrix and not of_examples
+            if dense or not moving.in_blocks or not (estimator is TwoPoint or issubclass(estimator, PerExample)):
                 raise RequestError(
                     f"method.directions is per-example, which {name} cannot have at bounded memory with this method; "
                     "use tezo, lozo or a variant of them, or method.directions=shared."

@@ -194,8 +194,9 @@ def with_directions(
     Without measuring each row is assumed to be.
     """
     chosen = method(config.method.name)
-    if config.method.options.get("directions", chosen.defaults().get("directions")) != AUTO:
-        return config, []
+    asked = config.method.options.get("directions", chosen.defaults().get("directions"))
+    if asked != AUTO:
+        return config.with_options(directions=asked) if asked == PER_EXAMPLE else config, []
     apart = config.train.minimises_loss and config.train.parallel != "directions"
     if not apart or rows is None or rows.share_directions:
         return config.with_options(directions=SHARED), []

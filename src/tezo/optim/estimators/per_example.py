@@ -1,6 +1,8 @@
 """Simultaneous perturbation with directions of their own for the examples of a batch."""
 
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,9 +41,14 @@ class PerExample(TwoPoint):
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         probes, checked = self._measure(closure, draw.directions, self.rho, check=draw.count == 0)
+        probes = self._weighted(probes)
         loss = sum(probe.loss_plus + probe.loss_minus for probe in probes) / (2 * len(probes))
         passes = self.passes(len(next(iter(draw.directions.values()))), first=checked)
         return average(loss, probes, passes, draw)
+
+    def _weighted(self, probes: tuple[Probe, ...]) -> tuple[Probe, ...]:
+        """Returns the measurements with the projected gradients that a step takes."""
+        return probes
 
     def passes(self, directions: int, *, first: bool) -> int:
         return 2 * directions + 2 * first
@@ -127,6 +134,21 @@ class PerExample(TwoPoint):
         raise RequestError(
             "train.parallel is directions, but each example has its own; set train.parallel=rows, which shares them."
         )
+
+
+class GroupRelative(PerExample):
+    """`PerExample` with each difference of losses over the spread of all of them (GRZO):
+
+        delta_i = f_i(W + rho Z_i) - f_i(W - rho Z_i),   kappa_i = delta_i / s,   s^2 = mean (delta_i - mean delta)^2.
+
+    kappa has no unit, so that the rate is the size of an entry's step. Without a spread there is no step.
+    """
+
+    def _weighted(self, probes: tuple[Probe, ...]) -> tuple[Probe, ...]:
+        differences = [probe.loss_plus - probe.loss_minus for probe in probes]
+        spread = statistics.pstdev(differences)
+        kappas = [difference / spread if spread else 0.0 for difference in differences]
+        return tuple(replace(probe, projected_grad=kappa) for probe, kappa in zip(probes, kappas, strict=True))
 
 
 def row_losses(closure: Closure) -> Tensor:

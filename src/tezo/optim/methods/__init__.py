@@ -27,6 +27,7 @@ from tezo.optim.methods.first_order import adam as adam
 from tezo.optim.methods.first_order import forward_gradient as forward_gradient
 from tezo.optim.methods.fzoo import fzoo as fzoo
 from tezo.optim.methods.gauss_newton import gauss_newton as gauss_newton
+from tezo.optim.methods.grzo import grzo as grzo
 from tezo.optim.methods.head_feedback import head_feedback as head_feedback
 from tezo.optim.methods.lozo import lozo as lozo
 from tezo.optim.methods.lozo import lozo_m as lozo_m
@@ -147,6 +148,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method("mezo-conservative", mezo_conservative, in_paper=False),
         Method("sparse-mezo", sparse_mezo, in_paper=False),
         Method("fzoo", fzoo, in_paper=False),
+        Method("grzo", grzo, in_paper=False),
         Method("lozo", lozo),
         Method("lozo-m", lozo_m),
         Method("subzo", subzo),

@@ -1,0 +1,40 @@
+"""GRZO: a direction of each example by signs, and steps over the spread of their differences."""
+
+from typing import Unpack
+
+from torch import nn
+
+from tezo.directions.perturbation import DenseSigned
+from tezo.optim.estimators.per_example import GroupRelative
+from tezo.optim.optimizer import PER_EXAMPLE, Basic, Directions, ZerothOrderOptimizer
+from tezo.optim.settings import with_settings
+from tezo.optim.updates import SGD
+from tezo.system.errors import RequestError
+
+
+@with_settings
+def grzo(
+    model: nn.Module,
+    *,
+    lr: float = 1e-5,
+    rho: float = 1e-3,
+    directions: Directions = PER_EXAMPLE,
+    **basic: Unpack[Basic],
+) -> ZerothOrderOptimizer:
+    """GRZO: a direction of each example, by signs of one draw of noise, and steps over the spread of their differences.
+
+        Z_i = diag(r_i) Z diag(s_i),   r_i, s_i of signs,   delta_i = f_i(W + rho Z_i) - f_i(W - rho Z_i),
+        W <- W - lr (1/B) sum_i (delta_i / s) Z_i,   s^2 = (1/B) sum_i (delta_i - mean delta)^2.
+
+    A baseline of Tan et al. 2026 (arXiv 2606.02857); not in the paper. Two forward passes a step, and in each a product
+    with Z more. State: none. `lr` is ours, the size of an entry's step up to a factor. The closure returns the loss of
+    each row.
+
+    Deviations: as in `mezo`. Where their estimate is divided by 2 rho, ours has this factor in `lr`; they add a small
+    number to s, and we take no step where it is 0.
+    """
+    if directions != PER_EXAMPLE:
+        raise RequestError(f"method.directions is {directions}; grzo is defined for {PER_EXAMPLE} only.")
+    return ZerothOrderOptimizer(
+        model, DenseSigned(), SGD(), lr=lr, rho=rho, directions=directions, estimator=GroupRelative, **basic
+    )
