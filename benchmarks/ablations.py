@@ -20,7 +20,6 @@ import torch
 from real_tasks import MODEL, measured
 
 from tezo.directions.bases import errors, looks
-from tezo.directions.bases.optimism import carried
 from tezo.directions.outputs import Outputs
 from tezo.forward.perturbed_parameter import Shift
 from tezo.optim.estimators import gauss_newton
@@ -66,7 +65,7 @@ def one_ridge() -> None:
 
 def optimistic() -> None:
     """Slopes of rows that were looked at are taken as they are."""
-    gauss_newton.unseen = lambda slopes_TCK, own, *_: (own, slopes_TCK)
+    gauss_newton.unseen = lambda slopes_TCK, *_: slopes_TCK
 
 
 def losses_alone() -> None:
@@ -92,11 +91,6 @@ def losses_alone() -> None:
     GaussNewton._trusted = trusted  # type: ignore[method-assign]
 
 
-def forgetful() -> None:
-    """The optimism of the steps before is not taken off."""
-    errors.carried = lambda _, scores_EC, before, columns: carried((), scores_EC, before, columns)
-
-
 def nothing() -> None:
     """The method as it is."""
 
@@ -109,7 +103,6 @@ PARTS: dict[str, tuple[Callable[[], None], Sequence[tuple[str, Any]]]] = {
     "without the choice of layers by signal": (every_signal, ()),
     "without the choice of layers by effect": (every_layer, ()),
     "without leaving rows out of what is foretold": (optimistic, ()),
-    "without taking off the optimism of steps before": (forgetful, ()),
     "without the choice of the ridge": (one_ridge, ()),
     "without trust: no step is measured": (whole_steps, ()),
 }

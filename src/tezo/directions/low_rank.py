@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.bases import find_basis
-from tezo.directions.bases.basis import ROLES, Basis, Role
-from tezo.directions.bases.optimism import Foretold
+from tezo.directions.bases.basis import ROLES, Basis, Foretold, Role
 from tezo.directions.perturbation import DrawKey, Perturbation, dense
 from tezo.directions.random import Signs, fill_normal_, normal
 from tezo.directions.ranks import RankRule

@@ -95,8 +95,8 @@ class Rows(Protocol):
         ...
 
     @property
-    def numbers(self) -> Sequence[int]:
-        """The number of each example among the training rows; none: it is not known."""
+    def stepped(self) -> int | None:
+        """How many of the examples, the first ones, are those of the step; None: all."""
         ...
 
 

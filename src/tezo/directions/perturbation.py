@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import Basis, FactorStore, GaussianBasis, Passes, RowsOf
-from tezo.directions.bases.optimism import Foretold
+from tezo.directions.bases.basis import Basis, FactorStore, Foretold, GaussianBasis, Passes, RowsOf
 from tezo.directions.random import Key, fill_normal_
 from tezo.directions.spaces import Dense, Direction, SignedDense, row_tiles
 from tezo.directions.targets import Target

@@ -193,7 +193,7 @@ class Job:
 
     def sampler(self) -> BatchSampler:
         """Which training rows a step takes."""
-        return sampler(self.config, self.format, len(self.train))
+        return sampler(self.config, rows_of(self.config, self.format, len(self.train), judged=bool(self.dev))[1])
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
@@ -242,14 +242,14 @@ def prepare(
             raise RequestError(f"method.name is {settings.method.name}, model.engine {engine}: {error}") from None
         if isinstance(optimizer, ZerothOrderOptimizer):
             optimizer.set_calibration_passes(passes)
-            looked, _ = rows_of(settings, used.format, len(used.train))
-            taken = sampler(settings, used.format, len(used.train))
+            looked, stepped = rows_of(settings, used.format, len(used.train), judged=bool(used.dev))
+            taken = sampler(settings, stepped)
             optimizer.set_rows(
                 partial(rows_to_look_at, loaded, used.objective, used.train, settings.train, looked, taken)
             )
         return optimizer
 
-    num_stepped = len(rows_of(config, used.format, len(used.train))[1])
+    num_stepped = len(rows_of(config, used.format, len(used.train), judged=bool(used.dev))[1])
     train = with_steps(config.train, num_stepped, method(config.method.name))
     current().rows_per_pass = used.objective.rows_of_pass(used.train[:BASIS_ROWS], train.rows_per_step)
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
@@ -481,19 +481,19 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
     return passes
 
 
-def rows_of(config: Config, form: Format, num_rows: int) -> tuple[Sequence[int], Sequence[int]]:
+def rows_of(config: Config, form: Format, num_rows: int, *, judged: bool) -> tuple[Sequence[int], Sequence[int]]:
     """(Training rows that looks have, those that steps have): all, or two parts where outputs are kept.
 
-    What a look finds holds for its rows better than for others; of rows with shared labels it is known how much.
+    What a look finds holds for its rows better than for others. Of rows with shared labels it is known how much; but
+    not how much better than others they have become by earlier steps, which dev rows must tell (`judged`).
     """
-    if form.options or not method(config.method.name).takes_outputs:
+    if (form.options and judged) or not method(config.method.name).takes_outputs:
         return range(num_rows), range(num_rows)
     return parts(num_rows, config.train.seed)
 
 
-def sampler(config: Config, form: Format, num_rows: int) -> BatchSampler:
-    """Which training rows a step takes; none twice where outputs are kept, since a look leaves out each but once."""
-    _, stepped = rows_of(config, form, num_rows)
+def sampler(config: Config, stepped: Sequence[int]) -> BatchSampler:
+    """Which of these rows a step takes; none twice where outputs are kept, since a look leaves out each but once."""
     whole = method(config.method.name).takes_outputs
     return BatchSampler(stepped, config.train.rows_per_step, config.train.seed, whole=whole)
 
@@ -515,7 +515,7 @@ def rows_to_look_at(
     numbers = own + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]
     looking = objective.in_torch()
     most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
-    return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), numbers)
+    return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), len(own))
 
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:

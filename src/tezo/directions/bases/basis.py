@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.optimism import Foretold
 from tezo.directions.outputs import Rows
 from tezo.directions.random import normal
 from tezo.directions.targets import Target
@@ -25,6 +24,19 @@ Passes = Callable[[int], object]
 RowsOf = Callable[[int, int], Rows]
 """Function of the refresh step and of the most rows that are wanted; it returns training rows, those of the step first
 if they may be among them."""
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What J directions should change the scores of the rows of a step by, of C classes.
+
+    Attributes:
+        fitted_ECJ: of each of E rows, by regressions that had it.
+        without_ECJ: the same if each row had been left out of them.
+    """
+
+    fitted_ECJ: Tensor
+    without_ECJ: Tensor
 
 
 @dataclass(frozen=True)

@@ -40,18 +40,17 @@ a perturbation of scale rho moves the outputs of layers by about the part rho. F
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.directions.bases.basis import CollectedFactors, RowsOf
+from tezo.directions.bases.basis import CollectedFactors, Foretold, RowsOf
 from tezo.directions.bases.collected import OUTPUT_SIDE, CollectedBasis, input_size
 from tezo.directions.bases.looks import Nudges, Seen, output_size, recording
-from tezo.directions.bases.optimism import OPTIMISM, Foretold, carried
 from tezo.directions.bases.readout import Ends, read_text, recording_ends
 from tezo.directions.outputs import Outputs, Rows, errors
 from tezo.directions.targets import Target
@@ -70,12 +69,11 @@ LAST_LAYERS, LAST_LAYERS_CHOICES = 1 / 2, 1 / 4
 """Layers that may be changed, the last ones of the model, as a part of all: of shared labels, and of other options."""
 WEAK = 1e-3
 """Columns of other options whose singular value is a smaller part of the largest are left out."""
-STREAM, WRITERS = "vectors that raise each class", "layers whose outputs they are added to"
-PROPOSED = "coefficients of proposed directions"
+STREAM, PROPOSED = "vectors that raise each class", "coefficients of proposed directions"
 FORETOLD, TURNS = "what columns foretell of rows", "classes of columns"
 SIGNAL, NO_SIGNAL = "signal of each target", -2.0
-"""The names under which S, its layers, the coefficients of directions, what columns foretell (2, E, R) and of which
-classes (C, R), and signals are kept with the factors; the last is in place of a signal that was not measured."""
+"""The names under which S, the coefficients of directions, what columns foretell (2, E, R) and of which classes (C, R),
+and signals are kept with the factors; the last is in place of a signal that was not measured."""
 
 
 class ErrorBasis(CollectedBasis):
@@ -112,7 +110,7 @@ class ErrorBasis(CollectedBasis):
             return None
         along_CRJ = factors[TURNS].unsqueeze(-1) * factors[PROPOSED].T
         fitted, without = (torch.tensordot(own_ER, along_CRJ, ([1], [1])) for own_ER in factors[FORETOLD])
-        return Foretold(fitted, without, factors[OPTIMISM][: len(fitted)])
+        return Foretold(fitted, without)
 
     def collect(self, refresh_step: int) -> CollectedFactors:
         if self._source is None:
@@ -121,10 +119,6 @@ class ErrorBasis(CollectedBasis):
                 "optimizer.set_rows(rows), or set method.basis=gaussian."
             )
         model, rows_of = self._source
-        before = self._before(refresh_step)
-        if STREAM in before:  # what raises a class changes little in a run
-            names = [t.name for t, writes in zip(self._targets, before[WRITERS].tolist(), strict=True) if writes]
-            return self._with_signals(*self._of_labels(refresh_step, names, before[STREAM].clone()))
         like_last = [target for target in self._targets if output_size(target) == output_size(self._targets[-1])]
         tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
         rows = rows_of(refresh_step, self._rows_of_a_look(tried, MOST_ROWS))
@@ -145,25 +139,15 @@ class ErrorBasis(CollectedBasis):
             nudges = Nudges(model, rows, places, outputs, refresh_step)
             stream_MC = nudges.stream(last, seen.output_size(last.name))
             names, stream_MC = nudges.writers([t for t in tried if t.name in seen.inputs], stream_MC)
-            factors, passes = self._of_labels(refresh_step, names, stream_MC)
-            passes += 3 * len(places)
-        return self._with_signals(factors, passes)
-
-    def _with_signals(self, factors: dict[str, Tensor], passes: int) -> CollectedFactors:
+            writers = [target for target in tried if target.name in names]
+            rows = rows_of(refresh_step, self._rows_of_a_look(writers, MOST_LABELLED))
+            with recording(model, writers, more := rows.places()) as seen:
+                outputs = rows.outputs()
+            factors, passes = self._of_labels(seen, names, outputs, stream_MC), 3 * len(places) + len(more)
+            if rows.stepped is not None:
+                factors[FORETOLD] = factors[FORETOLD][:, : rows.stepped]
         signals = [self.signal.get(target.name, NO_SIGNAL) for target in self._targets]
         return CollectedFactors(factors | {SIGNAL: torch.tensor(signals, dtype=torch.float64)}, passes)
-
-    def _before(self, refresh_step: int) -> Mapping[str, Tensor]:
-        """Returns what the look before has found; nothing, if there was none."""
-        last = max((step for step in self._collected if step < refresh_step), default=None)
-        return {} if last is None else self._collected[last].factors
-
-    def _carried(self, refresh_step: int, rows: Rows, outputs: Outputs) -> dict[str, Tensor]:
-        """Returns what is kept of the rows of a look; see `tezo.directions.bases.optimism`."""
-        scores_EC = outputs.scores_TC.double().cpu()[outputs.example_T.cpu().argsort()]
-        before = self._before(refresh_step)
-        columns = (before[FORETOLD], before[TURNS]) if FORETOLD in before else (torch.zeros(2, 0, 0), torch.zeros(0, 0))
-        return carried(rows.numbers, scores_EC, before, columns)
 
     def _regressions(
         self, seen: Seen, names: Sequence[str], error_TE: Tensor
@@ -195,17 +179,9 @@ class ErrorBasis(CollectedBasis):
                 factors[name][:, : v_IR.shape[1]] = size * v_IR
         return factors
 
-    def _of_labels(self, refresh_step: int, names: Sequence[str], stream_MC: Tensor) -> tuple[dict[str, Tensor], int]:
-        """Returns (the factors of labelled rows, passes), of layers whose outputs raise classes by S."""
-        assert self._source is not None
-        (model, rows_of), targets = self._source, {target.name: target for target in self._targets}
-        writers = [targets[name] for name in names]
-        rows = rows_of(refresh_step, self._rows_of_a_look(writers, MOST_LABELLED))
-        with recording(model, writers, places := rows.places()) as seen:
-            outputs = rows.outputs()
-        kept_of_rows = self._carried(refresh_step, rows, outputs)
-        honest_TC = outputs.scores_TC.double().cpu() - kept_of_rows[OPTIMISM][outputs.example_T.cpu()]
-        error_TC = errors(replace(outputs, scores_TC=honest_TC))
+    def _of_labels(self, seen: Seen, names: Sequence[str], outputs: Outputs, stream_MC: Tensor) -> dict[str, Tensor]:
+        """Returns the factors of labelled rows, of layers whose outputs raise classes by S."""
+        targets, error_TC = {target.name: target for target in self._targets}, errors(outputs)
         found, least = self._regressions(seen, names, error_TC)
         every = {(name, kind): part for name, parts in found.items() for kind, part in enumerate(parts)}
         kept = {key: part for key, part in every.items() if part.signal >= least}
@@ -237,9 +213,7 @@ class ErrorBasis(CollectedBasis):
         every_CR = torch.zeros(error_TC.shape[1], most, dtype=torch.float64)
         for kind in range(kinds):
             every_CR[:, layout.columns(kind)] = turns_CR
-        writes = torch.tensor([float(target.name in names) for target in self._targets], dtype=torch.float64)
-        factors |= {FORETOLD: foretold_2ER, TURNS: every_CR, WRITERS: writes}
-        return factors | kept_of_rows, len(places)
+        return factors | {FORETOLD: foretold_2ER, TURNS: every_CR}
 
     def _rows_of_a_look(self, targets: Sequence[Target], most: int) -> int:
         """Returns the number of rows, at most `most`, whose inputs of these layers may be kept."""

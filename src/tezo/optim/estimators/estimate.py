@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import FactorStore
-from tezo.directions.bases.optimism import Foretold
+from tezo.directions.bases.basis import FactorStore, Foretold
 from tezo.directions.outputs import Outputs, Places
 from tezo.directions.spaces import Direction, Tile
 from tezo.forward.perturbed_parameter import PerturbedParameter
@@ -57,9 +56,9 @@ class RowsClosure(ABC):
         return self.tokens
 
     @property
-    def numbers(self) -> Sequence[int]:
-        """The number of each example among the training rows; none: it is not known, and all are taken for new ones."""
-        return ()
+    def stepped(self) -> int | None:
+        """Of rows that are looked at: how many of them, the first ones, are those of the step; None: all."""
+        return None
 
     @abstractmethod
     def losses(self, copies: int) -> Tensor:
@@ -196,7 +195,7 @@ class StepDraw:
         count: number of earlier estimates in the moments of the step's rule.
         lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
-        foretold: what their changes of scores should be; None: unknown.
+        foretold: what they should change the scores of the first rows by; None: it is not known.
     """
 
     step: int

@@ -17,8 +17,8 @@ the changes of scores P, and P' if each row had been left out of it, F is replac
 
     F' = F - r (P - P'),   s, r = argmin |F - s P' - r (P - P')|^2,
 
-all less their means over rows and over classes in r, the part of the optimism that is real, and the scores z of rows by
-z', less the optimism of the steps before (`tezo.directions.bases.optimism`). Coefficients are fitted to z' + F' a.
+all less their means over rows and over classes in the squares; r is at least 0 and at most 1. That part of F, its
+optimism (Efron 2004), is not what other rows get. Coefficients are fitted to z + F' a, and validated by it.
 
 lambda is chosen by cross-validation over the rows, which takes the scores for linear in a. They are not, so the real
 outputs z' at the solution are measured on the same rows. Where they are not nearly what was promised, the part t of the
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.directions.bases.optimism import Foretold, parts
+from tezo.directions.bases.basis import Foretold
 from tezo.directions.outputs import Outputs, change
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
@@ -98,7 +98,7 @@ class GaussNewton(TwoPoint):
             with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
                 own = closure.outputs()
                 slopes_TCK, losses = self._slopes(closure, own, draw, count)
-                model = LinearModel(own, slopes_TCK, *unseen(slopes_TCK, own, draw.foretold))
+                model = LinearModel(own, slopes_TCK, unseen(slopes_TCK, own, draw.foretold))
                 a_K = self._trusted(model, closure, draw)
         finally:
             self._set_perturbations(draw.directions, [])
@@ -126,7 +126,7 @@ class GaussNewton(TwoPoint):
     def _trusted(self, model: "LinearModel", closure: RowsClosure, draw: StepDraw) -> list[float]:
         """Returns the coefficients after which the loss of other rows should be lowest."""
         step = model.best()
-        lowest, chosen, taken = model.honest.loss(), [0.0] * model.count, 0.0
+        lowest, chosen, taken = model.loss, [0.0] * model.count, 0.0
         tried: list[tuple[Candidate, float]] = []
         part = 1.0
         while True:
@@ -173,7 +173,7 @@ class Candidate:
         ridge: lambda.
         coefficients: of the directions.
         promised: loss by the linear model, of the rows that they were fitted to.
-        validated: by z' and F', of rows that coefficients were not fitted to; of all where there is one example.
+        validated: by F', of rows that coefficients were not fitted to; of all where there is one example.
     """
 
     ridge: float
@@ -182,26 +182,29 @@ class Candidate:
     validated: float
 
 
-def unseen(slopes_TCK: Tensor, own: Outputs, foretold: Foretold | None) -> tuple[Outputs, Tensor]:
-    """Returns (outputs at W, F'), as if directions, now and before, had been found without each row; see the module.
+def unseen(slopes_TCK: Tensor, own: Outputs, foretold: Foretold | None) -> Tensor:
+    """Returns F' (T, C, K), as if directions had been found without each row; see the module.
 
     Args:
         slopes_TCK: F.
         own: outputs at W.
-        foretold: of E examples; directions were not found by examples from E on.
+        foretold: of the first E examples; directions were not found by the others.
     """
-    if foretold is None:
-        return own, slopes_TCK
-    known_T = own.example_T.cpu() < len(foretold.optimism_EC)
-    examples_T = own.example_T.cpu()[known_T]
+    if foretold is None or not len(foretold.fitted_ECJ):
+        return slopes_TCK
+    example_T, count = own.example_T.cpu(), slopes_TCK.shape[-1]
+    known_T = example_T < len(foretold.fitted_ECJ)
     fitted_TCK, without_TCK = (
-        part[examples_T, :, : slopes_TCK.shape[-1]] for part in (foretold.fitted_ECJ, foretold.without_ECJ)
+        part[example_T[known_T], :, :count] for part in (foretold.fitted_ECJ, foretold.without_ECJ)
     )
-    scores_TC, found_TCK = own.scores_TC.double().cpu(), slopes_TCK.clone()
-    scores_TC[known_T] -= foretold.optimism_EC[examples_T]
-    real_K = parts(found_TCK[known_T], without_TCK, fitted_TCK - without_TCK, together=False).clamp(0, 1)
-    found_TCK[known_T] -= real_K * (fitted_TCK - without_TCK)
-    return replace(own, scores_TC=scores_TC, labels_T=own.labels_T.cpu(), example_T=own.example_T.cpu()), found_TCK
+    found_TCK, optimism_TCK = slopes_TCK.clone(), fitted_TCK - without_TCK
+    compared = (found_TCK[known_T], without_TCK, optimism_TCK)
+    change, *terms = (f - f.mean(0) - f.mean(1, keepdim=True) + f.mean((0, 1)) for f in compared)
+    y_KX1 = change.movedim(2, 0).flatten(1).unsqueeze(-1)
+    x_KX2 = torch.stack(terms, -1).movedim(2, 0).flatten(1, 2)
+    parts_K2 = (torch.linalg.pinv(x_KX2.mT @ x_KX2, hermitian=True) @ (x_KX2.mT @ y_KX1)).squeeze(-1)
+    found_TCK[known_T] -= parts_K2[:, 1].clamp(0, 1) * optimism_TCK
+    return found_TCK
 
 
 class LinearModel:
@@ -210,18 +213,16 @@ class LinearModel:
     Args:
         own: outputs at W.
         slopes_TCK: their derivatives along each direction, float64 on the CPU.
-        honest: outputs at W if no direction had been found by these rows, by which coefficients are chosen.
-        unseen_TCK: likewise their derivatives.
+        unseen_TCK: the same if no direction had been found by these rows, by which coefficients are chosen.
 
     Attributes:
         loss: at W.
         count: K.
     """
 
-    def __init__(self, own: Outputs, slopes_TCK: Tensor, honest: Outputs, unseen_TCK: Tensor) -> None:
+    def __init__(self, own: Outputs, slopes_TCK: Tensor, unseen_TCK: Tensor) -> None:
         self.own, self.loss, self.count = own, own.loss(), slopes_TCK.shape[-1]
-        self._z_TC, self._honest_TC = (outputs.scores_TC.double().cpu() for outputs in (own, honest))
-        self.honest = honest
+        self._z_TC = own.scores_TC.double().cpu()
         self._labels_T, self._example_T = own.labels_T.cpu(), own.example_T.cpu()
         size = float(slopes_TCK.square().mean().sqrt()) * math.sqrt(self.count)
         self._unit = 1 / max(size, 1e-300)
@@ -251,23 +252,23 @@ class LinearModel:
         found = []
         for ridge in sorted(RIDGES, reverse=True):  # each starts from the shorter step before
             start[0] = self._solve(everything, ridge, start[0])
-            promised, validated = self._loss(self._z_TC, self._slopes_TCK, everything, start[0]), 0.0
+            promised, validated = self._loss(self._slopes_TCK, everything, start[0]), 0.0
             for i, part in enumerate(parts if len(parts) > 1 else [], start=1):
                 share = float(part.double().mean())
                 start[i] = self._solve(~part, ridge * (1 - share), start[i])
-                validated += share * self._loss(self._honest_TC, self._unseen_TCK, part, start[i])
+                validated += share * self._loss(self._unseen_TCK, part, start[i])
             if len(parts) == 1:
-                validated = self._loss(self._honest_TC, self._unseen_TCK, everything, start[0])
+                validated = self._loss(self._unseen_TCK, everything, start[0])
             found.append(Candidate(ridge, (start[0] * self._unit).tolist(), promised, validated))
         return found[::-1]
 
-    def _loss(self, z_TC: Tensor, slopes_TCK: Tensor, places_T: Tensor, a_K: Tensor) -> float:
-        scores_TC = z_TC[places_T] + slopes_TCK[places_T] @ a_K
+    def _loss(self, slopes_TCK: Tensor, places_T: Tensor, a_K: Tensor) -> float:
+        scores_TC = self._z_TC[places_T] + slopes_TCK[places_T] @ a_K
         return float(functional.cross_entropy(scores_TC, self._labels_T[places_T]))
 
     def _solve(self, places_T: Tensor, ridge: float, a_K: Tensor) -> Tensor:
         """Returns the minimum over these places, in units of `_unit`: Newton's method, with steps halved as needed."""
-        z_TC, f_TCK, labels_T = self._honest_TC[places_T], self._unseen_TCK[places_T], self._labels_T[places_T]
+        z_TC, f_TCK, labels_T = self._z_TC[places_T], self._unseen_TCK[places_T], self._labels_T[places_T]
 
         def value(a_K: Tensor) -> float:
             loss = functional.cross_entropy(z_TC + f_TCK @ a_K, labels_T, reduction="sum")

@@ -286,12 +286,12 @@ class Objective(ABC):
         """Yields terms whose sum is the loss, one after another, no two of which share a graph."""
         yield self.loss(model, *batches)
 
-    def closure(self, model: Any, batches: Sequence[Batch], numbers: Sequence[int] = ()) -> "BatchClosure":
+    def closure(self, model: Any, batches: Sequence[Batch], stepped: int | None = None) -> "BatchClosure":
         """Returns the loss on the parts of a batch as a closure, for one model or for several copies at once.
 
-        `numbers`: of its examples among the training rows.
+        `stepped`: see `RowsClosure.stepped`.
         """
-        return BatchClosure(self, model, tuple(batches), numbers)
+        return BatchClosure(self, model, tuple(batches), stepped)
 
     def in_torch(self) -> Self:
         """Returns the objective with forward passes of the model's own modules, for hooks in them."""
@@ -379,7 +379,7 @@ class BatchClosure(RowsClosure):
     objective: Objective
     model: Any
     batches: tuple[Batch, ...]
-    numbers: Sequence[int] = ()
+    stepped: int | None = None
 
     def summands(self) -> Iterator[Tensor]:
         return self.objective.summands(self.model, self.batches)
