@@ -543,7 +543,8 @@ def test_rows_that_are_looked_at_and_stepped_on_do_not_promise_more_than_others_
 
 def job_of(folder, file: str, hold_out: float):
     return prepare(parse_config({"model": {"name": str(folder / file / "opt")},
-                                 "data": {"train": str(folder / f"{file}.jsonl"), "hold_out": hold_out},
+                                 "data": {"train": str(folder / f"{file}.jsonl"), "hold_out": hold_out,
+                                          "test": str(folder / f"{file}.jsonl")},
                                  "method": {"name": "gauss-newton"}, "train": {"batch_size": 8}}))  # fmt: skip
 
 
@@ -553,8 +554,9 @@ def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_e
     for file, hold_out in (("labels", 0.25), ("labels", 0), ("texts", 0.25)):
         model_folder(tmp_path / file, "opt")
         job, both = job_of(tmp_path, file, hold_out), (file, hold_out) == ("labels", 0.25)
+        assert len(job.train) == 40 * (1 - hold_out)
         looked, stepped = job_rows(job.config, job.format, len(job.train), judged=bool(job.dev))
-        assert len(looked) == len(stepped) == 30 if both else not {*looked} & {*stepped}
+        assert looked == stepped == range(30) if both else not {*looked} & {*stepped}
         _, rows_of = job.optimizer.perturbation.basis._source
         for step in (0, 3):
             own = job.objective.closure(job.model, job.batches(job.sampler().rows(step))).outputs()
