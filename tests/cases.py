@@ -84,6 +84,11 @@ CASES = {
     )
 }
 
+OF_A_LOSS = {
+    name for name, own in METHODS.items() if not own.takes_rows and own.defaults().get("directions") != "per-example"
+}
+"""Methods by default of closures that return one loss; those of losses of rows have tests of their own."""
+
 ONE_OF_EACH_KIND = ("mezo-adam", "lozo-m", "subzo", "zo-adamu", "tezo-cadam")
 """A method for each kind of direction."""
 

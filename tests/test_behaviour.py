@@ -6,7 +6,18 @@ import math
 import pytest
 import safetensors.torch
 import torch
-from cases import CASES, INTERVAL, RANK, Case, choose, effective_weights, every_method, every_method_fast_for_kinds, run
+from cases import (
+    CASES,
+    INTERVAL,
+    OF_A_LOSS,
+    RANK,
+    Case,
+    choose,
+    effective_weights,
+    every_method,
+    every_method_fast_for_kinds,
+    run,
+)
 from tiny import VOCAB, Regression, lm_loss, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
@@ -27,7 +38,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 def test_the_table_enrols_every_method():
-    assert CASES.keys() == {name for name, method in METHODS.items() if not method.takes_rows}
+    assert CASES.keys() == OF_A_LOSS
     assert {name for name, case in CASES.items() if case.base_untouched} == {
         name for name, method in METHODS.items() if method.exports_adapter and name in CASES
     }

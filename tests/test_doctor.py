@@ -1,6 +1,7 @@
 """What `tezo doctor` says of a model: forecasts are what a step keeps, and a scale is what a run would take."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_forecasts_are_what_a_step_keeps(home, family):
         options = {} if forecast.rank is None else {"rank": forecast.rank}
         model = load_model(str(home / family)).model
         optimizer = METHODS[forecast.method].build(model, seed=0, **options)
-        optimizer.step(lambda model=model: model(input_ids=ids)[0].square().mean())
+        losses = partial(lambda model: model(input_ids=ids)[0].square().flatten(1).mean(1), model)
+        optimizer.step(losses if optimizer.per_example else lambda losses=losses: losses().mean())
         state = {key: value for key, value in optimizer.resumable_state().items() if not key.startswith("weight/")}
         factors = (
             value for key, value in state.items() if key.startswith("change/") and not key.endswith("/refresh_step")

@@ -48,7 +48,8 @@ def test_a_published_name_has_its_papers_settings_in_every_door(home, tmp_path, 
     for key in (key for key in ("lr", "rho", "directions", "scale") if key in own):
         assert own[key].value == of_run[key].value == of_trainer.tuner.settings[key].value, key
         assert {own[key].source, of_run[key].source, of_trainer.tuner.settings[key].source} == {DEFAULT}, key
-    assert own["rho"].value == 1e-3 and ("directions" not in own or own["directions"].value == "shared")
+    directions = "per-example" if name == "grzo" else "shared"
+    assert own["rho"].value == 1e-3 and ("directions" not in own or own["directions"].value == directions)
     assert job.config.train.guard is False and (job.config.train.feedback_first, job.config.train.feedback_last) == (
         0,
         0,

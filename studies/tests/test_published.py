@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, KeyedDraws
-from cases import CASES, INTERVAL, RANK, Case, effective_weights, every_method
+from cases import CASES, INTERVAL, OF_A_LOSS, RANK, Case, effective_weights, every_method
 from tezo_studies.bench.published import PUBLISHED, TorchDraws
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.workload import Work
@@ -65,7 +65,7 @@ def assert_equal_weights(
 
 
 def test_there_is_an_algorithm_for_every_method():
-    assert ALGORITHMS.keys() == {name for name, method in METHODS.items() if not method.takes_rows}
+    assert ALGORITHMS.keys() == OF_A_LOSS
     assert PUBLISHED.keys() == {name for name, method in METHODS.items() if method.in_paper}
 
 

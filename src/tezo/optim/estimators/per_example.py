@@ -157,6 +157,6 @@ def row_losses(closure: Closure) -> Tensor:
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         raise RequestError(
             "directions is per-example, and the closure did not return the loss of each row, a tensor of shape "
-            "(rows,); return losses without a mean, or use directions=shared."
+            "(rows,); return losses without a mean, or use directions=shared, where the method has them."
         )
     return losses
