@@ -510,7 +510,8 @@ def rows_to_look_at(
 ) -> BatchClosure:
     """The rows that a basis looks at before a step, at most `count`: the step's own first, others in turn."""
     own = [row for row in taken.rows(step) if row in looked][:count]
-    others = [row for row in looked if row not in own]
+    apart = {*own}
+    others = [row for row in looked if row not in apart]
     left = min(count - len(own), len(others))
     numbers = own + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]
     looking = objective.in_torch()
