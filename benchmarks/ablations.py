@@ -9,15 +9,11 @@ and leaves out runs that it has; `--only` names runs by parts of their names. No
 """
 
 import argparse
-import json
-import multiprocessing
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from real_tasks import MODEL, measured
+from real_tasks import make, measured, options
 
 from tezo.directions.bases import errors, looks
 from tezo.directions.outputs import Outputs
@@ -117,35 +113,11 @@ def run(given: tuple[str, str, str, int, argparse.Namespace]) -> tuple[str, dict
     return measured((name, task, own, chosen))
 
 
-def main() -> None:
-    """Makes the runs that are missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shared", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--model", default=MODEL, help="another model rehearses the runs")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    chosen = parser.parse_args()
-    chosen.until = time.time() + chosen.seconds
-    path = chosen.out / "ablations.json"
-    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": chosen.model, "runs": {}}
-    every = [
-        (f"{task}/{part}, seed {seed}", part, task, seed, chosen)
-        for seed in chosen.seeds for part in PARTS for task in ROUNDS
-    ]  # fmt: skip
-    left = [own for own in every if own[0] not in done["runs"] and all(word in own[0] for word in chosen.only)]
-    # what a run replaces must not be there in the next one
-    with multiprocessing.get_context("spawn").Pool(chosen.workers, maxtasksperchild=1) as pool:
-        for name, found in pool.imap_unordered(run, left, chunksize=1):
-            print(f"{name}: {found.get('error') or (found['seconds'], found['after'])}", flush=True)
-            if "error" not in found:
-                done["runs"] |= {name: found}
-                path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    parser = options(__doc__)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    given = parser.parse_args()
+    named = [
+        (f"{task}/{part}, seed {seed}", part, task, seed) for seed in given.seeds for part in PARTS for task in ROUNDS
+    ]
+    make("ablations.json", run, named, given)

@@ -196,9 +196,9 @@ def measured(given: tuple[str, str, Settings, argparse.Namespace]) -> tuple[str,
     return name, found | {"seconds": round(time.monotonic() - begun, 1)} | about
 
 
-def main() -> None:
-    """Makes the runs that are missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(about: str | None) -> argparse.ArgumentParser:
+    """What all programs of such runs are told."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--model", default=MODEL, help="another model rehearses the runs")
@@ -208,20 +208,26 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    chosen = parser.parse_args()
+    return parser
+
+
+def make(
+    file: str, run: Callable[[Any], tuple[str, dict[str, Any]]], every: list[Any], chosen: argparse.Namespace
+) -> None:
+    """Makes the runs that a file lacks, each in a process of its own; `every` is what each is given, its name first."""
     chosen.until = time.time() + chosen.seconds
-    path = chosen.out / "real_tasks.json"
+    path = chosen.out / file
     done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": chosen.model, "runs": {}}
-    order = [name for name, _, _ in runs()]
+    order = [name for name, *_ in every]
     left = [
-        (name, task, own, chosen)
-        for name, task, own in runs()
-        if name not in done["runs"]
-        and all(word in name for word in chosen.only)
-        and not any(word in name for word in chosen.without)
+        (*own, chosen)
+        for own in every
+        if own[0] not in done["runs"]
+        and all(word in own[0] for word in chosen.only)
+        and not any(word in own[0] for word in chosen.without)
     ]
-    with multiprocessing.get_context("spawn").Pool(chosen.workers) as pool:
-        for name, found in pool.imap_unordered(measured, left):
+    with multiprocessing.get_context("spawn").Pool(chosen.workers, maxtasksperchild=1) as pool:
+        for name, found in pool.imap_unordered(run, left, chunksize=1):
             print(f"{name}: {found.get('error') or (found['seconds'], found['after'])}", flush=True)
             if "error" not in found:
                 done["runs"] = dict(sorted({**done["runs"], name: found}.items(), key=lambda own: order.index(own[0])))
@@ -229,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    make("real_tasks.json", measured, list(runs()), options(__doc__).parse_args())

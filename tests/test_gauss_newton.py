@@ -23,8 +23,7 @@ from tezo.optim.estimators.gauss_newton import LinearModel, combined, unseen
 from tezo.optim.methods.gauss_newton import gauss_newton
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
-from tezo.training.job import prepare
-from tezo.training.job import rows_of as job_rows
+from tezo.training.job import looked_and_stepped, prepare
 
 
 def noise(*shape: int, seed: int) -> Tensor:
@@ -555,7 +554,7 @@ def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_e
         model_folder(tmp_path / file, "opt")
         job, both = job_of(tmp_path, file, hold_out), (file, hold_out) == ("labels", 0.25)
         assert len(job.train) == 40 * (1 - hold_out)
-        looked, stepped = job_rows(job.config, job.format, len(job.train), judged=bool(job.dev))
+        looked, stepped = looked_and_stepped(job.config, job.format, len(job.train), judged=bool(job.dev))
         assert looked == stepped == range(30) if both else not {*looked} & {*stepped}
         _, rows_of = job.optimizer.perturbation.basis._source
         for step in (0, 3):

@@ -364,8 +364,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
         Args:
             rows: function of the refresh step and of the most rows that are wanted; it returns a `RowsClosure` of
-                training rows that tells outputs, such as one of `tezo.closure`: those of the step first, or, of rows
-                that do not share their labels, others.
+                training rows that tells outputs, such as one of `tezo.closure`. Where its first ones are rows of the
+                step, its `stepped` says how many.
         """
         self.perturbation.set_rows(self.model, rows)
         self._has_rows = True

@@ -193,7 +193,9 @@ class Job:
 
     def sampler(self) -> BatchSampler:
         """Which training rows a step takes."""
-        return sampler(self.config, rows_of(self.config, self.format, len(self.train), judged=bool(self.dev))[1])
+        return sampler(
+            self.config, looked_and_stepped(self.config, self.format, len(self.train), judged=bool(self.dev))[1]
+        )
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
@@ -232,6 +234,7 @@ def prepare(
     _check_objective(config)
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
+    looked, stepped = looked_and_stepped(config, used.format, len(used.train), judged=bool(used.dev))
 
     def build(settings: Config) -> BaseOptimizer:
         try:
@@ -242,15 +245,13 @@ def prepare(
             raise RequestError(f"method.name is {settings.method.name}, model.engine {engine}: {error}") from None
         if isinstance(optimizer, ZerothOrderOptimizer):
             optimizer.set_calibration_passes(passes)
-            looked, stepped = rows_of(settings, used.format, len(used.train), judged=bool(used.dev))
             taken = sampler(settings, stepped)
             optimizer.set_rows(
                 partial(rows_to_look_at, loaded, used.objective, used.train, settings.train, looked, taken)
             )
         return optimizer
 
-    num_stepped = len(rows_of(config, used.format, len(used.train), judged=bool(used.dev))[1])
-    train = with_steps(config.train, num_stepped, method(config.method.name))
+    train = with_steps(config.train, len(stepped), method(config.method.name))
     current().rows_per_pass = used.objective.rows_of_pass(used.train[:BASIS_ROWS], train.rows_per_step)
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev, reward)
@@ -481,7 +482,9 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
     return passes
 
 
-def rows_of(config: Config, form: Format, num_rows: int, *, judged: bool) -> tuple[Sequence[int], Sequence[int]]:
+def looked_and_stepped(
+    config: Config, form: Format, num_rows: int, *, judged: bool
+) -> tuple[Sequence[int], Sequence[int]]:
     """(Training rows that looks have, those that steps have): all, or two parts where outputs are kept.
 
     What a look finds holds for its rows better than for others. Of rows with shared labels it is known how much; but

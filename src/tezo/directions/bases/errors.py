@@ -144,8 +144,7 @@ class ErrorBasis(CollectedBasis):
             with recording(model, writers, more := rows.places()) as seen:
                 outputs = rows.outputs()
             factors, passes = self._of_labels(seen, names, outputs, stream_MC), 3 * len(places) + len(more)
-            if rows.stepped is not None:
-                factors[FORETOLD] = factors[FORETOLD][:, : rows.stepped]
+            factors[FORETOLD] = factors[FORETOLD][:, : rows.stepped]
         signals = [self.signal.get(target.name, NO_SIGNAL) for target in self._targets]
         return CollectedFactors(factors | {SIGNAL: torch.tensor(signals, dtype=torch.float64)}, passes)
 

@@ -17,7 +17,7 @@ the changes of scores P, and P' if each row had been left out of it, F is replac
 
     F' = F - r (P - P'),   s, r = argmin |F - s P' - r (P - P')|^2,
 
-all less their means over rows and over classes in the squares; r is at least 0 and at most 1. That part of F, its
+with the means over rows and over classes taken off all three, and r kept between 0 and 1. That part of F, its
 optimism (Efron 2004), is not what other rows get. Coefficients are fitted to z + F' a, and validated by it.
 
 lambda is chosen by cross-validation over the rows, which takes the scores for linear in a. They are not, so the real
