@@ -9,7 +9,7 @@ from questions import case
 from torch.nn import functional
 
 from tezo.tasks.evaluation import evaluate, option_scores
-from tezo.tasks.untuned import features, fit, untuned
+from tezo.tasks.untuned import fit, read, untuned
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
 from tezo.training.summary import against_untuned
@@ -31,8 +31,9 @@ def test_the_fit_is_the_minimum_of_the_penalised_loss():
 def test_what_is_read_is_the_state_the_answer_comes_from_and_alike_in_any_company(family):
     model, objective, examples = case(family)
     encoded = [objective.encode(example) for example in examples]
-    together, alone = features(model, objective, encoded, 100), features(model, objective, encoded, 1)
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    scores, together = read(model, objective, encoded, 100)
+    torch.testing.assert_close(together, read(model, objective, encoded, 1)[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scores, torch.stack(option_scores(model, objective, encoded, 100)), rtol=1e-5, atol=1e-6)
     if family == "bert":
         return
     first = encoded[0]

@@ -33,7 +33,7 @@ from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.encoder import mean_over_tokens, mean_pooled
 from tezo.tasks.objectives.objective import whole_rows
-from tezo.tasks.objectives.readers import hidden_at, logits_at
+from tezo.tasks.objectives.readers import logits_and_hidden_at, logits_at
 from tezo.training.config import parse_config
 from tezo.training.loop import train as training
 
@@ -144,7 +144,7 @@ def test_what_is_read_of_a_model_is_at_the_positions_of_the_text(adapter):
     reads = torch.tensor([[1, 6], [4, 2]])
     rows = torch.arange(2)[:, None]
     torch.testing.assert_close(logits_at(tuned.model, inputs, reads), expected[rows, reads], rtol=0, atol=1e-5)
-    hidden = hidden_at(tuned.model, inputs, reads)
+    _, hidden = logits_and_hidden_at(tuned.model, inputs, reads)
     head = tuned.model.get_output_embeddings()
     torch.testing.assert_close(head(hidden), expected[rows, reads], rtol=0, atol=1e-5)
     encoder = loaded_of("bert")

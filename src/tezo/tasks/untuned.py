@@ -17,7 +17,7 @@ from tezo.directions.products import float32_on_emulating_cpu
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
 from tezo.system.progress import FITTING, current
-from tezo.tasks.evaluation import Metrics, by_example, check_finite, choice_metrics, option_scores
+from tezo.tasks.evaluation import Metrics, by_example, check_finite, choice_metrics
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.setup import make_format, make_objective
@@ -49,11 +49,12 @@ def untuned(
         RequestError: the input of the model's output head cannot be read.
     """
     objective.adapt(model, [*train, *rows])
-    with objective.sharing(model), float32_on_emulating_cpu(model), current().phase(FITTING):
-        scores_BO = torch.stack(option_scores(model, objective, [*train, *rows], batch_size))
-        probe_BO = probed(model, objective, train, rows, batch_size)
-    own, biased = scores_BO[: len(train)], scores_BO[len(train) :]
     labels_B = torch.tensor([e.example.label for e in train])
+    with objective.sharing(model), float32_on_emulating_cpu(model), current().phase(FITTING):
+        scores_BO, features_BD = read(model, objective, [*train, *rows], batch_size)
+        check_finite({"sum of features": float(features_BD.sum())}, model)
+        probe_BO = probed(features_BD[: len(train)], labels_B, len(objective.options), features_BD[len(train) :])
+    own, biased = scores_BO[: len(train)], scores_BO[len(train) :]
     biased = biased + fitted_bias(Outputs(own, labels_B, torch.arange(len(train)), shared=True))
     scores = {BIAS: biased, PROBE: probe_BO}
     return {
@@ -83,27 +84,26 @@ def measure_untuned(
     return found, {"train": len(train), "test": len(test)}
 
 
-def probed(
-    model: Any, objective: Objective, train: Sequence[Encoded], rows: Sequence[Encoded], batch_size: int
-) -> Tensor:
-    """Returns the scores of options by a linear probe, logistic regression on features of the frozen model: (B, O).
+def probed(train_BD: Tensor, labels_B: Tensor, options: int, rows_BD: Tensor) -> Tensor:
+    """Returns the scores of options on rows by a linear probe, logistic regression on features of the frozen model.
 
     The penalty is the one of `PENALTIES` with the least loss by cross-validation over the training rows.
     """
-    all_BD = features(model, objective, [*train, *rows], batch_size)
-    check_finite({"sum of features": float(all_BD.sum())}, model)
-    train_BD, rows_BD = all_BD[: len(train)], all_BD[len(train) :]
-    labels_B = torch.tensor([e.example.label for e in train])
     center_D, scale_D = train_BD.mean(0), train_BD.std(0).clamp_min(1e-12)
-    x_BD, options = (train_BD - center_D) / scale_D, len(objective.options)
+    x_BD = (train_BD - center_D) / scale_D
     weight_OD, bias_O = fit(x_BD, labels_B, options, _penalty(x_BD, labels_B, options))
     return ((rows_BD - center_D) / scale_D) @ weight_OD.T + bias_O
 
 
-def features(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> Tensor:
-    """Returns features of the examples, (B, D) in float64 on the CPU; see `Objective.features`."""
-    with float32_on_emulating_cpu(model):
-        return torch.stack(by_example(encoded, batch_size, lambda part: objective.features(model, part)))
+def read(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> tuple[Tensor, Tensor]:
+    """Returns (scores (B, O), features (B, D)), float64 on the CPU; see `Objective.scores_and_features`."""
+
+    def both(part: Sequence[Encoded]) -> Tensor:
+        return torch.cat([own.double() for own in objective.scores_and_features(model, objective.collate(part))], 1)
+
+    options = len(objective.options)
+    table = torch.stack(by_example(encoded, batch_size, both))
+    return table[:, :options], table[:, options:]
 
 
 def _penalty(x_BD: Tensor, labels_B: Tensor, options: int) -> float:

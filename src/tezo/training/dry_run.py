@@ -168,8 +168,8 @@ def _evaluation_seconds(job: Job, pace: _Pace) -> float:
     settings = job.config.train
     of_dev = max(0, len(evaluation_steps(settings)) - (job.dev is job.test)) if job.dev else 0
     reading = of_dev * _tokens(job, job.dev) + 2 * _tokens(job, job.test)
-    if compares_with_untuned(job):  # scores of options, and features
-        reading += 2 * (_tokens(job, job.train[:MOST_ROWS]) + _tokens(job, job.test))
+    if compares_with_untuned(job):
+        reading += _tokens(job, job.train[:MOST_ROWS]) + _tokens(job, job.test)
     batches = math.ceil(len(job.test) / settings.eval_batch_size) if job.reward or job.format.measures else 1
     return reading * pace.token + 2 * batches * _new_tokens(job) * pace.written
 

@@ -206,14 +206,11 @@ class CausalObjective(Objective):
 
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
         chosen, _ = self.log_probs(model, batch, copies)
-        batch = batch.repeated(copies)
-        table = chosen.new_full(batch.shape_BO, float("-inf"))
-        table[batch.example_S, batch.option_S] = chosen.sum(1) / batch.valid_SK.sum(1)
-        return table
+        return _by_option(chosen, batch.repeated(copies))
 
-    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
-        prompts = [e.prompt for e in encoded]
-        return self.evaluator.hidden(model, prompts, int(self.tokenizer.pad_token_id), self.device)
+    def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        chosen, hidden_BD = self.evaluator.log_probs_and_hidden(model, batch)
+        return _by_option(chosen, batch), hidden_BD
 
     def terms(self, model: Any, batch: Batch, copies: int = 1) -> Terms:
         if batch.labels_B is not None:
@@ -226,6 +223,13 @@ class CausalObjective(Objective):
         count = sum(batch.num_terms for batch in batches)
         for batch in batches:
             yield self.terms(model, batch).values_CT.sum(1)[0] / count
+
+
+def _by_option(chosen_SK: Tensor, batch: Batch) -> Tensor:
+    """Returns the mean log-probability of the tokens of each option, (B, O); -inf where an example has fewer."""
+    table = chosen_SK.new_full(batch.shape_BO, float("-inf"))
+    table[batch.example_S, batch.option_S] = chosen_SK.sum(1) / batch.valid_SK.sum(1)
+    return table
 
 
 def _put_first(tokenizer: Any) -> list[int]:

@@ -11,7 +11,6 @@ from torch.nn import functional
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.masked import WholeTextObjective
-from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.objectives.readers import no_cache, of_text
 
 SCALE = 20.0
@@ -51,8 +50,11 @@ class EncoderObjective(WholeTextObjective):
             self._labels_COD = None
 
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
-        examples = batch.shape_BO[0]
-        texts_TD = functional.normalize(mean_pooled(model, **batch.repeated(copies).inputs(model.dtype)), dim=-1)
+        texts_TD = mean_pooled(model, **batch.repeated(copies).inputs(model.dtype))
+        return self._scores(model, texts_TD, batch.shape_BO[0], copies)
+
+    def _scores(self, model: Any, texts_TD: Tensor, examples: int, copies: int) -> Tensor:
+        texts_TD = functional.normalize(texts_TD, dim=-1)
         if self._labels_COD is None:  # each text is compared with descriptions under its own perturbation
             labels_TOD = functional.normalize(self._described(model, copies * examples), dim=-1)
             return SCALE * (labels_TOD @ texts_TD.unsqueeze(-1)).squeeze(-1)
@@ -64,8 +66,9 @@ class EncoderObjective(WholeTextObjective):
         described = [example for example in range(batch.shape_BO[0]) for _ in self.options]
         return [*super().example_passes(batch), described]
 
-    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
-        return mean_pooled(model, **self.collate(encoded).inputs(model.dtype))
+    def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        texts_BD = mean_pooled(model, **batch.inputs(model.dtype))
+        return self._scores(model, texts_BD, len(texts_BD), 1), texts_BD
 
     def _described(self, model: Any, copies: int) -> Tensor:
         """Returns the descriptions as encoded by each copy, (copies, O, D)."""
@@ -116,11 +119,13 @@ class ClassifierObjective(WholeTextObjective):
         return (self.options.index(option),)
 
     def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
-        logits = model(**batch.repeated(copies).inputs(model.dtype), **no_cache(model)).logits
+        return self._scores(model(**batch.repeated(copies).inputs(model.dtype), **no_cache(model)).logits)
+
+    def _scores(self, logits: Tensor) -> Tensor:
         wide: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide[:, self.columns_O]
 
-    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
-        inputs = self.collate(encoded).inputs(model.dtype)
-        hidden_BLD = model(**inputs, **no_cache(model), output_hidden_states=True).hidden_states[-1]
-        return mean_over_tokens(hidden_BLD, inputs["attention_mask"])
+    def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs = batch.inputs(model.dtype)
+        found = model(**inputs, **no_cache(model), output_hidden_states=True)
+        return self._scores(found.logits), mean_over_tokens(found.hidden_states[-1], inputs["attention_mask"])

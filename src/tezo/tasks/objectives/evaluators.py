@@ -20,7 +20,7 @@ from tezo.models.lora import attached_to
 from tezo.system.progress import current
 from tezo.tasks.objectives.batch import Batch, longest_packed, padded, takes_packed
 from tezo.tasks.objectives.ends import text_after
-from tezo.tasks.objectives.readers import base_of, hidden_at, logits_at
+from tezo.tasks.objectives.readers import base_of, logits_and_hidden_at, logits_at
 
 
 class Evaluator(ABC):
@@ -44,11 +44,11 @@ class Evaluator(ABC):
         """Returns (scores_TC, tokens_TC) of each copy at the T valid answer tokens; see `of_tokens` of `Outputs`."""
 
     @abstractmethod
-    def hidden(self, model: Any, texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
-        """Returns the inputs of the output head at the last token of each text, (texts, D).
+    def log_probs_and_hidden(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns (log-probabilities of the answer tokens (S, K), inputs of the output head before an answer (B, D)).
 
         Raises:
-            RequestError: they cannot be read.
+            RequestError: the inputs of the head cannot be read.
         """
 
     @abstractmethod
@@ -75,10 +75,17 @@ class InTorch(Evaluator):
 
     def _log_probs(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         logits_RUV = logits_at(model, batch.inputs(model.dtype), batch.reads_RU)
-        row_S1 = batch.row_S.unsqueeze(1)
-        chosen = logits_RUV.log_softmax(-1)[row_S1, batch.slots_SK, batch.tokens_SK]
-        hits = logits_RUV.argmax(-1)[row_S1, batch.slots_SK] == batch.tokens_SK
-        return chosen * batch.valid_SK, hits & batch.valid_SK
+        hits = logits_RUV.argmax(-1)[batch.row_S.unsqueeze(1), batch.slots_SK] == batch.tokens_SK
+        return _chosen(logits_RUV, batch), hits & batch.valid_SK
+
+    def log_probs_and_hidden(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        chosen, hidden = [], []
+        for part in batch.passes():
+            logits_RUV, hidden_RUD = logits_and_hidden_at(model, part.inputs(model.dtype), part.reads_RU)
+            first_S = part.option_S == 0
+            chosen.append(_chosen(logits_RUV, part))
+            hidden.append(hidden_RUD[part.row_S[first_S], part.slots_SK[first_S, 0]])
+        return torch.cat(chosen), torch.cat(hidden)
 
     def likely(self, model: Any, batch: Batch, tokens_TC: Tensor | None, copies: int) -> list[tuple[Tensor, Tensor]]:
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(copies)]
@@ -93,12 +100,6 @@ class InTorch(Evaluator):
             for own, logits_TV in zip(found, logits_XV.chunk(copies), strict=True):
                 own.append(of_tokens(logits_TV.log_softmax(-1), right_T.to(logits_TV.device), asked))
         return [(torch.cat([s for s, _ in own]), torch.cat([t for _, t in own])) for own in found]
-
-    def hidden(self, model: Any, texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
-        ids_BL = padded(texts, fill).to(device)
-        last_B1 = torch.tensor([[len(text) - 1] for text in texts], device=device)
-        mask_BL = (torch.arange(ids_BL.shape[1], device=device) <= last_B1).long()
-        return hidden_at(model, {"input_ids": ids_BL, "attention_mask": mask_BL}, last_B1)[:, 0]
 
     def continuations(
         self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing, copies: int = 1
@@ -135,6 +136,12 @@ class InTorch(Evaluator):
 
     def packed_length(self, model: Any, sequence: Sequence[int]) -> tuple[bool, int | None]:
         return takes_packed(model, sequence), longest_packed(model)
+
+
+def _chosen(logits_RUV: Tensor, batch: Batch) -> Tensor:
+    """Returns the log-probabilities of the answer tokens, (S, K)."""
+    row_S1 = batch.row_S.unsqueeze(1)
+    return logits_RUV.log_softmax(-1)[row_S1, batch.slots_SK, batch.tokens_SK] * batch.valid_SK
 
 
 IN_TORCH = InTorch()
@@ -180,10 +187,14 @@ class InEngine(Evaluator):
             found.append((named_and_rest(log_probs_TC), own_TC))
         return found
 
-    def hidden(self, model: Any, texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
-        del fill
+    def log_probs_and_hidden(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        first_S = batch.option_S == 0
+        row_B = batch.row_S[first_S]
+        last_B = batch.reads_RU[row_B, batch.slots_SK[first_S, 0]]
+        texts = [ids[: last + 1] for ids, last in zip(batch.input_ids_RL[row_B].tolist(), last_B.tolist(), strict=True)]
+        chosen, _ = self.log_probs(model, batch, 1)
         current().count(len(texts))
-        return self._engine.hidden(self._changes(model, 1)[0], texts).to(device)
+        return chosen, self._engine.hidden(self._changes(model, 1)[0], texts).to(chosen.device)
 
     def continuations(
         self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing, copies: int = 1

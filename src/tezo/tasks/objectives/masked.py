@@ -10,7 +10,7 @@ from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import Encoded, Objective
-from tezo.tasks.objectives.readers import hidden_at, logits_at
+from tezo.tasks.objectives.readers import logits_and_hidden_at, logits_at
 
 
 class MaskedObjective(Objective):
@@ -70,9 +70,9 @@ class MaskedObjective(Objective):
         del first_S
         return part.reads_RU[row_P, 0]
 
-    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
-        batch = self.collate(encoded)
-        return hidden_at(model, batch.inputs(model.dtype), batch.reads_RU)[:, 0]
+    def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits, hidden = logits_and_hidden_at(model, batch.inputs(model.dtype), batch.reads_RU)
+        return logits[:, 0, self.words_O], hidden[:, 0]
 
 
 class WholeTextObjective(Objective):

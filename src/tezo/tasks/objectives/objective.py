@@ -213,8 +213,14 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def features(self, model: Any, encoded: Sequence[Encoded]) -> Tensor:
-        """Returns features of each example for a linear probe, without its answer, (B, D)."""
+    def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns (scores of the options (B, O), features of each example for a linear probe (B, D)), by one pass.
+
+        Features do not depend on the answer.
+
+        Raises:
+            RequestError: they cannot be read.
+        """
 
     def option_tokens(self, option: str) -> tuple[int, ...]:
         """Returns what the model has of an option; it cannot tell options apart for which this is equal."""

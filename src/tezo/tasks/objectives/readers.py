@@ -34,8 +34,8 @@ def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
     return wide
 
 
-def hidden_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Tensor:
-    """Returns the inputs of the model's head at `positions_SK` of each row, (S, K, D).
+def logits_and_hidden_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the logits as `logits_at` does, and the inputs of the model's head there, (S, K, D).
 
     Raises:
         RequestError: the model does not call its head as a module.
@@ -43,10 +43,10 @@ def hidden_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Te
     seen: list[Tensor] = []
     head = model.get_output_embeddings()
     with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])) if head is not None else nullcontext():
-        logits_at(model, inputs, positions_SK)
+        logits = logits_at(model, inputs, positions_SK)
     if not seen:
         raise RequestError("probe is set, but the input of this model's output head cannot be read; leave it out.")
-    return _pick(of_text(seen[-1], inputs["input_ids"]), positions_SK)
+    return logits, _pick(of_text(seen[-1], inputs["input_ids"]), positions_SK)
 
 
 def of_text(values_SLD: Tensor, input_ids_SL: Tensor) -> Tensor:
