@@ -33,8 +33,12 @@ def noise(*shape: int, seed: int) -> Tensor:
 class Scores(RowsClosure):
     """Rows of inputs whose scores are those of a module, (rows, classes)."""
 
-    def __init__(self, model: nn.Module, x_NI: Tensor, labels_N: Tensor) -> None:
-        self.model, self.x_NI, self.labels_N = model, x_NI, labels_N
+    def __init__(self, model: nn.Module, x_NI: Tensor, labels_N: Tensor, held_out: "Scores | None" = None) -> None:
+        self.model, self.x_NI, self.labels_N, self._held_out = model, x_NI, labels_N, held_out
+
+    @property
+    def held_out(self) -> "Scores | None":
+        return self._held_out
 
     @property
     def tokens(self) -> int:
@@ -582,6 +586,71 @@ def test_rows_without_a_signal_are_looked_at_all_the_same():
         signals += optimizer.perturbation.basis.signal.values()
         optimizer.close()
     assert len(signals) == 6 and min(signals) < 0
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("same", (0.5, 1.0)), ("noisy", (0.05, 0.7)), ("opposite", (0.0, 0.0))])
+def test_a_step_is_shortened_to_where_the_loss_of_held_out_rows_is_lowest(kind, kept):
+    x, labels = rows(200, 6, 3, seed=60)
+    sign, wrong = -1 if kind == "opposite" else 1, torch.randint(3, (60,), generator=torch.Generator().manual_seed(2))
+    others = sign * x[100:], torch.cat([labels[100:140], wrong]) if kind == "noisy" else labels[100:]
+    start = softmax_model()[0].weight.detach().clone()
+
+    def weight(held_out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, dict]:
+        model = softmax_model()
+        optimizer = gauss_newton(model, num_directions=8, rank=2, basis="gaussian", rho=0.1, targets=("all",))
+        other = Scores(model, *held_out) if held_out is not None else None
+        optimizer.step(Scores(model, x[:100], labels[:100], other))
+        optimizer.merge()
+        told = optimizer.told["round"]
+        optimizer.close()
+        return model[0].weight.detach().clone(), told
+
+    whole, told = weight(None)
+    assert "held_out" not in told and not torch.equal(whole, start)
+    found, told = weight(others)
+
+    def loss(part: float) -> float:
+        return float(functional.cross_entropy(others[0] @ (start + part * (whole - start)).T, others[1]))
+
+    best = min((part / 20 for part in range(21)), key=loss)
+    assert told["taken"] == best and kept[0] <= best <= kept[1]
+    assert torch.allclose(found, start + best * (whole - start), atol=1e-9)
+    assert told["held_out"] == pytest.approx(loss(0)) and told["held_out_real"] == pytest.approx(loss(1))
+
+
+def test_what_raises_labels_is_measured_once_and_inputs_at_each_step():
+    model, x = Stream40(), noise(400, 40, seed=90)
+    labels = (x[:, 3] - x[:, 17] > 0).long()
+    optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
+    basis, found = optimizer.perturbation.basis, []
+    optimizer.set_rows(lambda step, count: Scores(model, x[step * 10 : step * 10 + count], labels[step * 10 :][:count]))
+    for step in range(3):
+        optimizer.step(Scores(model, x[300:], labels[300:]))
+        found.append((basis.cost[0], basis.collected(step).factors))
+    assert [calls for calls, _ in found] == [4, 5, 6]  # outputs, two passes with added vectors, more rows
+    first, second, third = (factors for _, factors in found)
+    for name in (looking.STREAM, looking.WRITERS):
+        assert torch.equal(first[name], second[name]) and torch.equal(first[name], third[name])
+    assert not torch.equal(first["layer.weight"], second["layer.weight"])
+    optimizer.close()
+
+
+@torch.no_grad()
+def test_rows_that_are_all_seen_by_the_first_look_are_not_looked_at_again(monkeypatch):
+    model, x = Stream40(), noise(200, 40, seed=90)
+    labels = (x[:, 3] - x[:, 17] > 0).long()
+    factors = []
+    for count, calls in ((256, 3), (200, 4)):  # 200: as if there were more than the first look wants
+        monkeypatch.setattr(looking, "LEAST_ROWS", count)
+        optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
+        basis = optimizer.perturbation.basis
+        optimizer.set_rows(lambda *_: Scores(model, x, labels))
+        optimizer.draw()
+        factors.append(basis.collected(0).factors)
+        assert basis.cost[0] == calls
+        optimizer.close()
+    for name, value in factors[0].items():
+        assert torch.equal(value, factors[1][name]), name
 
 
 class Stream40(nn.Module):

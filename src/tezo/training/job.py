@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -200,6 +200,14 @@ class Job:
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
         return self.objective.batches([self.train[i] for i in indices], self.config.train.most_rows)
+
+    @cached_property
+    def held_out(self) -> BatchClosure | None:
+        """The dev rows, where a step keeps outputs and may be shortened by theirs."""
+        train = self.config.train
+        if not (self.dev and train.guard and train.keep_best and method(self.config.method.name).takes_outputs):
+            return None
+        return self.objective.closure(self.model, self.objective.batches(self.dev, train.eval_batch_size))
 
 
 def prepare(
@@ -519,7 +527,7 @@ def rows_to_look_at(
     numbers = own + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]
     looking = objective.in_torch()
     most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
-    return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), len(own))
+    return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), stepped=len(own))
 
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:

@@ -350,7 +350,7 @@ class Loop:
         if self.processes.size > 1 and self.settings.parallel == "rows":
             return shared_rows(job, indices, self.processes)
         if name == LOSS:
-            return job.objective.closure(job.model, job.batches(indices))
+            return job.objective.closure(job.model, job.batches(indices), held_out=job.held_out)
         rows = [job.train[i] for i in indices]
         if job.reward is not None:
             return RewardRows(job.reward, job.model, job.objective, rows, step)

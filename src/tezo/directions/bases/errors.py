@@ -22,8 +22,9 @@ shows the vectors that raise each:
     S = N^T (N N^T + mu I)^-1 D,   (M, C).
 
 A third pass adds such a vector to the outputs of one layer in each row; those at which it acts nearly as at the last
-layer may be changed, and their inputs are kept for more rows. With B (C, R) the leading right singular
-vectors of the sum of all f, and w the signal of a layer as a part of the sum of those of all layers,
+layer may be changed, and their inputs are kept for more rows. Later steps take S and these layers as they were found,
+and look at inputs alone. With B (C, R) the leading right singular vectors of the sum of all f, and w the signal of a
+layer as a part of the sum of those of all layers,
 
     U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
 
@@ -33,10 +34,7 @@ proposed: each contrast of biases, all that inputs at the place foretell, all th
 column of B. What a column foretells of each row, with and without that row in the regressions, is kept beside it: what
 a direction promises of these rows is more than it does for others (`Basis.foretold`).
 
-On rows that have options of their own U is Gaussian, the columns of V are those of each layer that foretell most, in
-the size of the layer's outputs, and the coefficients are random. V is divided by the root of the number of all columns:
-a perturbation of scale rho moves the outputs of layers by about the part rho. Free text has a regression of its own
-(`readout`), and one direction: all that it found.
+Free text has a regression of its own (`readout`), and one direction: all that it found.
 """
 
 import math
@@ -65,11 +63,10 @@ RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Candidates for lambda, as parts of the mean of the diagonal of X X^T."""
 KEPT_SIGNAL = 0.7
 """Least signal of a layer that is changed, as a part of the best one's."""
-LAST_LAYERS, LAST_LAYERS_CHOICES = 1 / 2, 1 / 4
-"""Layers that may be changed, the last ones of the model, as a part of all: of shared labels, and of other options."""
-WEAK = 1e-3
-"""Columns of other options whose singular value is a smaller part of the largest are left out."""
-STREAM, PROPOSED = "vectors that raise each class", "coefficients of proposed directions"
+LAST_LAYERS = 1 / 2
+"""Layers that may be changed, the last ones of the model, as a part of all."""
+STREAM, WRITERS = "vectors that raise each class", "whether outputs of each target do"
+PROPOSED = "coefficients of proposed directions"
 FORETOLD, TURNS = "what columns foretell of rows", "classes of columns"
 SIGNAL, NO_SIGNAL = "signal of each target", -2.0
 """The names under which S, the coefficients of directions, what columns foretell (2, E, R) and of which classes (C, R),
@@ -119,9 +116,30 @@ class ErrorBasis(CollectedBasis):
                 "optimizer.set_rows(rows), or set method.basis=gaussian."
             )
         model, rows_of = self._source
+        measured = self._measured(refresh_step)
+        if measured is None:
+            factors, passes = self._first_look(model, rows_of, refresh_step)
+        else:
+            look = self._look_at_labels(model, rows_of, refresh_step, measured[0])
+            factors, passes = self._of_labels(look, *measured), look.passes
+        signals = [self.signal.get(target.name, NO_SIGNAL) for target in self._targets]
+        return CollectedFactors(factors | {SIGNAL: torch.tensor(signals, dtype=torch.float64)}, passes)
+
+    def _measured(self, refresh_step: int) -> tuple[list[str], Tensor] | None:
+        """Returns (layers whose outputs raise labels, S) as measured before an earlier step; None: they were not."""
+        for step in sorted(self._collected, reverse=True):
+            factors = self._collected[step].factors
+            if step < refresh_step and STREAM in factors:
+                chosen = zip(self._targets, factors[WRITERS].tolist(), strict=True)
+                return [target.name for target, writes in chosen if writes], factors[STREAM]
+        return None
+
+    def _first_look(self, model: nn.Module, rows_of: RowsOf, refresh_step: int) -> tuple[dict[str, Tensor], int]:
+        """Returns (factors, calls of the model); of labelled rows it measures what raises labels."""
         like_last = [target for target in self._targets if output_size(target) == output_size(self._targets[-1])]
         tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
-        rows = rows_of(refresh_step, self._rows_of_a_look(tried, MOST_ROWS))
+        count = self._rows_of_a_look(tried, MOST_ROWS)
+        rows = rows_of(refresh_step, count)
         places = rows.places()
         with recording(model, tried, places) as seen, recording_ends(model, tried[-1], places) as ends:
             outputs = rows.outputs()
@@ -131,22 +149,26 @@ class ErrorBasis(CollectedBasis):
                 "method.targets, or set method.basis=gaussian."
             )
         if outputs.tokens_TC is not None:
-            factors, passes = self._of_text(model, rows, tried[-1], ends, outputs), 2 * len(places)
-        elif not outputs.shared:
-            factors, passes = self._of_choices(seen, outputs), len(places)
-        else:
-            last = tried[[t.name for t in tried].index([*seen.inputs][-1])]
-            nudges = Nudges(model, rows, places, outputs, refresh_step)
-            stream_MC = nudges.stream(last, seen.output_size(last.name))
-            names, stream_MC = nudges.writers([t for t in tried if t.name in seen.inputs], stream_MC)
-            writers = [target for target in tried if target.name in names]
-            rows = rows_of(refresh_step, self._rows_of_a_look(writers, MOST_LABELLED))
-            with recording(model, writers, more := rows.places()) as seen:
-                outputs = rows.outputs()
-            factors, passes = self._of_labels(seen, names, outputs, stream_MC), 3 * len(places) + len(more)
-            factors[FORETOLD] = factors[FORETOLD][:, : rows.stepped]
-        signals = [self.signal.get(target.name, NO_SIGNAL) for target in self._targets]
-        return CollectedFactors(factors | {SIGNAL: torch.tensor(signals, dtype=torch.float64)}, passes)
+            return self._of_text(model, rows, tried[-1], ends, outputs), 2 * len(places)
+        if not outputs.shared:
+            raise RequestError(
+                "method.basis: these rows have options of their own, and what foretells errors is regressed on labels "
+                "or tokens; set method.name=head-feedback, or method.basis=gaussian."
+            )
+        last = tried[[t.name for t in tried].index([*seen.inputs][-1])]
+        nudges = Nudges(model, rows, places, outputs, refresh_step)
+        stream_MC = nudges.stream(last, seen.output_size(last.name))
+        names, stream_MC = nudges.writers([t for t in tried if t.name in seen.inputs], stream_MC)
+        look = Look(seen, outputs, rows.stepped, 0)
+        if len(outputs.labels_T) >= count:  # there are more rows
+            look = self._look_at_labels(model, rows_of, refresh_step, names)
+        return self._of_labels(look, names, stream_MC), 3 * len(places) + look.passes
+
+    def _look_at_labels(self, model: nn.Module, rows_of: RowsOf, refresh_step: int, names: Sequence[str]) -> "Look":
+        writers = [target for target in self._targets if target.name in names]
+        rows = rows_of(refresh_step, self._rows_of_a_look(writers, MOST_LABELLED))
+        with recording(model, writers, places := rows.places()) as seen:
+            return Look(seen, rows.outputs(), rows.stepped, len(places))
 
     def _regressions(
         self, seen: Seen, names: Sequence[str], error_TE: Tensor
@@ -165,21 +187,9 @@ class ErrorBasis(CollectedBasis):
         whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
         return zeros | {target.name: v_IR, target.name + OUTPUT_SIDE: u_MR, PROPOSED: whole_1R}
 
-    def _of_choices(self, seen: Seen, outputs: Outputs) -> dict[str, Tensor]:
-        names = [*seen.inputs][-math.ceil(LAST_LAYERS_CHOICES / LAST_LAYERS * len(seen.inputs)) :]
-        found, least = self._regressions(seen, names, errors(outputs))
-        factors = {}
-        for target in self._targets:
-            name, rank = target.name, self._ranks[target.name]
-            factors[name] = torch.zeros(input_size(target), rank, dtype=torch.float64)
-            if self.signal.get(name, -1.0) >= least:
-                v_IR = leading(found[name], rank)
-                size = seen.output_size(name) / math.sqrt(len(names) * v_IR.shape[1])
-                factors[name][:, : v_IR.shape[1]] = size * v_IR
-        return factors
-
-    def _of_labels(self, seen: Seen, names: Sequence[str], outputs: Outputs, stream_MC: Tensor) -> dict[str, Tensor]:
+    def _of_labels(self, look: "Look", names: Sequence[str], stream_MC: Tensor) -> dict[str, Tensor]:
         """Returns the factors of labelled rows, of layers whose outputs raise classes by S."""
+        seen, outputs = look.seen, look.outputs
         targets, error_TC = {target.name: target for target in self._targets}, errors(outputs)
         found, least = self._regressions(seen, names, error_TC)
         every = {(name, kind): part for name, parts in found.items() for kind, part in enumerate(parts)}
@@ -212,12 +222,30 @@ class ErrorBasis(CollectedBasis):
         every_CR = torch.zeros(error_TC.shape[1], most, dtype=torch.float64)
         for kind in range(kinds):
             every_CR[:, layout.columns(kind)] = turns_CR
-        return factors | {FORETOLD: foretold_2ER, TURNS: every_CR}
+        writes = torch.tensor([float(name in names) for name in targets], dtype=torch.float64)
+        return factors | {FORETOLD: foretold_2ER[:, : look.stepped], TURNS: every_CR, WRITERS: writes}
 
     def _rows_of_a_look(self, targets: Sequence[Target], most: int) -> int:
         """Returns the number of rows, at most `most`, whose inputs of these layers may be kept."""
         row, every = sum(4 * input_size(target) for target in targets), sum(t.parameter.nbytes for t in self._targets)
         return max(LEAST_ROWS, min(most, every // SHARE // max(1, row)))
+
+
+@dataclass(frozen=True)
+class Look:
+    """Labelled rows that were looked at.
+
+    Attributes:
+        seen: inputs of layers there.
+        outputs: of the rows.
+        stepped: see `Rows.stepped`.
+        passes: calls of the model that it took.
+    """
+
+    seen: Seen
+    outputs: Outputs
+    stepped: int | None
+    passes: int
 
 
 def contrasts(classes: int) -> Tensor:
@@ -332,13 +360,3 @@ def common(found: Sequence[Regression], count: int) -> tuple[Tensor, Tensor]:
     _, singular_E, turns_EE = torch.linalg.svd(together_PE, full_matrices=False)
     weights_R = singular_E[:count] / singular_E[0].clamp_min(1e-30)
     return turns_EE[:count].T, weights_R
-
-
-def leading(found: Sequence[Regression], rank: int) -> Tensor:
-    """Returns the columns that foretell most, at most `rank` of all regressions, in mean square 1: (I, R)."""
-    columns = []
-    for part in found:
-        _, singular_E, turns_EE = torch.linalg.svd((part.x_PI @ part.w_IE).double(), full_matrices=False)
-        kept = min(rank // len(found), int((singular_E > WEAK * singular_E[0]).sum()))
-        columns.append(part.along(turns_EE[:kept].T))
-    return torch.cat(columns, 1)

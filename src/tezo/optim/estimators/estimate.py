@@ -60,6 +60,11 @@ class RowsClosure(ABC):
         """Of rows that are looked at: how many of them, the first ones, are those of the step; None: all."""
         return None
 
+    @property
+    def held_out(self) -> "RowsClosure | None":
+        """Rows that nothing is fitted to, by which a step may be shortened; None: there are none."""
+        return None
+
     @abstractmethod
     def losses(self, copies: int) -> Tensor:
         """Returns the loss of each of `copies` models: (copies,), float32 or wider."""

@@ -32,6 +32,10 @@ have the lowest loss. A step is judged by the loss to expect on other rows,
 
 where the linear model promises one loss on the rows that a was fitted to, and validates another on rows that it was
 not. If none is expected to lower the loss, no step is taken: all coefficients are zero.
+
+Where there are rows that nothing is fitted to (held-out ones, the dev rows of a run), they have the last word. Of the
+step that was chosen the part t is taken after which the mean loss of their scores z + t (z' - z) is lowest, which may
+be none.
 """
 
 import math
@@ -60,6 +64,7 @@ from tezo.optim.estimators.estimate import (
 )
 from tezo.optim.estimators.two_point import TwoPoint
 from tezo.system.errors import RequestError
+from tezo.system.progress import BETWEEN, current
 
 RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Candidates for lambda."""
@@ -100,6 +105,8 @@ class GaussNewton(TwoPoint):
                 slopes_TCK, losses = self._slopes(closure, own, draw, count)
                 model = LinearModel(own, slopes_TCK, unseen(slopes_TCK, own, draw.foretold))
                 a_K = self._trusted(model, closure, draw)
+                if closure.held_out is not None and any(a_K):
+                    a_K = self._shortened(a_K, closure.held_out, draw)
         finally:
             self._set_perturbations(draw.directions, [])
         loss = own.loss()
@@ -132,8 +139,7 @@ class GaussNewton(TwoPoint):
         while True:
             let_interrupt()
             there = replace(step, coefficients=[part * own for own in step.coefficients])
-            for name, parameter in self._moving.items():
-                parameter.set_perturbations([Shift(combined(draw.directions[name], there.coefficients), 1.0)])
+            self._move(draw, there.coefficients)
             moved = closure.outputs(model.own)
             real, shorter = self._processes.first([moved.loss(), model.best_part(step, moved)])
             tried.append((there, real))
@@ -148,6 +154,29 @@ class GaussNewton(TwoPoint):
         self.told = {"round": {"own": model.loss, "promised": step.promised, "validated": step.validated,
                                "real": tried[0][1], "taken": taken}}  # fmt: skip
         return self._processes.first(chosen)
+
+    def _shortened(self, a_K: list[float], held_out: RowsClosure, draw: StepDraw) -> list[float]:
+        """Returns the part of a step after which the loss of held-out rows should be lowest."""
+        with current().phase(BETWEEN):
+            self._set_perturbations(draw.directions, [])
+            own = held_out.outputs()
+            self._move(draw, a_K)
+            moved = held_out.outputs(own)
+        change_TC = change(moved, own)
+        scores_TC, labels_T = own.scores_TC.double().cpu(), own.labels_T.cpu()
+
+        def loss(part: float) -> float:
+            return float(functional.cross_entropy(scores_TC + part * change_TC, labels_T))
+
+        part = min((0.0, *PARTS), key=loss)
+        found = self.told["round"]
+        judged = {"held_out": own.loss(), "held_out_real": moved.loss(), "taken": part * found["taken"]}
+        self.told = {"round": found | judged}
+        return self._processes.first([part * own for own in a_K])
+
+    def _move(self, draw: StepDraw, a_K: Sequence[float]) -> None:
+        for name, parameter in self._moving.items():
+            parameter.set_perturbations([Shift(combined(draw.directions[name], a_K), 1.0)])
 
     def accepts(self, probes: int, num_directions: int) -> bool:
         return 0 < probes <= num_directions

@@ -38,10 +38,11 @@ def gauss_newton(
     later layers that foretell what the outputs are wrong by, and the outputs of these layers that mend it
     (`tezo.directions.bases.errors`): 3 directions for two labels, of which the first `num_directions` are taken. Of
     free text it fits the last layer through the output head, by a regression on what it has recorded of other rows
-    than the step's, and K is 1 (`tezo.directions.bases.readout`). Where rows have options of their own, tau_j are
-    drawn, and K is `num_directions`. The step is the minimum of a convex model of the loss, shortened where the real
-    loss is not what the model says (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken. A run
-    without dev rows looks at other labelled rows than its steps have.
+    than the step's, and K is 1 (`tezo.directions.bases.readout`). Rows with options of their own need the basis
+    `gaussian`, whose tau_j are drawn; K is `num_directions` then. The step is the minimum of a convex model of the
+    loss, shortened where the real loss is not what the model says, or the loss of dev rows is lower before its end
+    (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken. A run without dev rows looks at other
+    labelled rows than its steps have.
 
     The closure must be of `tezo.closure`, or another `RowsClosure` that tells outputs. Without `optimizer.set_rows` a
     look has the rows of its step alone.

@@ -292,12 +292,19 @@ class Objective(ABC):
         """Yields terms whose sum is the loss, one after another, no two of which share a graph."""
         yield self.loss(model, *batches)
 
-    def closure(self, model: Any, batches: Sequence[Batch], stepped: int | None = None) -> "BatchClosure":
+    def closure(
+        self,
+        model: Any,
+        batches: Sequence[Batch],
+        *,
+        stepped: int | None = None,
+        held_out: "BatchClosure | None" = None,
+    ) -> "BatchClosure":
         """Returns the loss on the parts of a batch as a closure, for one model or for several copies at once.
 
-        `stepped`: see `RowsClosure.stepped`.
+        `stepped`, `held_out`: see `RowsClosure`.
         """
-        return BatchClosure(self, model, tuple(batches), stepped)
+        return BatchClosure(self, model, tuple(batches), stepped, held_out)
 
     def in_torch(self) -> Self:
         """Returns the objective with forward passes of the model's own modules, for hooks in them."""
@@ -386,6 +393,7 @@ class BatchClosure(RowsClosure):
     model: Any
     batches: tuple[Batch, ...]
     stepped: int | None = None
+    held_out: "BatchClosure | None" = None
 
     def summands(self) -> Iterator[Tensor]:
         return self.objective.summands(self.model, self.batches)
