@@ -131,7 +131,7 @@ class ErrorBasis(CollectedBasis):
             factors = self._collected[step].factors
             if step < refresh_step and STREAM in factors:
                 chosen = zip(self._targets, factors[WRITERS].tolist(), strict=True)
-                return [target.name for target, writes in chosen if writes], factors[STREAM]
+                return [target.name for target, writes in chosen if writes], factors[STREAM].clone()
         return None
 
     def _first_look(self, model: nn.Module, rows_of: RowsOf, refresh_step: int) -> tuple[dict[str, Tensor], int]:
