@@ -1,5 +1,7 @@
 """The method of a run that names none: by its rows, its model and what else it sets; and that a run keeps it."""
 
+import json
+
 import pytest
 from folders import completion_rows, label_rows, model_folder, projected_opt, write_rows
 from kills import contents
@@ -147,14 +149,19 @@ def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
     assert contents(tmp_path / "killed/adapter") == contents(tmp_path / "run/adapter")
 
 
-def test_a_run_ends_after_two_rounds_that_lowered_no_dev_loss(home, tmp_path):
+def test_a_run_takes_no_step_that_raises_the_dev_loss_and_ends_after_two_such_rounds(home, tmp_path):
     labels = {"train": ("a", "b"), "dev": ("b", "a")}  # what training rows tell is wrong of the dev rows
     for name, (first, second) in labels.items():
         pairs = [(f"good day {i}", first) for i in range(20)] + [(f"bad night {i}", second) for i in range(20)]
         write_rows(home / f"{name}.jsonl", [{"text": text, "label": label} for text, label in pairs])
     settings = ["train.steps=9", "method.name=gauss-newton", f"data.dev={home / 'dev.jsonl'}"]
     found = train(request(home, data="train", settings=settings), tmp_path / "run")
-    assert any(read_log(tmp_path / "run/steps.log").steps[0].projected_grads)
+    assert not any(any(step.projected_grads) for step in read_log(tmp_path / "run/steps.log").steps)
+    told = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rounds = [own["round"] for own in told if "round" in own]
+    assert all(
+        own["taken"] == 0 < own["held_out_real"] - own["held_out"] and own["real"] < own["own"] for own in rounds
+    )
     assert (found["stopped"], found["steps"], found["kept_step"]) == ("idle", 2, 0)
     stopped(request(home, data="train", settings=settings), tmp_path / "killed", 1)
     resumed = train(request(home, data="train", settings=settings), tmp_path / "killed", resume=True)

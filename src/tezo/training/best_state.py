@@ -3,8 +3,8 @@
 The best state is that with the lowest dev loss; without dev rows, that with the lowest mean loss of a tenth of the
 steps. For one of the `REASONS` a run returns to it, drops the moments, and multiplies its learning rate by `LOWERED`.
 It ends if it stagnates again after a return for stagnation. Of a method whose steps are chosen for other rows than
-their own, it ends where several in a row (`Estimator.idle_steps`) were none, or lowered no dev loss. Decisions depend
-on nothing but losses that are in the step log, and are written there themselves.
+their own, it ends where several in a row (`Estimator.idle_steps`) were none. Decisions depend on nothing but losses
+that are in the step log, and are written there themselves.
 
 Feedback steps are biased. If the dev loss after those at the start is above the lowest one, the run returns at the same
 learning rate: it was not the rate that was wrong.
@@ -137,15 +137,10 @@ class BestState:
         self._have_risen = self._guard.add(record.loss)
         self._idle = self._idle + 1 if record.is_idle else 0
 
-    def _is_idle(self, steps: int) -> bool:
+    def _is_idle(self) -> bool:
         optimizer = self.job.optimizer
         most = optimizer.idle_steps if isinstance(optimizer, ZerothOrderOptimizer) else None
-        if most is None:
-            return False
-        in_vain = 0
-        if self._every and self.settings.chooses_by_dev_rows and self.best is not None:
-            in_vain = steps // self._every - self.best.step // self._every
-        return max(self._idle, in_vain) >= most
+        return most is not None and self._idle >= most
 
     def note(self, steps: int, before: Metrics | None = None, *, last: bool = False) -> None:
         """Evaluates the dev rows, where it is time, and notes the state if it is the best so far.
@@ -177,7 +172,7 @@ class BestState:
         """Goes back to the best state where that may help; returns whether the run should end after these steps."""
         if not self.settings.guard or steps < len(self._resumed.steps) or steps in self._resumed.rollbacks:
             return False  # a decision that was made before is in the log
-        if self._is_idle(steps):
+        if self._is_idle():
             self.stopped = IDLE
             return True
         reason = self.reason(steps)

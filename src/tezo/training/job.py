@@ -205,7 +205,7 @@ class Job:
     def held_out(self) -> BatchClosure | None:
         """The dev rows, where a step keeps outputs and may be shortened by theirs."""
         train = self.config.train
-        if not (self.dev and train.guard and train.keep_best and method(self.config.method.name).takes_outputs):
+        if not (self.dev and train.guard and method(self.config.method.name).takes_outputs):
             return None
         return self.objective.closure(self.model, self.objective.batches(self.dev, train.eval_batch_size))
 
