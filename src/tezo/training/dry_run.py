@@ -167,6 +167,8 @@ def _evaluation_seconds(job: Job, pace: _Pace) -> float:
     """Returns the seconds of all evaluations; a token that is written takes as long for a batch as for a row."""
     settings = job.config.train
     of_dev = max(0, len(evaluation_steps(settings)) - (job.dev is job.test)) if job.dev else 0
+    if job.held_out is not None:
+        of_dev += 2 * settings.num_steps  # each step compares its two ends there
     reading = of_dev * _tokens(job, job.dev) + 2 * _tokens(job, job.test)
     if compares_with_untuned(job):
         reading += _tokens(job, job.train[:MOST_ROWS]) + _tokens(job, job.test)
