@@ -10,8 +10,10 @@ from short_runs import stopped
 import tezo
 from tezo.optim.methods import METHODS
 from tezo.runs.step_log import read_log
+from tezo.training import best_state
 from tezo.training.config import dump_config, parse_config, parse_setting, read_config
 from tezo.training.job import prepare
+from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.recipe import TrainConfig
 from tezo.training.replay import replay
@@ -20,6 +22,15 @@ from tezo.training.schedule import lr_factor
 
 OWN = ["train.steps=3", "train.epochs=1", "train.batch_size=4", "train.feedback_first=0", "method.lr=1e-3",
        "method.rank=2"]  # fmt: skip
+
+
+class DevLosses(Listener):
+    def __init__(self):
+        self.losses = {}
+
+    def evaluated(self, split, step, metrics):
+        if split == "dev":
+            self.losses[step] = metrics["loss"]
 
 
 @pytest.fixture(scope="module")
@@ -135,18 +146,36 @@ def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
     # labels that a text does not tell: after its bias there is nothing to learn
     same = [{"text": "what it says", "label": label} for label in ["a", "b"] * 20]
     write_rows(home / "same.jsonl", same)
-    settings = ["train.steps=9", "method.name=gauss-newton"]
+    settings = ["train.steps=9", "method.name=gauss-newton", "data.hold_out=0", f"data.test={home / 'same.jsonl'}"]
     found = train(request(home, data="same", settings=settings), tmp_path / "run")
     kappas = [any(step.projected_grads) for step in read_log(tmp_path / "run/steps.log").steps]
     assert found["stopped"] == "idle" and len(kappas) == found["steps"] < 9
     assert kappas[-2:] == [False, False]
-    assert "did not lower the loss of rows that they were not fitted to" in found["verdict"]
+    assert "hardly lowered the loss of rows that they were not fitted to" in found["verdict"]
     to_the_end = train(request(home, data="same", settings=[*settings, "train.guard=false"]), tmp_path / "all")
     assert to_the_end["steps"] == 9 and to_the_end["stopped"] is None
     stopped(request(home, data="same", settings=settings), tmp_path / "killed", found["steps"] - 1)
     resumed = train(request(home, data="same", settings=settings), tmp_path / "killed", resume=True)
     assert (resumed["steps"], resumed["stopped"]) == (found["steps"], "idle")
     assert contents(tmp_path / "killed/adapter") == contents(tmp_path / "run/adapter")
+
+
+@pytest.mark.parametrize("least", [0.0, 0.01, 0.2])
+def test_a_run_ends_where_two_rounds_in_a_row_gained_too_little_on_dev_rows(home, tmp_path, monkeypatch, least):
+    monkeypatch.setattr(best_state, "IDLE_GAIN", least)
+    settings = ["train.steps=7", "method.name=gauss-newton", "data.hold_out=0.3", f"data.test={home / 'labels.jsonl'}"]
+    dev = DevLosses()
+    found = train(request(home, settings=settings), tmp_path / "run", [dev])
+    losses = dev.losses
+    end, (gained, lowest) = 7, (0, losses[0])
+    for step in range(1, len(losses)):
+        if losses[step] < (1 - least) * lowest:
+            gained, lowest = step, losses[step]
+        if step - gained >= 2:
+            end = step
+            break
+    assert found["steps"] == end == len(losses) - 1
+    assert least != 0.2 or (found["stopped"] == "idle" and found["kept_step"] > gained)
 
 
 def test_a_run_takes_no_step_that_raises_the_dev_loss_and_ends_after_two_such_rounds(home, tmp_path):

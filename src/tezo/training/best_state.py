@@ -3,8 +3,9 @@
 The best state is that with the lowest dev loss; without dev rows, that with the lowest mean loss of a tenth of the
 steps. For one of the `REASONS` a run returns to it, drops the moments, and multiplies its learning rate by `LOWERED`.
 It ends if it stagnates again after a return for stagnation. Of a method whose steps are chosen for other rows than
-their own, it ends where several in a row (`Estimator.idle_steps`) were none. Decisions depend on nothing but losses
-that are in the step log, and are written there themselves.
+their own, it ends where several in a row (`Estimator.idle_steps`) were none, or lowered the dev loss by less than
+`IDLE_GAIN` together. Decisions depend on nothing but losses that are in the step log, and are written there
+themselves.
 
 Feedback steps are biased. If the dev loss after those at the start is above the lowest one, the run returns at the same
 learning rate: it was not the rate that was wrong.
@@ -36,6 +37,8 @@ LOWERED = 1 / 3
 PATIENCE = 3
 """Evaluations in a row without a lower dev loss, over `PATIENT_SHARE` of the steps and `PATIENT_STEPS` at least."""
 PATIENT_SHARE, PATIENT_STEPS = 0.3, 24
+IDLE_GAIN = 0.01
+"""Least part by which the dev loss should fall before a run is idle. Our choice."""
 MOST_ROLLBACKS = 8
 """Rollbacks of a run. After as many the rate is below a thousandth of the first, and the run ends."""
 
@@ -50,7 +53,7 @@ REASONS = {
 }
 """Reason for a rollback, as in the step log -> in words."""
 ENDED = {reason: f"{words}, at a lower rate too" for reason, words in REASONS.items()} | {
-    IDLE: "the last ones did not lower the loss of rows that they were not fitted to"
+    IDLE: "the last ones hardly lowered the loss of rows that they were not fitted to"
 }
 """Reason for the end of a run -> in words."""
 
@@ -110,6 +113,7 @@ class BestState:
         self._guard = Guard(self.settings.num_steps)
         self._have_risen = False
         self._idle = 0
+        self._gain = 0, math.inf
         self._losses: list[float] = []
         self._resumed = ResumeState()
 
@@ -137,10 +141,14 @@ class BestState:
         self._have_risen = self._guard.add(record.loss)
         self._idle = self._idle + 1 if record.is_idle else 0
 
-    def _is_idle(self) -> bool:
+    def _is_idle(self, steps: int) -> bool:
         optimizer = self.job.optimizer
         most = optimizer.idle_steps if isinstance(optimizer, ZerothOrderOptimizer) else None
-        return most is not None and self._idle >= most
+        if most is None:
+            return False
+        judged = self._every and self.settings.chooses_by_dev_rows
+        in_vain = steps // self._every - self._gain[0] // self._every if judged else 0
+        return max(self._idle, in_vain) >= most
 
     def note(self, steps: int, before: Metrics | None = None, *, last: bool = False) -> None:
         """Evaluates the dev rows, where it is time, and notes the state if it is the best so far.
@@ -164,6 +172,8 @@ class BestState:
             self._losses = []
         else:
             return
+        if loss < (1 - IDLE_GAIN) * self._gain[1]:
+            self._gain = steps, loss
         if self.best is None or loss < self.best.loss:
             kept = self.settings.guard or self.settings.keep_best
             self.best = GoodState(steps, loss, self.job.optimizer.tuned_state() if kept else None)
@@ -172,7 +182,7 @@ class BestState:
         """Goes back to the best state where that may help; returns whether the run should end after these steps."""
         if not self.settings.guard or steps < len(self._resumed.steps) or steps in self._resumed.rollbacks:
             return False  # a decision that was made before is in the log
-        if self._is_idle():
+        if self._is_idle(steps):
             self.stopped = IDLE
             return True
         reason = self.reason(steps)
