@@ -412,7 +412,7 @@ def _reward(before: float, after: float) -> dict[str, Any]:
         ({}, "Better: the dev loss fell from 3.0000 to 2.0000. It was falling to the end: try train.steps=80."),
         ({"kept_step": 20}, "It was lowest after step 20: more rows"),
         ({"stopped": STAGNATED}, "It ended after 40 of 50 steps: the dev loss was no lower for long"),
-        ({"stopped": IDLE}, "It ended after 40 of 50 steps: the last ones did not lower the loss"),
+        ({"stopped": IDLE}, "It ended after 40 of 50 steps: the last ones hardly lowered the loss"),
         ({"after": {"loss": 4.0}}, "No better: the dev loss fell from 3.0000 to 2.0000, but the test loss rose"),
         ({"dev_loss": 3.0}, "No better: the dev loss was 3.0000 and is 3.0000. Try another rate, such as --lr auto"),
         ({"dev_loss": 2.9984}, "Hardly better: the dev loss fell from 3.0000 to 2.9984, by less than 0.1 %. Try"),
