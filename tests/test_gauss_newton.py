@@ -638,6 +638,33 @@ def test_what_raises_labels_is_measured_once_and_inputs_at_each_step():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shift", [0.0, 4.0])
+def test_what_raises_labels_is_measured_anew_where_they_need_a_bias_still(shift):
+    model, x = Stream40(), noise(400, 40, seed=90)
+    labels = (x[:, 3] - x[:, 17] > 0).long()
+    optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
+    basis, found, calls = optimizer.perturbation.basis, [], []
+    optimizer.set_rows(lambda _, count: Scores(model, x[:count], labels[:count]))
+    for step in range(3):
+        if step == 2:  # something else makes one label likelier everywhere
+            model.register_forward_hook(lambda _, __, scores: scores + torch.tensor([shift, 0.0]))
+        optimizer.step(Scores(model, x[300:], labels[300:]))
+        found.append(basis.collected(step).factors[looking.STREAM])
+        calls.append(basis.cost[0])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2]) == (not shift) and calls == [4, 5, 10 if shift else 6]
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(0.0, False), (0.5, False), (3.0, True)])
+def test_labels_need_a_bias_where_it_lowers_the_loss_by_a_tenth(shift, expected):
+    x, labels = rows(400, 6, 2, seed=70)
+    scores = x @ noise(6, 2, seed=71) / 4 + torch.tensor([shift, 0.0])
+    own = Outputs(scores - fitted_bias(Outputs(scores - torch.tensor([shift, 0.0]), labels, labels, shared=True)),
+                  labels, torch.arange(400), shared=True)  # fmt: skip
+    assert looking.is_biased(own) == expected
+
+
 def test_rows_that_are_all_seen_by_the_first_look_are_not_looked_at_again(monkeypatch):
     model, x = Stream40(), noise(200, 40, seed=90)
     labels = (x[:, 3] - x[:, 17] > 0).long()

@@ -23,8 +23,8 @@ shows the vectors that raise each:
 
 A third pass adds such a vector to the outputs of one layer in each row; those at which it acts nearly as at the last
 layer may be changed, and their inputs are kept for more rows. Later steps take S and these layers as they were found,
-and look at inputs alone. With B (C, R) the leading right singular vectors of the sum of all f, and w the signal of a
-layer as a part of the sum of those of all layers,
+and look at inputs alone, unless the labels need a bias still, which S was to give them. With B (C, R) the leading right
+singular vectors of the sum of all f, and w the signal of a layer as a part of the sum of those of all layers,
 
     U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
 
@@ -39,7 +39,7 @@ Free text has a regression of its own (`readout`), and one direction: all that i
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from tezo.directions.bases.basis import CollectedFactors, Foretold, RowsOf
 from tezo.directions.bases.collected import OUTPUT_SIDE, CollectedBasis, input_size
 from tezo.directions.bases.looks import Nudges, Seen, output_size, recording
 from tezo.directions.bases.readout import Ends, read_text, recording_ends
-from tezo.directions.outputs import Outputs, Rows, errors
+from tezo.directions.outputs import Outputs, Rows, errors, fitted_bias
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
 
@@ -63,6 +63,8 @@ RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Candidates for lambda, as parts of the mean of the diagonal of X X^T."""
 KEPT_SIGNAL = 0.7
 """Least signal of a layer that is changed, as a part of the best one's."""
+BIASED = 0.1
+"""S is measured anew where a bias for each label would lower the loss by more than this part."""
 LAST_LAYERS = 1 / 2
 """Layers that may be changed, the last ones of the model, as a part of all."""
 STREAM, WRITERS = "vectors that raise each class", "whether outputs of each target do"
@@ -116,12 +118,15 @@ class ErrorBasis(CollectedBasis):
                 "optimizer.set_rows(rows), or set method.basis=gaussian."
             )
         model, rows_of = self._source
-        measured = self._measured(refresh_step)
-        if measured is None:
-            factors, passes = self._first_look(model, rows_of, refresh_step)
-        else:
+        measured, passes = self._measured(refresh_step), 0
+        if measured is not None:
             look = self._look_at_labels(model, rows_of, refresh_step, measured[0])
-            factors, passes = self._of_labels(look, *measured), look.passes
+            passes = look.passes
+        if measured is None or is_biased(look.outputs):
+            factors, more = self._first_look(model, rows_of, refresh_step)
+            passes += more
+        else:
+            factors = self._of_labels(look, *measured)
         signals = [self.signal.get(target.name, NO_SIGNAL) for target in self._targets]
         return CollectedFactors(factors | {SIGNAL: torch.tensor(signals, dtype=torch.float64)}, passes)
 
@@ -246,6 +251,12 @@ class Look:
     outputs: Outputs
     stepped: int | None
     passes: int
+
+
+def is_biased(outputs: Outputs) -> bool:
+    """Returns whether a bias for each label would lower the loss by more than `BIASED` of it."""
+    scores_TC = outputs.scores_TC.detach().double().cpu() + fitted_bias(outputs)
+    return replace(outputs, scores_TC=scores_TC, labels_T=outputs.labels_T.cpu()).loss() < (1 - BIASED) * outputs.loss()
 
 
 def contrasts(classes: int) -> Tensor:
