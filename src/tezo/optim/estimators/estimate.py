@@ -272,8 +272,8 @@ class Estimator(ABC):
     rule: ClassVar[str]
     """Name in records and step logs of the steps that it is for."""
     idle_steps: ClassVar[int | None] = None
-    """Steps in a row without a change, or evaluations without a lower dev loss, after which later steps are not worth
-    their passes; None: any may be."""
+    """Steps in a row without a change, or evaluations that hardly lower the dev loss, after which later steps are not
+    worth their passes; None: any may be."""
     told: Mapping[str, Any] = MappingProxyType({})
     """What the last estimate measured beside its losses: JSON, for the log of metrics."""
 
