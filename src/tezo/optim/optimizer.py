@@ -333,7 +333,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
     @property
     def idle_steps(self) -> int | None:
-        """Steps in a row without a change, or evaluations that hardly lower the dev loss, that end a run; None: none do."""
+        """Steps in a row without a change, or that hardly lower the dev loss, that end a run; None: none do."""
         return self._two_point.idle_steps
 
     def check_rule(self, rule: str, closure: Closure) -> None:
