@@ -71,8 +71,9 @@ STREAM, WRITERS = "vectors that raise each class", "whether outputs of each targ
 PROPOSED = "coefficients of proposed directions"
 FORETOLD, TURNS = "what columns foretell of rows", "classes of columns"
 SIGNAL, NO_SIGNAL = "signal of each target", -2.0
-"""The names under which S, the coefficients of directions, what columns foretell (2, E, R) and of which classes (C, R),
-and signals are kept with the factors; the last is in place of a signal that was not measured."""
+"""The names under which S, the layers that raise classes, the coefficients of directions, what columns foretell (2, E, R)
+and of which classes (C, R), and signals are kept with the factors; the last is in place of a signal that was not
+measured."""
 
 
 class ErrorBasis(CollectedBasis):
@@ -170,6 +171,7 @@ class ErrorBasis(CollectedBasis):
         return self._of_labels(look, names, stream_MC), 3 * len(places) + look.passes
 
     def _look_at_labels(self, model: nn.Module, rows_of: RowsOf, refresh_step: int, names: Sequence[str]) -> "Look":
+        """Returns what these layers see of as many rows as their inputs may be kept of."""
         writers = [target for target in self._targets if target.name in names]
         rows = rows_of(refresh_step, self._rows_of_a_look(writers, MOST_LABELLED))
         with recording(model, writers, places := rows.places()) as seen:
