@@ -71,9 +71,9 @@ STREAM, WRITERS = "vectors that raise each class", "whether outputs of each targ
 PROPOSED = "coefficients of proposed directions"
 FORETOLD, TURNS = "what columns foretell of rows", "classes of columns"
 SIGNAL, NO_SIGNAL = "signal of each target", -2.0
-"""The names under which S, the layers that raise classes, the coefficients of directions, what columns foretell (2, E, R)
-and of which classes (C, R), and signals are kept with the factors; the last is in place of a signal that was not
-measured."""
+"""The names under which S, the layers that raise classes, the coefficients of directions, what columns foretell
+(2, E, R) and of which classes (C, R), and signals are kept with the factors; the last is in place of a signal that was
+not measured."""
 
 
 class ErrorBasis(CollectedBasis):
