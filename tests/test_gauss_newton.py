@@ -1,6 +1,7 @@
 """Gauss-Newton over random directions: the outputs, the convex model, what is looked at, the step, whole runs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -699,6 +700,20 @@ def test_a_basis_without_rows_says_what_to_do():
     with pytest.raises(RequestError, match=r"optimizer\.set_rows"):
         optimizer.draw()
     assert isinstance(optimizer.perturbation.basis, ErrorBasis)
+    optimizer.close()
+
+
+def test_rows_with_options_of_their_own_are_refused_in_a_sentence():
+    class OwnOptions(Scores):
+        def outputs(self, like: Outputs | None = None) -> Outputs:
+            return replace(super().outputs(like), shared=False)
+
+    model, (x, labels) = Stream40(), rows(32, 40, 2, seed=0)
+    optimizer = gauss_newton(model, rank=6, targets=("all",))
+    with pytest.raises(
+        RequestError, match=r"options of their own.*method\.name=head-feedback, or method\.basis=gaussian"
+    ):
+        optimizer.step(OwnOptions(model, x, labels))
     optimizer.close()
 
 
