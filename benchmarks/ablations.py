@@ -17,9 +17,8 @@ from real_tasks import make, measured, options
 
 from tezo.directions.bases import errors, looks
 from tezo.directions.outputs import Outputs
-from tezo.forward.perturbed_parameter import Shift
 from tezo.optim.estimators import gauss_newton
-from tezo.optim.estimators.gauss_newton import GaussNewton, LinearModel, combined
+from tezo.optim.estimators.gauss_newton import GaussNewton, LinearModel
 
 ROUNDS = {"sst2": 2, "issues": 2}
 LENGTHS = (1.0, 0.5, 0.25, 0.125)
@@ -84,8 +83,7 @@ def losses_alone() -> None:
         found = [(model.loss, [0.0] * model.count)]
         for length in LENGTHS:
             coefficients = (length * whole_K).tolist()
-            for name, parameter in self._moving.items():
-                parameter.set_perturbations([Shift(combined(draw.directions[name], coefficients), 1.0)])
+            self._move(draw, coefficients)
             found.append((closure.outputs(own).loss(), coefficients))
         self.tried, self.told = (), {"round": {"taken": 1.0}}
         return min(found, key=lambda one: one[0])[1]

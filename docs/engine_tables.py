@@ -86,34 +86,6 @@ def real_tasks() -> str:
     )
 
 
-def ablations() -> str:
-    """What a run of gauss-newton comes to with one part taken away."""
-    found = read("ablations")
-    parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for name, own in found["runs"].items():
-        task, _, part = name.partition(", seed")[0].partition("/")
-        parts.setdefault(part, {}).setdefault(task, []).append(own)
-    tasks = list(dict.fromkeys(task for own in parts.values() for task in own))
-    rows = []
-    for part, own in parts.items():
-        row = [part]
-        for task in tasks:
-            runs = own.get(task, [])
-            middle = [statistics.median(figure(run) for run in runs) for figure in (_loss, _accuracy)] if runs else []
-            row += [f"{middle[0]:.3f}", f"{middle[1]:.1f} %"] if middle else ["", ""]
-        rows.append(row)
-    heads = ["gauss-newton", *(head for task in tasks for head in (f"{task}: test loss", "accuracy"))]
-    every = [run for own in parts.values() for runs in own.values() for run in runs]
-    ran, seeds = (
-        dict.fromkeys(machine(run) for run in every),
-        {len(own) for by in parts.values() for own in by.values()},
-    )
-    return grid(heads, rows) + (
-        f"\n{found['model']} in float32, {every[0]['steps']} rounds at most; seeds of a run: {min(seeds)}; rows as in "
-        f"the table of tasks. `python benchmarks/ablations.py`; {'; '.join(ran)}.\n"
-    )
-
-
 def levels(task: str) -> str:
     """A sentence on a task: the untuned model, what is fitted to it, our default, LoRA at its best rate."""
     runs = {name.partition("/")[2]: run for name, run in read("real_tasks")["runs"].items() if name.startswith(task)}
@@ -150,6 +122,5 @@ ENGINE_TABLES: dict[str, Callable[[], str]] = {
     "engines": engines,
     "engine-runs": engine_runs,
     "real-tasks": real_tasks,
-    "ablations": ablations,
     "levels": partial(levels, "issues"),
 }

@@ -144,7 +144,7 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 4))
 for method in (*METHODS.values(), *BASELINES.values()):
     optimizer = method.build(model, **({"rank": 2} if "rank" in method.defaults() else {}))
     losses = lambda: model(torch.ones(2, 4)).square().mean(1)
-    of_rows = method.takes_rows or method.defaults().get("directions") == "per-example"
+    of_rows = method.defaults().get("directions") == "per-example"
     if not method.takes_rows:
         optimizer.step(losses if of_rows else lambda: losses().mean())
     optimizer.close()

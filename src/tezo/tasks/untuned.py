@@ -85,7 +85,7 @@ def measure_untuned(
 
 
 def probed(train_BD: Tensor, labels_B: Tensor, options: int, rows_BD: Tensor) -> Tensor:
-    """Returns the scores of options on rows by a linear probe, logistic regression on features of the frozen model.
+    """Returns scores of options (B, O) on rows by a linear probe, logistic regression on features of the frozen model.
 
     The penalty is the one of `PENALTIES` with the least loss by cross-validation over the training rows.
     """

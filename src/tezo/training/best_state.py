@@ -38,7 +38,7 @@ PATIENCE = 3
 """Evaluations in a row without a lower dev loss, over `PATIENT_SHARE` of the steps and `PATIENT_STEPS` at least."""
 PATIENT_SHARE, PATIENT_STEPS = 0.3, 24
 IDLE_GAIN = 0.01
-"""Least part by which the dev loss should fall before a run is idle. Our choice."""
+"""Part by which the dev loss must have fallen since its last such fall, or the evaluation is in vain. Our choice."""
 MOST_ROLLBACKS = 8
 """Rollbacks of a run. After as many the rate is below a thousandth of the first, and the run ends."""
 
@@ -113,7 +113,7 @@ class BestState:
         self._guard = Guard(self.settings.num_steps)
         self._have_risen = False
         self._idle = 0
-        self._gain = 0, math.inf
+        self._gain = 0, math.inf  # the step of the last fall by `IDLE_GAIN`, and the loss there
         self._losses: list[float] = []
         self._resumed = ResumeState()
 
