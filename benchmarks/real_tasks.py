@@ -123,7 +123,7 @@ TASKS: dict[str, Callable[[Path, Path], Settings]] = {
 }  # fmt: skip
 SEEDS = (0, 1, 2)
 LORA_RATES = (2e-4, 5e-4, 1e-3)
-FZOO_RATES = (3e-6, 3e-5)
+FZOO_RATES = (3e-5, 3e-4, 3e-3)
 
 
 def runs() -> Iterator[tuple[str, str, Settings]]:
@@ -136,11 +136,10 @@ def runs() -> Iterator[tuple[str, str, Settings]]:
                 yield f"{task}/{label}, seed {seed}", task, own
 
     searched = ("method.lr", "auto"), ("method.rho", "auto"), ("train.batch_size", 64), ("train.steps", 64)
-    yield from of_seeds("gauss-newton", "gauss-newton, 2 rounds", ("train.steps", 2))
+    yield from of_seeds("gauss-newton", "gauss-newton")
     for lr in LORA_RATES:
         own = ("method.lr", lr), ("model.peft", "lora"), ("train.steps", 120)
         yield from of_seeds("adam", f"LoRA with gradients, lr {lr:g}", *own, seeds=(0,))
-    yield from of_seeds("gauss-newton", "gauss-newton, 6 rounds", ("train.steps", 6))
     yield from of_seeds("head-feedback", "head-feedback", seeds=(0,))
     yield from of_seeds("tezo", "tezo", *searched, seeds=(0,))
     yield from of_seeds("lozo", "lozo", *searched, seeds=(0,))

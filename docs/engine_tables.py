@@ -54,49 +54,91 @@ def engine_runs() -> str:
 
 
 def real_tasks() -> str:
-    """What methods learn of real rows, beside LoRA: test loss and accuracy, and passes."""
+    """What methods learn of real rows, beside LoRA: test loss and accuracy, and passes; of several rates the best."""
     found = read("real_tasks")
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for name, own in found["runs"].items():
-        groups.setdefault(name.partition(", seed")[0], []).append(own)
+    tasks = list(dict.fromkeys(name.partition("/")[0] for name in found["runs"]))
     rows = []
-    for name, runs in groups.items():
-        task, _, method = name.partition("/")
-        middle = [statistics.median(part(run) for run in runs) for part in (_passes, _loss, _accuracy)]
-        rows.append([task, method, f"{len(runs)}", f"{middle[0]:.0f}", f"{middle[1]:.3f}", f"{middle[2]:.1f} %"])
-    for task in dict.fromkeys(row[0] for row in rows):
-        first = next(run for name, run in found["runs"].items() if name.startswith(f"{task}/"))
+    for task in tasks:
+        of = {name.partition("/")[2]: run for name, run in found["runs"].items() if name.startswith(f"{task}/")}
+        first = next(iter(of.values()))
         known = {"untuned": first["before"]}
         if first.get("untuned"):
             known |= {"untuned, bias fitted": first["untuned"]["bias"], "linear probe": first["untuned"]["probe"]}
-        rows += [
-            [task, what, "", "0", f"{_loss({'after': own}):.3f}", f"{_accuracy({'after': own}):.1f} %"]
-            for what, own in known.items()
-        ]
-    tasks = list(dict.fromkeys(row[0] for row in rows))
-    rows.sort(key=lambda row: (tasks.index(row[0]), -float(row[4])))
+        own = [[task, what, "", "0", *_ends([{"after": metrics}])] for what, metrics in known.items()]
+        for method in dict.fromkeys(_method(name) for name in of):
+            label, runs = _at_best_rate({name: run for name, run in of.items() if _method(name) == method})
+            own.append([task, label, f"{len(runs)}", f"{_middle(_passes, runs):.0f}", *_ends(runs)])
+        rows += sorted(own, key=lambda row: -float(row[4]))
     heads = ["rows", "", "seeds", "passes of 64 rows", "test loss", "accuracy"]
     sizes = {name.partition("/")[0]: run["rows"] for name, run in found["runs"].items()}
     counts = "; ".join(f"{task}: " + ", ".join(f"{n} {part}" for part, n in own.items()) for task, own in sizes.items())
     ran = dict.fromkeys(machine(run) for run in found["runs"].values())
     return grid(heads, rows) + (
         f"\n{found['model']} in float32; medians of the seeds; {counts} rows; accuracy of tokens where the rows are "
-        "texts. Passes are all but those of evaluations, looks and searches among them; LoRA's are forward passes, "
-        f"each with a backward one. `python benchmarks/real_tasks.py`; {'; '.join(ran)}.\n"
+        "texts. Of several rates the one of the lowest dev loss. Passes are all but those of evaluations, looks and "
+        "searches among them; LoRA's are forward passes, each with a backward one. `python benchmarks/real_tasks.py`; "
+        f"{'; '.join(ran)}.\n"
     )
+
+
+def ablations() -> str:
+    """What a run of gauss-newton comes to with one part taken away."""
+    found = read("ablations")
+    parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for name, run in found["runs"].items():
+        task, _, part = name.partition(", seed")[0].partition("/")
+        parts.setdefault(part, {}).setdefault(task, []).append(run)
+    tasks = list(dict.fromkeys(task for of in parts.values() for task in of))
+    rows = [
+        [
+            part,
+            *(
+                cell
+                for task in tasks
+                for cell in (f"{len(of[task])}", f"{_middle(_passes, of[task]):.0f}", *_ends(of[task]))
+            ),
+        ]
+        for part, of in parts.items()
+    ]
+    heads = ["", *(head for task in tasks for head in (f"{task}: seeds", "passes", "test loss", "accuracy"))]
+    every = list(found["runs"].values())
+    ran = dict.fromkeys(machine(run) for run in every)
+    return grid(heads, rows) + (
+        f"\n{found['model']} in float32, two rounds; medians of the seeds; rows and passes as above. "
+        f"`python benchmarks/ablations.py`; {'; '.join(ran)}.\n"
+    )
+
+
+def _method(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def _at_best_rate(of: dict[str, dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """(name with the rate, the runs of all seeds at it) of runs of one method, by the dev loss."""
+    rates: dict[str, list[dict[str, Any]]] = {}
+    for name, run in of.items():
+        rates.setdefault(name.partition(", seed")[0], []).append(run)
+    return min(rates.items(), key=lambda rate: _middle(_dev_loss, rate[1]))
+
+
+def _middle(part: Callable[[dict[str, Any]], float], runs: list[dict[str, Any]]) -> float:
+    return statistics.median(part(run) for run in runs)
+
+
+def _ends(runs: list[dict[str, Any]]) -> list[str]:
+    return [f"{_middle(_loss, runs):.3f}", f"{_middle(_accuracy, runs):.1f} %"]
 
 
 def levels(task: str) -> str:
     """A sentence on a task: the untuned model, what is fitted to it, our default, LoRA at its best rate."""
     runs = {name.partition("/")[2]: run for name, run in read("real_tasks")["runs"].items() if name.startswith(task)}
-    ours = [run for name, run in runs.items() if name.startswith("gauss-newton, 6")]
-    lora = min((run for name, run in runs.items() if name.startswith("LoRA")), key=lambda run: run["dev_loss"])
+    ours = [run for name, run in runs.items() if _method(name) == "gauss-newton"]
+    lora = min((run for name, run in runs.items() if name.startswith("LoRA")), key=_dev_loss)
     fitted = {what: _accuracy({"after": ours[0]["untuned"][what]}) for what in ("bias", "probe")}
-    middle = [statistics.median(part(run) for run in ours) for part in (_accuracy, _passes)]
     said = [
         f"Accuracy on {ours[0]['rows']['test']} test rows: untuned {_accuracy({'after': ours[0]['before']}):.1f} %,",
         f"with a bias fitted to each label {fitted['bias']:.1f} %, under a linear probe {fitted['probe']:.1f} %; the",
-        f"default {middle[0]:.1f} % in {middle[1]:.0f} passes of 64 rows, median of {len(ours)} seeds; LoRA with",
+        f"default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, median of {len(ours)} seeds; LoRA with",
         f"gradients {_accuracy(lora):.1f} % in {_passes(lora):.0f} there and back.",
         f"`python benchmarks/real_tasks.py`; {machine(lora)}.",
     ]
@@ -113,6 +155,11 @@ def _accuracy(run: dict[str, Any]) -> float:
     return 100 * float(after["accuracy"] if "accuracy" in after else after["token_accuracy"])
 
 
+def _dev_loss(run: dict[str, Any]) -> float:
+    loss: float = run["dev_loss"]
+    return loss
+
+
 def _passes(run: dict[str, Any]) -> float:
     passes: float = run["passes_of_64_rows"]
     return passes
@@ -122,5 +169,6 @@ ENGINE_TABLES: dict[str, Callable[[], str]] = {
     "engines": engines,
     "engine-runs": engine_runs,
     "real-tasks": real_tasks,
+    "ablations": ablations,
     "levels": partial(levels, "issues"),
 }
