@@ -138,8 +138,8 @@ def levels(task: str) -> str:
     said = [
         f"Accuracy on {ours[0]['rows']['test']} test rows: untuned {_accuracy({'after': ours[0]['before']}):.1f} %,",
         f"with a bias fitted to each label {fitted['bias']:.1f} %, under a linear probe {fitted['probe']:.1f} %; the",
-        f"default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, median of {len(ours)} seeds; LoRA with",
-        f"gradients {_accuracy(lora):.1f} % in {_passes(lora):.0f} there and back.",
+        f"default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, median of",
+        f"{len(ours)} seeds; LoRA with gradients {_accuracy(lora):.1f} % in {_passes(lora):.0f} there and back.",
         f"`python benchmarks/real_tasks.py`; {machine(lora)}.",
     ]
     return " ".join(said) + "\n"
