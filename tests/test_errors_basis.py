@@ -1,0 +1,292 @@
+"""The basis of errors: what a look measures and foretells, and the directions that it proposes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from folders import completion_rows, label_rows, model_folder, write_rows
+from label_scores import Scores, Stream40, noise, rows, softmax_model
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from tezo.directions.bases import errors as looking
+from tezo.directions.bases.errors import ErrorBasis, Layout, common, contrasts, regress
+from tezo.directions.bases.looks import Nudges
+from tezo.directions.outputs import Outputs, fitted_bias
+from tezo.directions.targets import select_targets
+from tezo.optim.methods.gauss_newton import gauss_newton
+from tezo.system.errors import RequestError
+from tezo.training.config import parse_config
+from tezo.training.job import looked_and_stepped, prepare
+
+
+def ridge_regression(x: Tensor, e: Tensor, ridge: float) -> Tensor:
+    """W, in the primal form."""
+    scaled = ridge * float((x @ x.T).diagonal().mean())
+    return torch.linalg.solve(x.T @ x + scaled * torch.eye(x.shape[1], dtype=torch.float64), x.T @ e)
+
+
+def test_a_regression_is_of_the_lambda_with_the_best_signal_of_unseen_places():
+    x, e = noise(30, 12, seed=40), noise(30, 2, seed=41)
+    x, e = x - x.mean(0), e + x @ noise(12, 2, seed=42)
+    e = e - e.mean(0)
+    signals = {}
+    for ridge in looking.RIDGES:
+        scaled = ridge * float((x @ x.T).diagonal().mean())
+        unseen = torch.empty_like(e)
+        for i in range(30):  # each place by the regression of all others, with this lambda
+            kept = torch.arange(30) != i
+            gram = x[kept].T @ x[kept] + scaled * torch.eye(12, dtype=torch.float64)
+            unseen[i] = x[i] @ torch.linalg.solve(gram, x[kept].T @ e[kept])
+        signals[ridge] = float((unseen * e).sum() / unseen.norm() / e.norm()), unseen
+    (found,) = regress([x.float()], e)
+    ridge = max(signals, key=lambda own: signals[own][0])
+    assert found.signal == pytest.approx(signals[ridge][0], abs=1e-4)
+    assert torch.allclose(found.unseen_PE, signals[ridge][1], atol=1e-4)
+    assert torch.allclose(found.w_IE.double(), ridge_regression(x, e, ridge), atol=1e-4)
+    turns = contrasts(3)[:2]
+    v = found.along(turns)
+    assert torch.allclose((x @ v).square().mean(0), torch.ones(2, dtype=torch.float64), rtol=1e-4)
+    for own, expected in zip(v.T, (found.w_IE.double() @ turns).T, strict=True):
+        assert torch.cosine_similarity(own, expected, 0) > 1 - 1e-5
+
+
+def test_noise_carries_no_signal():
+    x, e = noise(200, 300, seed=50).float(), noise(200, 1, seed=51)
+    (found,) = regress([x], e)
+    # the best of five lambdas, each within 99.98 % of a correlation of independent numbers
+    assert abs(found.signal) < 3.7 / math.sqrt(200)
+
+
+def test_what_layers_say_together_is_nearer_the_truth_than_what_any_says():
+    truth = noise(300, 1, seed=52) @ torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    layers = [regress([(truth @ noise(2, 20, seed=s) + 3 * noise(300, 20, seed=s + 1)).float()],
+                      truth + noise(300, 2, seed=53))[0] for s in (54, 56, 58, 60)]  # fmt: skip
+    turns, weights = common(layers, 1)
+    assert torch.allclose(turns[:, 0].abs(), torch.full((2,), 0.5**0.5, dtype=torch.float64), atol=0.1)
+    assert weights.tolist() == [1.0]
+
+    def correlation(values: Tensor) -> float:
+        return abs(float(torch.corrcoef(torch.stack([values, truth[:, 0]]))[0, 1]))
+
+    single = [correlation(own.unseen_PE @ turns[:, 0]) for own in layers]
+    together = sum(own.unseen_PE / own.unseen_PE.norm() for own in layers)
+    assert correlation(together @ turns[:, 0]) > max(single)
+
+
+class Stream(nn.Module):
+    """Layers that write to a stream, one that only reads it, and scores of the stream's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inside, self.last = (nn.Linear(5, 5, bias=False).double() for _ in range(3))
+        self.head_CM = noise(3, 5, seed=60)
+        with torch.no_grad():
+            for i, layer in enumerate((self.first, self.inside, self.last)):
+                layer.weight.copy_(noise(5, 5, seed=61 + i) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.first(x)
+        h = h + self.last(torch.tanh(0.02 * self.inside(h)))
+        return h @ self.head_CM.T
+
+
+@torch.no_grad()
+def test_vectors_that_raise_a_class_are_measured_and_the_layers_that_write_the_stream_found():
+    model = Stream()
+    x, labels = rows(60, 5, 3, seed=70)
+    closure = Scores(model, x, labels)
+    targets = {t.name: t for t in select_targets(model, ("all",))}
+    nudges = Nudges(model, closure, closure.places(), closure.outputs(), 0)
+    stream = nudges.stream(targets["last.weight"], 1.0)
+    names, stream = nudges.writers(list(targets.values()), stream)
+    assert names == ["first.weight", "last.weight"]
+    raised = model.head_CM @ stream  # (C, C): what each vector does
+    raised = raised - raised.mean(0)
+    assert torch.allclose(raised.diagonal(), torch.full((3,), 2 / 3, dtype=torch.float64), atol=0.2)
+    assert bool((raised.argmax(0) == torch.arange(3)).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_fewer_places_than_layers_are_given_to_the_last_layers(count):
+    model = Stream()
+    closure = Scores(model, *rows(count, 5, 3, seed=71))
+    targets = {t.name: t for t in select_targets(model, ("all",))}
+    nudges = Nudges(model, closure, closure.places(), closure.outputs(), 0)
+    names, stream = nudges.writers([*targets.values()], nudges.stream(targets["last.weight"], 1.0))
+    assert bool(stream.isfinite().all()) and "last.weight" in names and len(names) <= count
+
+
+@pytest.mark.parametrize(("classes", "kinds", "rank"), [(2, 2, 16), (6, 2, 16), (8, 2, 16), (8, 1, 6), (2, 2, 3)])
+def test_columns_have_one_meaning_and_directions_are_proposed_along_all_of_them(classes, kinds, rank):
+    layout = Layout.of(classes, kinds, rank)
+    used = [column for kind in range(kinds) for column in range(rank)[layout.columns(kind)]]
+    biases = list(range(rank)[layout.bias])
+    assert sorted([*used, *biases]) == list(range(len(used) + len(biases))) and len(used) + len(biases) <= rank
+    assert layout.biases == min(classes - 1, rank // 3) and 1 <= layout.contrasts <= classes - 1
+    proposed = layout.proposed(torch.linspace(1, 0.5, layout.contrasts, dtype=torch.float64), rank)
+    assert proposed.shape == (layout.biases + kinds + layout.contrasts * (layout.contrasts > 1), rank)
+    assert bool(proposed[:, used + biases].any(0).all()), "a column that no direction moves"
+    assert not bool(proposed[: layout.biases][:, used].any()) and not bool(proposed[layout.biases :][:, biases].any())
+    assert torch.allclose(contrasts(classes).sum(0), torch.zeros(classes - 1, dtype=torch.float64), atol=1e-12)
+
+
+def test_a_look_that_sees_what_is_wrong_mends_it_with_few_directions():
+    # 40 inputs, of which two tell the labels: random factors of rank 6 hardly meet them
+    ends = {}
+    for basis in ("errors", "gaussian"):
+        model = Stream40()
+        x = noise(400, 40, seed=90)
+        labels = (x[:, 3] - x[:, 17] > 0).long()
+        step, other = Scores(model, x[:160], labels[:160]), Scores(model, x[160:320], labels[160:320])
+        unseen = Scores(model, x[320:], labels[320:])
+        optimizer = gauss_newton(model, num_directions=6, rank=6, basis=basis, rho=0.02, targets=("all",))
+        optimizer.set_rows(lambda *_, other=other: other)
+        optimizer.step(step)
+        assert len(optimizer.last_step.probes) == (2 if basis == "errors" else 6)  # a bias, and what is foretold
+        ends[basis] = unseen.outputs().loss()
+        optimizer.close()
+    assert ends["errors"] < 0.45 < 0.6 < ends["gaussian"]
+
+
+def test_what_is_foretold_without_a_row_is_what_the_regression_of_the_others_says():
+    x, e = noise(30, 12, seed=40), noise(30, 3, seed=41)
+    x, e = x - x.mean(0), e + x @ noise(12, 3, seed=42)
+    e = e - e.mean(0)
+    (found,) = regress([x.float()], e)
+    turns = contrasts(3)
+    fitted, without = found.foretold(turns)
+    assert torch.allclose(fitted, x @ found.along(turns), atol=1e-4)
+    assert torch.allclose(fitted.square().mean(0), torch.ones(2, dtype=torch.float64), rtol=1e-4)
+    assert torch.allclose(without * (x @ found.w_IE.double() @ turns).square().mean(0).sqrt(), found.unseen_PE @ turns)
+
+
+def test_rows_without_a_signal_are_looked_at_all_the_same():
+    # of labels that nothing foretells the best signal is often negative, as one left out has the others against it
+    signals = []
+    for seed in range(6):
+        model, x = Stream40(), noise(48, 40, seed=seed)
+        labels = torch.randint(2, (48,), generator=torch.Generator().manual_seed(seed))
+        optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
+        optimizer.step(Scores(model, x, labels))
+        signals += optimizer.perturbation.basis.signal.values()
+        optimizer.close()
+    assert len(signals) == 6 and min(signals) < 0
+
+
+def test_what_raises_labels_is_measured_once_and_inputs_at_each_step():
+    model, x = Stream40(), noise(400, 40, seed=90)
+    labels = (x[:, 3] - x[:, 17] > 0).long()
+    optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
+    basis, found = optimizer.perturbation.basis, []
+    optimizer.set_rows(lambda step, count: Scores(model, x[step * 10 : step * 10 + count], labels[step * 10 :][:count]))
+    for step in range(3):
+        optimizer.step(Scores(model, x[300:], labels[300:]))
+        found.append((basis.cost[0], basis.collected(step).factors))
+    assert [calls for calls, _ in found] == [4, 5, 6]  # outputs, two passes with added vectors, more rows
+    first, second, third = (factors for _, factors in found)
+    for name in (looking.STREAM, looking.WRITERS):
+        assert torch.equal(first[name], second[name]) and torch.equal(first[name], third[name])
+    assert not torch.equal(first["layer.weight"], second["layer.weight"])
+    save({key: own for key, own in optimizer.resumable_state().items() if isinstance(own, Tensor)})  # none is shared
+    optimizer.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shift", [0.0, 4.0])
+def test_what_raises_labels_is_measured_anew_where_they_need_a_bias_still(shift):
+    model, x = Stream40(), noise(400, 40, seed=90)
+    labels = (x[:, 3] - x[:, 17] > 0).long()
+    optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
+    basis, found, calls = optimizer.perturbation.basis, [], []
+    optimizer.set_rows(lambda _, count: Scores(model, x[:count], labels[:count]))
+    for step in range(3):
+        if step == 2:  # something else makes one label likelier everywhere
+            model.register_forward_hook(lambda _, __, scores: scores + torch.tensor([shift, 0.0]))
+        optimizer.step(Scores(model, x[300:], labels[300:]))
+        found.append(basis.collected(step).factors[looking.STREAM])
+        calls.append(basis.cost[0])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2]) == (not shift) and calls == [4, 5, 10 if shift else 6]
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(0.0, False), (0.5, False), (3.0, True)])
+def test_labels_need_a_bias_where_it_lowers_the_loss_by_a_tenth(shift, expected):
+    x, labels = rows(400, 6, 2, seed=70)
+    scores = x @ noise(6, 2, seed=71) / 4 + torch.tensor([shift, 0.0])
+    own = Outputs(scores - fitted_bias(Outputs(scores - torch.tensor([shift, 0.0]), labels, labels, shared=True)),
+                  labels, torch.arange(400), shared=True)  # fmt: skip
+    assert looking.is_biased(own) == expected
+
+
+def test_rows_that_are_all_seen_by_the_first_look_are_not_looked_at_again(monkeypatch):
+    model, x = Stream40(), noise(200, 40, seed=90)
+    labels = (x[:, 3] - x[:, 17] > 0).long()
+    factors = []
+    for count, calls in ((256, 3), (200, 4)):  # 200: as if there were more than the first look wants
+        monkeypatch.setattr(looking, "LEAST_ROWS", count)
+        optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
+        basis = optimizer.perturbation.basis
+        optimizer.set_rows(lambda *_: Scores(model, x, labels))
+        optimizer.draw()
+        factors.append(basis.collected(0).factors)
+        assert basis.cost[0] == calls
+        optimizer.close()
+    for name, value in factors[0].items():
+        assert torch.equal(value, factors[1][name]), name
+
+
+def job_of(folder, file: str, hold_out: float):
+    return prepare(parse_config({"model": {"name": str(folder / file / "opt")},
+                                 "data": {"train": str(folder / f"{file}.jsonl"), "hold_out": hold_out,
+                                          "test": str(folder / f"{file}.jsonl")},
+                                 "method": {"name": "gauss-newton"}, "train": {"batch_size": 8}}))  # fmt: skip
+
+
+def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_elsewhere(tmp_path):
+    write_rows(tmp_path / "labels.jsonl", label_rows(40))
+    write_rows(tmp_path / "texts.jsonl", completion_rows(40))
+    for file, hold_out in (("labels", 0.25), ("labels", 0), ("texts", 0.25)):
+        model_folder(tmp_path / file, "opt")
+        job, both = job_of(tmp_path, file, hold_out), (file, hold_out) == ("labels", 0.25)
+        assert len(job.train) == 40 * (1 - hold_out)
+        looked, stepped = looked_and_stepped(job.config, job.format, len(job.train), judged=bool(job.dev))
+        assert looked == stepped == range(30) if both else not {*looked} & {*stepped}
+        _, rows_of = job.optimizer.perturbation.basis._source
+        for step in (0, 3):
+            own = job.objective.closure(job.model, job.batches(job.sampler().rows(step))).outputs()
+            rows = rows_of(step, 20)
+            with torch.no_grad():
+                seen, told = rows.outputs(), job.optimizer.perturbation.basis.foretold(step)
+            assert len(seen.example_T.unique()) == min(20, len(looked))
+            assert rows.stepped == (8 if both else 0)
+            if both:
+                first = seen.scores_TC[seen.example_T.argsort()][:8]
+                assert torch.allclose(first, own.scores_TC[own.example_T.argsort()], atol=1e-5)
+            assert (told is None) == (file == "texts") and (told is None or len(told.fitted_ECJ) == rows.stepped)
+        job.optimizer.close()
+
+
+def test_a_basis_without_rows_says_what_to_do():
+    optimizer = gauss_newton(softmax_model(), rank=2)
+    with pytest.raises(RequestError, match=r"optimizer\.set_rows"):
+        optimizer.draw()
+    assert isinstance(optimizer.perturbation.basis, ErrorBasis)
+    optimizer.close()
+
+
+def test_rows_with_options_of_their_own_are_refused_in_a_sentence():
+    class OwnOptions(Scores):
+        def outputs(self, like: Outputs | None = None) -> Outputs:
+            return replace(super().outputs(like), shared=False)
+
+    model, (x, labels) = Stream40(), rows(32, 40, 2, seed=0)
+    optimizer = gauss_newton(model, rank=6, targets=("all",))
+    with pytest.raises(
+        RequestError, match=r"options of their own.*method\.name=head-feedback, or method\.basis=gaussian"
+    ):
+        optimizer.step(OwnOptions(model, x, labels))
+    optimizer.close()
