@@ -18,7 +18,8 @@ from tezo.directions.targets import select_targets
 from tezo.optim.methods.gauss_newton import gauss_newton
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
-from tezo.training.job import looked_and_stepped, prepare
+from tezo.training.job import prepare
+from tezo.training.run_rows import looked_and_stepped
 
 
 def ridge_regression(x: Tensor, e: Tensor, ridge: float) -> Tensor:

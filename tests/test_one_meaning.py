@@ -13,8 +13,9 @@ from tezo.optim.methods import AUTO, BASELINES, ES, GAUSS_NEWTON, HEAD_FEEDBACK,
 from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED
 from tezo.runs.step_log import read_log
 from tezo.training.config import parse_config
-from tezo.training.job import RunRows, prepare
+from tezo.training.job import prepare
 from tezo.training.recipe import Config
+from tezo.training.run_rows import RunRows
 from tezo.training.schedule import default_counts
 
 PUBLISHED = [name for name in METHODS if name not in (ES, HEAD_FEEDBACK, GAUSS_NEWTON, "tezo-cadam")]

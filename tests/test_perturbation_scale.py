@@ -31,9 +31,10 @@ from tezo.optim.methods.mezo import mezo
 from tezo.optim.methods.tezo import tezo as plain_tezo
 from tezo.system.errors import NonFiniteLossError, PerturbationWarning
 from tezo.training.config import parse_config, read_config
-from tezo.training.job import basis_passes, make_optimizer, prepare
+from tezo.training.job import make_optimizer, prepare
 from tezo.training.listeners import Listener
 from tezo.training.resolution import ROUNDED_BITS, first_scale, known_rounding
+from tezo.training.run_rows import basis_passes
 
 
 class Squares:

@@ -20,10 +20,11 @@ from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row
 from tezo.tasks.setup import make_objective
 from tezo.training.forecasts import advice, forecasts, memory_of_model
-from tezo.training.job import RunRows, basis_passes, load, make_optimizer
+from tezo.training.job import load, make_optimizer
 from tezo.training.opening import run_config
 from tezo.training.recipe import Config
 from tezo.training.resolution import resolve_rho, with_directions
+from tezo.training.run_rows import RunRows, basis_passes
 
 PACKAGES = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
 """Packages whose versions are reported."""

@@ -35,9 +35,11 @@ from tezo.tasks.untuned import MOST_ROWS
 from tezo.training.config import to_tree
 from tezo.training.evaluations import SAMPLE_TOKENS, check_objective, compares_with_untuned
 from tezo.training.forecasts import copies_of, first_order_kept, forecast
-from tezo.training.job import BASIS_ROWS, Job, parameter_counts, plan, prepare
+from tezo.training.job import Job, prepare
+from tezo.training.plan import parameter_counts, plan
 from tezo.training.recipe import Config
 from tezo.training.resolution import is_rho_open, search_budget
+from tezo.training.run_rows import BASIS_ROWS
 from tezo.training.schedule import evaluation_steps, is_feedback
 from tezo.training.summary import row_counts
 

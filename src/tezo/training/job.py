@@ -2,28 +2,22 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tezo import engines
-from tezo.directions.bases.basis import Passes
 from tezo.directions.bases.readout import fits_text
 from tezo.directions.products import float32_on_emulating_cpu
-from tezo.directions.random import permutation
-from tezo.directions.ranks import is_zero
-from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
-from tezo.forward.engine import Engine
+from tezo.directions.targets import ALL, find_targets, never_called
 from tezo.forward.interception import DirectReads
 from tezo.models.kinds import IN_MEMORY, is_unused
 from tezo.models.loading import LoadedModel, check_head_not_tied
 from tezo.models.peft import add_adapter
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.optim.methods import AUTO, ES, method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError
@@ -33,41 +27,17 @@ from tezo.tasks.formats import LabelFormat, default_template
 from tezo.tasks.notices import rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
-from tezo.tasks.rewards import Reward, answered, prompt_of
+from tezo.tasks.rewards import Reward, prompt_of
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
 from tezo.tasks.scoring import REWARD, Processes, Score, load_score, name_of
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, divide, read_splits
-from tezo.training.recipe import LOSS as LOSS
-from tezo.training.recipe import Config, TrainConfig
-from tezo.training.resolution import Rows, resolve, with_method, with_steps
-from tezo.training.schedule import BatchSampler, parts
-
-
-def plan(model: Any, optimizer: BaseOptimizer) -> list[dict[str, Any]]:
-    """One entry per parameter of the model.
-
-    Each has "name", "shape" and "trained". A trained parameter also has "kind", "rank", "moved" (how it is perturbed
-    and updated) and "also" (other modules that share it).
-    """
-    targets = {target.name: target for target in optimizer.targets}
-    rows: list[dict[str, Any]] = []
-    for name, parameter in model.named_parameters():
-        shape = targets[name].shape if name in targets else parameter.shape
-        row: dict[str, Any] = {"name": name, "shape": list(shape), "trained": name in targets}
-        if name in targets:
-            rank, way = optimizer.rank_and_way(name)
-            row |= {"kind": targets[name].kind, "rank": rank, "moved": way}
-            row["also"] = [site.name for site in targets[name].sites[1:]]
-        rows.append(row)
-    return rows
-
-
-def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """The number of parameter entries of a `plan`: {"total": all, "trained": those that are trained}."""
-    sizes = [(math.prod(row["shape"]), row["trained"]) for row in rows]
-    return {"total": sum(size for size, _ in sizes), "trained": sum(size for size, trained in sizes if trained)}
+from tezo.training.plan import left_out_notice, rank_notice, untrained_notice
+from tezo.training.recipe import LOSS, Config, TrainConfig
+from tezo.training.resolution import resolve, with_method, with_steps
+from tezo.training.run_rows import BASIS_ROWS, RunRows, basis_passes, looked_and_stepped, rows_to_look_at, sampler
+from tezo.training.schedule import BatchSampler
 
 
 def make_reward(config: Config, given: Score | None = None) -> Reward | None:
@@ -132,19 +102,6 @@ def reward_notice(reward: Reward | None) -> list[str]:
         f"train.reward: an evaluation of {reward.name} writes up to {reward.max_new_tokens} tokens for each row, each "
         "by a forward pass; num_forward_passes counts the evaluation as one."
     ]
-
-
-BASIS_ROWS = 64
-"""Training rows that a basis which sees the data looks at: as many as two steps of 16 rows pass."""
-
-LOOKED_AT_ONCE = 32
-"""Rows of a pass in torch where an engine runs the others, so that a look takes little more memory than they do."""
-
-OWN_ANSWERS = 8
-"""Prompts whose answers by the untuned model tell the scale of a reward, at most."""
-
-HELD_OUT_ROWS = 64
-"""Rows that trials of learning rates are compared on, at most."""
 
 
 @dataclass(frozen=True)
@@ -285,9 +242,9 @@ def prepare(
             *reward_notice(reward),
             *used.notices,
             *chosen,
-            *_untrained_notice(untrained, loaded.engine),
-            *_left_out_notice(config, optimizer, untrained),
-            *_rank_notice(config, optimizer),
+            *untrained_notice(untrained, loaded.engine),
+            *left_out_notice(config, optimizer, untrained),
+            *rank_notice(config, optimizer),
             *found.notices,
         ),
     )
@@ -360,58 +317,6 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
     return _EncodedRows(form, objective, train, dev, test, is_text, notices, as_read)
 
 
-class RunRows(Rows):
-    """The rows of a run. Rates are compared on its dev rows, or else on training rows that the trials do not see."""
-
-    def __init__(
-        self,
-        settings: TrainConfig,
-        model: Any,
-        objective: Objective,
-        train: Sequence[Encoded],
-        dev: Sequence[Encoded],
-        reward: Reward | None = None,
-    ) -> None:
-        self._reward = reward
-        self._model, self._train, self._objective = model, train, objective
-        self._sampler = BatchSampler(range(len(train)), settings.rows_per_step, settings.seed)
-        self._size = settings.rows_per_step  # no pass takes more memory than a step's
-        seen = {row for step in range(TRIAL_STEPS) for row in self._sampler.rows(step)}
-        others = dev or [row for i, row in enumerate(train) if i not in seen]
-        order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
-        self._others = [others[i] for i in order]
-        self.held_out = len(self._others)
-        self.share_directions = objective.shared_tokens > 0 or objective.evaluator.shares_directions
-
-    def own_answers(self) -> Callable[[], float] | None:
-        if self._reward is None:
-            return None
-        rows = self._train[:OWN_ANSWERS]
-        own = answered(rows, self._reward.own_answers(self._model, self._objective, rows, len(rows)))
-        if not own:
-            return None
-        closure = self._closure(own)
-        return lambda: float(closure())
-
-    def _closure(self, rows: Sequence[Encoded]) -> BatchClosure:
-        return self._objective.closure(self._model, self._objective.batches(rows))
-
-    def step(self, step: int, *, per_example: bool) -> BatchClosure:
-        del per_example  # it tells either
-        return self._closure([self._train[i] for i in self._sampler.rows(step)])
-
-    def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
-        closure = self.step(step, per_example=per_example)
-        return closure if per_example else closure.row_losses
-
-    def few(self) -> BatchClosure:
-        return self._closure(self._train[:2])
-
-    def held_out_losses(self) -> list[float]:
-        parts = (self._others[start : start + self._size] for start in range(0, self.held_out, self._size))
-        return [value for part in parts for value in self._closure(part).row_losses().tolist()]
-
-
 def load(config: Config) -> LoadedModel:
     """The base model of a configuration."""
     return engines.load(config.model)
@@ -432,102 +337,6 @@ def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encode
         uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
     apart = uncalled | reads.names
     return [target.name for target in targets if target.name in apart or is_unused(target.name, loaded.kind)]
-
-
-def _untrained_notice(names: Sequence[str], engine: Engine | None) -> list[str]:
-    why = "the loss does not depend on them, or reads them past their modules"
-    why = why if engine is None else f"{engine.name} changes linear layers inside the model alone"
-    return [f"left untrained, since {why}: {_some(names)}."] if names else []
-
-
-def _left_out_notice(config: Config, optimizer: BaseOptimizer, untrained: Collection[str]) -> list[str]:
-    """On matrices that the loss depends on and that all-linear leaves out, such as the experts of a mixture."""
-    if ALL_LINEAR not in config.method.options.get("targets", method(config.method.name).defaults()["targets"]):
-        return []
-    tuned = {*(target.name for target in optimizer.targets), *untrained}
-    out = [t for t in find_targets(optimizer.model) if t.kind == "other" and t.name not in tuned]
-    if not out:
-        return []
-    share = sum(t.parameter.numel() for t in out) / sum(p.numel() for p in optimizer.model.parameters())
-    return [f"not trained, since they are no linear layers' weights: {_some([t.name for t in out])} "
-            f"({share:.0%} of the model); method.targets=all, or their names, trains them too."]  # fmt: skip
-
-
-def _rank_notice(config: Config, optimizer: BaseOptimizer) -> list[str]:
-    defaults = method(config.method.name).defaults()
-    wanted = config.method.options.get("rank", defaults.get("rank"))
-    if "rank_rule" in defaults and wanted is None:
-        return _chosen_ranks_notice(config.method.options.get("rank_rule", defaults["rank_rule"]), optimizer)
-    names = [target.name for target in optimizer.targets]
-    lower = [name for name in names if wanted and (optimizer.rank_and_way(name)[0] or wanted) < wanted]
-    return [f"method.rank is {wanted}, lowered to the smaller side of: {_some(lower)}."] if lower else []
-
-
-def _chosen_ranks_notice(rule: str, optimizer: BaseOptimizer) -> list[str]:
-    """On the ranks that Eq. 7 chose, before the first step."""
-    matrices = [target for target in optimizer.targets if target.is_matrix]
-    ranks = sorted({optimizer.rank_and_way(target.name)[0] or 0 for target in matrices})
-    if not ranks:
-        return []
-    zero = [target.name for target in matrices if is_zero(target)]
-    of = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    without = f", without {_some(zero)}, which are zero" if zero else ""
-    return [f"method.rank: {of} in {len(matrices)} matrices, by method.rank_rule={rule}{without}."]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], seed: int) -> Passes:
-    """Step -> forward passes over `BASIS_ROWS` training rows, or all where there are fewer; others at each step."""
-
-    def passes(refresh_step: int) -> None:
-        chosen = permutation(len(train), seed=seed, step=refresh_step, name="basis")[:BASIS_ROWS]
-        rows = objective.in_torch()
-        rows.losses(loaded.model, rows.batches([train[i] for i in chosen]), 1)
-
-    return passes
-
-
-def looked_and_stepped(
-    config: Config, form: Format, num_rows: int, *, judged: bool
-) -> tuple[Sequence[int], Sequence[int]]:
-    """(Training rows that looks have, those that steps have): all, or two parts where outputs are kept.
-
-    What a look finds holds for its rows better than for others. Of rows with shared labels it is known how much; but
-    not how much better than others they have become by earlier steps, which dev rows must tell (`judged`).
-    """
-    if (form.options and judged) or not method(config.method.name).takes_outputs:
-        return range(num_rows), range(num_rows)
-    return parts(num_rows, config.train.seed)
-
-
-def sampler(config: Config, stepped: Sequence[int]) -> BatchSampler:
-    """Which of these rows a step takes; none twice where outputs are kept, since a look leaves out each but once."""
-    whole = method(config.method.name).takes_outputs
-    return BatchSampler(stepped, config.train.rows_per_step, config.train.seed, whole=whole)
-
-
-def rows_to_look_at(
-    loaded: LoadedModel,
-    objective: Objective,
-    train: Sequence[Encoded],
-    settings: TrainConfig,
-    looked: Sequence[int],
-    taken: BatchSampler,
-    step: int,
-    count: int,
-) -> BatchClosure:
-    """The rows that a basis looks at before a step, at most `count`: the step's own first, others in turn."""
-    own = [row for row in taken.rows(step) if row in looked][:count]
-    apart = {*own}
-    others = [row for row in looked if row not in apart]
-    left = min(count - len(own), len(others))
-    numbers = own + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]
-    looking = objective.in_torch()
-    most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
-    return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), stepped=len(own))
 
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:

@@ -31,8 +31,9 @@ from tezo.training.config import dump_config, read_config, with_absolute_paths
 from tezo.training.data_parallel import check_shareable, shared_rows
 from tezo.training.evaluations import Evaluations, check_objective, compare
 from tezo.training.header import check_same, check_unchanged, log_header, request_of, with_choices_of
-from tezo.training.job import Job, check_untuned, plan, prepare
+from tezo.training.job import Job, check_untuned, prepare
 from tezo.training.listeners import Interruption, Listener, Progress
+from tezo.training.plan import plan
 from tezo.training.recipe import LOSS, Config
 from tezo.training.schedule import interval, lr_factor
 from tezo.training.summary import WAYS_FROM_ALIKE, Outcome, row_counts, summarize

@@ -19,7 +19,8 @@ from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scoring import MISSING_SCORES, REWARD
 from tezo.tasks.untuned import BIAS, PROBE
 from tezo.training.best_state import ENDED, IDLE
-from tezo.training.job import Job, parameter_counts, plan
+from tezo.training.job import Job
+from tezo.training.plan import parameter_counts, plan
 
 LEAST_GAIN = 1e-3
 """Relative decrease of the loss (increase of the reward) below which a run is called hardly better."""

@@ -11,8 +11,8 @@ from tezo.directions.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.labelled_tensors import NOT_COUNTED
-from tezo.training.job import HELD_OUT_ROWS
 from tezo.training.resolution import Rows
+from tezo.training.run_rows import HELD_OUT_ROWS
 from tezo.training.schedule import BatchSampler
 
 CLOSE = 1e-4

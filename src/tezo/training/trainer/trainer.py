@@ -27,9 +27,9 @@ from tezo.runs.checkpoints import Checkpoint
 from tezo.system.errors import RequestError
 from tezo.system.files import storing, write_file
 from tezo.system.progress import showing
-from tezo.training.job import BASIS_ROWS
 from tezo.training.recipe import Config
 from tezo.training.resolution import resolve
+from tezo.training.run_rows import BASIS_ROWS
 from tezo.training.schedule import planned
 from tezo.training.trainer.loss import StepLoss, TrainerRows
 from tezo.training.trainer.method import (
