@@ -31,11 +31,6 @@ def no_biases() -> None:
     errors.Layout.of = lambda classes, kinds, rank: errors.Layout(whole(classes, kinds, rank).contrasts, kinds, 0)  # type: ignore[method-assign, assignment]
 
 
-def every_signal() -> None:
-    """Layers are changed whatever their inputs foretell."""
-    errors.KEPT_SIGNAL = -1e9
-
-
 def every_layer() -> None:
     """Layers are changed wherever they write to."""
     looks.KEPT_EFFECT = -1e9
@@ -100,7 +95,6 @@ PARTS: dict[str, tuple[Callable[[], None], Sequence[tuple[str, Any]]]] = {
     "without the look: Gaussian directions": (nothing, [("method.basis", "gaussian")]),
     "without outputs: one loss of each pass": (losses_alone, ()),
     "without biases": (no_biases, ()),
-    "without the choice of layers by signal": (every_signal, ()),
     "without the choice of layers by effect": (every_layer, ()),
     "without leaving rows out of what is foretold": (optimistic, ()),
     "without the choice of the ridge": (one_ridge, ()),

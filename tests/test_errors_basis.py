@@ -164,17 +164,19 @@ def test_what_is_foretold_without_a_row_is_what_the_regression_of_the_others_say
     assert torch.allclose(without * (x @ found.w_IE.double() @ turns).square().mean(0).sqrt(), found.unseen_PE @ turns)
 
 
-def test_rows_without_a_signal_are_looked_at_all_the_same():
+def test_rows_without_a_signal_are_looked_at_and_a_layer_without_one_has_no_part():
     # of labels that nothing foretells the best signal is often negative, as one left out has the others against it
-    signals = []
+    signals, foretelling = [], slice(0, 1)
     for seed in range(6):
         model, x = Stream40(), noise(48, 40, seed=seed)
         labels = torch.randint(2, (48,), generator=torch.Generator().manual_seed(seed))
         optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
         optimizer.step(Scores(model, x, labels))
-        signals += optimizer.perturbation.basis.signal.values()
+        basis = optimizer.perturbation.basis
+        signals += basis.signal.values()
+        assert bool(basis.collected(0).factors["layer.weight"][:, foretelling].any()) == (signals[-1] > 0)
         optimizer.close()
-    assert len(signals) == 6 and min(signals) < 0
+    assert len(signals) == 6 and min(signals) < 0 < max(signals)
 
 
 def test_what_raises_labels_is_measured_once_and_inputs_at_each_step():

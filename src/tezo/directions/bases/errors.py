@@ -12,8 +12,8 @@ apart. What the regression says of places that it has not seen is known in close
 
     f_p = e_p - alpha_p / K_pp,   K = (X X^T + lambda I)^-1,   alpha = K E.
 
-Its correlation with the errors, the signal, chooses lambda for each layer and the layers that are changed: those with
-nearly the best signal. All foretell much the same, each with noise of its own, so that their sum is better than any.
+Its correlation with the errors, the signal, chooses lambda for each layer, and is the layer's weight among all of them.
+All foretell much the same, each with noise of its own, so that their sum is better than any.
 
 On rows with labels, the output side is measured first, on fewer rows. A second pass adds a random vector n_p to the
 outputs of the last layer in the row of each example, and the change d_p of the scores (C classes, less their mean)
@@ -61,8 +61,6 @@ SHARE = 8
 """Inputs are kept in half precision, at most this part of the bytes of all layers, from `LEAST_ROWS` rows on."""
 RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Candidates for lambda, as parts of the mean of the diagonal of X X^T."""
-KEPT_SIGNAL = 0.7
-"""Least signal of a layer that is changed, as a part of the best one's."""
 BIASED = 0.1
 """S is measured anew where a bias for each label would lower the loss by more than this part."""
 LAST_LAYERS = 1 / 2
@@ -177,16 +175,6 @@ class ErrorBasis(CollectedBasis):
         with recording(model, writers, places := rows.places()) as seen:
             return Look(seen, rows.outputs(), rows.stepped, len(places))
 
-    def _regressions(
-        self, seen: Seen, names: Sequence[str], error_TE: Tensor
-    ) -> tuple[dict[str, list["Regression"]], float]:
-        """Returns (the regressions of each layer, by kind of input; the least signal of those that are kept)."""
-        distinct = {id(own): regress(own.parts(), error_TE[own.places()]) for own in seen.distinct(names)}
-        found = {name: distinct[id(seen.inputs[name])] for name in names}
-        self.signal = {name: max(part.signal for part in parts) for name, parts in found.items()}
-        best = max(self.signal.values())
-        return found, min(KEPT_SIGNAL * best, best)  # of rows without a signal it is negative
-
     def _of_text(self, model: nn.Module, rows: Rows, target: Target, ends: Ends, outputs: Outputs) -> dict[str, Tensor]:
         self.signal = {}
         zeros = {own.name: torch.zeros(input_size(own), self._ranks[own.name]).double() for own in self._targets}
@@ -198,27 +186,25 @@ class ErrorBasis(CollectedBasis):
         """Returns the factors of labelled rows, of layers whose outputs raise classes by S."""
         seen, outputs = look.seen, look.outputs
         targets, error_TC = {target.name: target for target in self._targets}, errors(outputs)
-        found, least = self._regressions(seen, names, error_TC)
-        every = {(name, kind): part for name, parts in found.items() for kind, part in enumerate(parts)}
-        kept = {key: part for key, part in every.items() if part.signal >= least}
+        distinct = {id(own): regress(own.parts(), error_TC[own.places()]) for own in seen.distinct(names)}
+        found = {name: distinct[id(seen.inputs[name])] for name in names}
+        self.signal = {name: max(part.signal for part in parts) for name, parts in found.items()}
         rank, kinds = min(self._ranks[name] for name in names), len(found[names[-1]])
         layout = Layout.of(error_TC.shape[1], kinds, rank)
-        turns_CR, weights_R = common(list(kept.values()), layout.contrasts)
-        totals = [sum(part.signal for (_, i), part in kept.items() if i == kind) or 1.0 for kind in range(kinds)]
+        turns_CR, weights_R = common([part for parts in found.values() for part in parts], layout.contrasts)
+        totals = [sum(parts[kind].weight for parts in found.values()) or 1.0 for kind in range(kinds)]
         most = max(self._ranks.values())
         factors = {STREAM: stream_MC, PROPOSED: layout.proposed(weights_R, most)}
         foretold_2ER = torch.zeros(2, len(error_TC), most, dtype=torch.float64)
         for name, target in targets.items():
             v_IR = torch.zeros(input_size(target), self._ranks[name], dtype=torch.float64)
             turns_CK = torch.zeros(error_TC.shape[1], self._ranks[name], dtype=torch.float64)
-            for kind in range(kinds):
-                if (name, kind) in kept:
-                    part, columns = kept[name, kind], layout.columns(kind)
-                    weight = part.signal / totals[kind]
-                    v_IR[:, columns] = weight * part.along(turns_CR)
-                    turns_CK[:, columns] = turns_CR
-                    examples_P = outputs.example_T.cpu()[seen.inputs[name].places()]
-                    foretold_2ER[:, examples_P, columns] += weight * part.foretold(turns_CR)
+            for kind, part in enumerate(found.get(name, ())):
+                columns, weight = layout.columns(kind), part.weight / totals[kind]
+                v_IR[:, columns] = weight * part.along(turns_CR)
+                turns_CK[:, columns] = turns_CR
+                examples_P = outputs.example_T.cpu()[seen.inputs[name].places()]
+                foretold_2ER[:, examples_P, columns] += weight * part.foretold(turns_CR)
             if name == names[-1] and layout.biases:
                 mean_I = seen.inputs[name].means[0].double().cpu()
                 v_IR[:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
@@ -326,6 +312,11 @@ class Regression:
     unseen_PE: Tensor
     signal: float
 
+    @property
+    def weight(self) -> float:
+        """In a sum over layers: the signal, or none where there is no signal."""
+        return max(self.signal, 0.0)
+
     def along(self, turns_ER: Tensor) -> Tensor:
         """Returns columns W B with V^T x of mean square 1, (I, R) in float64."""
         return (self.w_IE @ turns_ER.float()).double() / self._fitted(turns_ER)[1]
@@ -368,7 +359,7 @@ def _with_ridges(x_PI: Tensor, error_PE: Tensor) -> list[Regression]:
 def common(found: Sequence[Regression], count: int) -> tuple[Tensor, Tensor]:
     """Returns (B (E, R), singular values as parts of the largest): what all say together of unseen places."""
     sizes = [part.unseen_PE.square().mean().sqrt().clamp_min(1e-30) for part in found]
-    together_PE = sum(part.signal * part.unseen_PE / size for part, size in zip(found, sizes, strict=True))
+    together_PE = sum(part.weight * part.unseen_PE / size for part, size in zip(found, sizes, strict=True))
     assert isinstance(together_PE, Tensor)
     _, singular_E, turns_EE = torch.linalg.svd(together_PE, full_matrices=False)
     weights_R = singular_E[:count] / singular_E[0].clamp_min(1e-30)
