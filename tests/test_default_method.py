@@ -123,7 +123,7 @@ def test_an_unresolved_configuration_is_read_back_as_it_was(home, tmp_path):
 def test_a_run_keeps_the_method_that_it_chose(home, tmp_path):
     config = request(home)
     train(config, tmp_path / "whole")
-    stopped(config, tmp_path / "stopped", 2)
+    stopped(config, tmp_path / "stopped", 1)
     train(config, tmp_path / "stopped", resume=True)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
     assert train(config, tmp_path / "whole", resume=True)["method"] == "gauss-newton"  # it has ended: nothing to do

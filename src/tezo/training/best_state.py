@@ -113,7 +113,7 @@ class BestState:
         self._guard = Guard(self.settings.num_steps)
         self._have_risen = False
         self._idle = 0
-        self._gain = 0, math.inf  # the step of the last fall by `IDLE_GAIN`, and the loss there
+        self._gain: tuple[int, float] | None = None  # the step of the last fall by `IDLE_GAIN`, and the loss there
         self._losses: list[float] = []
         self._resumed = ResumeState()
 
@@ -147,7 +147,7 @@ class BestState:
         if most is None:
             return False
         judged = self._every and self.settings.chooses_by_dev_rows
-        in_vain = steps // self._every - self._gain[0] // self._every if judged else 0
+        in_vain = steps // self._every - self._gain[0] // self._every if judged and self._gain else 0
         return max(self._idle, in_vain) >= most
 
     def note(self, steps: int, before: Metrics | None = None, *, last: bool = False) -> None:
@@ -172,7 +172,7 @@ class BestState:
             self._losses = []
         else:
             return
-        if loss < (1 - IDLE_GAIN) * self._gain[1]:
+        if math.isfinite(loss) and (self._gain is None or loss < (1 - IDLE_GAIN) * self._gain[1]):
             self._gain = steps, loss
         if self.best is None or loss < self.best.loss:
             kept = self.settings.guard or self.settings.keep_best
@@ -274,6 +274,7 @@ class BestState:
     def saved(self) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
         """Returns (tensors, values that JSON can represent) for a checkpoint."""
         state: dict[str, Any] = {"best": None, "rollbacks": len(self.rollbacks), "losses": self._losses}
+        state["gain"] = self._gain
         if self.best is None:
             return {}, state
         state["best"] = {"step": self.best.step, "loss": self.best.loss, "kept": self.best.state is not None}
@@ -291,6 +292,8 @@ class BestState:
             if taken < steps:
                 self._add_step(self._resumed.steps[taken])
         self._losses = [float(loss) for loss in state.get("losses", [])]
+        if (gain := state.get("gain")) is not None:
+            self._gain = int(gain[0]), float(gain[1])
         if (best := state["best"]) is not None:
             # the state of the base has no tensors, which must be told from no state
             self.best = GoodState(int(best["step"]), float(best["loss"]), tensors if best["kept"] else None)
