@@ -7,6 +7,7 @@ Writes real-TASK.png and real-TASK.svg. Needs the extra `figures`.
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ LINES = {
     "tezo-adam": ("TeZO-Adam", "#444444", "--"),
     "lozo": ("LOZO", "#777777", "-."),
     "mezo": ("MeZO", "#999999", "-"),
-    "fzoo": ("FZOO", "#999999", ":"),
+    "fzoo": ("FZOO, best of its rates", "#999999", ":"),
     "grzo": ("GRZO", "#777777", (0, (1, 1))),
 }
 """Beginning of a run's name -> (name in the figure, colour, stroke)."""
@@ -49,21 +50,28 @@ def lowest_so_far(curve: list[tuple[float, float]]) -> tuple[list[float], list[f
     return [passes for passes, _ in curve], kept
 
 
+def at_best_rate(runs: dict[str, Any], method: str) -> list[Any]:
+    """The runs of all seeds at the rate with the lowest dev loss."""
+    rates: dict[str, list[Any]] = {}
+    for name, run in runs.items():
+        if name.partition(",")[0] == method and "curve" in run:
+            rates.setdefault(name.partition(", seed")[0], []).append(run)
+    return min(rates.values(), key=lambda of: statistics.median(run["dev_loss"] for run in of), default=[])
+
+
 def draw(runs: dict[str, Any], figure: Any) -> None:
-    """A line for each run, of one colour for each method, and LoRA's at its best rate, with the level of its end."""
+    """A line for each seed of a method, at its best rate, and LoRA's, with the level of its end."""
     figure.set_size_inches(7.6, 3.4)
     panel = figure.subplots()
     for name, (label, colour, stroke) in LINES.items():
-        of = [run for run_name, run in runs.items() if run_name.partition(",")[0] == name and "curve" in run]
-        for index, run in enumerate(of):
+        for index, run in enumerate(at_best_rate(runs, name)):
             passes, losses = lowest_so_far(run["curve"])
             style = {"color": colour, "linestyle": stroke, "linewidth": 2 if name == "gauss-newton" else 1.3}
             if name in OURS:
                 style |= {"marker": "o", "markersize": 2.5}
             panel.plot(passes, losses, label=label if not index else None, **style)
-    lora = [run for name, run in runs.items() if name.startswith(LORA)]
-    if lora:
-        passes, losses = lowest_so_far(min(lora, key=lambda run: run["dev_loss"])["curve"])
+    for run in at_best_rate(runs, LORA):
+        passes, losses = lowest_so_far(run["curve"])
         panel.plot(passes, losses, color=COLOURS[2], linestyle="--", linewidth=1.3, label=f"{LORA}, best of its rates")
         panel.axhline(losses[-1], color=COLOURS[2], linestyle=":", linewidth=0.8)
     panel.set_xlabel("forward passes of 64 rows, looks and searches among them")

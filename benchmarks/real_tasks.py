@@ -123,7 +123,7 @@ TASKS: dict[str, Callable[[Path, Path], Settings]] = {
 }  # fmt: skip
 SEEDS = (0, 1, 2)
 LORA_RATES = (2e-4, 5e-4, 1e-3)
-FZOO_RATES = (3e-5, 3e-4, 3e-3)
+FZOO_RATES = (3e-5, 3e-4, 3e-3, 3e-2)
 
 
 def runs() -> Iterator[tuple[str, str, Settings]]:
