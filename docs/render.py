@@ -65,7 +65,9 @@ def settings() -> str:
     for method in METHODS.values():
         usual = METHODS["mezo"].defaults()
         own = {key: value for key, value in method.defaults().items() if key not in shared or value != usual[key]}
-        parts.append(f"| `{method.name}` | " + ", ".join(f"`{k}` {shown(v)}" for k, v in own.items()) + " |")
+        told = ", ".join(f"`{k}` {shown(v)}" for k, v in own.items())
+        lacking = [f"`{key}`" for key in shared if key not in method.defaults()]
+        parts.append(f"| `{method.name}` | {told}{'; without ' + ', '.join(lacking) if lacking else ''} |")
     return "\n".join(parts) + "\n"
 
 

@@ -253,6 +253,9 @@ def test_commands_on_what_is_no_run(home, tmp_path):
     refused(tezo("export", home, "--output", tmp_path / "x"), home, "not a run", "tezo train")
     refused(tezo("eval", tmp_path, "--data", home / "rows.jsonl"), tmp_path, "neither a run folder", "config.yaml")
     assert list(tmp_path.iterdir()) == []
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    refused(tezo("eval", adapter, "--data", home / "rows.jsonl"), "an adapter alone", "--format merged")
 
 
 def test_eval_without_rows(home):

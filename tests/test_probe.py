@@ -68,17 +68,22 @@ def labelled_job(tmp_path):
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        (0.9, "ends above the bias and above the probe."),
-        (0.832, "ends above the bias and level with the probe."),
-        (0.6, "ends below the bias and below the probe."),
+        (0.9, "ends at 90.0 %, above the untuned model, the bias and the probe."),
+        (0.832, "ends at 83.2 %, above the untuned model and the bias, level with the probe."),
+        (0.76, "ends at 76.0 %, above the bias, below the untuned model and the probe."),
+        (0.6, "ends at 60.0 %, below the untuned model, the bias and the probe."),
         (None, ""),
     ],
 )
 def test_a_run_says_where_it_ends_beside_the_untuned_model(end, said):
     after = {} if end is None else {"accuracy": end}
-    summary = {"after": after, "untuned": {"bias": {"accuracy": 0.75}, "probe": {"accuracy": 0.832}}}
+    summary = {
+        "before": {"accuracy": 0.8},
+        "after": after,
+        "untuned": {"bias": {"accuracy": 0.75}, "probe": {"accuracy": 0.832}},
+    }
     found = against_untuned(summary)
-    assert found.endswith(said) and (not said or ("75.0 %" in found and "83.2 %" in found))
+    assert found.endswith(said) and (not said or all(part in found for part in ("80.0 %,", "75.0 %", "83.2 %")))
 
 
 def test_a_probe_learns_what_words_tell(tmp_path):

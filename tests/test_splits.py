@@ -93,6 +93,9 @@ def test_rows_that_are_trained_on_and_evaluated_on_are_counted(tmp_path):
     (notice,) = notices(dev=str(tmp_path / "dev.jsonl"), test=str(tmp_path / "test.jsonl"))
     assert notice.startswith("3 of the 5 dev and test rows are training rows too")
     assert not any("training rows too" in notice for notice in notices(hold_out=0.25))
+    write_rows(tmp_path / "other.jsonl", [{"label": "a", "text": "another"}, {"text": "no other", "label": "a"}])
+    first, _ = notices(dev=str(tmp_path / "other.jsonl"), test=str(tmp_path / "test.jsonl"))
+    assert first.startswith("1 of the 3 test rows are dev rows too")
 
 
 @pytest.mark.parametrize(

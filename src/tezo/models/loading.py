@@ -288,7 +288,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise RequestError(f"model.device: {name!r} cannot be used here; use auto, cpu or cuda.") from None
+        others = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
+        raise RequestError(f"model.device: {name!r} cannot be used here; use {others}.") from None
     return device
 
 

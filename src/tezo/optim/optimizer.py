@@ -279,7 +279,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             self.warn(
                 f"step {self.num_steps}: with method.rho {self.rho:g} the loss at a perturbed point is {highest:.4g}, "
                 f"and the model's own on these rows is {own:.4g}; such a step says little of this model. Set a smaller "
-                "method.rho; runs measure one where it is auto."
+                "method.rho, beside method.name; most methods measure one where it is auto."
             )
 
     @torch.inference_mode(False)

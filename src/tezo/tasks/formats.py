@@ -40,7 +40,7 @@ MOST_CLASSES, REPEATED = 20, 5
 LIKE = 0.8
 """Likeness, of `difflib`, from which a field's name may be meant for another; that of "lable" and "label"."""
 
-NO_TEXT = "the text is empty, so that the label is learnt of the template alone; fill it in, or remove such rows."
+NO_TEXT = "the text is empty, so that only the template is left to tell the label; fill it in, or remove such rows."
 """What a notice says of labelled rows whose fields of text are all blank."""
 
 _DECIMALS = re.compile(r"[+-]?\d+\.\d+")

@@ -275,6 +275,12 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
     chosen = _by_class(rows, form, data, seed, takes_dev) if data.per_class else _by_count(rows, data, seed, takes_dev)
     used = replace(chosen, dev=_drawn_dev(chosen.dev, data, seed))
     content = partial(json.dumps, sort_keys=True, default=str)
+    choosing = {content(row.fields) for row in used.dev}
+    if chose := sum(content(row.fields) in choosing for row in used.test):
+        used = used.noted(
+            f"{chose} of the {len(used.test)} test rows are dev rows too, word for word; they choose the step to keep, "
+            "so that their scores flatter it."
+        )
     trained, held = {content(row.fields) for row in used.train}, [*used.dev, *used.test]
     count = sum(content(row.fields) in trained for row in held)
     if count == 0:

@@ -85,6 +85,11 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
     if is_run(name):
         return read_run_config(folder / CONFIG, settings)
     if folder.is_dir() and not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+        if (folder / "adapter_config.json").is_file():
+            raise RequestError(
+                f"{name} is an adapter alone; give the run that it is of, or a model that has it: "
+                "`tezo export RUN --format merged`."
+            )
         raise RequestError(f"{name} is neither a run folder (no {CONFIG}) nor a model (no config.json).")
     config = overlay({"model": {"name": name}}, settings)
     if not {"task", "train"} & set(config.get("data", {})):

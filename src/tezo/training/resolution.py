@@ -293,8 +293,8 @@ def _reach(optimizer: ZerothOrderOptimizer, rows: Rows | None) -> tuple[float, l
             return REWARD_RHO, []
         rho, rise = measure_reach(optimizer, loss)
     return rho, [
-        f"method.rho is {rho:.1e}: about there the model's own answers become less likely by {RISE:g} nats a token "
-        f"({rise:.2g} were measured)."
+        f"method.rho is {rho:.1e}: the scale at which the model's own answers become less likely by about {RISE:g} "
+        f"nats a token ({rise:.2g} were measured there)."
     ]
 
 

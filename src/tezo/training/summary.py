@@ -65,7 +65,9 @@ def _after_gain(summary: Mapping[str, Any], planned_steps: int, *, rewarded: boo
     if summary["stopped"] is not None:
         return _ended(summary, planned_steps)
     if kept == steps:
-        return f"It was {'rising' if rewarded else 'falling'} to the end: try train.steps={2 * steps}."
+        return f"It was {'rising' if rewarded else 'falling'} to the end: try train.steps={2 * steps}" + (
+            f" with method.name={summary['method']}."
+        )
     best = "highest" if rewarded else "lowest"
     return f"It was {best} after step {kept}: more rows may help more than more steps."
 
@@ -88,17 +90,25 @@ def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> 
 
 
 def against_untuned(summary: Mapping[str, Any]) -> str:
-    """Returns a sentence on what a run has to beat: what is fitted to the untuned model; "" where nothing is."""
+    """Returns a sentence on what a run has to beat: the untuned model, and what is fitted to it; "" without that."""
     end = summary["after"].get("accuracy")
-    lines = {name: metrics["accuracy"] for name, metrics in summary["untuned"].items()}
-    if end is None or not lines:
+    if end is None or not summary["untuned"]:
         return ""
+    lines = {name: metrics["accuracy"] for name, metrics in summary["untuned"].items()}
     texts = [f"{metric_text('accuracy', value)} {UNTUNED[name]}" for name, value in lines.items()]
-    where = " and ".join(
-        f"{'above' if end > value else 'below' if end < value else 'level with'} the {name}"
-        for name, value in lines.items()
+    first = metric_text("accuracy", summary["before"]["accuracy"])
+    places: dict[str, list[str]] = {"above": [], "level with": [], "below": []}
+    for name, value in {"untuned model": summary["before"]["accuracy"], **lines}.items():
+        places["above" if end > value else "below" if end < value else "level with"].append(f"the {name}")
+    where = ", ".join(f"{place} {_listed(names)}" for place, names in places.items() if names)
+    return (
+        f"The untuned model has an accuracy of {first}, {_listed(texts)} on these rows; this run ends at "
+        f"{metric_text('accuracy', end)}, {where}."
     )
-    return f"The untuned model has an accuracy of {' and '.join(texts)} on these rows; this run ends {where}."
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:-1]) + " and " * (len(texts) > 1) + texts[-1]
 
 
 def forgetting(summary: Mapping[str, Any]) -> str:
