@@ -244,6 +244,13 @@ def test_an_output_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "rows.jsonl"]
 
 
+def test_a_method_that_compares_rows_needs_two_a_step(home, tmp_path):
+    flags = ("--method", "grzo", "--lr", "1e-3")
+    one = train(home / "opt", home / "rows.jsonl", tmp_path / "one", *flags, "--set", "train.batch_size=1")
+    refused(one, "train.batch_size is 1", "grzo", "2 or more")
+    assert not (tmp_path / "one").exists()
+
+
 # Other commands
 
 

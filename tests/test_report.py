@@ -23,7 +23,7 @@ from tezo.runs.words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, w
 from tezo.training.report import charts, page
 from tezo.training.report import curves as numbers
 from tezo.training.report import page as result_block
-from tezo.training.report.tables import row_loss, step_loss
+from tezo.training.report.tables import MISSING, row_loss, step_loss
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +255,8 @@ def test_an_unfinished_run_is_shown_with_what_it_has(run, tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     dev = [line for line in lines if line.get("split") == "dev"]
     assert shown.row("dev loss")[:2] == [dev[0]["loss"], dev[-1]["loss"]]
+    once = next(line for line in lines if line.get("split") == "bias")
+    assert shown.row("bias loss") == [once["loss"], MISSING, MISSING], "it was measured once"
     for name in ("metrics.jsonl", "plan.json"):
         (run / name).unlink()
     rewritten_log(run, ()).close()

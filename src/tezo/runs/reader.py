@@ -172,9 +172,10 @@ class RecordedRun:
         return [0, *accumulate(record.forward_passes for record in self.records)]
 
     def metrics(self, split: str, *, last: bool) -> dict[str, float]:
-        """Returns the metrics of the first or last evaluation of `split`; empty where there is none."""
+        """Returns the metrics of the first or last evaluation of `split`; empty where there is none, or no later."""
         found = [evaluation.metrics for evaluation in self.evaluations if evaluation.split == split]
-        return found[-1 if last else 0] if found else {}
+        found = found[1:][-1:] if last else found[:1]
+        return found[0] if found else {}
 
 
 def read_run(folder: Path) -> RecordedRun:

@@ -217,6 +217,11 @@ def prepare(
         return optimizer
 
     train = with_steps(config.train, len(stepped), method(config.method.name))
+    if train.rows_per_step < (least := method(config.method.name).least_rows):
+        raise RequestError(
+            f"train.batch_size is {train.rows_per_step}, and {config.method.name} compares the rows of a step; give "
+            f"{least} or more, or choose another method."
+        )
     current().rows_per_pass = used.objective.rows_of_pass(used.train[:BASIS_ROWS], train.rows_per_step)
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev, reward)

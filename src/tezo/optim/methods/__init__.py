@@ -73,6 +73,7 @@ class Method(Generic[T]):
         takes_outputs: whether they must tell the outputs of each row.
         guarded: whether a run returns to its best state when the loss has risen, unless `train.guard` says otherwise.
         batch_size: default of `train.batch_size`.
+        least_rows: its least value.
         steps: default of `train.steps`; None: by the number of rows.
         schedule: default of `train.schedule`.
     """
@@ -87,6 +88,7 @@ class Method(Generic[T]):
     takes_outputs: bool = False
     guarded: bool = False
     batch_size: int = 16
+    least_rows: int = 1
     steps: int | None = None
     schedule: Literal["constant", "linear"] = "constant"
 
@@ -148,7 +150,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method("mezo-conservative", mezo_conservative, in_paper=False),
         Method("sparse-mezo", sparse_mezo, in_paper=False),
         Method("fzoo", fzoo, in_paper=False),
-        Method("grzo", grzo, in_paper=False),
+        Method("grzo", grzo, in_paper=False, least_rows=2),
         Method("lozo", lozo),
         Method("lozo-m", lozo_m),
         Method("subzo", subzo),

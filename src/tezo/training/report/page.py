@@ -92,7 +92,7 @@ def _result(run: RecordedRun) -> _Result:
     """Returns the result of a run, or what there is of it so far."""
     summary = run.summary
     if summary is None:
-        split = "dev" if run.metrics("dev", last=True) else "test"
+        split = "dev" if run.metrics("dev", last=False) else "test"
         done = f"{len(run.records)} of {run_config(run).train.steps} steps"
         return _Result(
             state="unfinished",
