@@ -245,8 +245,8 @@ def test_an_output_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_
 
 
 def test_a_method_that_compares_rows_needs_two_a_step(home, tmp_path):
-    flags = ("--method", "grzo", "--lr", "1e-3")
-    one = train(home / "opt", home / "rows.jsonl", tmp_path / "one", *flags, "--set", "train.batch_size=1")
+    own = {"method__rank": None, "method__name": "grzo", "train__batch_size": 1}
+    one = train(home / "opt", home / "rows.jsonl", tmp_path / "one", **own)
     refused(one, "train.batch_size is 1", "grzo", "2 or more")
     assert not (tmp_path / "one").exists()
 
