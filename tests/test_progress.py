@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import tezo as library
 from tezo.runs.files import MANIFEST, write_manifest
 from tezo.runs.reader import read_run
 from tezo.runs.words import measured_rows_text, work_of, work_text
+from tezo.system import progress
 from tezo.system.errors import RequestError
 from tezo.system.progress import (
     BASIS,
@@ -195,15 +197,23 @@ def test_the_innermost_phase_counts_and_all_add_up():
     assert current() is not meter
 
 
-def test_what_is_left_is_what_the_pace_so_far_says():
+def test_what_is_left_is_what_the_pace_so_far_says_and_a_long_unit_does_not_make_it_rise(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
     with Meter() as meter, meter.phase("counting"):
         for i in tracked(range(4), "parts"):
             assert (meter.work.done, meter.work.total) == (i, 4)
-            time.sleep(0.01)
-            if i == 3:
-                assert meter.work.left == pytest.approx(meter.work.seconds / 3, rel=0.2)
+            assert meter.work.left == (pytest.approx(10.0 * (4 - i)) if i else None)
+            now[0] += 4
+            assert meter.work.left == (pytest.approx(10.0 * (4 - i) - 4) if i else None)
+            now[0] += 6
+            assert meter.work.left == (pytest.approx(10.0 * (3 - i), abs=1e-9) if i else None)
         meter.report(1, 2, "others")
         assert (meter.work.done, meter.work.total) == (4, 4), "the phase counts parts"
+    with Meter() as meter, meter.phase("counting"):
+        for i in tracked(range(4), "parts"):
+            now[0] += 10 if i < 2 else 100
+            assert i < 2 or meter.work.left == pytest.approx({2: 10.0, 3: 0.0}[i])
 
 
 def test_what_is_left_of_a_second_count_is_not_by_the_time_of_the_first():

@@ -44,6 +44,7 @@ class Work:
 
     Attributes:
         opened: `time.perf_counter()` when the phase was opened.
+        moved: seconds from `counted` to when the last unit was finished.
         begun: units that were finished when counting began; it begins anew where fewer are done than before.
         counted: `time.perf_counter()` then; `counting`: seconds since.
         total: units of the phase; 0: not known.
@@ -56,6 +57,7 @@ class Work:
     seconds: float = 0.0
     counted: float = 0.0
     counting: float = 0.0
+    moved: float = 0.0
     begun: int = 0
     done: int = 0
     total: int = 0
@@ -65,9 +67,12 @@ class Work:
 
     @property
     def left(self) -> float | None:
-        """Seconds that the rest takes at the pace so far; None: not known."""
-        made = self.done - self.begun
-        return self.counting * (self.total - self.done) / made if made > 0 and self.total else None
+        """Seconds of the rest at the pace of finished units; None: not known. A long unit does not make it rise."""
+        made, rest = self.done - self.begun, self.total - self.done
+        if made <= 0 or not self.total:
+            return None
+        pace = self.moved / made
+        return max(pace * rest - (self.counting - self.moved), pace * (rest - 1))
 
 
 Told = Callable[[Work], None]
@@ -131,6 +136,8 @@ class Meter:
         if phase.unit in ("", unit):
             if not phase.unit or done < phase.done:
                 phase.begun, phase.counted = done, time.perf_counter()
+            if done != phase.done:
+                phase.moved = time.perf_counter() - phase.counted
             phase.done, phase.total, phase.unit = done, total, unit
             if done in (0, total) or time.perf_counter() - self._told_at > SELDOM:
                 self._tell()
