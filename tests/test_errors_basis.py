@@ -242,8 +242,8 @@ def test_rows_that_are_all_seen_by_the_first_look_are_not_looked_at_again(monkey
         assert torch.equal(value, factors[1][name]), name
 
 
-def job_of(folder, file: str, hold_out: float):
-    return prepare(parse_config({"model": {"name": str(folder / file / "opt")},
+def job_of(folder, file: str, hold_out: float, family: str = "opt"):
+    return prepare(parse_config({"model": {"name": str(folder / file / family)},
                                  "data": {"train": str(folder / f"{file}.jsonl"), "hold_out": hold_out,
                                           "test": str(folder / f"{file}.jsonl")},
                                  "method": {"name": "gauss-newton"}, "train": {"batch_size": 8}}))  # fmt: skip
@@ -293,3 +293,20 @@ def test_rows_with_options_of_their_own_are_refused_in_a_sentence():
     ):
         optimizer.step(OwnOptions(model, x, labels))
     optimizer.close()
+
+
+def test_what_a_look_finds_does_not_depend_on_how_rows_are_cut_into_passes(tmp_path):
+    write_rows(tmp_path / "labels.jsonl", label_rows(48, seed=3))
+    model_folder(tmp_path / "labels", "llama")
+    found = []
+    for most in (64, 3):
+        job = job_of(tmp_path, "labels", 0.25, "llama")
+        batches = job.objective.batches(job.train, most)
+        job.optimizer.set_rows(lambda *_, job=job, batches=batches: job.objective.closure(job.model, batches))
+        job.optimizer.draw()
+        found.append(job.optimizer.perturbation.basis.collected(0).factors)
+        job.optimizer.close()
+    for name in (name for name in found[0] if name.endswith("weight") and found[0][name].any()):
+        assert (found[0][name] - found[1][name]).norm() < 1e-2 * found[0][
+            name
+        ].norm()  # inputs are kept in half precision

@@ -187,8 +187,7 @@ def test_a_run_ends_where_one_in_torch_does(home, tmp_path, name, rows):
     changes = [
         torch.cat([(s[n] @ s[n.replace("_B", "_A")]).flatten() for n in sorted(s) if ".lora_B." in n]) for s in states
     ]
-    finds_none = (name, rows) == ("gauss-newton", "labels")  # its step may be expected to help no row
-    assert finds_none or changes[1].norm() > 0
+    assert changes[1].norm() > 0
     assert (changes[0] - changes[1]).norm() <= 1e-2 * changes[1].norm()
     assert abs(runs[0]["after"]["loss"] - runs[1]["after"]["loss"]) < 1e-3
     assert runs[0]["num_forward_passes"] == runs[1]["num_forward_passes"]

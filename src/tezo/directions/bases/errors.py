@@ -206,7 +206,7 @@ class ErrorBasis(CollectedBasis):
                 examples_P = outputs.example_T.cpu()[seen.inputs[name].places()]
                 foretold_2ER[:, examples_P, columns] += weight * part.foretold(turns_CR)
             if name == names[-1] and layout.biases:
-                mean_I = seen.inputs[name].means[0].double().cpu()
+                mean_I = seen.inputs[name].average()
                 v_IR[:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
                 turns_CK[:, layout.bias] = contrasts(error_TC.shape[1])[:, : layout.biases]
             factors[name] = v_IR

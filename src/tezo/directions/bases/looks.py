@@ -65,6 +65,10 @@ class Inputs:
         """Returns the inputs at the place and the means, (P, I) each, as far as there are any."""
         return [torch.cat(own) for own in (self.at, self.mean) if own]
 
+    def average(self) -> Tensor:
+        """Returns the mean of the first of these parts over all places, (I,) in float64."""
+        return self.parts()[0].double().mean(0) + self.means[0].double().cpu()
+
 
 class Turns:
     """The places of each pass of a model in turn, of all passes at most so many, evenly spaced.
