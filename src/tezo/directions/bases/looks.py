@@ -66,7 +66,7 @@ class Inputs:
         return [torch.cat(own) for own in (self.at, self.mean) if own]
 
     def average(self) -> Tensor:
-        """Returns the mean over all places of the inputs there, or of the means where places have none, (I,) in float64."""
+        """Returns the mean over all places of the inputs there, or else of their means, (I,) in float64."""
         return self.parts()[0].double().mean(0) + self.means[0].double().cpu()
 
 
