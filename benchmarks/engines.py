@@ -1,10 +1,11 @@
 """Seconds and memory of a direction's pass in torch, llama.cpp and vLLM, on the embedded language model (135M).
 
-    python benchmarks/engines.py --shared FOLDER [--vllm PYTHON] [--out benchmarks/results]
+    python benchmarks/engines.py --shared FOLDER [--vllm PYTHON] [--only PART ...] [--out benchmarks/results]
 
 64 rows of SST-2, answered by one of two words, under random low-rank changes of rank 16 in all linear layers of the
 blocks. Each engine has a process of its own, which computes passes with a change and without one in turn; processes
-run one after another, twice. Files in F32, F16 and Q8_0 are made of the embedded file's unpacked weights.
+run one after another, twice. Files in F32, F16 and Q8_0 are made of the embedded file's unpacked weights. `--only`
+measures engines whose names have one of these parts, and keeps what engines.json has of others.
 """
 
 import argparse
@@ -127,6 +128,7 @@ def in_engine(config: ModelConfig, shared: Path) -> dict[str, Any]:
     last = torch.tensor([len(text) - 1 for text in texts])
     asked = Asked(texts, torch.arange(len(texts)), last, torch.tensor([words] * len(texts)), 1)
     change = change_of(loaded.model)
+    engine.reserve(RANK)
     return timed(lambda: engine.log_probs([{}], asked), lambda: engine.log_probs([change], asked), sum(map(len, texts)))
 
 
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--vllm", type=Path, help="python of an environment with vLLM")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of the engines to measure")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
@@ -174,6 +177,7 @@ def main() -> None:
         ways = [("torch float32", MODEL), ("torch bfloat16", MODEL)]
         ways += [(f"llama.cpp {name}", str(path)) for name, path in files.items()]
         ways += [("vllm float32", str(saved_model(Path(folder))))] if chosen.vllm else []
+        ways = [(name, path) for name, path in ways if any(part in name for part in chosen.only)]
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in ways}
         for _ in range(ROUNDS):
             for name, model in ways:
@@ -189,7 +193,8 @@ def main() -> None:
                     raise SystemExit(f"{name}: {done.stderr[-2000:]}")
                 runs[name].append(json.loads(lines[-1].removeprefix("RESULT ")))
                 print(name, {k: [round(s, 2) for s in v] for k, v in runs[name][-1]["seconds"].items()}, flush=True)
-    rows = {}
+    path = chosen.out / "engines.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["ways"] if path.exists() else {}
     for name, own in runs.items():
         plain, changed = ([s for run in own for s in run["seconds"][key]] for key in ("plain", "changed"))
         rows[name] = {
@@ -198,11 +203,12 @@ def main() -> None:
             "ratio": statistics.median(c / p for c, p in zip(changed, plain, strict=True)),
             "tokens": own[0]["tokens"],
             "peak": max(run["peak"] for run in own),
+            "commit": commit(),
             "memory_ratio": statistics.median(run["peak"] / run["peak_of_plain"] for run in own),
         }
     about = {"model": MODEL, "rows": ROWS, "rank": RANK, "passes": TURNS * ROUNDS}
-    about |= {"hardware": hardware(), "versions": versions(), "commit": commit(), "ways": rows}
-    (chosen.out / "engines.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    about |= {"hardware": hardware(), "versions": versions(), "ways": rows}
+    path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from short_runs import stopped
 from tiny import lm_loss, tiny_gpt2, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo import NonFiniteLossError
+from tezo import NonFiniteLossError, RequestError
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowRank
 from tezo.forward.low_rank import InForward, compress
@@ -42,6 +42,28 @@ def built(model: nn.Module, name: str, **options) -> ZerothOrderOptimizer:
 
 def steps(optimizer: ZerothOrderOptimizer, start: int, stop: int) -> list[float]:
     return [optimizer.step(lm_loss(optimizer.model, tokens(seed=seed))) for seed in range(start, stop)]
+
+
+def test_a_rank_of_what_is_kept_is_refused_where_nothing_is_refreshed():
+    for name, options in (("mezo", {}), ("es", {}), ("tezo", {"rank": RANK})):
+        with pytest.raises(RequestError, match="frozen_rank is 8, and factors are never refreshed"):
+            METHODS[name].build(tiny_opt(), frozen_rank=8, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), [("lozo", {"frozen_rank": 7}), ("tezo", {"lazy_update_interval": None})])
+def test_the_largest_rank_of_a_change_is_known_before_the_first_step(name, options):
+    optimizer = built(tiny_opt(), name, **options)
+    most, seen = optimizer.largest_rank(), 0
+
+    def loss():
+        nonlocal seen
+        for moving in optimizer.moving.values():
+            seen = max(seen, *(0 if own is None else own[0].shape[1] for own in moving.changes()))
+        return lm_loss(optimizer.model, tokens(seed=3))()
+
+    for _ in range(4 * INTERVAL):
+        optimizer.step(loss)
+    assert seen == most == (RANK + options.get("frozen_rank", 0) if name == "lozo" else RANK)
 
 
 def outputs(model: nn.Module) -> Tensor:

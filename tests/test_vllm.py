@@ -20,7 +20,7 @@ import pytest
 import requests
 import torch
 import transformers
-from folders import bpe_tokenizer, completion_rows, label_rows, refused, saved, train, write_rows
+from folders import bpe_tokenizer, completion_rows, label_rows, refused, saved, tezo, train, write_rows
 from gguf_files import tiny_llama
 from safetensors.torch import load_file
 from torch import nn
@@ -283,6 +283,9 @@ def test_what_a_server_cannot_do_is_one_sentence(home, address, tmp_path):
     refused(train(home / "tiny", rows, tmp_path / "run", "--engine", "http://127.0.0.1:1"), "does not answer")
     more = {"method__rank": 32, "method__name": "tezo-cadam"}
     refused(train(home / "tiny", rows, tmp_path / "run", "--engine", address, **more), "rank 32")
+    done = tezo("train", "--model", home / "tiny", "--data", rows, "--engine", address, "--output", tmp_path / "run")
+    refused(done, "--max-lora-rank", "method.frozen_rank")
+    assert not (tmp_path / "run").exists(), "said before the first of the rounds that would get there"
     with pytest.raises(RequestError, match="password"):
         load(ModelConfig(name=str(home / "tiny"), engine="http://me:secret@127.0.0.1:1"))
 
@@ -300,10 +303,14 @@ if __name__ == "__main__":
 
 @real
 @pytest.mark.slow
-def test_a_run_with_vllm_in_its_own_process_ends_where_one_in_torch_does(home, tmp_path):
-    run_config(config(home), tmp_path / "torch")
+@pytest.mark.parametrize("name", ["tezo-cadam", "gauss-newton"])
+def test_a_run_with_vllm_in_its_own_process_ends_where_one_in_torch_does(home, tmp_path, name):
+    made = config(home, name=name)
+    if name == "gauss-newton":  # its rank grows from round to round
+        made = replace(made.with_options(rank=16), train=replace(made.train, steps=4))
+    run_config(made, tmp_path / "torch")
     (tmp_path / "script.py").write_text(SCRIPT)
-    tree = to_tree(replace(config(home), model=ModelConfig(name=str(home / "tiny"), engine="vllm")))
+    tree = to_tree(replace(made, model=ModelConfig(name=str(home / "tiny"), engine="vllm")))
     (tmp_path / "made.json").write_text(json.dumps(tree, default=str))
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

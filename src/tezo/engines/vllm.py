@@ -32,7 +32,7 @@ from tezo.forward.engine import NOTHING, Asked, Change, Continuing, Engine, Engi
 from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
-from tezo.models.lora import Adapter, save_adapter
+from tezo.models.lora import ALLOWED_RANKS, Adapter, next_allowed, save_adapter
 from tezo.system.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -159,17 +159,13 @@ class Vllm(Engine):
     ) -> list[list[list[int]]]:
         """Returns the continuations under the adapter in each folder."""
 
-    def _check_rank(self, rank: int) -> None:
-        """Raises a `RequestError` where an adapter of this rank is known to be refused."""
-        del rank
-
-    def _no_change(self) -> Change:
+    def _no_change(self, rank: int = 1) -> Change:
         name, layer = next(
             (name, module)
             for name, module in self._model.named_modules()
             if isinstance(module, nn.Linear) and self.changes(name)
         )
-        return {name: (torch.zeros(1, layer.in_features), torch.zeros(layer.out_features, 1))}
+        return {name: (torch.zeros(rank, layer.in_features), torch.zeros(layer.out_features, rank))}
 
     @abstractmethod
     def _answers(self, prompts: Sequence[Prompt], folders: Sequence[Path], likely: int) -> list[list[Answer]]:
@@ -181,9 +177,7 @@ class Vllm(Engine):
         with tempfile.TemporaryDirectory(prefix=f"{OWN}{os.getpid()}-", dir=self._shared) as name:
             Path(name).chmod(0o755)  # a server may be of another user
             # vLLM 0.32 computes prompts without an adapter under those of others in the batch
-            adapter = uniform(change or self._no_change())
-            self._check_rank(adapter.rank)
-            save_adapter(adapter, Path(name), model=self._model, base="")
+            save_adapter(uniform(change or self._no_change()), Path(name), model=self._model, base="")
             yield Path(name)
 
 
@@ -208,7 +202,9 @@ def load_vllm(config: ModelConfig) -> LoadedModel:
 
 
 class InProcess(Vllm):
-    """vLLM in this process.
+    """vLLM in this process, started for the largest rank of a change, which its memory and time depend on.
+
+    It is started again where a larger one comes.
 
     Args:
         source: folder of the model.
@@ -216,34 +212,54 @@ class InProcess(Vllm):
     """
 
     name = "vllm"
-    RANK = 32
-    """Largest rank of an adapter, which memory is kept for."""
 
     def __init__(self, source: str, model: Any) -> None:
         super().__init__(model)
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
-            from vllm import LLM
+            import vllm  # noqa: F401
         except ImportError as error:
             raise RequestError(
                 f"model.engine is vllm, which is not installed here ({error}); install it, or give the address of a "
                 "server: --engine http://HOST:8000."
             ) from None
-        last = sorted({name.rpartition(".")[2] for name, module in model.named_modules()
+        self._source, self._rank, self._number = source, 0, 0
+        self._llm: Any = None
+
+    def reserve(self, rank: int) -> None:
+        if rank <= self._rank:
+            return
+        if rank > ALLOWED_RANKS[-1]:
+            raise RequestError(
+                f"model.engine is vllm, whose adapters have rank {ALLOWED_RANKS[-1]} at most, and this one has {rank}; "
+                "lower method.rank or method.frozen_rank."
+            )
+        from vllm import LLM
+
+        self._end()
+        last = sorted({name.rpartition(".")[2] for name, module in self._model.named_modules()
                        if isinstance(module, nn.Linear) and self.changes(name)})  # fmt: skip
+        self._rank = next_allowed(rank)
         self._llm = LLM(
-            model=source,
-            dtype=str(model.config.dtype or "auto").removeprefix(
-                "torch."
-            ),  # vLLM's own choice for float32 is half of it
+            model=self._source,
+            # vLLM's own choice for float32 is half of it
+            dtype=str(self._model.config.dtype or "auto").removeprefix("torch."),
             enable_lora=True,
             max_loras=AT_ONCE,
-            max_lora_rank=self.RANK,
+            max_lora_rank=self._rank,
             lora_target_modules=last,  # the head's LoRA breaks log-probabilities of prompts
             enforce_eager=True,
             disable_log_stats=True,
         )
-        self._number = 0
+
+    def _end(self) -> None:
+        if self._llm is None:
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        core, self._llm = self._llm.llm_engine.engine_core, None
+        core.shutdown()
+        cleanup_dist_env_and_memory()
 
     def _answers(self, prompts: Sequence[Prompt], folders: Sequence[Path], likely: int) -> list[list[Answer]]:
         from vllm import SamplingParams, TokensPrompt
@@ -286,6 +302,12 @@ class InProcess(Vllm):
         found = [list(output.outputs[0].token_ids) for output in outputs]
         return [found[start : start + len(prompts)] for start in range(0, len(found), len(prompts))]
 
+    @contextmanager
+    def _folder(self, change: Change) -> Iterator[Path]:
+        self.reserve(max((a_RI.shape[0] for a_RI, _ in change.values()), default=1))
+        with super()._folder(change) as folder:
+            yield folder
+
     def _adapters(self, folders: Sequence[Path]) -> list[Any]:
         from vllm.lora.request import LoRARequest
 
@@ -294,13 +316,6 @@ class InProcess(Vllm):
             self._number += 1  # a number that was used before is a cached adapter
             adapters.append(LoRARequest(f"tezo-{self._number}", self._number, str(folder)))
         return adapters
-
-    def _check_rank(self, rank: int) -> None:
-        if rank > self.RANK:
-            raise RequestError(
-                f"model.engine is vllm, which takes changes of rank {self.RANK} here, and this one has {rank}; lower "
-                "method.rank or method.frozen_rank, or use a server with a larger --max-lora-rank."
-            )
 
     def _answer(self, prompt: Prompt, output: Any) -> Answer:
         def table(entry: Any) -> dict[int, tuple[float, int]]:
@@ -358,6 +373,14 @@ class Server(Vllm):
                 f"model.name: the server at {self._address} has {self._base}, whose tokenizer is another one; give the "
                 "model that it has."
             )
+
+    def reserve(self, rank: int) -> None:
+        with self._folder(self._no_change(rank)) as folder:
+            self._again(lambda: self._tried(folder))
+
+    def _tried(self, folder: Path) -> None:
+        with self._adapter(folder):
+            pass
 
     def _answers(self, prompts: Sequence[Prompt], folders: Sequence[Path], likely: int) -> list[list[Answer]]:
         with ThreadPoolExecutor(len(folders)) as threads:
@@ -471,7 +494,8 @@ def _said(answer: requests.Response) -> str:
     except (ValueError, KeyError, TypeError):
         text = answer.text
     text = " ".join(text.split()).partition(". ")[0].rstrip(".")
-    way_out = "; start it with a larger --max-lora-rank, or lower method.rank" if "max_lora_rank" in text else ""
+    lower = "; start it with a larger --max-lora-rank, or lower method.rank and method.frozen_rank"
+    way_out = lower if "max_lora_rank" in text else ""
     return (text if len(text) <= 300 else f"{text[:300]} ...") + f"{way_out}."
 
 

@@ -42,6 +42,10 @@ class Workers(Engine):
     def changes(self, module: str) -> bool:
         return self._engines[0].changes(module)
 
+    def reserve(self, rank: int) -> None:
+        for engine in self._engines:
+            engine.reserve(rank)
+
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
         return self._shared_out(changes, lambda engine, change: engine.log_probs([change], asked)[0])
 
@@ -112,8 +116,9 @@ class Holder:
         assert engine is not None
         self._engine = engine
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Calls a method of the engine."""
+    def call(self, rank: int, name: str, *arguments: Any) -> Any:
+        """Calls a method of the engine, with room for changes of this rank."""
+        self._engine.reserve(rank)
         return getattr(self._engine, name)(*arguments)
 
     def process(self) -> int:
@@ -130,11 +135,14 @@ class InRay(Engine):
     """
 
     def __init__(self, actor: Any, like: Engine) -> None:
-        self._actor, self._like = actor, like
+        self._actor, self._like, self._rank = actor, like, 0
         self.name = f"{like.name} in Ray"
 
     def changes(self, module: str) -> bool:
         return self._like.changes(module)
+
+    def reserve(self, rank: int) -> None:
+        self._rank = rank  # with each call, for an actor that is started again knows nothing
 
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
         found: list[Told] = self._called("log_probs", changes, asked)
@@ -156,7 +164,7 @@ class InRay(Engine):
         import ray
 
         try:
-            return ray.get(self._actor.call.remote(name, *arguments))
+            return ray.get(self._actor.call.remote(self._rank, name, *arguments))
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, RequestError) else error from None
         except ray.exceptions.RayError as error:

@@ -137,6 +137,14 @@ class Engine(ABC):
     def changes(self, module: str) -> bool:
         """Returns whether the engine can change the weight of this linear layer."""
 
+    def reserve(self, rank: int) -> None:
+        """Makes room for changes of this rank, the largest that will be asked for.
+
+        Raises:
+            RequestError: the engine takes none of this rank.
+        """
+        del rank
+
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Tensor:
         """Returns the inputs of the output head at the last token of each text, (texts, D) in float32.
 

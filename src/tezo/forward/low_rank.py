@@ -62,7 +62,7 @@ class InForward(PerturbedParameter):
     def __init__(self, target: Target, blocks: Blocks, most_rank: int | None = None) -> None:
         super().__init__(target)
         self._most_rank = most_rank if target.is_writable or most_rank is not None else MOST_RANK
-        self.folds_into_weight = self._most_rank is None
+        self.folds_into_weight, self.most_kept = self._most_rank is None, self._most_rank or 0
         self._blocks = blocks
         self._prepared: tuple[Points, ...] = ()
         self._kept: dict[torch.dtype, tuple[Points, ...]] = {}

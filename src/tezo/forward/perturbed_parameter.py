@@ -207,6 +207,8 @@ class PerturbedParameter(ABC):
     """Whether perturbations or updates change the stored tensor."""
     folds_into_weight = False
     """Whether a refresh of the fixed factors writes the stored tensor."""
+    most_kept = 0
+    """Largest rank of what was trained with earlier factors and is stored beside the weight."""
     in_blocks = False
     """Whether one forward pass can apply several shifts, each to its own block of rows."""
     draws_for_all_blocks = False

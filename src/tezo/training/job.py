@@ -204,6 +204,8 @@ def prepare(
     def build(settings: Config) -> BaseOptimizer:
         try:
             optimizer = make_optimizer(settings, loaded, untrained)
+            if loaded.engine is not None and isinstance(optimizer, ZerothOrderOptimizer):
+                loaded.engine.reserve(optimizer.largest_rank())
         except RequestError as error:
             if engine == engines.TORCH:
                 raise
