@@ -167,6 +167,11 @@ def test_every_setting_has_one_typed_name_or_a_parameter():
     assert not parameters & hints.keys() and set(PARAMETERS.values()) <= parameters
 
 
+def test_an_output_that_is_no_path_is_refused():
+    with pytest.raises(RequestError, match="output is 3; give the folder"):
+        trained(output=3)
+
+
 # Figures, evaluation, prediction
 
 

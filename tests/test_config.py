@@ -148,6 +148,8 @@ def test_settings_are_laid_over_the_recipe_and_later_ones_win(tmp_path):
 def test_label_words_can_be_set_one_by_one():
     named = [("model", "m"), ("data", "d"), ("data.label_words.a", "good"), ("data.label_words.b", "bad")]
     assert read_config(None, named).data.label_words == {"a": "good", "b": "bad"}
+    with pytest.raises(RequestError, match=r"data\.label_words has 'a:good'.*space behind the colon"):
+        read_config(None, [("model", "m"), ("data", "d"), ("data.label_words", "{a:good, b:bad}")])
 
 
 def test_a_value_can_be_taken_back(tmp_path):

@@ -58,7 +58,8 @@ def test_in_words_and_with_an_output_that_stays_unmade(given, tmp_path):
     _, command = given
     done = tezo(*command, *FEEDBACK_RUN, "--dry-run", "--output", tmp_path / "run")
     assert done.code == 0 and not (tmp_path / "run").exists(), done.err
-    for said in ("nothing is written", "4 two-point", "2 feedback", "of rank 2: in forward", "MiB at the peak"):
+    for said in ("nothing is written", "4 two-point", "2 feedback", "of rank 2: in forward", "MiB at the peak",
+                 "label rows of text, label", "as the model reads it"):  # fmt: skip
         assert said in done.out
 
 

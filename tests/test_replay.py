@@ -133,7 +133,7 @@ def rewritten(run: Path, header: dict[str, Any], steps: list[StepRecord]) -> Pat
     return run
 
 
-@pytest.mark.parametrize("lost", ["model", "config", "untrained", "device", "noise", "versions"])
+@pytest.mark.parametrize("lost", ["model", "config", "untrained", "device", "noise", "versions", "sources"])
 def test_a_header_that_lacks_what_a_run_writes_is_refused(home, tmp_path, lost):
     train(config(home), tmp_path / "run")
     found = read_log(tmp_path / "run" / LOG)

@@ -158,6 +158,8 @@ def test_resume_by_the_command_line_needs_the_folder_alone(home, tmp_path):
     refused(tezo("train", "--output", run, "--resume", *settings(method__lr=0.5)), "method.lr", "0.5", "0.003")
     done = tezo("train", "--output", run, "--resume")
     assert done.code == 0 and "going on after step 5, from checkpoint-3 and steps.log" in done.err
+    said = {line.split()[0]: line.split()[-1] for line in done.err.splitlines() if line.startswith("  ")}
+    assert (said["lr"], said["rho"]) == ("given", "default"), "as they were when the run began"
     assert contents(run) == contents(tmp_path / "whole")
 
 

@@ -26,7 +26,7 @@ from tezo.system.errors import RequestError
 from tezo.tasks.evaluation import evaluate, measure
 from tezo.tasks.examples import Example, Row, check_answers
 from tezo.tasks.formats import choose_format
-from tezo.tasks.notices import rows_as_read, token_notices
+from tezo.tasks.notices import label_notices, rows_as_read, token_notices
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.setup import make_format, make_objective, render_chat, with_shots
@@ -504,3 +504,26 @@ def test_a_base_model_answers_as_a_run_that_changed_nothing(home, tmp_path, mode
     if model == "bert":
         done = tezo("predict", home / model, "--input", new, "--output", tmp_path / "x.jsonl")
         refused(done, "data.label_words")
+
+
+# Labels
+
+
+def test_a_text_with_two_labels_and_labels_of_one_row_each_are_said():
+    def said(*pairs):
+        rows = [Row({"text": text, "label": label}, f"line {n}") for n, (text, label) in enumerate(pairs, start=1)]
+        form = choose_format(rows, "causal", DataConfig(train="x"), lambda _: "")
+        return label_notices([form.example(row) for row in rows], form.labels)
+
+    assert said(("a", "x"), ("b", "y"), ("a", "x"), ("c", "z"), ("d", "z")) == []
+    (twice,) = said(("a", "x"), ("b", "y"), ("a", "y"), ("a", "x"), ("c", "x"))
+    assert twice.startswith("3 training rows have the text of another") and "line 1 and line 3" in twice
+    (single,) = said(("a", "1"), ("b", "2"), ("c", "3"), ("d", "4"), ("e", "4"))
+    assert single.startswith("3 of 4 labels have one training row each")
+
+
+def test_a_table_without_a_first_line_of_names_is_asked_for_one():
+    for where, said in (("rows.csv, line 2", True), ("rows.TSV.gz, line 2", True), ("rows.jsonl, line 2", False)):
+        with pytest.raises(RequestError) as refusal:
+            choose_format([Row({"a film": "a meal"}, where)], "causal", DataConfig(train="x"), lambda _: "")
+        assert ("first line of a table has the names" in str(refusal.value)) == said

@@ -153,8 +153,8 @@ def _print_dry_run(found: dict[str, Any]) -> None:
     rows.append(("time", f"up to {times['run']}, of it {parts} and evaluations {times['evaluations']}, {by}"))
     print(f"{found['method']} on {found['model']}; nothing is written")
     print_table(rows)
-    for notice in found["notices"]:
-        print(f"note: {notice}")
+    for line in (*found["rows_as_read"], *(f"note: {notice}" for notice in found["notices"])):
+        print(line)
 
 
 def _print_end(summary: dict[str, Any], output: Path) -> None:
@@ -171,7 +171,11 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
     made, result = summary["result"], output / summary["result"]["folder"]
     in_peft = f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})"
     if made["kind"] == "adapter":
-        print(f"LoRA adapter of rank {made['rank']}: {result}")
+        from tezo.models.lora import next_allowed
+
+        in_file = next_allowed(made["rank"])
+        padded = f", {in_file} in its file" if in_file > made["rank"] else ""
+        print(f"LoRA adapter of rank {made['rank']}{padded}: {result}")
         alone = made.get("why_not_in_peft")
         print(f"  for tezo alone: {alone}" if alone else in_peft)
         if "engine_file" in made:

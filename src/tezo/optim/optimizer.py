@@ -158,6 +158,11 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         ):
             if number is not None and not 1 <= number <= most:
                 raise RequestError(f"method.{name} is {number}; it must lie between 1 and {most}.")
+        if frozen_rank is not None and perturbation.interval is None:
+            raise RequestError(
+                f"method.frozen_rank is {frozen_rank}, and factors are never refreshed here; leave it out, or set "
+                "method.lazy_update_interval where the method has it."
+            )
         if num_directions > 1 and (perturbation.single_direction or estimator.single_direction):
             raise RequestError(f"method.num_directions is {num_directions}; this method is defined for 1 only.")
         self.model = model

@@ -12,7 +12,7 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 P = ParamSpec("P")
 T = TypeVar("T", bound=BaseOptimizer)
 
-GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"
+SOURCES = GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"
 MOST_SHOWN = 3
 """Members of a list in the text of `Settings`; what an engine cannot change are patterns by the dozen."""
 

@@ -96,7 +96,7 @@ def _files(folder: Path, name: str) -> list[str]:
 
 HEADER_TYPES = {
     "directions": int, "config": dict, "untrained": list, "model": dict, "rows": str, "device": str, "noise": int,
-    "versions": dict,
+    "versions": dict, "sources": dict,
 }  # fmt: skip
 """Key of a step log's header -> type."""
 

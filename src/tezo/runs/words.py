@@ -48,12 +48,13 @@ def measured_rows_text(summary: Mapping[str, Any]) -> str:
 def work_text(summary: Mapping[str, Any]) -> str:
     """Tells the work of a run, as far as it is known, with the longest phases beside the time.
 
-    For example: "200 steps, 640 forward passes, 3 min 20 s (2 min 10 s steps); step 160 kept".
+    For example: "200 steps, 640 forward passes of 16 rows, 3 min 20 s (2 min 10 s steps); step 160 kept".
     """
     parts = [f"{summary['steps']:,} steps"] if "steps" in summary else []
     passes, seconds = work_of(summary)
     if passes is not None:
-        parts.append(f"{round(passes):,} forward passes")
+        of_rows = f" of {summary['rows_per_pass']:,} rows" if "rows_per_pass" in summary else ""
+        parts.append(f"{round(passes):,} forward passes{of_rows}")
     if seconds is not None:
         phases = {name: spent["seconds"] for name, spent in summary.get("phases", {}).items()}
         longest = [name for name in sorted(phases, key=phases.__getitem__)[:-4:-1] if phases[name] >= seconds / 20]

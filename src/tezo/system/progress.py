@@ -367,11 +367,11 @@ def duration_text(seconds: float) -> str:
 
 
 def quiet_imports() -> None:
-    """Turns off what torchao says at import of the GPU libraries that it cannot load; errors are still shown.
+    """Turns off what torchao and bitsandbytes say at import of what they cannot load; errors are still shown.
 
-    transformers imports an installed torchao with its first model class, whether or not int8wo is asked for.
+    transformers and PEFT import them where they are installed, whether or not a model is quantized.
     """
-    for name in ("torchao", "torch.utils._pytree"):
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
         getLogger(name).setLevel(ERROR)
 
 

@@ -43,6 +43,9 @@ LIKE = 0.8
 NO_TEXT = "the text is empty, so that only the template is left to tell the label; fill it in, or remove such rows."
 """What a notice says of labelled rows whose fields of text are all blank."""
 
+_TABLE = re.compile(r"\.[ct]sv\b", re.IGNORECASE)
+"""In the place of a row: a file whose fields have names in the first line alone."""
+
 _DECIMALS = re.compile(r"[+-]?\d+\.\d+")
 
 _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
@@ -245,6 +248,7 @@ def _shape(row: Row, data: DataConfig) -> str:
     raise RequestError(
         f"{row.where}: the fields {', '.join(row.fields)} fit no known shape"
         + (f"; did you mean {' '.join(meant)}?" if meant else ".")
+        + (" The first line of a table has the names of its fields." if _TABLE.search(row.where) else "")
         + f" Rows need {data.prompt!r} and "
         f"{data.completion!r}, or {data.messages!r}, or {data.text!r} and {data.label!r}; other names are set "
         "with data.prompt, data.completion, data.messages, data.text, data.label (docs/rows.md has all shapes)."

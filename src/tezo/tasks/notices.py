@@ -1,8 +1,9 @@
-"""Notices on the tokens of rows and options, for an objective that has been adapted to its model."""
+"""Notices on the labels of rows, and on their tokens for an objective that has been adapted to its model."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
-from tezo.tasks.examples import Row, visible
+from tezo.tasks.examples import Example, Row, visible
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.objectives.objective import Cuts, Encoded, Objective
@@ -81,6 +82,30 @@ def _of_options(objective: Objective) -> list[str]:
         found.append(
             f"this model does not take options that share a row, so it reads each prompt {count} times, once for each "
             "option, in every step and evaluation; a model of another architecture, or fewer labels, take less."
+        )
+    return found
+
+
+def label_notices(examples: Sequence[Example], labels: Sequence[str]) -> list[str]:
+    """Returns notices on training rows with labels: texts with two of them, and labels that have a row each."""
+    found = []
+    by_prompt: dict[str, list[Example]] = {}
+    for example in examples:
+        by_prompt.setdefault(example.prompt, []).append(example)
+    apart = [same for same in by_prompt.values() if len({own.label for own in same}) > 1]
+    if apart:
+        first = apart[0][0]
+        other = next(own for own in apart[0] if own.label != first.label)
+        found.append(
+            f"{sum(map(len, apart))} training rows have the text of another and not its label, such as {first.where} "
+            f"and {other.where}; leave the right ones."
+        )
+    counts = Counter(example.label for example in examples)
+    single = sum(count == 1 for count in counts.values())
+    if len(labels) > 2 and single > len(examples) / 2:
+        found.append(
+            f"{single} of {len(labels)} labels have one training row each, from which little is learnt; give more rows "
+            "of each, or rows with a prompt and a completion, whose answers are free text."
         )
     return found
 

@@ -41,10 +41,10 @@ def with_shots(form: Format, data: DataConfig, loaded: LoadedModel, shots: int, 
     """Returns the format with `shots` training rows and their answers before each question; itself for 0 shots."""
     if shots == 0:
         return form
-    if shots < 0 or loaded.kind != "causal":
-        raise RequestError(
-            f"shots is {shots}, and the model is {loaded.kind}; use a number from 0, and a causal model."
-        )
+    if shots < 0:
+        raise RequestError(f"shots is {shots}; it must be 0 or more.")
+    if loaded.kind != "causal":
+        raise RequestError(f"shots is {shots}, and the model is {loaded.kind}; leave it out, or take a causal model.")
     if form.shape in ("messages", "text"):
         what = "conversations" if form.shape == "messages" else "texts without a question"
         raise RequestError(f"shots is {shots}, but {what} cannot be shown in a prompt; leave it out.")

@@ -257,6 +257,8 @@ def _with_object(config: Config, model: Any, tokenizer: Any, *, keep: bool) -> t
 
 def _folder(output: str | Path | None, *, resume: bool) -> Path:
     if output is not None:
+        if not isinstance(output, str | os.PathLike):
+            raise RequestError(f"output is {output!r}; give the folder of the run.")
         return Path(output)
     if resume:
         raise RequestError("resume is set, and output is not; give the folder of the run to go on with.")

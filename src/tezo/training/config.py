@@ -69,6 +69,8 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
                 raise RequestError(
                     f"{key} has {k}: {v}: YAML reads yes, no, on and off without quotes as true or false; quote them."
                 )
+            if v is None and ":" in str(k):
+                raise RequestError(f"{key} has {k!r}, which YAML takes for one word; put a space behind the colon.")
         return {str(k): coerce(f"{key}.{k}", v, arguments[1]) for k, v in value.items()}
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)

@@ -60,11 +60,11 @@ def dry_run(config: Config) -> dict[str, Any]:
     """Prepares a run without measuring its open settings, and times a forward pass.
 
     Returns:
-        JSON: the forward "passes" that were made; the resolved "settings"; those that are "measured" at the start, with
-        their forward passes at most; the "plan" of every parameter; "memory" in bytes (of the model, where torch holds
-        it, of fixed factors, and a forecast of the peak); and "seconds" (of the preparation and the timed pass, and
-        forecasts of one step of each kind, the measurements, the evaluations and the whole run). Times are those of
-        this machine as it is now.
+        JSON: the forward "passes" that were made; "rows_as_read"; the resolved "settings"; those that are "measured" at
+        the start, with their forward passes at most; the "plan" of every parameter; "memory" in bytes (of the model,
+        where torch holds it, of fixed factors, and a forecast of the peak); and "seconds" (of the preparation and the
+        timed pass, and forecasts of one step of each kind, the measurements, the evaluations and the whole run). Times
+        are those of this machine as it is now.
 
     Raises:
         RequestError: the run could not start.
@@ -105,6 +105,7 @@ def dry_run(config: Config) -> dict[str, Any]:
                 "evaluations": round(evaluations, 3),
                 "run": round(preparing + measuring + stepping + evaluations, 3),
             },
+            "rows_as_read": list(job.rows_as_read),
             "notices": list(job.notices),
             "settings": to_tree(job.config),
             "plan": parameters,

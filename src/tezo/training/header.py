@@ -11,6 +11,7 @@ from tezo.models.kinds import engine_kind
 from tezo.models.local_names import is_gone
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.methods import AUTO, method
+from tezo.optim.settings import SOURCES, Setting, Settings
 from tezo.runs.environment import versions
 from tezo.runs.files import check_complete, check_place, check_rows, check_settings, hash_of
 from tezo.system.errors import RequestError
@@ -39,6 +40,7 @@ def log_header(job: Job) -> dict[str, Any]:
         "directions": job.optimizer.num_directions,
         "kinds": list(job.optimizer.rules),
         "config": json.loads(json.dumps(to_tree(job.config))),  # tuples become lists, as JSON has them
+        "sources": {name: setting.source for name, setting in job.optimizer.settings.items()},
         "untrained": list(job.untrained),
         "model": dict(job.loaded.fingerprint),
         "rows": hash_of([row.sequences for row in job.train]),
@@ -90,6 +92,16 @@ def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
     asked_for = method(asked.method.name).defaults() | asked.method.options
     open_ = [name for name in ("lr", "rho") if asked_for.get(name) == AUTO]
     return asked.with_options(**{name: before[name] for name in open_ if isinstance(before.get(name), float)})
+
+
+def with_sources_of(begun: Mapping[str, Any], settings: Mapping[str, Setting]) -> Settings:
+    """Returns the settings of a run that goes on with the sources that they had when it began."""
+    check_complete(begun)
+    sources = begun["sources"]
+    return Settings(
+        {name: replace(own, source=sources[name]) if sources.get(name) in SOURCES else own
+         for name, own in settings.items()}
+    )  # fmt: skip
 
 
 def _with_name_of(name: str, asked: Config) -> Config:

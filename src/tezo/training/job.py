@@ -24,7 +24,7 @@ from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestE
 from tezo.system.progress import CHECKING, ENCODING, current, tracked
 from tezo.tasks.examples import check_answers
 from tezo.tasks.formats import LabelFormat, default_template
-from tezo.tasks.notices import rows_as_read, token_notices
+from tezo.tasks.notices import label_notices, rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
 from tezo.tasks.rewards import Reward, prompt_of
@@ -224,6 +224,11 @@ def prepare(
             f"train.batch_size is {train.rows_per_step}, and {config.method.name} compares the rows of a step; give "
             f"{least} or more, or choose another method."
         )
+    if config.train.batch_size not in (None, train.batch_size):
+        chosen.append(
+            f"train.batch_size is {train.batch_size}, the number of rows that steps are taken on, and not "
+            f"{config.train.batch_size}: a step has no row twice."
+        )
     current().rows_per_pass = used.objective.rows_of_pass(used.train[:BASIS_ROWS], train.rows_per_step)
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev, reward)
@@ -319,6 +324,8 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
         dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
     objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
+    if form.labels and reward is None:
+        notices += label_notices(examples[0], form.labels)
     as_read = rows_as_read(form, used.train[0], objective, train[0], scored=reward is not None)
     is_text = loaded.kind == "causal" and not any(example.options for example in examples[0])
     return _EncodedRows(form, objective, train, dev, test, is_text, notices, as_read)

@@ -30,7 +30,7 @@ from tezo.training.best_state import BestState
 from tezo.training.config import dump_config, read_config, with_absolute_paths
 from tezo.training.data_parallel import check_shareable, shared_rows
 from tezo.training.evaluations import Evaluations, check_objective, compare
-from tezo.training.header import check_same, check_unchanged, log_header, request_of, with_choices_of
+from tezo.training.header import check_same, check_unchanged, log_header, request_of, with_choices_of, with_sources_of
 from tezo.training.job import Job, check_untuned, prepare
 from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.plan import plan
@@ -79,9 +79,12 @@ def train(
                 check_unchanged(read_config(output / CONFIG, []), config)
                 return summary
             with processes.together("prepare the run"):
-                if resume and (begun := folder.header()) is not None:
+                begun = folder.header() if resume else None
+                if begun is not None:
                     config = with_choices_of(begun, config)
                 job = prepare(config, loaded=loaded, rows=rows, score=score)
+                if begun is not None:
+                    job.optimizer.settings = with_sources_of(begun, job.optimizer.settings)
                 check_shareable(job, processes)
             try:
                 job = job.with_lr(
