@@ -49,20 +49,16 @@ PEOPLE = (
 TOWNS = "Oslo Rome Paris Lima Cairo Delhi Tokyo Quito Berlin Madrid Dublin Vienna"
 FORMS = ("{} lives in {}.", "The home of {} is {}.", "{} moved to {} last year.", "You will find {} in {}.")
 PARTS = {"train": 96, "dev": 24, "test": 96}
+EQUAL: dict[str, Any] = {"num_directions": 12, "batch_size": 8}
 METHODS: dict[str, dict[str, Any]] = {
-    "es": {"steps": 60, "num_directions": 12, "weight_decay": 0.02},
-    "es without decay": {"steps": 60, "num_directions": 12, "weight_decay": 0.0},
-    "es without decay at a constant rate": {
-        "steps": 60,
-        "num_directions": 12,
-        "weight_decay": 0.0,
-        "schedule": "constant",
-    },
-    "head-feedback": {"steps": 30, "num_directions": 12},
+    "es by default": {},
+    "es": EQUAL | {"steps": 60, "weight_decay": 0.02},
+    "es without decay": EQUAL | {"steps": 60, "weight_decay": 0.0},
+    "es without decay at a constant rate": EQUAL | {"steps": 60, "weight_decay": 0.0, "schedule": "constant"},
+    "head-feedback": EQUAL | {"steps": 30},
 }
-"""Method -> its settings: as many answers in all of one as of the other, for head-feedback scores both signs."""
-EVALUATIONS = 720
-EACH: dict[str, Any] = {"batch_size": 8}
+"""Method -> its settings: with `EQUAL` as many answers in all of one as of the other, for head-feedback scores both
+signs."""
 TRIES = 30
 """Answers of the untuned model of which the best counts."""
 KEYS = {"name", "city"}
@@ -142,15 +138,15 @@ def measured(task: Task, method: str, engine: str, model: str, seed: int) -> dic
     with tempfile.TemporaryDirectory() as folder:
         run = tezo.train(model, made["train"], dev=made["dev"], test=made["test"], reward=task.score, seed=seed,
                          output=Path(folder) / "run", max_new_tokens=task.max_new_tokens,
-                         **METHODS[method], **EACH, **common)  # fmt: skip
+                         **METHODS[method], **common)  # fmt: skip
         seconds = time.monotonic() - begun
         lines = (Path(folder) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = [line for line in map(json.loads, lines) if "seconds" in line][-1]
-        written = EVALUATIONS * EACH["batch_size"] * last["step"] // METHODS[method]["steps"]
+        summary = run.summary
+        written = summary["num_forward_passes"] * summary["rows_per_pass"] * last["step"] // summary["steps"]
         started = time.perf_counter()
         after = run.evaluate(made["test"], reward=task.exact)["reward"]
         plain = len(made["test"]) / (time.perf_counter() - started)
-        summary = run.summary
         found = {
             "before": summary["before"], "after": summary["after"], "exact_after": after,
             "untouched_loss": untouched(run.loaded), "own_answers": summary["own_answers"],
@@ -218,8 +214,9 @@ def main() -> None:
     path = given.out / "reward_tasks.json"
     for name, seed, method, engine in itertools.product(given.tasks, given.seeds, given.methods, given.engines):
         done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": MODEL, "tasks": {}}
-        settings = METHODS | {"all": EACH | {"max_new_tokens": TASKS[name].max_new_tokens}}
-        own = done["tasks"].setdefault(name, {"settings": settings, "untuned": {}, "runs": {}})
+        settings = METHODS | {"all": {"max_new_tokens": TASKS[name].max_new_tokens}}
+        own = done["tasks"].setdefault(name, {"untuned": {}, "runs": {}})
+        own["settings"] = settings
         file = given.gguf if engine == "llama.cpp" else None
         called = f"{method}, {engine}{f' of {Path(file).stem}' if file else ''}, seed {seed}"
         if called in own["runs"]:

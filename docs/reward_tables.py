@@ -63,7 +63,7 @@ def reward_tasks() -> str:
             )
             ran[machine(run)] = None
         ran_here = {name.partition(",")[0] for name in own["runs"]}
-        each = [f"{name}: " + ", ".join(f"{key} {value}" for key, value in said.items())
+        each = [f"{name}: " + ", ".join(f"{key} {value}" for key, value in said.items()) + "nothing set" * (not said)
                 for name, said in own["settings"].items() if name in ran_here | {"all"}]  # fmt: skip
         settings.append(f"{task}: {'; '.join(each)}")
     heads = ["task", "", "reward", "exact answers", "forgotten, nats a token", "loss of an untouched task"]
