@@ -138,7 +138,7 @@ def test_what_earlier_starts_have_taken_is_added(home, tmp_path):
     lost = sum(first) / BATCH - known["passes"]
     assert 0 <= lost < 1, "what was done after the last line is not known"
     assert passes(summary["phases"]) == pytest.approx((sum(first) + sum(second)) / BATCH - lost, abs=0.1)
-    assert any("in no count" in notice for notice in summary["notices"])
+    assert any("up to their last line" in notice for notice in summary["notices"])
 
 
 def test_what_is_said_of_the_work_counts_all_of_it(home, tmp_path):

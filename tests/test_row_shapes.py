@@ -510,16 +510,18 @@ def test_a_base_model_answers_as_a_run_that_changed_nothing(home, tmp_path, mode
 
 
 def test_a_text_with_two_labels_and_labels_of_one_row_each_are_said():
-    def said(*pairs):
+    def said(*pairs, words=None):
         rows = [Row({"text": text, "label": label}, f"line {n}") for n, (text, label) in enumerate(pairs, start=1)]
-        form = choose_format(rows, "causal", DataConfig(train="x"), lambda _: "")
+        form = choose_format(rows, "causal", DataConfig(train="x", label_words=words), lambda _: "")
         return label_notices([form.example(row) for row in rows], form.labels)
 
-    assert said(("a", "x"), ("b", "y"), ("a", "x"), ("c", "z"), ("d", "z")) == []
+    assert said(("a", "x"), ("b", "y"), ("a", "x"), ("c", "z"), ("d", "z"), ("e", "y")) == []
     (twice,) = said(("a", "x"), ("b", "y"), ("a", "y"), ("a", "x"), ("c", "x"))
     assert twice.startswith("3 training rows have the text of another") and "line 1 and line 3" in twice
     (single,) = said(("a", "1"), ("b", "2"), ("c", "3"), ("d", "4"), ("e", "4"))
-    assert single.startswith("3 of 4 labels have one training row each")
+    assert single.startswith("3 of 4 labels ('1', '2', '3') have one training row each")
+    (none,) = said(("a", "x"), ("b", "x"), ("c", "y"), ("d", "y"), words={"x": "x", "y": "y", "z": "z"})
+    assert none.startswith("no training row has the label 'z'")
 
 
 def test_a_table_without_a_first_line_of_names_is_asked_for_one():

@@ -111,7 +111,7 @@ def test_an_only_parameter_with_a_name_of_another_form_is_refused(tmp_path, para
     import tezo
 
     (tmp_path / "score.py").write_text(f"def score({parameter}): return 1.0")
-    with pytest.raises(RequestError, match=r"alone; write f\(prompt, completion, row\), f\(sample\)"):
+    with pytest.raises(RequestError, match=r"; write f\(prompt, completion, row\), f\(sample\)"):
         tezo.train("nowhere", [{"prompt": "a"}], reward=f"{tmp_path / 'score.py'}:score")
 
 

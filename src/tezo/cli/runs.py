@@ -8,7 +8,6 @@ import typer
 
 from tezo.cli.common import BaseOption, JsonOption, TrustOption, print_json, showing_work
 from tezo.system.errors import RequestError
-from tezo.system.progress import quiet_libraries
 
 
 @showing_work()
@@ -57,6 +56,7 @@ def push(
         print(url)
 
 
+@showing_work()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
     output: Annotated[Path | None, typer.Option(help="HTML file to write.")] = None,
@@ -64,7 +64,6 @@ def report(
     """Write one HTML page about runs: results, curves, settings and the command that repeats each."""
     if output is None:
         raise RequestError("output is not set; give --output FILE.html for the page.")
-    quiet_libraries()
     from tezo.training.report.page import save
 
     save(runs, output)

@@ -137,7 +137,7 @@ class RunFolder:
         if begun:
             at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
             notices.append(f"going on after step {len(log.steps)}, from {at} and {LOG}.")
-            notices.append(f"what earlier starts did after their last line of a step in {METRICS} is in no count.")
+            notices.append(f"counts have what earlier starts did up to their last line in {METRICS}.")
         return ResumeState(
             **vars(log),
             begun=begun,

@@ -43,6 +43,8 @@ LIKE = 0.8
 NO_TEXT = "the text is empty, so that only the template is left to tell the label; fill it in, or remove such rows."
 """What a notice says of labelled rows whose fields of text are all blank."""
 
+NO_LABEL = "the label is empty; fill it in, or remove the row."
+
 _TABLE = re.compile(r"\.[ct]sv\b", re.IGNORECASE)
 """In the place of a row: a file whose fields have names in the first line alone."""
 
@@ -124,6 +126,8 @@ class LabelFormat(Format):
         label = _label_in(row, self.label)
         if label not in self.words:  # the words are given by the numbers of the classes, or else by their names
             label = _class_in(row, self.label)
+        if not visible(label) and label not in self.words:
+            raise RequestError(f"{row.where}: {NO_LABEL}")
         if label not in self.words:
             raise RequestError(
                 f"{row.where}: the label {label!r} is unknown{_unlabelled(label)}; fix the row, or name all labels in "
@@ -321,7 +325,7 @@ def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
     for row in rows:
         name = _label_in(row, label)
         if not visible(name):
-            raise RequestError(f"{row.where}: the label is empty; fill it in, or remove the row.")
+            raise RequestError(f"{row.where}: {NO_LABEL}")
         if by_look.setdefault(visible(name), name) != name:
             raise RequestError(
                 f"{row.where}: the label {name!a} differs from {by_look[visible(name)]!a} only by white space or "

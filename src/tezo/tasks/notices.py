@@ -87,7 +87,7 @@ def _of_options(objective: Objective) -> list[str]:
 
 
 def label_notices(examples: Sequence[Example], labels: Sequence[str]) -> list[str]:
-    """Returns notices on training rows with labels: texts with two of them, and labels that have a row each."""
+    """Returns notices on training rows with labels: texts with two of them, and labels with one row or none."""
     found = []
     by_prompt: dict[str, list[Example]] = {}
     for example in examples:
@@ -101,13 +101,21 @@ def label_notices(examples: Sequence[Example], labels: Sequence[str]) -> list[st
             f"and {other.where}; leave the right ones."
         )
     counts = Counter(example.label for example in examples)
-    single = sum(count == 1 for count in counts.values())
-    if len(labels) > 2 and single > len(examples) / 2:
+    rows = {name: counts[number] for number, name in enumerate(labels)}
+    none, single = ([name for name, own in rows.items() if own == count] for count in (0, 1))
+    if none:
+        found.append(f"no training row has the label {_listed(none)}; give some, or little is learnt of it.")
+    if single:
         found.append(
-            f"{single} of {len(labels)} labels have one training row each, from which little is learnt; give more rows "
-            "of each, or rows with a prompt and a completion, whose answers are free text."
+            f"{len(single)} of {len(labels)} labels ({_listed(single)}) have one training row each; give more, or, "
+            "where answers are free text, rows with a prompt and a completion."
         )
     return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names some of the labels."""
+    return ", ".join(map(repr, names[:MOST_NAMED])) + ", ..." * (len(names) > MOST_NAMED)
 
 
 def _groups(options: Sequence[str], key: Callable[[str], Hashable]) -> list[list[str]]:

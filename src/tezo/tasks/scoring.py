@@ -91,13 +91,26 @@ OF_OTHER_FORMS = ("prompt", "prompts", "completion")
 
 
 def check_form(function: Score, name: str) -> None:
-    """Raises a `RequestError` where the only parameter of a function has the name of one of other forms."""
+    """Raises a `RequestError` where a function cannot be called in one of the forms."""
+    if takes_batch(function):
+        return
     names = _names(function)
-    if len(names) == 1 and names[0] in OF_OTHER_FORMS:
+    if (len(names) == 1 and names[0] in OF_OTHER_FORMS) or not _takes(function, 1 if len(names) == 1 else 3):
         raise RequestError(
-            f"train.reward: {name} takes {names[0]!r} alone; write f(prompt, completion, row), f(sample) of one "
+            f"train.reward: {name} takes ({', '.join(names)}); write f(prompt, completion, row), f(sample) of one "
             "dictionary of these, or f(completions, **columns) of a whole batch."
         )
+
+
+def _takes(function: Score, count: int) -> bool:
+    """Returns whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature
+        return True
+    return True
 
 
 def arguments(function: Score, sample: Sample) -> tuple[Any, ...]:

@@ -265,8 +265,7 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
             raise RequestError("data.hold_out is 0, and there are no other rows to evaluate on; give data.test.")
         if held:
             rows = rows.noted(
-                f"{len(held)} of {len(rows.train)} training rows are held out as dev rows, which choose the step to "
-                "keep; data.dev names others."
+                f"{len(held)} of {len(rows.train)} training rows are held out as dev rows; data.dev names others."
             )
         rows = replace(rows, train=kept, dev=held)
     takes_dev = data.task is not None and not rows.dev

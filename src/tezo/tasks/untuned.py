@@ -89,7 +89,7 @@ def probed(train_BD: Tensor, labels_B: Tensor, options: int, rows_BD: Tensor) ->
 
     The penalty is the one of `PENALTIES` with the least loss by cross-validation over the training rows.
     """
-    center_D, scale_D = train_BD.mean(0), train_BD.std(0).clamp_min(1e-12)
+    center_D, scale_D = train_BD.mean(0), train_BD.std(0, correction=min(1, len(train_BD) - 1)).clamp_min(1e-12)
     x_BD = (train_BD - center_D) / scale_D
     weight_OD, bias_O = fit(x_BD, labels_B, options, _penalty(x_BD, labels_B, options))
     return ((rows_BD - center_D) / scale_D) @ weight_OD.T + bias_O
@@ -129,13 +129,15 @@ def fit(x_BD: Tensor, labels_B: Tensor, options: int, penalty: float = PENALTIES
 
         sum_b cross entropy(W x_b + bias, label_b) + penalty |W|^2 / 2,
 
-    which has one minimum. Solved by L-BFGS in float64; labels are int64.
+    which has one minimum, at infinity for a label without a row. Solved by L-BFGS in float64, until a step lowers the
+    sum by less than 1e-12; labels are int64.
     """
     weight_OD = torch.zeros(options, x_BD.shape[1], dtype=torch.float64, requires_grad=True)
     bias_O = torch.zeros(options, dtype=torch.float64, requires_grad=True)
     solver = torch.optim.LBFGS(
-        [weight_OD, bias_O], max_iter=1000, tolerance_grad=1e-8, tolerance_change=0.0, line_search_fn="strong_wolfe"
-    )
+        [weight_OD, bias_O], max_iter=1000, tolerance_grad=1e-8, tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
+    )  # fmt: skip
 
     def closure() -> Tensor:
         solver.zero_grad()

@@ -175,8 +175,10 @@ def _evaluation_seconds(job: Job, pace: _Pace) -> float:
     reading = of_dev * _tokens(job, job.dev) + 2 * _tokens(job, job.test)
     if compares_with_untuned(job):
         reading += _tokens(job, job.train[:MOST_ROWS]) + _tokens(job, job.test)
-    batches = math.ceil(len(job.test) / settings.eval_batch_size) if job.reward or job.format.measures else 1
-    return reading * pace.token + 2 * batches * _new_tokens(job) * pace.written
+    batches = 2 * (math.ceil(len(job.test) / settings.eval_batch_size) if job.reward or job.format.measures else 1)
+    if job.reward is not None:
+        batches += of_dev * math.ceil(len(job.dev) / settings.eval_batch_size)
+    return reading * pace.token + batches * _new_tokens(job) * pace.written
 
 
 def _measured(config: Config, job: Job) -> dict[str, int]:

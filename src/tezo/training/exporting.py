@@ -16,7 +16,7 @@ from tezo.models.peft import check_in_peft, open_adapter
 from tezo.models.saving import CARD, HERE, Saved, card_text, hub_name, save_card, save_peft_adapter, shown_name
 from tezo.runs.folder import ADAPTER, CONFIG, MODEL
 from tezo.system.errors import RequestError, RunError
-from tezo.system.files import check_free, new_folder, one_line, open_to_read, own_object, read_bytes, reading
+from tezo.system.files import check_free, new_folder, one_line, open_to_read, own_object, read_bytes
 from tezo.system.progress import SAVING, UPLOADING, current
 from tezo.training.config import read_run_config
 from tezo.training.opening import check_result, open_base
@@ -156,6 +156,7 @@ def push_run(run: Path, name: str, *, public: bool = False) -> str:
         RunError: the upload failed.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     check_result(run)
     config = read_run_config(run / CONFIG, [])
@@ -166,8 +167,12 @@ def push_run(run: Path, name: str, *, public: bool = False) -> str:
     api = HfApi(library_name="tezo", library_version=version("tezo"))
     login = "log in with `hf auth login` or set HF_TOKEN, to an account that may write there"
     with current().phase(UPLOADING), ExitStack() as opened:
-        with reading(f"{name} cannot be written on the hub", login):
+        try:
             url = api.create_repo(name, private=not public, exist_ok=True)
+        except (HfHubHTTPError, LocalTokenNotFoundError) as error:
+            raise RequestError(f"{name} cannot be written on the hub ({one_line(error)}); {login}.") from error
+        except Exception as error:  # of the network library, see below
+            raise RunError(f"the hub cannot be reached ({one_line(error)}); check the network.") from error
         files: dict[str, Any] = {
             path.relative_to(result).as_posix(): opened.enter_context(open_to_read(path))
             for path in sorted(result.rglob("*"))

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -32,6 +33,9 @@ class Listener:
 
     def started(self, job: Job) -> None:
         """Called when all is ready, and nothing has been evaluated yet."""
+
+    def resumed(self, evaluations: Mapping[tuple[str, int], Metrics]) -> None:
+        """Called after `started` where a run goes on: (split, step) -> metrics of its evaluations so far."""
 
     def stepping(self, step: int) -> None:
         """Called before step number `step`, from 0, is taken."""

@@ -168,6 +168,8 @@ class Loop:
             start = self._restore_checkpoint(self.resumed)
         for listener in self.listeners:
             listener.started(self.job)
+            if self.resumed.begun:
+                listener.resumed(self.evaluations.known)
         with self.meter.phase(BEFORE):
             before = self.evaluations.of("test", 0)
             untuned = self.evaluations.untuned(start)

@@ -1,5 +1,6 @@
 """Progress of a run on standard error: its phases, what is tuned, the evaluations, and two samples of free text."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -43,6 +44,13 @@ class Screen(Listener):
         for line in (*job.rows_as_read, *(f"note: {notice}" for notice in job.notices)):
             self.line.print(line)
 
+    def resumed(self, evaluations: Mapping[tuple[str, int], Metrics]) -> None:
+        of_dev = [(step, own["loss"]) for (split, step), own in evaluations.items() if self._is_dev(split)]
+        self.dev_losses = [loss for _, loss in sorted(of_dev)]
+
+    def _is_dev(self, split: str) -> bool:
+        return split == "dev" or (split == "test" and self.job.test is self.job.dev)
+
     def stepped(self, progress: Progress) -> None:
         record = progress.record
         figures = [f"loss {record.loss:.4f}", f"{progress.memory / 2**20:.0f} MiB"]
@@ -57,8 +65,7 @@ class Screen(Listener):
         self.line.figures[STEPS] = ", ".join([*dev, *self._of_step])
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
-        if split == "test" and self.job.test is self.job.dev:
-            split = "dev"
+        split = "dev" if self._is_dev(split) else split
         if split == "dev":
             self.dev_losses.append(metrics["loss"])
             self._show()

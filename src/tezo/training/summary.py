@@ -7,6 +7,7 @@ from typing import Any
 
 from tezo.models.quantization import stored_bytes
 from tezo.models.saving import Tuning
+from tezo.optim.methods import HEAD_FEEDBACK, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.runs.folder import SUMMARY, read_summary
@@ -83,10 +84,12 @@ def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> 
         return f"{lowered}, still too high: try --lr {lowest / 3:.1e}."
     if rewarded and 2 * summary["idle_steps"] > summary["steps"]:
         return f"In {summary['idle_steps']} of {summary['steps']} steps all models scored alike: {WAYS_FROM_ALIKE}."
-    if summary["rows"]["train"] < FEW_ROWS:
-        return f"{summary['rows']['train']} training rows may be too few: give more."
+    count = summary["rows"]["train"]
+    if method(summary["method"]).takes_outputs:  # it has no rate
+        return f"Give more rows than {count}, or try method.name={HEAD_FEEDBACK}."
+    few = f" {count} training rows may be too few, too." if count < FEW_ROWS else ""
     another = "another rate, or a larger method.rho" if rewarded else "another rate, such as --lr auto"
-    return f"Try {another} (it was {lr:.1e}), or more steps than {summary['steps']}."
+    return f"Try {another} (it was {lr:.1e}), or more steps than {summary['steps']}.{few}"
 
 
 def against_untuned(summary: Mapping[str, Any]) -> str:
