@@ -9,7 +9,7 @@ from questions import case
 from torch.nn import functional
 
 from tezo.tasks.evaluation import evaluate, option_scores
-from tezo.tasks.untuned import fit, read, untuned
+from tezo.tasks.untuned import fit, probed, read, untuned
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
 from tezo.training.summary import against_untuned
@@ -24,6 +24,14 @@ def test_the_fit_is_the_minimum_of_the_penalised_loss():
     # the loss is convex: where its gradient is zero is its one minimum, up to a shift common to all biases
     torch.testing.assert_close(error.T @ x + weight, torch.zeros(3, 6, dtype=torch.float64), rtol=0, atol=1e-5)
     torch.testing.assert_close(error.sum(0), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-5)
+
+
+def test_a_probe_of_one_row_or_of_a_label_with_one_is_a_number():
+    draw = torch.Generator().manual_seed(1)
+    x, rows = torch.randn(9, 4, generator=draw, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    labels = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 2])
+    for count in (1, 9):
+        assert bool(probed(x[:count], labels[:count], 3, rows).isfinite().all())
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "roberta", "bert"])

@@ -1,5 +1,6 @@
 """A run that stops anywhere goes on to the bit, and no other run goes on in its place."""
 
+import json
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from tezo.runs.checkpoints import checkpoints
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.system.errors import NonFiniteLossError, RequestError, RunInterrupted
+from tezo.system.progress import showing
 from tezo.training.best_state import STAGNATED
 from tezo.training.config import parse_config, to_tree
 from tezo.training.header import check_same, check_unchanged, log_header
@@ -27,6 +29,7 @@ from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.replay import replay
+from tezo.training.screen import Screen
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +164,19 @@ def test_resume_by_the_command_line_needs_the_folder_alone(home, tmp_path):
     said = {line.split()[0]: line.split()[-1] for line in done.err.splitlines() if line.startswith("  ")}
     assert (said["lr"], said["rho"]) == ("given", "default"), "as they were when the run began"
     assert contents(run) == contents(tmp_path / "whole")
+
+
+def test_who_follows_a_run_that_goes_on_hears_of_its_evaluations_so_far(home, tmp_path, capsys):
+    class Heard(Screen):
+        def stepping(self, step: int) -> None:
+            told.append(list(self.dev_losses))
+
+    stopped(config(home), tmp_path / "run", 4)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    told: list[Any] = []
+    with showing() as line:
+        train(config(home), tmp_path / "run", [Heard(line)], resume=True)
+    assert told[0] == [own["loss"] for own in lines if own.get("split") == "dev"] != []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

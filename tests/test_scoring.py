@@ -106,8 +106,11 @@ def test_a_call_that_would_end_the_process_is_missing(form):
     assert [own.failure for own in found] == ["raised SystemExit (enough)"] * 3
 
 
-@pytest.mark.parametrize("parameter", ["completion", "prompt", "prompts, **columns"])
-def test_an_only_parameter_with_a_name_of_another_form_is_refused(tmp_path, parameter):
+@pytest.mark.parametrize(
+    "parameter",
+    ["completion", "prompt", "prompts, **columns", "prompt, completion", "*, prompt, completion, row", "a, b, c, d"],
+)
+def test_a_function_that_cannot_be_called_in_any_form_is_refused(tmp_path, parameter):
     import tezo
 
     (tmp_path / "score.py").write_text(f"def score({parameter}): return 1.0")
