@@ -166,9 +166,10 @@ def test_resume_by_the_command_line_needs_the_folder_alone(home, tmp_path):
     assert contents(run) == contents(tmp_path / "whole")
 
 
-def test_who_follows_a_run_that_goes_on_hears_of_its_evaluations_so_far(home, tmp_path, capsys):
+def test_who_follows_a_run_that_goes_on_hears_of_its_evaluations_so_far(home, tmp_path):
     class Heard(Screen):
         def stepping(self, step: int) -> None:
+            del step
             told.append(list(self.dev_losses))
 
     stopped(config(home), tmp_path / "run", 4)
