@@ -198,16 +198,21 @@ def test_a_server_tells_what_torch_computes_under_no_one_and_several_changes(hom
     assert names == ["tiny"]
 
 
+def check_ends_alike(*runs) -> None:
+    """Two runs have the same change of the weights, whatever its factors are."""
+    states = [load_file(run / "adapter/adapter_model.safetensors") for run in runs]
+    products = [
+        torch.cat([(s[n] @ s[n.replace("_B", "_A")]).flatten() for n in sorted(s) if ".lora_B." in n]) for s in states
+    ]
+    assert (products[0] - products[1]).norm() <= 1e-2 * products[1].norm() > 0
+
+
 @real
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "name"), [("labels", "tezo-cadam"), ("texts", "gauss-newton")])
 def test_a_run_on_a_server_ends_where_one_in_torch_does(home, address, tmp_path, rows, name):
     runs = [run_config(config(home, rows, engine, name), tmp_path / engine[:5]) for engine in (address, "torch")]
-    states = [load_file(tmp_path / own / "adapter/adapter_model.safetensors") for own in ("http:", "torch")]
-    products = [
-        torch.cat([(s[n] @ s[n.replace("_B", "_A")]).flatten() for n in sorted(s) if ".lora_B." in n]) for s in states
-    ]
-    assert (products[0] - products[1]).norm() <= 1e-2 * products[1].norm()
+    check_ends_alike(tmp_path / "http:", tmp_path / "torch")
     assert abs(runs[0]["after"]["loss"] - runs[1]["after"]["loss"]) < 1e-3
     assert runs[0]["num_forward_passes"] == runs[1]["num_forward_passes"]
 
@@ -322,8 +327,7 @@ def test_a_run_with_vllm_in_its_own_process_ends_where_one_in_torch_does(home, t
         env={**os.environ, **settings}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    states = [load_file(tmp_path / own / "adapter/adapter_model.safetensors") for own in ("run", "torch")]
-    assert all(torch.allclose(states[0][n], states[1][n], atol=1e-3) for n in states[0])
+    check_ends_alike(tmp_path / "run", tmp_path / "torch")
 
 
 def test_what_a_killed_process_left_is_removed(home, tmp_path, monkeypatch):
