@@ -46,6 +46,8 @@ MOST_FAILURES = 2
 SECONDS_TO_CONNECT, SECONDS_OF_AN_ANSWER = 5.0, 600.0
 OWN = f"tezo-{socket.gethostname()}-"
 """What names of adapters of this machine begin with, before the number of the process."""
+RANK_LIMIT = "max_lora_rank"
+"""What the answer of a server names that has no room for an adapter."""
 T = TypeVar("T")
 KEY, FOLDER = "VLLM_API_KEY", "TEZO_ADAPTERS"
 """Variables of the environment: the key of a server, and a folder that the server sees too."""
@@ -471,7 +473,8 @@ class Server(Vllm):
                 f"model.engine: the server at {self._address} does not answer ({type(error).__name__}); start it, or "
                 "give another address."
             ) from None
-        if answer.status_code >= 500 or (answer.status_code == 404 and path == "/v1/completions"):
+        too_large = RANK_LIMIT in answer.text  # told as a failure of the server's, and no less final
+        if (answer.status_code >= 500 and not too_large) or (answer.status_code == 404 and path == "/v1/completions"):
             raise _FailedError(f"model.engine: the server at {self._address} fails: {_said(answer)}")
         if answer.status_code == 404 and "lora" in path:
             raise RequestError(
@@ -495,7 +498,7 @@ def _said(answer: requests.Response) -> str:
         text = answer.text
     text = " ".join(text.split()).partition(". ")[0].rstrip(".")
     lower = "; start it with a larger --max-lora-rank, or lower method.rank and method.frozen_rank"
-    way_out = lower if "max_lora_rank" in text else ""
+    way_out = lower if RANK_LIMIT in text else ""
     return (text if len(text) <= 300 else f"{text[:300]} ...") + f"{way_out}."
 
 

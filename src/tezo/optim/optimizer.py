@@ -468,11 +468,12 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
     def rank_and_way(self, name: str) -> tuple[int | None, str]:
         return self.perturbation.rank_of(name), self.moving[name].way
 
-    def largest_rank(self) -> int:
-        """Returns the largest rank of a change of a weight in a run, however long, with its perturbation."""
-        refreshed = self.perturbation.interval is not None
+    def largest_rank(self, steps: int) -> int:
+        """Returns the largest rank of a change of a weight in a run of so many steps, with its perturbation."""
+        interval = self.perturbation.interval
+        refreshes = 0 if interval is None else (steps - 1) // interval
         ranks = {name: self.perturbation.rank_of(name) or 0 for name in self.moving}
-        return max(rank + refreshed * self.moving[name].most_kept for name, rank in ranks.items())
+        return max(rank + min(self.moving[name].most_kept, refreshes * rank) for name, rank in ranks.items())
 
     def drawn_on_the_device(self) -> str | None:
         return self.parameters.drawn_on_the_device()

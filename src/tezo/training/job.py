@@ -205,7 +205,7 @@ def prepare(
         try:
             optimizer = make_optimizer(settings, loaded, untrained)
             if loaded.engine is not None and isinstance(optimizer, ZerothOrderOptimizer):
-                loaded.engine.reserve(optimizer.largest_rank())
+                loaded.engine.reserve(optimizer.largest_rank(settings.train.num_steps))
         except RequestError as error:
             if engine == engines.TORCH:
                 raise
