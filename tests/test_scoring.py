@@ -209,3 +209,17 @@ def test_an_object_cannot_be_called_in_other_processes():
 
     with pytest.raises(RequestError, match="reward_workers is 2"):
         tezo.train("nowhere", [{"prompt": "a"}], reward=by_row, reward_workers=2)
+
+
+def test_async_functions_are_scored_where_a_loop_runs_already():
+    async def later(prompt, completion, row):
+        return float(len(completion))
+
+    async def all_later(completions):
+        return [float(len(text)) for text in completions]
+
+    async def in_a_loop(function):
+        return [own.value for own in scored(function, SAMPLES)]
+
+    for function in (later, all_later):
+        assert asyncio.run(in_a_loop(function)) == [float(len(sample.completion)) for sample in SAMPLES]

@@ -435,6 +435,15 @@ def test_the_rate_is_the_methods_and_is_resolved_as_in_a_run(tmp_path):
     assert ours.args.learning_rate == settings["lr"].value and settings["directions"].value == "per-example"
 
 
+def test_a_rate_is_searched_where_each_row_has_directions_and_parts_of_batches_are_dropped(tmp_path):
+    rows = token_rows(10)
+    named = {"method": "head-feedback", "lr": None, "max_steps": 80, "dataloader_drop_last": True}
+    made = trainer(tmp_path, rows=rows, eval_dataset=rows, **named)
+    made.train()
+    assert made.tuner.per_example and made.tuner.num_steps == 80 and made.args.dataloader_drop_last
+    assert made.tuner.settings["lr"].source == "resolved" and isinstance(made.tuner.settings["lr"].value, float)
+
+
 def test_feedback_steps_are_taken_where_a_run_takes_them(tmp_path):
     run = trainer(tmp_path, method="head-feedback", max_steps=100, rows=token_rows(16), lr=1e-3)
     kinds = []

@@ -301,7 +301,7 @@ class _Search:
         return True
 
     def _loss(self, closure: Closure) -> float:
-        return float(self._evaluate(closure, 1))
+        return float(torch.as_tensor(self._evaluate(closure, 1)).mean())  # of each row, where rows have directions
 
     def _evaluate(self, losses: Callable[[], T], passes: int) -> T:
         """Returns losses at the parameters between two steps."""

@@ -15,15 +15,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tezo.system.errors import RequestError
+
+T = TypeVar("T")
 
 REWARD = "reward"
 """The metric, and the objective, that a scorer defines."""
@@ -148,7 +150,7 @@ def _scored(function: Score, samples: Sequence[Sample]) -> list[Scored]:
         return [_of(value) for value in values]
     found = [_tried(partial(function, *arguments(function, sample))) for sample in samples]
     if any(inspect.isawaitable(value) for value in found):
-        found = asyncio.run(_all(function, samples, found))
+        found = _run(_all(function, samples, found))
     return [value if isinstance(value, Scored) else _of(value) for value in found]
 
 
@@ -172,12 +174,22 @@ async def _all(function: Score, samples: Sequence[Sample], begun: Sequence[Any])
     return list(await asyncio.gather(*(one(*pair) for pair in zip(samples, begun, strict=True))))
 
 
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, in a thread of its own where this one has a loop, as a notebook has."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
+
+
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
 def _done(value: Any) -> Any:
-    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+    return _run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
 def _tried(call: Callable[[], Any]) -> Any:

@@ -88,6 +88,8 @@ class Run:
         others are of a step: "loss", "projected_grads", "lr", "seconds" since the first and "memory" in bytes. None
         stands for what is not finite.
         """
+        if self._remove is not None:  # another folder stays
+            self._check_open()
         check_manifest(self.folder, [METRICS], required=True)
         path = self.folder / METRICS
         try:

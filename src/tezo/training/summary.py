@@ -65,6 +65,8 @@ def _after_gain(summary: Mapping[str, Any], planned_steps: int, *, rewarded: boo
     steps, kept = summary["steps"], summary["kept_step"]
     if summary["stopped"] is not None:
         return _ended(summary, planned_steps)
+    if steps < planned_steps:
+        return f"It was ended after {steps} of {planned_steps} steps."
     if kept == steps:
         return f"It was {'rising' if rewarded else 'falling'} to the end: try train.steps={2 * steps}" + (
             f" with method.name={summary['method']}."

@@ -173,8 +173,12 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
 
     def _loss_of_rows(self, dataset: Any, rows: Sequence[int]) -> StepLoss:
         chosen = dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
-        with torch.random.fork_rng(devices=[]):  # a data loader draws a seed
-            batches = [self._prepare_inputs(batch) for batch in self.get_test_dataloader(chosen)]
+        dropped, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False  # they are fewer than a batch
+        try:
+            with torch.random.fork_rng(devices=[]):  # a data loader draws a seed
+                batches = [self._prepare_inputs(batch) for batch in self.get_test_dataloader(chosen)]
+        finally:
+            self.args.dataloader_drop_last = dropped
         return StepLoss(self, batches, self._num_items(batches))
 
     def _num_items(self, batches: list[Any]) -> Any:
