@@ -143,7 +143,7 @@ def measured(task: Task, method: str, engine: str, model: str, seed: int) -> dic
         lines = (Path(folder) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = [line for line in map(json.loads, lines) if "seconds" in line][-1]
         summary = run.summary
-        written = summary["num_forward_passes"] * summary["rows_per_pass"] * last["step"] // summary["steps"]
+        written = summary["num_forward_passes"] * summary["batch_size"] * last["step"] // summary["steps"]
         started = time.perf_counter()
         after = run.evaluate(made["test"], reward=task.exact)["reward"]
         plain = len(made["test"]) / (time.perf_counter() - started)

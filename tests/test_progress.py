@@ -146,7 +146,7 @@ def test_what_is_said_of_the_work_counts_all_of_it(home, tmp_path):
     total, seconds = work_of(summary)
     assert total == passes(summary["phases"]) > 2 * summary["num_forward_passes"]
     longest = max(summary["phases"], key=lambda name: summary["phases"][name]["seconds"])
-    said = f"{round(total):,} forward passes of {summary['rows_per_pass']} rows, {duration_text(seconds)} ("
+    said = f"{round(total):,} forward passes of {summary['batch_size']} rows, {duration_text(seconds)} ("
     assert said in work_text(summary) and longest in work_text(summary)
     assert work_of({"num_forward_passes": 7, "seconds_stepping": 2.0}) == (7, 2.0), "a run of an earlier version"
     assert read_run(tmp_path / "run").summary["phases"] == summary["phases"]

@@ -31,7 +31,7 @@ OUTCOMES = {
 
 _SUMMARY_NUMBERS = {
     "steps", "kept_step", "num_forward_passes", "seconds_stepping", "peak_memory", "model_bytes", "ranks", "bytes_sent",
-    "exchanges", "rows_per_pass",
+    "exchanges", "batch_size",
 }  # fmt: skip
 _SUMMARY_TYPES = {
     "notices": list, "hardware": str, "versions": dict, "rows": dict, "parameters": dict, "result": dict,

@@ -53,7 +53,7 @@ def work_text(summary: Mapping[str, Any]) -> str:
     parts = [f"{summary['steps']:,} steps"] if "steps" in summary else []
     passes, seconds = work_of(summary)
     if passes is not None:
-        of_rows = f" of {summary['rows_per_pass']:,} rows" if "rows_per_pass" in summary else ""
+        of_rows = f" of {summary['batch_size']:,} rows" if "batch_size" in summary else ""
         parts.append(f"{round(passes):,} forward passes{of_rows}")
     if seconds is not None:
         phases = {name: spent["seconds"] for name, spent in summary.get("phases", {}).items()}

@@ -102,7 +102,7 @@ def label_notices(examples: Sequence[Example], labels: Sequence[str]) -> list[st
         )
     counts = Counter(example.label for example in examples)
     rows = {name: counts[number] for number, name in enumerate(labels)}
-    none, single = ([name for name, own in rows.items() if own == count] for count in (0, 1))
+    none, single = ([repr(name) for name, own in rows.items() if own == count] for count in (0, 1))
     if none:
         found.append(f"no training row has the label {_listed(none)}; give some, or little is learnt of it.")
     if single:
@@ -114,8 +114,8 @@ def label_notices(examples: Sequence[Example], labels: Sequence[str]) -> list[st
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names some of the labels."""
-    return ", ".join(map(repr, names[:MOST_NAMED])) + ", ..." * (len(names) > MOST_NAMED)
+    """Names the first labels of many."""
+    return ", ".join(names[:MOST_NAMED]) + ", ..." * (len(names) > MOST_NAMED)
 
 
 def _groups(options: Sequence[str], key: Callable[[str], Hashable]) -> list[list[str]]:
@@ -141,7 +141,7 @@ def rows_as_read(
     found = {name: own for name, own in named.items() if own is not None}
     read = [name if own == name else f"{name} (here {own!r})" for name, own in found.items()]
     others = [own for own in row.fields if own not in named.values()]
-    example, labels = encoded.example, ", ".join(form.labels[:MOST_NAMED]) + ", ..." * (len(form.labels) > MOST_NAMED)
+    example, labels = encoded.example, _listed(form.labels)
     shape = (
         f"{form.shape} rows"
         + (f" of {', '.join(read)}" if read else "")

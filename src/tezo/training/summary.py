@@ -219,7 +219,7 @@ def summarize(
         "rollbacks": [asdict(rollback) for rollback in outcome.rollbacks],
         "stopped": outcome.stopped,
         "phases": phases,
-        "rows_per_pass": train.rows_per_step,
+        "batch_size": train.rows_per_step,
         "num_forward_passes": optimizer.num_forward_passes,
         "basis_passes": calls,
         "seconds_stepping": round(outcome.seconds, 3),
