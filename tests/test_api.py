@@ -18,7 +18,7 @@ from folders import tezo as command_line
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DefaultFlowCallback
 
 import tezo
 from tezo.models.kinds import ModelConfig
@@ -216,6 +216,8 @@ def test_answers_in_free_text_have_at_most_so_many_tokens():
     assert [answer.split()[:1] for answer in long] == [answer.split() for answer in short]
     with pytest.raises(RequestError, match="max_new_tokens is 0"):
         run.predict(rows, max_new_tokens=0)
+    with pytest.raises(RequestError, match="max_new_tokens is 'few'; it must be a whole number"):
+        run.predict(rows, max_new_tokens="few")
 
 
 def test_what_is_to_be_known_of_an_evaluation_is_warned_of():
@@ -499,6 +501,9 @@ OBJECT = {"data": ROWS["train"], "steps": 1, "lr": 0.05}
         ({"settings": {"train.steps": 3}}, r"train\.steps is given by its name too"),
         ({"settings": {"data.textt": "x"}}, r"data\.textt.*'text'"),
         ({"resume": True}, r"resume is set, and output is not"),
+        ({"dev": "validation"}, r"data\.dev is 'validation', .*split of a hub data set"),
+        ({"settings": [1]}, r"settings is \[1\]; give a dictionary"),
+        ({"listeners": [DefaultFlowCallback()]}, r"listeners has .*TrainerCallbacks"),
     ],
 )
 def test_a_request_that_cannot_work_is_a_sentence_and_leaves_nothing(changes, said):
@@ -526,6 +531,8 @@ def test_other_requests_that_cannot_work(home, tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(RequestError, match="not a run folder"):
         tezo.open_run(home / "opt")
+    with pytest.raises(RequestError, match="give the base model itself"):
+        tezo.load_adapter(str(home / "opt"), tmp_path)
     run = trained(output=tmp_path / "run")
     with pytest.raises(RequestError, match="exists already"):
         trained(output=tmp_path / "run")

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from tezo import RequestError, tezo
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.targets import find_targets, never_called, select_targets
+from tezo.optim import methods
 
 MODELS = {
     "opt": tiny_opt, "llama": tiny_llama, "qwen2": tiny_qwen2, "gpt2": tiny_gpt2, "roberta": tiny_roberta,
@@ -33,6 +34,31 @@ on_every_model = pytest.mark.parametrize(
     [make(tied=tied) for make in MODELS.values() for tied in (False, True)],
     ids=[f"{name}-{kind}" for name in MODELS for kind in ("untied", "tied")],
 )
+
+
+OPTIONS_THAT_CANNOT_BE = [
+    ("mezo", {"lr": "auto"}, r"method\.lr is 'auto'; it must be a number"),
+    ("mezo", {"seed": "first"}, r"method\.seed is 'first'; it must be a whole number"),
+    ("tezo", {"rank": 1.5}, r"method\.rank is 1\.5; it must be a whole number"),
+    ("lozo", {"directions": "own"}, r"method\.directions is 'own'; it must be one of shared, per-example"),
+    ("head_feedback", {"targets": 3}, r"method\.targets is 3; it must be a list of strings"),
+    ("adam", {"betas": 0.9}, r"method\.betas is 0\.9; it must be a list of 2 values"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "said"), OPTIONS_THAT_CANNOT_BE)
+def test_an_option_of_another_type_is_a_sentence(name, options, said):
+    with pytest.raises(RequestError, match=said):
+        getattr(methods, name)(nn.Linear(2, 2), **options)
+
+
+def test_a_method_is_given_the_model_and_options_that_it_has():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(RequestError, match=r"the model is a generator; .*tezo\.mezo\(model\)"):
+        methods.mezo(model.parameters())
+    with pytest.raises(TypeError, match=r"tezo\.mezo has no option 'seeds'\. Did you mean 'seed'"):
+        methods.mezo(model, seeds=1)
+    assert [target.name for target in methods.mezo(model, targets="1", lr="1e-3").targets] == names(model, "1")
 
 
 def names(model: nn.Module, *patterns: str) -> list[str]:

@@ -1,13 +1,17 @@
-"""What an optimizer was built with: every option of its method, its value, and who said so."""
+"""The options of a method: what an optimizer was built with, and who said so."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+
+from torch import nn
 
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.system.errors import RequestError, nearest
+from tezo.system.values import coerce
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=BaseOptimizer)
@@ -45,23 +49,42 @@ def _text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def with_settings(build: Callable[P, T]) -> Callable[P, T]:
-    """Makes a method's function put the `Settings` on the optimizer that it builds, as `optimizer.settings`."""
-    parameters = inspect.signature(build).parameters
-    defaults = {name: p.default for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    for p in parameters.values():
+def options_of(build: Callable[..., BaseOptimizer]) -> dict[str, tuple[Any, Any]]:
+    """Returns option -> (annotated type, default) of a method's function, those of `Basic` and `Common` included."""
+    own, shared = (inspect.signature(function).parameters for function in (build, ZerothOrderOptimizer.__init__))
+    found = {p.name: (p.annotation, p.default) for p in own.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    for p in own.values():
         if p.kind is inspect.Parameter.VAR_KEYWORD:
-            own = inspect.signature(ZerothOrderOptimizer.__init__).parameters
-            (shared,) = get_args(p.annotation)
-            defaults |= {name: own[name].default for name in shared.__annotations__}
+            (named,) = get_args(p.annotation)
+            found |= {name: (kind, shared[name].default) for name, kind in get_type_hints(named).items()}
+    return found
+
+
+def with_settings(build: Callable[P, T]) -> Callable[P, T]:
+    """Makes a method's function check the types of its options, and put `optimizer.settings` on what it builds."""
+    known = options_of(build)
 
     @functools.wraps(build)
-    def built(*args: P.args, **options: P.kwargs) -> T:
+    def built(*args: P.args, **given: P.kwargs) -> T:
+        if args and not isinstance(args[0], nn.Module):
+            raise RequestError(
+                f"the model is {_kind(args[0])}; give the model itself, whose parameters method.targets selects: "
+                f"tezo.{build.__name__}(model)."
+            )
+        for name in given:
+            if name not in known:
+                raise TypeError(f"tezo.{build.__name__} has no option {name!r}. " + nearest(name, known))
+        options: Any = {name: coerce(f"method.{name}", value, known[name][0]) for name, value in given.items()}
         optimizer = build(*args, **options)
         optimizer.settings = Settings(
             {name: Setting(options.get(name, default), GIVEN if name in options else DEFAULT)
-             for name, default in defaults.items()}
+             for name, (_, default) in known.items()}
         )  # fmt: skip
         return optimizer
 
     return built
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

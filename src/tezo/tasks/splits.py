@@ -190,6 +190,11 @@ def _part(data: DataConfig, name: str) -> list[Row]:
     if data.task is not None:
         return _task_rows(data, source, key)
     if Path(source).suffix == "" and not is_local(source) and not is_local(str(data.train)):
+        if data.train == IN_MEMORY != source:
+            raise RequestError(
+                f"{key} is {source!r}, which would be a split of a hub data set, and the training rows are in memory; "
+                "give rows, or a file."
+            )
         first = _streamed(data, f"num_{name}")
         return read_rows(str(data.train), key=key, split=source, subset=data.subset, first=first)
     return read_rows(source, key=key)

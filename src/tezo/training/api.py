@@ -10,6 +10,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Unpack
 
+from torch import nn
+
 from tezo.models import lora
 from tezo.models.kinds import IN_MEMORY, ModelConfig
 from tezo.models.loading import LoadedModel, dtype_name, from_objects
@@ -20,6 +22,7 @@ from tezo.runs.files import MANIFEST
 from tezo.runs.folder import CONFIG, LOG, read_summary
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.system.progress import quieted, showing
+from tezo.system.values import coerce
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
@@ -91,6 +94,14 @@ def train(
             After any error a model in memory is as before, unless the method writes weights or has an adapter of PEFT.
     """
     parts = {part: rows for part, rows in (("train", data), ("dev", dev), ("test", test)) if rows is not None}
+    if not isinstance(settings or {}, Mapping):
+        raise RequestError(f"settings is {settings!r}; give a dictionary, such as {{'data.seed': 3}}.")
+    for listener in listeners:
+        if not isinstance(listener, Listener):
+            raise RequestError(
+                f"listeners has {listener!r}, which is no tezo.training.listeners.Listener; a callback of transformers "
+                "becomes one in TrainerCallbacks of tezo.training.trainer.callbacks."
+            )
     given = dotted_settings(named, settings or {})
     if reward is not None:
         given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
@@ -145,13 +156,19 @@ def prepare(
         closures: function of a step that returns its closure. Closures of `tezo.closure` can tell the losses of rows.
         steps: number of steps of the loop, which feedback steps and the search for a rate depend on.
         method: name of a zeroth-order method.
-        held_out: rows that learning rates are compared on; without them a rate that is open is the method's default.
+        held_out: rows that learning rates are compared on, a closure of `tezo.closure`; without them a rate that is
+            open is the method's default.
         seed: of all draws.
         options: of the method, and `feedback_first` and `feedback_last`; see docs/settings.md.
 
     Raises:
         RequestError: an option is unknown or wrong, or the model cannot be tuned this way.
     """
+    steps, seed = (coerce(name, value, int) for name, value in (("steps", steps), ("seed", seed)))
+    if steps < 1:
+        raise RequestError(f"steps is {steps}; it must be at least 1.")
+    if held_out is not None and not isinstance(held_out, RowsClosure):
+        raise RequestError("held_out must tell the loss of each row; give tezo.closure(model, batch).")
     config = parse_method(method, options)
     size = getattr(closures(0), "examples", 1)
     config = replace(config, train=replace(config.train, steps=steps, batch_size=size, seed=seed))
@@ -210,6 +227,8 @@ def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
     Raises:
         RequestError: a file is missing or damaged, or the adapter is of another model.
     """
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"model is {model!r}; give the base model itself, as transformers loads it.")
     adapter = lora.load_adapter(Path(folder))
     lora.check_base(Path(folder), model)
     return lora.attach_adapter(model, adapter)

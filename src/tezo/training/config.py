@@ -6,13 +6,11 @@ reading that file gives an equal configuration.
 """
 
 import dataclasses
-import types
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-import numpy as np
 import yaml
 
 from tezo.models.kinds import ModelConfig, engine_kind
@@ -21,100 +19,11 @@ from tezo.optim.methods import AUTO, method
 from tezo.runs.files import check_manifest
 from tezo.system.errors import RequestError, nearest
 from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes
+from tezo.system.values import coerce
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.scoring import REWARD
 from tezo.training.keywords import suggestion
 from tezo.training.recipe import LOSS, Config, MethodConfig, TrainConfig
-
-
-def coerce(key: str, value: Any, kind: Any) -> Any:
-    """Converts `value` to the type `kind`.
-
-    A string, as the command line gives it, is read as YAML unless `kind` is str. Unlike in YAML, 1e-5 is a number, and
-    1e3 a whole one. A number of NumPy counts as Python's.
-
-    Args:
-        key: dotted key of the setting, for messages.
-        value: value from YAML or the command line.
-        kind: declared type of the setting.
-
-    Raises:
-        RequestError: the value does not have this type.
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, str) and kind not in (str, str | None) and get_origin(kind) is not Literal:
-        value = _scalar(value)
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        if any(value in get_args(a) for a in arguments if get_origin(a) is Literal):
-            return value
-        return coerce(key, value, next(a for a in arguments if a is not type(None)))
-    if origin is Literal:
-        if value in arguments:
-            return value
-        raise RequestError(f"{key} is {value!r}; it must be one of {', '.join(map(str, arguments))}.")
-    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(arguments):
-        return tuple(coerce(key, v, a) for v, a in zip(value, arguments, strict=True))
-    if origin is Sequence:
-        _check_is_no_list(key, value)
-        items = [value] if isinstance(value, str) else value
-        if isinstance(items, list | tuple):
-            return [coerce(key, v, arguments[0]) for v in items]
-    if origin is dict and isinstance(value, Mapping):
-        for k, v in value.items():
-            if isinstance(k, bool) or (arguments[1] is str and isinstance(v, bool)):
-                raise RequestError(
-                    f"{key} has {k}: {v}: YAML reads yes, no, on and off without quotes as true or false; quote them."
-                )
-            if v is None and ":" in str(k):
-                raise RequestError(f"{key} has {k!r}, which YAML takes for one word; put a space behind the colon.")
-        return {str(k): coerce(f"{key}.{k}", v, arguments[1]) for k, v in value.items()}
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-        return value
-    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    raise RequestError(f"{key} is {value!r}; it must be {_description(kind)}.")
-
-
-def _scalar(text: str) -> Any:
-    for reader in (int, float):
-        try:
-            return reader(text)
-        except ValueError:
-            pass
-    try:
-        return parse_yaml(text)
-    except UntrustedError:
-        return text
-
-
-def _check_is_no_list(key: str, value: Any) -> None:
-    """Raises a `RequestError` for a string that was meant as a list: YAML takes !x, without quotes, for a tag."""
-    if isinstance(value, str) and value.startswith("["):
-        raise RequestError(
-            f"{key} is {value!r}, which YAML cannot read as a list; quote what begins with ! or has other signs of "
-            "YAML, as in [all, '!lm_head']."
-        )
-
-
-_LISTS = {int: "a list of whole numbers, such as [8, 16]", float: "a list of numbers, such as [0.5, 1]"}
-
-
-def _description(kind: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        return f"a list of {len(arguments)} values, such as [0.9, 0.99]"
-    if origin is Sequence:
-        return _LISTS.get(arguments[0], "a list of strings")
-    return words.get(kind, "a section of key: value lines")
 
 
 def recipe_folder() -> Path:

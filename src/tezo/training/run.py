@@ -15,6 +15,7 @@ from tezo.runs.metrics_log import MOST_METRICS
 from tezo.system.errors import RequestError
 from tezo.system.files import read_bytes
 from tezo.system.progress import quieted, showing
+from tezo.system.values import coerce
 from tezo.tasks.examples import Row
 from tezo.tasks.scoring import Score
 from tezo.tasks.setup import make_format
@@ -149,8 +150,9 @@ class Run:
         Raises:
             RequestError: rows cannot be read, or do not fit the run.
         """
+        most = coerce("max_new_tokens", max_new_tokens, int | None)
         with quieted(not self.progress), showing(self.progress):
-            answers, notices = answer_rows(self.config, self.loaded, rows_of(rows, "rows"), max_new_tokens)
+            answers, notices = answer_rows(self.config, self.loaded, rows_of(rows, "rows"), most)
         _warn(notices)
         return answers
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_type_hints
 from tezo.runs.environment import hardware, versions
 from tezo.system.errors import RequestError, nearest
 from tezo.system.files import write_file
-from tezo.training.config import coerce
+from tezo.system.values import coerce
 from tezo.training.recipe import Config
 from tezo.training.report.charts import COLOURS as COLOURS
 from tezo.training.report.charts import figure_style

@@ -166,8 +166,10 @@ def precise(loss: Any) -> Any:
     """Returns the loss.
 
     Raises:
-        RequestError: its dtype is too coarse for the difference of two losses.
+        RequestError: there is none, or its dtype is too coarse for the difference of two losses.
     """
+    if loss is None:
+        raise RequestError("the closure returned None; have it return the loss, as in lambda: model(**batch).loss.")
     if isinstance(loss, Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
         raise RequestError(
             f"the closure's loss is {loss.dtype}, too coarse for the difference of two of them; compute it in "

@@ -18,7 +18,7 @@ Deviations from the published methods that all methods share, with reasons in do
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 from tezo.optim.base_optimizer import BaseOptimizer as BaseOptimizer
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
@@ -45,6 +45,7 @@ from tezo.optim.methods.tezo import tezo_adam as tezo_adam
 from tezo.optim.methods.tezo import tezo_cadam as tezo_cadam
 from tezo.optim.methods.tezo import tezo_m as tezo_m
 from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.settings import options_of
 from tezo.system.errors import RequestError, nearest
 
 T = TypeVar("T", bound=BaseOptimizer, covariant=True)
@@ -99,12 +100,7 @@ class Method(Generic[T]):
 
     def options(self) -> dict[str, Any]:
         """Option -> annotated type, for all options that a recipe may set."""
-        parameters = inspect.signature(self.build).parameters.values()
-        kinds = {p.name: p.annotation for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        for p in parameters:
-            if p.kind is inspect.Parameter.VAR_KEYWORD:
-                (shared,) = get_args(p.annotation)
-                kinds |= shared.__annotations__
+        kinds = {name: kind for name, (kind, _) in options_of(self.build).items()}
         if "directions" in kinds:
             kinds |= {"lr": Rate, "rho": Rate, "directions": Literal["auto", "shared", "per-example"]}
         kinds |= {name: Rate for name in self.chosen if kinds[name] is float}
@@ -116,9 +112,7 @@ class Method(Generic[T]):
 
     def default_in_python(self, option: str) -> Any:
         """Default of an option of `build`."""
-        shared = inspect.signature(ZerothOrderOptimizer.__init__).parameters
-        own = inspect.signature(self.build).parameters
-        return (own if option in own else shared)[option].default
+        return options_of(self.build)[option][1]
 
 
 ES = "es"

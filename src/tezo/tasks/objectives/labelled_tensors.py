@@ -38,7 +38,8 @@ class LabelledTensors(RowsClosure):
         self._model = model
         self._inputs = {key: value for key, value in batch.items() if key != "labels"}
         _check(batch)
-        kind = choose_kind("auto", [type(base_of(model)).__name__], model.config)
+        config = getattr(model, "config", None)
+        kind = None if config is None else choose_kind("auto", [type(base_of(model)).__name__], config)
         if kind not in ("causal", "masked"):
             raise RequestError(
                 f"closure: {type(model).__name__} is no causal or masked language model; give `step` a function that "
