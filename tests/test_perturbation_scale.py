@@ -14,13 +14,13 @@ from trainers import trainer
 
 import tezo as library
 from tezo.optim.measured_scale import (
+    FAR,
     MOST_CURVATURE,
     MOST_RISE,
     MOST_ROUNDING,
-    MOST_TRIALS,
     SCALES,
     ScaleError,
-    balanced,
+    foretold,
     in_words,
     measure_scale,
     most_passes,
@@ -117,20 +117,23 @@ def test_its_figures_are_those_of_the_mean_loss_along_the_directions():
     assert found.second_derivative == pytest.approx(second, rel=1e-5)
 
 
-def test_rounding_is_told_by_a_scale_beside_it():
+@pytest.mark.parametrize("q", [1e-4, 1e-3, 1e-2])
+def test_rounding_is_told_by_one_pass_where_the_even_part_does_not_bound_it(q):
     # of the odd part the variance is half of a loss's
-    q, rows = 1e-4, Squares(rows=2000)
+    rows = Squares(rows=2000)
     optimizer = rows.optimizer()
-    exact = measure_scale(optimizer, rows.losses, 1e-3)
     rounded = measure_scale(optimizer, lambda: rows.rounded(q), 1e-3)
-    assert exact.chosen.rounding < 1e-6
     at = next(at for at in rounded.tried if at.rho == 1e-3)
     plus, minus = [], []
     optimizer.measure(
         lambda: (plus if len(plus) <= len(minus) else minus).append(rows.losses()) or plus[0].mean(), 1e-3
     )
     odd = float(((plus[0] - minus[0]) / 2).square().mean().sqrt())
-    assert at.rounding == pytest.approx(q / 24**0.5 / odd, rel=0.1)  # 2000 rows: 1.6 % of a standard deviation
+    true = q / 24**0.5 / odd
+    if len(rounded.tried) == 1 and rounded.num_forward_passes == 3:
+        assert 0.9 * true <= at.rounding <= MOST_ROUNDING
+    else:
+        assert at.rounding == pytest.approx(true, rel=0.1)  # 2000 rows: 1.6 % of a standard deviation
 
 
 @pytest.mark.parametrize("q", [1e-3, 1e-2, 1e-1])
@@ -161,11 +164,23 @@ def test_a_loss_in_float32_is_rounded_by_less_than_its_bound(kind):
 
 def test_where_rounding_is_known_to_be_small_no_pass_is_made_for_it():
     rows = Squares()
-    measured, known = (measure_scale(rows.optimizer(), rows.losses, 1e-3, rounding=r) for r in (None, 1e-14))
-    assert (known.chosen.rho, known.num_forward_passes) == (measured.chosen.rho, measured.num_forward_passes - 2)
+    first = 0.08 / rows.ratio(rows.optimizer())  # the even part is too large to say that rounding is small
+    measured, known = (measure_scale(rows.optimizer(), rows.losses, first, rounding=r) for r in (None, 1e-14))
+    assert (known.chosen.rho, known.num_forward_passes, measured.num_forward_passes) == (measured.chosen.rho, 3, 4)
     assert known.chosen.curvature == pytest.approx(measured.chosen.curvature, rel=1e-6)
-    large = measure_scale(rows.optimizer(), rows.losses, 1e-3, rounding=1.0)
-    assert large.num_forward_passes == measured.num_forward_passes, "a bound that tells nothing"
+    large = measure_scale(rows.optimizer(), rows.losses, first, rounding=1.0)
+    assert large.num_forward_passes == 4, "a bound that tells nothing"
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.08, 0.5, 0.99, 5.0, 50.0])
+@pytest.mark.parametrize("q", [0.0, 1e-3, 1e-1])
+def test_it_takes_three_to_six_passes_where_the_first_or_second_scale_does_not_destroy_the_model(ratio, q):
+    rows = Squares()
+    optimizer = rows.optimizer()
+    found = measure_scale(optimizer, lambda: rows.rounded(q), ratio / rows.ratio(optimizer))
+    destroyed = sum(at.curvature > FAR for at in found.tried)
+    assert 3 <= found.num_forward_passes <= 6 + 2 * max(0, destroyed - 1) <= most_passes(1)
+    assert found.num_forward_passes <= 6 or ratio > 5
 
 
 def test_where_no_scale_does_both_the_least_bad_one_is_taken_and_a_dtype_named():
@@ -181,12 +196,20 @@ def test_where_no_scale_does_both_the_least_bad_one_is_taken_and_a_dtype_named()
 
 @pytest.mark.parametrize("lost", [0.0, 0.1])
 def test_the_next_scale_is_between_those_tried_though_rounding_hides_the_curvature_of_one(lost):
+    def scale(*tried: ScaleError) -> float | None:
+        found = foretold(tried)
+        return None if found is None else found.rho
+
     tried = [ScaleError(3e-3, 2.4, 0.067, 3.0), ScaleError(3e-4, lost, 0.67, 0.1)]
-    assert balanced(tried) == 1e-3
-    assert balanced([*tried, ScaleError(1e-3, 0.4, 0.2, 0.1)]) is None, "nothing is left between"
-    assert balanced([ScaleError(1e-3, 0.05, 0.01)]) is None, "it is sound"
-    assert balanced([ScaleError(1e-3, lost / 100, 0.1)]) == 3e-3, "as far up as rounding asks for"
-    assert balanced([ScaleError(1e-2, 0.4, 0.033)]) == balanced([ScaleError(1e-2, 0.9, 0.033)]) == 3e-3
+    assert scale(*tried) == 1e-3
+    assert scale(*tried, ScaleError(1e-3, 0.4, 0.2, 0.1)) is None, "nothing is left between"
+    assert scale(ScaleError(1e-3, 0.05, 0.01)) is None, "it is sound"
+    assert scale(ScaleError(1e-3, lost / 100, 0.1)) == 3e-3, "as far up as rounding asks for"
+    assert scale(ScaleError(1e-2, 0.4, 0.033)) == scale(ScaleError(1e-2, 0.9, 0.033)) == 3e-3
+    assert scale(ScaleError(1e-1, 50.0), ScaleError(1e-2, 0.3)) == 3e-3, "by the trial where the model is not destroyed"
+    assert scale(ScaleError(1e-2, math.inf), ScaleError(1e-3, lost / 100, 0.5)) == 3e-3, "below where it is"
+    found = foretold([ScaleError(1e-2, 0.4, 0.001)])
+    assert (found.curvature, found.rounding) == pytest.approx((0.04, 0.01))
 
 
 def test_it_steps_down_from_where_losses_are_not_finite_and_says_where_they_never_are():
@@ -207,7 +230,6 @@ def test_it_steps_down_from_where_losses_are_not_finite_and_says_where_they_neve
     assert found.tried[0].curvature == math.inf and math.isfinite(found.chosen.curvature)
     with pytest.raises(NonFiniteLossError):
         measure_scale(rows.optimizer(), near(-1.0), SCALES[0])
-    assert len(found.tried) <= MOST_TRIALS + 1
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,22 @@ The loss of row i at W + s rho Z is f_i + s rho g_i + rho^2 h_i / 2 + ... With t
     odd_i = (f_i(+) - f_i(-)) / 2 ~ rho g_i,    even_i = (f_i(+) + f_i(-)) / 2 - f_i ~ rho^2 h_i / 2.
 
 A step uses the odd part. The even part says how far the two points are from where the model is linear. Their ratio
-grows in proportion to rho, so one trial foretells the scale at which it is small enough. Rounding is told by a scale so
-close that odd / rho does not change otherwise:
+grows in proportion to rho, so one trial foretells the scale at which it is small enough.
 
-    noise_i = (odd_i(1.02 rho) / 1.02 - odd_i(rho)) / sqrt(1 + 1.02^-2).
+Rounding, of variance n^2 in half the difference of two losses, adds 3 n^2 to the square of the even part: half of a
+loss's at either sign, and its own at W. So an even part that is small enough says that rounding is, too. Otherwise one
+more pass tells it, at a scale so close that nothing else differs from what the two parts foretell:
 
-Three such variances are taken off the square of the even part: half of a loss's at either sign, and its own at W.
+    noise_i = f_i(k rho) - (f_i + k odd_i + k^2 even_i),   k = 1.02,
+    n^2 = mean noise_i^2 / (2 (1 + (1 - k^2)^2 + (k^2 + k^4) / 2)).
+
 All sizes are root mean squares over rows and directions.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,10 +38,12 @@ MOST_CURVATURE = 0.1
 MOST_ROUNDING = 1 / 30
 """Largest rounding noise, as a part of the odd part."""
 CLOSE = 1.02
+FAR, STEP = 1.0, 0.1
+"""Of a larger ratio nothing is foretold: the next trial is at this part of the scale."""
 MOST_TRIALS = 4
-"""Scales that are tried for curvature, at most."""
-STEEPEST = 0.1
-"""Least factor from one trial to the next: far from where the model is linear the ratio foretells little."""
+"""Scales that are measured, at most."""
+MEASURED = 2
+"""Of more scales what they come to is foretold."""
 MOST_RISE = 0.2
 """Largest rise of the mean loss from W to either point, as a part of it, at a scale that is not sound."""
 
@@ -100,8 +106,8 @@ class MeasuredScale:
 
 
 def most_passes(num_directions: int) -> int:
-    """Returns the forward passes of `measure_scale`, at most; the first scale takes three with one direction."""
-    return 1 + 2 * num_directions * (MOST_TRIALS + 2)
+    """Returns the forward passes of `measure_scale`, at most; of one direction it is six, but for destroyed models."""
+    return 1 + num_directions * (2 * MOST_TRIALS + 1)
 
 
 def measure_scale(
@@ -112,45 +118,44 @@ def measure_scale(
     *,
     rounding: float | None = None,
 ) -> MeasuredScale:
-    """Finds the largest of `SCALES`, from `start` down, that obeys both bounds; the least bad one where none does.
+    """Finds the largest of `SCALES` that obeys both bounds, from `start` down; the least bad one where none does.
 
-    No step is taken. Where no scale that was tried obeys both, one more is tried, which should exceed both alike.
+    No step is taken. The first trial is at `start`, or below it as far as the model is destroyed. What it foretells is
+    the second; where that does not obey both bounds either, what is foretold then is taken as it is.
 
     Args:
         optimizer: draws the directions, those of its next step.
         losses: of the rows at the weights as they are, (rows,) or a scalar, float32 or wider. Where each row has its
             own directions: as in a step.
         start: first scale.
-        progress: told after each pair of passes.
+        progress: told after each pass or pair of passes.
         rounding: bound of the rounding error of a loss, as a part of it; None: not known. Where it is small enough no
-            passes are made for rounding.
+            pass is made for rounding.
 
     Raises:
         NonFiniteLossError: a loss at W is NaN or infinite, or at every scale that was tried.
     """
     rows = _Rows(optimizer, losses, progress)
-    tried: list[ScaleError] = []
-    rho = start
-    while len(tried) < MOST_TRIALS:
-        tried.append(rows.error(rho))
-        curvature = tried[-1].curvature
-        is_noise = len(tried) > 1 and math.isfinite(curvature) and curvature > tried[-2].curvature
-        if curvature <= MOST_CURVATURE or is_noise or rho <= SCALES[-1]:
-            break
-        wanted = rho * max(STEEPEST, MOST_CURVATURE / curvature)
-        rho = next((scale for scale in SCALES if scale <= wanted and scale < rho), SCALES[-1])
-    best = min(tried, key=lambda at: at.curvature)
-    if best.rho not in rows.odd:
+    tried = [rows.error(start)]
+    while tried[-1].curvature > FAR and len(tried) < MOST_TRIALS and tried[-1].rho > SCALES[-1]:
+        lower = [scale for scale in SCALES if scale < tried[-1].rho]
+        tried.append(rows.error(min(lower, key=partial(_apart, STEP * tried[-1].rho))))
+        if math.inf > tried[-1].curvature > tried[-2].curvature:
+            break  # it is noise
+    at = min(tried, key=lambda at: at.curvature)
+    if at.rho not in rows.odd:
         raise NonFiniteLossError(0, math.inf, float(rows.own.mean()))
-    sound = next((at for at in tried if at.curvature <= MOST_CURVATURE), best)
-    noise, taken_off = rows.noise(sound.rho, rounding)
+    noise, taken_off = rows.noise(at.rho, rounding)
     tried = [rows.with_rounding(at, noise, taken_off) for at in tried]
-    between = balanced(tried)
-    if between is not None:
-        tried.append(rows.with_rounding(rows.error(between), noise, taken_off))
+    while (better := foretold(tried)) is not None:
+        if len(tried) >= MEASURED:
+            tried.append(better)
+            break
+        tried.append(rows.with_rounding(rows.error(better.rho), noise, taken_off))
     chosen = min(tried, key=lambda at: at.badness)
-    second = float(2 * rows.even[chosen.rho].mean() / chosen.rho**2)
-    kappas = rows.odd[chosen.rho] / chosen.rho
+    at = min((at for at in tried if at.rho in rows.odd), key=lambda at: _apart(at.rho, chosen.rho))
+    second = float(2 * rows.even[at.rho].mean() / at.rho**2)
+    kappas = rows.odd[at.rho] / at.rho
     if optimizer.per_example:
         kappa_sq = float(kappas.square().mean()) / kappas.shape[1]
     else:
@@ -193,12 +198,15 @@ class _Rows:
         return ScaleError(rho, _rms(self.even[rho]) / max(_rms(self.odd[rho]), 1e-300), rise=rise)
 
     def noise(self, rho: float, bound: float | None) -> tuple[float, float]:
-        """Returns (rounding noise or its bound, what is to be taken off the even parts for it)."""
-        bound = math.inf if bound is None else bound * float(self.own.abs().max())
-        if bound <= MOST_ROUNDING * _rms(self.odd[rho]):
-            return bound, 0.0
-        plus, minus = self._points(CLOSE * rho)
-        measured = _rms((plus - minus) / 2 / CLOSE - self.odd[rho]) / math.sqrt(1 + CLOSE**-2)
+        """Returns (rounding noise of the odd part, or its bound; what is to be taken off the even parts for it)."""
+        bounds = [_rms(self.even[rho]) / math.sqrt(3)]
+        if bound is not None:
+            bounds.append(bound * float(self.own.abs().max()))
+        if min(bounds) <= MOST_ROUNDING * _rms(self.odd[rho]):
+            return min(bounds), 0.0
+        k = CLOSE
+        found = self._ahead(k * rho) - (self.own + k * self.odd[rho] + k**2 * self.even[rho])
+        measured = _rms(found) / math.sqrt(2 * (1 + (1 - k**2) ** 2 + (k**2 + k**4) / 2))
         return measured, measured
 
     def with_rounding(self, at: ScaleError, noise: float, taken_off: float) -> ScaleError:
@@ -210,21 +218,29 @@ class _Rows:
 
     def _points(self, rho: float) -> tuple[Tensor, Tensor]:
         """(directions, rows), twice: the losses of the rows at both signs of each direction."""
-        seen: list[Tensor] = []
-
-        def mean() -> Tensor:
-            seen.append(self._evaluate())
-            return seen[-1].mean()
-
-        directions = self._optimizer.num_directions
+        optimizer, seen, mean = self._optimizer, list[Tensor](), self._mean
         try:
-            probes = self._optimizer.measure(self._losses if self._optimizer.per_example else mean, rho)
+            probes = optimizer.measure(self._losses if optimizer.per_example else partial(mean, seen), rho)
         finally:
-            self._count(2 * directions)
-        if self._optimizer.per_example:
+            self._count(2 * optimizer.num_directions)
+        if optimizer.per_example:
             points = torch.tensor([(p.loss_plus, p.loss_minus) for p in probes], dtype=torch.float64)
-            seen = list(points.view(-1, 2 * directions).T)
+            seen = list(points.view(-1, 2 * optimizer.num_directions).T)
         return torch.stack(seen[::2]), torch.stack(seen[1::2])
+
+    def _ahead(self, rho: float) -> Tensor:
+        """(directions, rows): the losses of the rows at the positive sign of each direction."""
+        optimizer, seen, mean = self._optimizer, list[Tensor](), self._mean
+        found = optimizer.ahead(self._losses if optimizer.per_example else partial(mean, seen), rho)
+        self._count(optimizer.num_directions)
+        if optimizer.per_example:
+            return torch.tensor(found, dtype=torch.float64).view(-1, optimizer.num_directions).T
+        return torch.stack(seen)
+
+    def _mean(self, seen: list[Tensor]) -> Tensor:
+        """Returns the mean loss; adds the losses of the rows to `seen`."""
+        seen.append(self._evaluate())
+        return seen[-1].mean()
 
     def _evaluate(self) -> Tensor:
         if self._optimizer.per_example and isinstance(self._losses, RowsClosure):
@@ -239,23 +255,35 @@ class _Rows:
         self._progress(self.passes, most_passes(self._optimizer.num_directions))
 
 
-def balanced(tried: Sequence[ScaleError]) -> float | None:
-    """Returns the scale to try where none obeys both bounds, or None: between the best one and the one beside it.
+def foretold(tried: Sequence[ScaleError]) -> ScaleError | None:
+    """Returns the best of `SCALES` by what was measured, with the errors that it should have.
 
-    It is on the side where what exceeds its bound by more is less: rounding falls and curvature grows in proportion to
-    the scale. Where nothing was tried on that side it is where both should exceed their bounds alike, or rounding none.
+    In proportion to the scale curvature grows, as far as the model is not destroyed, and the part of rounding falls.
+    Where no scale obeys both bounds, the best one exceeds them alike. None: it was tried, or the best of those that
+    were tried obeys both.
     """
     best = min(tried, key=lambda at: at.badness)
-    if best.excess <= 1 or best.rounding == 0:
+    if best.excess <= 1:
         return None
-    rounding, curvature = best.rounding / MOST_ROUNDING, best.curvature / MOST_CURVATURE
-    above, below = ([at.rho for at in tried if sign * at.rho > sign * best.rho] for sign in (1, -1))
-    beside = min(above, default=None) if rounding > curvature else max(below, default=None)
-    wanted = best.rho * min(rounding, math.sqrt(rounding / max(curvature, 1e-12)))
-    if beside is not None:
-        wanted = math.sqrt(best.rho * beside)
-    nearest = min(SCALES, key=lambda scale: abs(math.log(scale / wanted)))
-    return None if nearest in {at.rho for at in tried} else nearest
+    told = [at for at in tried if at.rounding <= at.curvature < math.inf]  # others lose curvature in rounding
+    nearest = min(told, key=lambda at: at.rho, default=best)
+    highest = nearest.rho * MOST_CURVATURE / max(nearest.curvature, 1e-12)
+    least = max(best.rho * best.rounding / MOST_ROUNDING, 1e-300)
+    destroyed = min((at.rho for at in tried if at.curvature > FAR and at.rho > best.rho), default=math.inf)
+    scales = [scale for scale in SCALES if scale < destroyed]
+    if least > highest:
+        rho = min(scales, key=partial(_apart, math.sqrt(least * highest)))
+    else:
+        rho = max((scale for scale in scales if scale <= min(best.rho, highest)), default=scales[-1])
+        if rho < least:
+            rho = min((scale for scale in scales if scale >= 0.99 * least), default=scales[0])
+    if rho in {at.rho for at in tried}:
+        return None
+    return ScaleError(rho, MOST_CURVATURE * rho / highest, MOST_ROUNDING * least / rho, best.rise * rho / best.rho)
+
+
+def _apart(one: float, other: float) -> float:
+    return abs(math.log(one / other))
 
 
 def _rms(values: Tensor) -> float:
@@ -270,7 +298,7 @@ def in_words(found: MeasuredScale, dtype: str) -> str:
         dtype: that the model computes in, as `model.dtype` of a recipe has it.
     """
     at = found.chosen
-    measured = f"curvature is {at.curvature:.1%} of the change of the losses there, rounding {at.rounding:.1%}"
+    measured = f"curvature is {at.curvature:.1%} of the change of the losses there, rounding at most {at.rounding:.1%}"
     if at.excess <= 1:
         return (
             f"method.rho: {at.rho:g} was measured along the run's directions ({found.num_forward_passes} forward "

@@ -307,6 +307,13 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    def ahead(self, closure: Closure, rho: float) -> list[float]:
+        """Measures the loss at W + rho Z alone, along the directions of the next step, in the order of `measure`."""
+        with uninterrupted():
+            return self._two_point.ahead(closure, self.draw().directions, rho)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def replay(self, record: StepRecord) -> None:
         """Repeats a finished step from its record, without evaluating a closure.
 

@@ -57,6 +57,12 @@ class PerExample(TwoPoint):
         """Returns the measurements along own directions: that of example i along Z_ij is at place i q + j."""
         return self._measure(closure, drawn, rho, check=False)[0]
 
+    def ahead(self, closure: Closure, drawn: Drawn, rho: float) -> list[float]:
+        count = len(next(iter(drawn.values())))
+        with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            losses = [self._losses(closure, drawn, j, (rho,), lambda i: i) for j in range(count)]
+        return [float(value) for value in torch.cat(losses).double().T.flatten()]
+
     def _measure(self, closure: Closure, drawn: Drawn, rho: float, *, check: bool) -> tuple[tuple[Probe, ...], bool]:
         """Returns (the measurements, whether it was checked that examples do not depend on each other)."""
 

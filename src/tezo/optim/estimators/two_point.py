@@ -93,6 +93,11 @@ class TwoPoint(Estimator):
         losses = self.losses(closure, drawn, [(index, sign * rho) for index in own for sign in (1, -1)])
         return self._checked(gather_probes(probes_of(losses, rho), self._processes))
 
+    def ahead(self, closure: Closure, drawn: Drawn, rho: float) -> list[float]:
+        """Returns the losses at W + rho Z_i, in the order of `probes`; on each rank, of its part of the directions."""
+        own = range(self._processes.rank, len(next(iter(drawn.values()))), self._processes.size)
+        return self.losses(closure, drawn, [(index, rho) for index in own])
+
     def losses(self, closure: Closure, drawn: Drawn, points: Sequence[tuple[int, float]]) -> list[float]:
         """Returns the loss at W + scale * Z_i for each of the points (i, scale)."""
 
