@@ -56,7 +56,7 @@ def test_a_method_is_given_the_model_and_options_that_it_has():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(RequestError, match=r"the model is a generator; .*tezo\.mezo\(model\)"):
         methods.mezo(model.parameters())
-    with pytest.raises(TypeError, match=r"tezo\.mezo has no option 'seeds'\. Did you mean 'seed'"):
+    with pytest.raises(RequestError, match=r"method\.seeds: tezo\.mezo has no such option\. Did you mean 'seed'"):
         methods.mezo(model, seeds=1)
     assert [target.name for target in methods.mezo(model, targets="1", lr="1e-3").targets] == names(model, "1")
 

@@ -73,7 +73,7 @@ def with_settings(build: Callable[P, T]) -> Callable[P, T]:
             )
         for name in given:
             if name not in known:
-                raise TypeError(f"tezo.{build.__name__} has no option {name!r}. " + nearest(name, known))
+                raise RequestError(f"method.{name}: tezo.{build.__name__} has no such option. " + nearest(name, known))
         options: Any = {name: coerce(f"method.{name}", value, known[name][0]) for name, value in given.items()}
         optimizer = build(*args, **options)
         optimizer.settings = Settings(

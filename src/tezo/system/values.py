@@ -44,7 +44,7 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
         return tuple(coerce(key, v, a) for v, a in zip(value, arguments, strict=True))
     if origin is Sequence:
         _check_is_no_list(key, value)
-        items = [text] if isinstance(text, str) and not isinstance(value, list) else value
+        items = [text] if arguments[0] is str and isinstance(text, str) and not isinstance(value, list) else value
         if isinstance(items, list | tuple):
             return [coerce(key, v, arguments[0]) for v in items]
     if origin is dict and isinstance(value, Mapping):
