@@ -257,7 +257,7 @@ class SmallEntries(Perturbation):
                     f"this method chooses entries by their size, and {target.name} ({target.parameter.dtype}) cannot "
                     "be written in place; use head-feedback, tezo or a plain float base."
                 )
-        self._bounds = {target.name: small_bound(target.parameter.data, self.sparsity) for target in targets}
+        self._bounds = {}  # found when they are first needed: of a large model that takes seconds
 
     def state(self) -> dict[str, Tensor]:
         return {f"bound/{name}": torch.tensor(bound, dtype=torch.float64) for name, bound in self._bounds.items()}
@@ -267,6 +267,8 @@ class SmallEntries(Perturbation):
 
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> MaskedNoise:
         del state
+        if target.name not in self._bounds:  # nothing has been written yet
+            self._bounds[target.name] = small_bound(target.parameter.data, self.sparsity)
         weight, bound = target.parameter.data.view(target.stored_shape), self._bounds[target.name]
         tiles = row_tiles(target.stored_shape, weight.device)
         masks = {rows.start: packed(weight[rows].abs() <= bound) for rows in tiles}

@@ -6,6 +6,7 @@ Attention is counted with its scores, which fused kernels do not store.
 """
 
 import copy
+import functools
 import inspect
 import warnings
 import weakref
@@ -330,11 +331,12 @@ def memory_of_ways(
     """
     twin = build()
     unpacked = max((target.parameter.nbytes for target in select_targets(twin)), default=0) if packed else 0
-    found = [WayMemory(INFERENCE, weights, 0, pass_peak(twin, rows, length) + unpacked)]
+    peak_of = functools.cache(lambda rows: pass_peak(twin, rows, length) + unpacked)
+    found = [WayMemory(INFERENCE, weights, 0, peak_of(rows))]
     for name in ZEROTH_ORDER:
         with valueless(twin) as allocated:
             said = forecast(allocated, METHODS[name])
-        passing = pass_peak(twin, rows * copies_of(said, rows * length), length) + unpacked
+        passing = peak_of(rows * copies_of(said, rows * length))
         showing = found[0].passing + said.collecting  # the passes that a data-dependent basis looks at
         found.append(WayMemory(name, weights, said.kept, max(passing, showing)))
     for way in (LORA, LORA_CHECKPOINTED) if packed else (LORA, LORA_CHECKPOINTED, FULL):
