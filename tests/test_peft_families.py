@@ -101,7 +101,7 @@ def test_a_run_whose_adapter_is_not_exact_in_peft_ends_with_the_whole_model(fami
     assert "(no adapter: PEFT " in done.out
     assert not (tmp_path / "run" / "adapter").exists()
     refused = tezo("export", tmp_path / "run", "--output", tmp_path / "lora")
-    assert refused.code != 0 and "use --format merged" in refused.err
+    assert refused.code != 0 and "use the format merged" in refused.err
     assert tezo("export", tmp_path / "run", "--format", "merged", "--output", tmp_path / "merged").code == 0
     after, merged = (tezo("eval", place, "--json", "--data", data) for place in (tmp_path / "run", tmp_path / "merged"))
     assert after.code == 0 and after.out == merged.out

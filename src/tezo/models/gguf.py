@@ -192,7 +192,7 @@ def check_gguf(model: Any) -> None:
     if name not in ARCHITECTURES:
         raise RequestError(
             f"format is gguf-lora, which is written for {', '.join(ARCHITECTURES)}, and the model is {name}; use "
-            "--format lora, and then `python convert_lora_to_gguf.py FOLDER --base BASE` of llama.cpp."
+            "the format lora, and then `python convert_lora_to_gguf.py FOLDER --base BASE` of llama.cpp."
         )
     if find_spec("gguf") is None:
         raise RequestError("format is gguf-lora, which needs the package gguf: pip install 'tezo[gguf]'.")

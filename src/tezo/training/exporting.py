@@ -97,14 +97,14 @@ def _checked_config(run: Path, output: Path, form: str, settings: list[tuple[str
     if form == MERGED and config.model.quantization != "none":
         raise RequestError(
             f"format is merged, but the base is packed as {config.model.quantization} and takes no change; "
-            "use --format lora."
+            "use the format lora."
         )
     if form != MERGED and not (run / ADAPTER).is_dir():
-        raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use --format merged.")
+        raise RequestError(f"{run} has no adapter: {config.method.name} changed the weights; use the format merged.")
     if form == GGUF and peft != "none":
         raise RequestError("format is gguf-lora, which is written for adapters of this library, not of PEFT; use lora.")
     if form == MERGED and peft not in ("none", "lora"):
-        raise RequestError(f"format is merged, but a {peft} has no weights to merge into; use --format lora.")
+        raise RequestError(f"format is merged, but a {peft} has no weights to merge into; use the format lora.")
     return config
 
 

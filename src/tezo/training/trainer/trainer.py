@@ -81,7 +81,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         self.tuner: ZerothOrderOptimizer | None = None
         self.optimizer: Any = None
         own = forward_only(args)
-        options = {"weight_decay": own.weight_decay} | dict(method_options or {})
+        asked = {"weight_decay": own.weight_decay} if own.weight_decay else {}
+        options = asked | dict(method_options or {})
         self._settings = parse_method(method, options, OF_TRAINER)
         self._micro_batches: list[Any] = []
         self._resumed: Checkpoint | None = None
