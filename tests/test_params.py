@@ -58,6 +58,7 @@ def test_a_method_is_given_the_model_and_options_that_it_has():
         methods.mezo(model.parameters())
     with pytest.raises(RequestError, match=r"method\.seeds: tezo\.mezo has no such option\. Did you mean 'seed'"):
         methods.mezo(model, seeds=1)
+    assert methods.mezo(model=model, lr=2).settings["lr"].value == 2.0
     assert [target.name for target in methods.mezo(model, targets="1", lr="1e-3").targets] == names(model, "1")
 
 

@@ -43,7 +43,7 @@ FAR, STEP = 1.0, 0.1
 MOST_TRIALS = 4
 """Scales that are measured, at most."""
 MEASURED = 2
-"""Of more scales what they come to is foretold."""
+"""After so many scales the next one is not measured: what it comes to is foretold."""
 MOST_RISE = 0.2
 """Largest rise of the mean loss from W to either point, as a part of it, at a scale that is not sound."""
 

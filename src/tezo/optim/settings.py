@@ -66,16 +66,18 @@ def with_settings(build: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(build)
     def built(*args: P.args, **given: P.kwargs) -> T:
-        if args and not isinstance(args[0], nn.Module):
+        named: Any = dict(given)
+        models = [*args, *([named.pop("model")] if "model" in named else [])]
+        if models and not isinstance(models[0], nn.Module):
             raise RequestError(
-                f"the model is {_kind(args[0])}; give the model itself, whose parameters method.targets selects: "
+                f"the model is {_kind(models[0])}; give the model itself, whose parameters method.targets selects: "
                 f"tezo.{build.__name__}(model)."
             )
-        for name in given:
+        for name in named:
             if name not in known:
                 raise RequestError(f"method.{name}: tezo.{build.__name__} has no such option. " + nearest(name, known))
-        options: Any = {name: coerce(f"method.{name}", value, known[name][0]) for name, value in given.items()}
-        optimizer = build(*args, **options)
+        options = {name: coerce(f"method.{name}", value, known[name][0]) for name, value in named.items()}
+        optimizer = build(*models, **options)
         optimizer.settings = Settings(
             {name: Setting(options.get(name, default), GIVEN if name in options else DEFAULT)
              for name, (_, default) in known.items()}
