@@ -62,6 +62,15 @@ def test_a_method_is_given_the_model_and_options_that_it_has():
     assert [target.name for target in methods.mezo(model, targets="1", lr="1e-3").targets] == names(model, "1")
 
 
+@pytest.mark.parametrize("returned", [None, (torch.ones(()), 1), "1", {"loss": torch.ones(())}])
+def test_a_closure_that_returns_no_loss_is_a_sentence(returned):
+    optimizer = methods.mezo(nn.Linear(2, 2))
+    with pytest.raises(RequestError, match=r"the closure returned \w+; have it return the loss"):
+        optimizer.step(lambda: returned)
+    with pytest.raises(RequestError, match="was given Tensor; write lambda:"):
+        optimizer.step(torch.ones(()))
+
+
 def names(model: nn.Module, *patterns: str) -> list[str]:
     return [target.name for target in select_targets(model, patterns)]
 

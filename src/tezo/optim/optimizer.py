@@ -237,6 +237,11 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
                 "step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)). Trainer of "
                 "transformers gives none: use tezo.TezoTrainer, or tezo.TezoSFTTrainer for TRL."
             )
+        if not callable(closure):
+            raise RequestError(
+                f"step() needs a function that returns the loss, and was given {type(closure).__name__}; write lambda: "
+                "before it."
+            )
         name, self._factor = self.planned(self.num_steps) if rule is None else (rule, 1.0)
         estimator = self._rule(name).estimator
         check_rate("lr", self._rate(name))

@@ -250,7 +250,9 @@ def resolve_feedback(
             defaults, notices = (0, 0), [f"there are no feedback steps: {reason}"]
     first, last = (n if (n := getattr(train, key)) is not None else m for key, m in zip(KEYS, defaults, strict=True))
     if first + last > train.num_steps:
-        raise RequestError(f"{asked[0]}, and the run has {train.num_steps} steps; lower it, or raise train.steps.")
+        raise RequestError(
+            f"{' and '.join(asked)}, more than the {train.num_steps} steps; lower them, or raise the steps."
+        )
     return replace(train, feedback_first=first, feedback_last=last), notices
 
 

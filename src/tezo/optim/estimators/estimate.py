@@ -168,8 +168,9 @@ def precise(loss: Any) -> Any:
     Raises:
         RequestError: there is none, or its dtype is too coarse for the difference of two losses.
     """
-    if loss is None:
-        raise RequestError("the closure returned None; have it return the loss, as in lambda: model(**batch).loss.")
+    if not hasattr(loss, "__float__"):
+        what = "None" if loss is None else type(loss).__name__
+        raise RequestError(f"the closure returned {what}; have it return the loss, as in lambda: model(**batch).loss.")
     if isinstance(loss, Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
         raise RequestError(
             f"the closure's loss is {loss.dtype}, too coarse for the difference of two of them; compute it in "
