@@ -23,10 +23,9 @@ class OverSpread(TwoPoint):
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         count = len(next(iter(draw.directions.values())))
-        own = range(self._processes.rank, count, self._processes.size)
         with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
             loss = mean_loss(closure)
-        ranks = self._processes.gather(self.losses(closure, draw.directions, [(index, self.rho) for index in own]))
+        ranks = self._processes.gather(self.ahead(closure, draw.directions, self.rho))
         losses = [one for turn in zip(*ranks, strict=True) for one in turn]
         spread = statistics.stdev(losses) if all(map(math.isfinite, losses)) else math.nan
         kappas = [(one - loss) / spread if spread else 0.0 for one in losses]
