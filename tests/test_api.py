@@ -423,6 +423,13 @@ def test_a_run_that_has_ended_is_opened_by_resuming_it(tmp_path):
     assert again.summary == run.summary
     close(outputs(again.model), outputs(run.model))
     assert again.evaluate() == pytest.approx(run.summary["after"])
+    other = in_memory()
+    with torch.no_grad():
+        next(other["model"].parameters()).add_(0.1)
+    with pytest.raises(RequestError, match="weights are not those"):
+        trained(other, output=tmp_path / "run", resume=True)
+    with pytest.raises(RequestError, match="rows are not those"):
+        trained(rows=ROWS | {"test": ROWS["test"][1:]}, output=tmp_path / "run", resume=True)
 
 
 def test_a_model_that_a_method_writes_is_not_taken_for_its_base(tmp_path):

@@ -99,6 +99,24 @@ def test_a_finished_run_is_known_by_a_recipe_that_left_things_to_it(home, tmp_pa
         train(words, tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize("part", ["train", "dev", "test"])
+def test_a_finished_run_is_not_that_of_other_rows(home, tmp_path, part):
+    other = shutil.copytree(home, tmp_path / "home")
+    summary = train(config(other), tmp_path / "run")
+    rows = (other / f"{part}.jsonl").read_text()
+    write_rows(other / f"{part}.jsonl", label_rows(10, seed=9))
+    before = contents(tmp_path / "run")
+    with pytest.raises(RequestError, match="data: the rows are not those that the run began with"):
+        train(config(other), tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == before
+    said = tezo("eval", tmp_path / "run").err
+    assert ("not those that the run's own figures are of" in said) == (part == "test")
+    assert "own figures" not in tezo("eval", tmp_path / "run", "--data", other / "test.jsonl").err
+    (other / f"{part}.jsonl").write_text(rows)
+    assert train(config(other), tmp_path / "run", resume=True) == summary
+    assert "own figures" not in tezo("eval", tmp_path / "run").err
+
+
 def test_another_run_does_not_go_on_in_its_place(home, tmp_path):
     run = tmp_path / "run"
     stopped(config(home), run, 4)

@@ -221,6 +221,11 @@ def test_a_run_goes_on_only_with_its_own_function_of_a_file(home, tmp_path):
     with pytest.raises(RequestError, match="is other, and the run began with short_words"):
         train(other, tmp_path / "run", resume=True)  # of a run that has ended, too
     train(config(home, reward=None, objective="reward"), tmp_path / "run", resume=True)
+    (tmp_path / "changed").mkdir()
+    changed = tmp_path / "changed/score.py"
+    changed.write_text((home / "score.py").read_text() + "\n# another\n")
+    with pytest.raises(RequestError, match="the scorer is not the one"):
+        train(config(home, reward=f"{changed}:short_words"), tmp_path / "run", resume=True)
 
 
 def test_scores_that_are_missing_are_a_share_of_each_evaluation_and_in_the_verdict(home):

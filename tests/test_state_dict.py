@@ -232,3 +232,22 @@ def test_pefts_own_adapter_is_saved_as_it_is_tuned(kind, tmp_path):
     loaded = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path).eval()
     torch.testing.assert_close(outputs(loaded), expected, rtol=0, atol=1e-5)
     optimizer.close()
+
+
+def test_a_state_of_an_optimizer_restores_its_rates_and_is_refused_by_one_of_other_options():
+    def stepped(**options):
+        model = model_of("opt")
+        optimizer = METHODS["lozo"].build(model, rank=4, **options)
+        optimizer.step(lambda: outputs(model).square().mean())
+        return optimizer
+
+    state = stepped(lr=1e-3, rho=1e-2, weight_decay=0.1, seed=5).state_dict()
+    other = stepped()
+    other.load_state_dict(through_bytes(state))
+    assert {name: other.settings[name].value for name in ("lr", "rho", "weight_decay", "seed")} == {
+        "lr": 1e-3, "rho": 1e-2, "weight_decay": 0.1, "seed": 5,
+    }  # fmt: skip
+    assert other.rho == 1e-2 and other.seed == 5
+    for options in ({"rank": 8}, {"num_directions": 2}, {"lazy_update_interval": 7}):
+        with pytest.raises(RequestError, match=f"method.{next(iter(options))} is .* make the optimizer with"):
+            METHODS["lozo"].build(model_of("opt"), **{"rank": 4, **options}).load_state_dict(state)

@@ -36,9 +36,8 @@ def evaluate(
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
     from tezo.tasks import untuned
-    from tezo.tasks.splits import rows_to_report
     from tezo.training.config import parse_setting
-    from tezo.training.opening import measure_rows, open_model, run_config
+    from tezo.training.opening import measure_rows, open_model, rows_to_measure, run_config
 
     named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]
     given = [(key, value) for key, value in named if value is not None]
@@ -65,8 +64,9 @@ def evaluate(
                 table.append((name, metric_text(name, found[untuned.BIAS][name]), metric_text(name, value)))
             print_table(table, "  ")
     else:
-        rows, source = rows_to_report(config.data, config.train.seed, data)
+        rows, source, changed = rows_to_measure(run, config, data)
         metrics, notices = measure_rows(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
+        notices = [*changed, *notices]
         if json:
             print_json({"rows": len(rows), **metrics, "notices": notices})
         else:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -10,6 +10,44 @@ from torch import Tensor, nn
 from tezo.directions.targets import Target
 from tezo.optim.estimators.estimate import Closure, StepRecord
 from tezo.system.errors import NonFiniteLossError, RequestError
+
+SOURCES = GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"
+MOST_SHOWN = 3
+"""Members of a list in the text of `Settings`; what an engine cannot change are patterns by the dozen."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, and its source: `GIVEN` by the caller, the method's `DEFAULT`, or `RESOLVED` on the rows of a run."""
+
+    value: Any
+    source: str
+
+
+class Settings(dict[str, Setting]):
+    """Name of an option -> its setting; as text, a table with a line for each."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        values = {name: _text(setting.value) for name, setting in self.items()}
+        longest = max(map(len, values.values()), default=0)
+        return "\n".join(f"{name:<{width}}  {values[name]:<{longest}}  {self[name].source}" for name in self)
+
+    def with_values(self, values: Mapping[str, Any]) -> "Settings":
+        """Returns the same options with the values that are given for some."""
+        return Settings(
+            {name: replace(own, value=values[name]) if name in values else own for name, own in self.items()}
+        )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        left_out = len(value) - MOST_SHOWN
+        shown = [*map(_text, value[:MOST_SHOWN]), *([f"and {left_out} more"] if left_out > 0 else [])]
+        return "[" + ", ".join(shown) + "]"
+    return "none" if value is None else str(value)
 
 
 class BaseOptimizer(ABC):
@@ -28,7 +66,7 @@ class BaseOptimizer(ABC):
         last_step: record of the last step; None before the first.
         plan: function of a step -> (the rule that it follows where none is given, factor of its learning rate); None:
             every step follows the first rule.
-        settings: option of the method -> its `tezo.optim.settings.Setting`; as text, a table.
+        settings: option of the method -> its value and source; as text, a table.
     """
 
     model: Any
@@ -40,7 +78,7 @@ class BaseOptimizer(ABC):
     num_forward_passes: int = 0
     last_step: StepRecord | None = None
     plan: Callable[[int], tuple[str, float]] | None = None
-    settings: Mapping[str, Any] = MappingProxyType({})
+    settings: Settings = Settings()
 
     def bind(self, targets: Sequence[Target]) -> None:
         """Notes the dtype and device of the parameters; `check_bound` compares.

@@ -42,6 +42,9 @@ MOST_RATE, MOST_RANK = 1e30, 1 << 16
 FAR_ABOVE, FAR_AT_LEAST = 0.5, 0.1
 """A loss is far above the model's own if it is higher by more than half of that, and by more than 0.1."""
 
+IN_STATE = frozenset({"lr", "weight_decay", "rho", "seed", "targets"})
+"""Options that a state dict restores, and the patterns, of which it has the parameters that they select."""
+
 SHARED: Final = "shared"
 PER_EXAMPLE: Final = "per-example"
 Directions = Literal["shared", "per-example"]
@@ -506,7 +509,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         """Returns `param_groups` as in torch, and the other tensors by the names of `resumable_state`.
 
         Changes stored beside the weights are included, and so are the weights below them: the model's state dict has
-        the two added. Other weights are in the model's state dict alone.
+        the two added. Other weights are in the model's state dict alone. Tensors are not copied, as in torch: the next
+        step changes them; `copy.deepcopy` of the result keeps a state to go back to.
         """
         tensors = {key: value for key, value in self.resumable_state().items() if not key.startswith("weight/")}
         return {
@@ -516,6 +520,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             "num_forward_passes": self.num_forward_passes,
             "counts": dict(self.counts),
             "seed": self.seed,
+            "rho": self.rho,
+            "options": {name: own.value for name, own in self.settings.items() if name not in IN_STATE},
             "parameters": list(self.moving),
             "tensors": tensors | self.parameters.weights_below(),
         }
@@ -523,7 +529,11 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a `state_dict`; torch's own method would cast float32 state to the dtype of a bfloat16 parameter."""
+        """Restores a `state_dict`, with its learning rate, weight decay, perturbation scale and seed.
+
+        Raises:
+            RequestError: it is of another method, of other parameters, or of other options.
+        """  # torch's own method would cast float32 state to the dtype of a bfloat16 parameter
         if "tensors" not in state_dict:
             raise RequestError("state_dict: it is not of an optimizer of this library; give what its state_dict() was.")
         if state_dict["rule"] != self._description:
@@ -531,9 +541,20 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         odd = sorted(set(state_dict["parameters"]) ^ set(self.moving))
         if odd:
             raise RequestError(f"state_dict: it tunes other parameters than this optimizer, {odd[0]} for one.")
+        own = {name: setting.value for name, setting in self.settings.items()}
+        for name, value in state_dict["options"].items():
+            if name in own and own[name] != value:
+                raise RequestError(
+                    f"state_dict: method.{name} is {value!r} in it, and {own[name]!r} in this optimizer; make the "
+                    f"optimizer with {name}={value!r}."
+                )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.seed, self.num_steps = state_dict["seed"], state_dict["num_steps"]
+        if self.rho:
+            self.set_rho(state_dict["rho"])
+        restored = {**self.param_groups[0], "rho": self.rho, "seed": self.seed}
+        self.settings = self.settings.with_values(restored)
         self.num_forward_passes = state_dict["num_forward_passes"]
         self.counts |= state_dict["counts"]
         self._load_moments(state_dict["tensors"])

@@ -1,52 +1,19 @@
-"""The options of a method: what an optimizer was built with, and who said so."""
+"""The options of a method's function: their types, checked, and what is said of them on what it builds."""
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from torch import nn
 
-from tezo.optim.base_optimizer import BaseOptimizer
+from tezo.optim.base_optimizer import DEFAULT, GIVEN, BaseOptimizer, Setting, Settings
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError, nearest
 from tezo.system.values import coerce
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=BaseOptimizer)
-
-SOURCES = GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"
-MOST_SHOWN = 3
-"""Members of a list in the text of `Settings`; what an engine cannot change are patterns by the dozen."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A value, and its source: `GIVEN` by the caller, the method's `DEFAULT`, or `RESOLVED` on the rows of a run."""
-
-    value: Any
-    source: str
-
-
-class Settings(dict[str, Setting]):
-    """Name of an option -> its setting; as text, a table with a line for each."""
-
-    def __str__(self) -> str:
-        width = max(map(len, self), default=0)
-        values = {name: _text(setting.value) for name, setting in self.items()}
-        longest = max(map(len, values.values()), default=0)
-        return "\n".join(f"{name:<{width}}  {values[name]:<{longest}}  {self[name].source}" for name in self)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list | tuple):
-        left_out = len(value) - MOST_SHOWN
-        shown = [*map(_text, value[:MOST_SHOWN]), *([f"and {left_out} more"] if left_out > 0 else [])]
-        return "[" + ", ".join(shown) + "]"
-    return "none" if value is None else str(value)
 
 
 def options_of(build: Callable[..., BaseOptimizer]) -> dict[str, tuple[Any, Any]]:

@@ -95,15 +95,10 @@ def _files(folder: Path, name: str) -> list[str]:
 
 
 HEADER_TYPES = {
-    "directions": int, "config": dict, "untrained": list, "model": dict, "rows": str, "device": str, "noise": int,
-    "versions": dict, "sources": dict,
+    "directions": int, "config": dict, "untrained": list, "model": dict, "rows": str, "read_rows": str,
+    "reported_rows": str, "device": str, "noise": int, "versions": dict, "sources": dict,
 }  # fmt: skip
 """Key of a step log's header -> type."""
-
-
-def hash_of(value: Any) -> str:
-    """Returns the SHA-256, in hexadecimal, of the `repr` of a value made of numbers, strings and tuples."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def check_complete(header: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""SHA-256 digests of tensors."""
+"""SHA-256 digests of tensors and of other values."""
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ SAMPLE = 4096
 """Number of evenly spaced entries of each tensor in a digest of a sample."""
 _AT_ONCE = 1 << 24
 """Number of entries that are copied to the CPU at once."""
+
+
+def hash_of(value: Any) -> str:
+    """Returns the SHA-256, in hexadecimal, of the `repr` of a value made of numbers, strings and tuples."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def digest(tensors: Mapping[str, Tensor], *, sample: bool = False) -> str:

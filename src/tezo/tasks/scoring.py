@@ -264,6 +264,13 @@ def name_of(score: Score) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def scorer_digest(scorer: Score | str) -> str:
+    """Returns what tells a scorer from others: a digest of its file, or of the name of an object."""
+    if isinstance(scorer, str):
+        return load_score(scorer)[1]
+    return hashlib.sha256(name_of(scorer).encode()).hexdigest()
+
+
 class Processes:
     """Processes that score, each with the function of a file. They get samples, and answer, as lines of JSON.
 

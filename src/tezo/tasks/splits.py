@@ -4,13 +4,13 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tezo.directions.random import permutation
 from tezo.models.kinds import IN_MEMORY
 from tezo.models.local_names import hint, is_gone
+from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row, check_fields_differ, class_names, rows_of_fields
@@ -128,6 +128,21 @@ class Splits:
     def noted(self, notice: str) -> "Splits":
         """Returns the rows with one notice more."""
         return replace(self, notices=(*self.notices, notice))
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all rows, in hexadecimal."""
+        return hash_of([digest_of(part) for part in (self.train, self.dev, self.test)])
+
+
+def content_of(row: Row) -> str:
+    """Returns the fields of a row as a text, the same for equal ones."""
+    return json.dumps(row.fields, sort_keys=True, default=str)
+
+
+def digest_of(rows: Sequence[Row]) -> str:
+    """Returns the SHA-256 of rows in their order, in hexadecimal."""
+    return hash_of([content_of(row) for row in rows])
 
 
 def read_splits(data: DataConfig, objects: Mapping[str, Rows] | None = None) -> Splits:
@@ -278,15 +293,14 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
         rows, takes_dev = _with_dev(rows, form, data, seed), False
     chosen = _by_class(rows, form, data, seed, takes_dev) if data.per_class else _by_count(rows, data, seed, takes_dev)
     used = replace(chosen, dev=_drawn_dev(chosen.dev, data, seed))
-    content = partial(json.dumps, sort_keys=True, default=str)
-    choosing = {content(row.fields) for row in used.dev}
-    if chose := sum(content(row.fields) in choosing for row in used.test):
+    choosing = {content_of(row) for row in used.dev}
+    if chose := sum(content_of(row) in choosing for row in used.test):
         used = used.noted(
             f"{chose} of the {len(used.test)} test rows are dev rows too, word for word; they choose the step to keep, "
             "so that their scores flatter it."
         )
-    trained, held = {content(row.fields) for row in used.train}, [*used.dev, *used.test]
-    count = sum(content(row.fields) in trained for row in held)
+    trained, held = {content_of(row) for row in used.train}, [*used.dev, *used.test]
+    count = sum(content_of(row) in trained for row in held)
     if count == 0:
         return used
     return used.noted(

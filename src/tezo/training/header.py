@@ -8,14 +8,17 @@ from typing import Any
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
+from tezo.models.loading import LoadedModel
 from tezo.models.local_names import is_gone
-from tezo.optim.base_optimizer import BaseOptimizer
+from tezo.optim.base_optimizer import SOURCES, BaseOptimizer, Setting, Settings
 from tezo.optim.methods import AUTO, method
-from tezo.optim.settings import SOURCES, Setting, Settings
 from tezo.runs.environment import versions
-from tezo.runs.files import check_complete, check_place, check_rows, check_settings, hash_of
+from tezo.runs.files import check_complete, check_place, check_rows, check_settings
+from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.objective import Encoded
+from tezo.tasks.scoring import Score, scorer_digest
+from tezo.tasks.splits import Splits
 from tezo.training.config import PATHS, absolute_setting, to_tree
 from tezo.training.job import Job
 from tezo.training.recipe import Config
@@ -32,6 +35,9 @@ MAY_CHANGE_ON_RESUME = (
 """Settings that may change between the parts of a run: they don't change what it computes on one device."""
 
 
+BACK = "put it back, or give another output"
+
+
 def log_header(job: Job) -> dict[str, Any]:
     """Returns JSON for the head of a step log: with the base model, all that its steps are taken again from."""
     reward = {} if job.reward is None else {"reward": job.reward.digest}
@@ -46,6 +52,8 @@ def log_header(job: Job) -> dict[str, Any]:
         "rows": hash_of([row.sequences for row in job.train]),
         "answers": hash_of([_answer(row) for row in job.train]),
         "held_rows": hash_of([(row.sequences, _answer(row)) for part in (job.dev, job.test) for row in part]),
+        "read_rows": job.read_rows,
+        "reported_rows": job.reported_rows,
         "device": job.loaded.device.type,
         "noise": NOISE_VERSION,
         "versions": versions(("tezo", "torch")),
@@ -77,8 +85,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
     check_settings(before, now)
     check_rows(found, own)
     _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
-    if found.get("reward") != own.get("reward"):
-        raise RequestError("train.reward: the scorer is not the one that the run began with; restore it.")
+    _check_scorer(found.get("reward"), own.get("reward"))
     check_model(found["model"], own["model"])
     return check_place(found, own, optimizer.drawn_on_the_device)
 
@@ -112,12 +119,37 @@ def _with_name_of(name: str, asked: Config) -> Config:
 
 
 def check_unchanged(ended: Config, asked: Config) -> None:
-    """Raises a `RequestError` if a run that has ended, with its settings resolved, is not the one that is asked for."""
+    """Raises a `RequestError` if a run that has ended, with its settings resolved, has others than are asked for."""
     asked = _with_name_of(ended.method.name, asked)
     _check_function(ended.train.reward, asked.train.reward)
     before, now = _fixed(to_tree(ended)), _fixed(to_tree(asked))
     resolved = {key: before.get(key) for key, left_open in RESOLVED_AT_START.items() if now.get(key) == left_open}
     check_settings(before, now | resolved)
+
+
+def check_given(
+    header: Mapping[str, Any], rows: Splits, scorer: Score | str | None, loaded: LoadedModel | None
+) -> None:
+    """Raises a `RequestError` if a run that has ended had other rows, another scorer or another model.
+
+    Args:
+        header: of its log.
+        rows: all that are read.
+        scorer: an object, or the name of one; None: it is not compared.
+        loaded: the model, where it is in memory; one that has a name is not loaded for this.
+    """
+    check_complete(header)
+    if header["read_rows"] != rows.digest:
+        raise RequestError(f"data: the rows are not those that the run began with; {BACK}.")
+    if scorer is not None:
+        _check_scorer(header.get("reward"), scorer_digest(scorer))
+    if loaded is not None:
+        check_model(header["model"], loaded.fingerprint)
+
+
+def _check_scorer(before: str | None, now: str | None) -> None:
+    if before != now:
+        raise RequestError(f"train.reward: the scorer is not the one that the run began with; {BACK}.")
 
 
 def _check_function(before: str | None, now: str | None) -> None:

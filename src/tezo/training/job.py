@@ -1,6 +1,5 @@
 """Makes a job of a configuration, before anything is written: model, rows, reward, optimizer, plan."""
 
-import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,9 +29,9 @@ from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
 from tezo.tasks.rewards import Reward, prompt_of
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
-from tezo.tasks.scoring import REWARD, Processes, Score, load_score, name_of
+from tezo.tasks.scoring import REWARD, Processes, Score, load_score, name_of, scorer_digest
 from tezo.tasks.setup import make_format, make_objective
-from tezo.tasks.splits import Splits, divide, read_splits
+from tezo.tasks.splits import Splits, digest_of, divide, read_splits
 from tezo.training.plan import left_out_notice, rank_notice, untrained_notice
 from tezo.training.recipe import LOSS, Config, TrainConfig
 from tezo.training.resolution import resolve, with_method, with_steps
@@ -70,8 +69,7 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         )
     processes = None
     if given is not None:
-        name = name_of(given)
-        score, digest = given, hashlib.sha256(name.encode()).hexdigest()
+        name, score, digest = name_of(given), given, scorer_digest(given)
     elif train.reward in (None, IN_MEMORY):
         raise RequestError(
             f"train.objective is {REWARD}, and no scorer is given, for what a run folder says of it does not count; "
@@ -118,6 +116,8 @@ class Job:
         test: rows for the figures before and after.
         optimizer: on the model.
         untrained: parameters that the loss does not depend on, or reads past their modules.
+        read_rows: digest of all rows that were read, see `Splits.digest`.
+        reported_rows: digest of those that the run's figures are of, see `digest_of`.
         reward: what is maximised, where it is the objective.
         rows_as_read: the shape of the rows and the first of them as the model reads it, in words, for the screen.
         notices: what the user should know before the start: cuts, label words that are alike, parameters left out,
@@ -132,6 +132,8 @@ class Job:
     dev: list[Encoded]
     test: list[Encoded]
     optimizer: BaseOptimizer
+    read_rows: str
+    reported_rows: str
     untrained: tuple[str, ...] = ()
     reward: Reward | None = None
     rows_as_read: tuple[str, ...] = ()
@@ -247,6 +249,8 @@ def prepare(
         dev=used.dev,
         test=used.test or used.dev,
         optimizer=optimizer,
+        read_rows=splits.digest,
+        reported_rows=used.reported,
         untrained=tuple(untrained),
         reward=reward,
         rows_as_read=used.as_read,
@@ -304,6 +308,7 @@ class _EncodedRows:
     train: list[Encoded]
     dev: list[Encoded]
     test: list[Encoded]
+    reported: str
     is_text: bool
     notices: Sequence[str]
     as_read: tuple[str, ...]
@@ -328,7 +333,8 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
         notices += label_notices(examples[0], form.labels)
     as_read = rows_as_read(form, used.train[0], objective, train[0], scored=reward is not None)
     is_text = loaded.kind == "causal" and not any(example.options for example in examples[0])
-    return _EncodedRows(form, objective, train, dev, test, is_text, notices, as_read)
+    reported = digest_of(used.test or used.dev)
+    return _EncodedRows(form, objective, train, dev, test, reported, is_text, notices, as_read)
 
 
 def load(config: Config) -> LoadedModel:

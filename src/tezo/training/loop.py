@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tezo.models.kinds import IN_MEMORY
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import Tuning, save_result
 from tezo.optim.estimators.estimate import FEEDBACK, Closure
@@ -25,12 +26,20 @@ from tezo.system.progress import AFTER, BEFORE, SAVING, STEPS, current, metered
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import RewardRows
 from tezo.tasks.scoring import Score
-from tezo.tasks.splits import Splits
+from tezo.tasks.splits import Splits, read_splits
 from tezo.training.best_state import BestState
 from tezo.training.config import dump_config, read_config, with_absolute_paths
 from tezo.training.data_parallel import check_shareable, shared_rows
 from tezo.training.evaluations import Evaluations, check_objective, compare
-from tezo.training.header import check_same, check_unchanged, log_header, request_of, with_choices_of, with_sources_of
+from tezo.training.header import (
+    check_given,
+    check_same,
+    check_unchanged,
+    log_header,
+    request_of,
+    with_choices_of,
+    with_sources_of,
+)
 from tezo.training.job import Job, check_untuned, prepare
 from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.plan import plan
@@ -77,6 +86,10 @@ def train(
             if resume and (summary := read_summary(output)) is not None:
                 folder.check_ended()
                 check_unchanged(read_config(output / CONFIG, []), config)
+                named = None if config.train.reward == IN_MEMORY else config.train.reward
+                check_given(
+                    folder.header() or {}, rows or read_splits(config.data), named if score is None else score, loaded
+                )
                 return summary
             with processes.together("prepare the run"):
                 begun = folder.header() if resume else None

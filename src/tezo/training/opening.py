@@ -25,7 +25,7 @@ from tezo.tasks.examples import Row
 from tezo.tasks.notices import token_notices
 from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.setup import make_format, make_objective
-from tezo.tasks.splits import NO_ROWS
+from tezo.tasks.splits import NO_ROWS, digest_of, rows_to_report
 from tezo.training.config import overlay, parse_config, read_run_config
 from tezo.training.job import load, make_reward
 from tezo.training.recipe import Config
@@ -167,6 +167,23 @@ def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
     left = weakref.finalize(close, leave_attached, weakref.ref(loaded.model), handles, adapter)
     left.atexit = False
     return TunedModel(loaded, merge, close)
+
+
+def rows_to_measure(name: str | Path, config: Config, file: str | None) -> tuple[list[Row], str, list[str]]:
+    """Returns (rows to evaluate on, their source in words, notices for the user).
+
+    Args:
+        name: a run folder, or a base model.
+        config: of it, with settings laid over it.
+        file: file of the rows; None: those that the run's own figures are of.
+    """
+    rows, source = rows_to_report(config.data, config.train.seed, file)
+    if file is None and is_run(name) and config.data == read_run_config(Path(name) / CONFIG, []).data:
+        header = read_header(Path(name) / LOG)
+        check_complete(header)
+        if header["reported_rows"] != digest_of(rows):
+            return rows, source, [f"the rows of {source} are not those that the run's own figures are of."]
+    return rows, source, []
 
 
 def measure_rows(

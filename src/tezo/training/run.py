@@ -19,11 +19,11 @@ from tezo.system.values import coerce
 from tezo.tasks.examples import Row
 from tezo.tasks.scoring import Score
 from tezo.tasks.setup import make_format
-from tezo.tasks.splits import Rows, Splits, reported_rows, rows_of, rows_to_report
+from tezo.tasks.splits import Rows, Splits, reported_rows, rows_of
 from tezo.training.config import read_run_config
 from tezo.training.exporting import LORA, MERGED, check_mergeable, export_run, export_tuned
 from tezo.training.job import with_reward
-from tezo.training.opening import TunedModel, answer_rows, measure_rows, open_tuned
+from tezo.training.opening import TunedModel, answer_rows, measure_rows, open_tuned, rows_to_measure
 from tezo.training.recipe import Config
 
 
@@ -129,15 +129,16 @@ class Run:
             loaded = self.loaded
             settings, seed = self.config.data, self.config.train.seed
             rows: Sequence[Row]
+            changed: Sequence[str] = ()
             if data is not None:
                 rows = rows_of(data, "data")
             elif self._rows is None:
-                rows = rows_to_report(settings, seed, None)[0]
+                rows, _, changed = rows_to_measure(self.folder, self.config, None)
             else:
                 rows = reported_rows(self._rows, make_format(settings, loaded, self._rows.train), settings, seed)
             config, score = with_reward(self.config, reward if reward is not None else self._reward)
             metrics, notices = measure_rows(config, loaded, rows, score=score)
-        _warn(notices)
+        _warn([*changed, *notices])
         return metrics
 
     def predict(self, rows: Rows, *, max_new_tokens: int | None = None) -> list[str]:
