@@ -168,7 +168,7 @@ def test_every_setting_has_one_typed_name_or_a_parameter():
 
 
 def test_an_output_that_is_no_path_is_refused():
-    with pytest.raises(RequestError, match="output is 3; give the folder"):
+    with pytest.raises(RequestError, match="output is 3; give a path"):
         trained(output=3)
 
 
@@ -510,6 +510,8 @@ OBJECT = {"data": ROWS["train"], "steps": 1, "lr": 0.05}
         ({"resume": True}, r"resume is set, and output is not"),
         ({"dev": "validation"}, r"data\.dev is 'validation', .*split of a hub data set"),
         ({"settings": [1]}, r"settings is \[1\]; give a dictionary"),
+        ({"settings": {"train": {"steps": 3}}}, r"train is a section; .*'train\.steps'"),
+        ({"listeners": Stops(1)}, r"listeners is a Stops; give a list"),
         ({"listeners": [DefaultFlowCallback()]}, r"listeners has .*TrainerCallbacks"),
     ],
 )
@@ -527,6 +529,34 @@ def test_a_refused_request_can_be_mended():
         with pytest.raises(RequestError, match=said):
             tezo.train(**(OBJECT | base | changes))
     assert tezo.train(**(OBJECT | base)).model is base["model"]
+
+
+@pytest.mark.parametrize(
+    ("closures", "said"),
+    [
+        (lambda: 1, "give a function of a step"),
+        ([1], "give a function of a step"),
+        (lambda _: None, r"closures\(0\) is NoneType"),
+    ],
+)
+def test_a_loop_of_ones_own_is_prepared_by_a_function_of_a_step(closures, said):
+    with pytest.raises(RequestError, match=said):
+        tezo.prepare(in_memory()["model"], closures, steps=1)
+
+
+def test_an_adapter_is_attached_once(tmp_path):
+    run = trained(output=tmp_path / "run")
+    base = in_memory()["model"]
+    handles = tezo.load_adapter(base, run.folder / "adapter")
+    with pytest.raises(RequestError, match="an adapter attached already"):
+        tezo.load_adapter(base, run.folder / "adapter")
+    for handle in handles:
+        handle.remove()
+    tezo.load_adapter(base, run.folder / "adapter")
+    close(outputs(base), outputs(run.model))
+    for folder in (lambda: tezo.open_run(None), lambda: tezo.load_adapter(in_memory()["model"], None)):
+        with pytest.raises(RequestError, match="folder is None; give a path"):
+            folder()
 
 
 def test_other_requests_that_cannot_work(home, tmp_path, monkeypatch):

@@ -68,6 +68,7 @@ def test_rows_have_directions_of_their_own():
         (lambda b: b["labels"].fill_(-100), "row 0 .*no label"),
         (lambda b: b.update(labels=b["labels"][:, 1:]), "both must be"),
         (lambda b: b.update(position_ids=torch.arange(9)), "position_ids has no entry"),
+        (lambda b: b.update(labels=b["labels"].tolist()), r"labels is list.*torch\.as_tensor"),
         (lambda b: b.update(use_cache=False), "use_cache has no entry"),
     ],
 )
@@ -76,6 +77,8 @@ def test_other_batches_are_refused_in_a_sentence(change, words):
     change(given)
     with pytest.raises(RequestError, match=words):
         tezo.closure(tiny_opt(), given)
+    with pytest.raises(RequestError, match="the batch is list; give a dictionary"):
+        tezo.closure(tiny_opt(), [batch()])
 
 
 def test_a_model_of_another_kind_is_refused():

@@ -1,5 +1,6 @@
 """Which parameters move: patterns, layouts, ties, experts, and those that no forward pass meets."""
 
+import numpy as np
 import pytest
 import torch
 from cases import CASES, choose, effective_weights, every_method_fast_for_kinds
@@ -69,6 +70,29 @@ def test_a_closure_that_returns_no_loss_is_a_sentence(returned):
         optimizer.step(lambda: returned)
     with pytest.raises(RequestError, match="was given Tensor; write lambda:"):
         optimizer.step(torch.ones(()))
+
+
+def test_numbers_of_torch_and_numpy_are_numbers():
+    model = nn.Linear(2, 2)
+    assert methods.mezo(model, lr=torch.tensor(0.5)).settings["lr"].value == 0.5
+    assert methods.adam(model, betas=np.array([0.5, 0.75])).settings["betas"].value == (0.5, 0.75)
+
+
+@pytest.mark.parametrize("rows", [None, {}, [1], lambda: 1])
+def test_rows_to_look_at_are_given_by_a_function(rows):
+    with pytest.raises(RequestError, match="set_rows: give a function of a step and of a number of rows"):
+        methods.gauss_newton(nn.Linear(2, 2)).set_rows(rows)
+
+
+def test_a_change_that_was_dropped_is_not_merged():
+    model = nn.Linear(2, 2)
+    optimizer = methods.lozo(model, lr=0.1)
+    optimizer.step(lambda: model(torch.ones(2)).sum())
+    weight = model.weight.clone()
+    optimizer.close()
+    with pytest.raises(RequestError, match="was closed, and its change dropped"):
+        optimizer.merge()
+    assert torch.equal(model.weight, weight)
 
 
 def names(model: nn.Module, *patterns: str) -> list[str]:

@@ -36,6 +36,7 @@ from tezo.optim.tuned_parameters import TunedParameters
 from tezo.optim.updates import State, Update
 from tezo.system.errors import PerturbationWarning, RequestError
 from tezo.system.processes import ProcessGroup
+from tezo.system.values import takes
 
 MOST_RATE, MOST_RANK = 1e30, 1 << 16
 """Upper limits. Rates: products with a rate remain finite in float32. Frozen rank: a larger one compresses nothing."""
@@ -387,6 +388,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
                 training rows that tells outputs, such as one of `tezo.closure`. Where its first ones are rows of the
                 step, its `stepped` says how many.
         """
+        if not takes(rows, 0, 1):
+            raise RequestError("set_rows: give a function of a step and of a number of rows that returns a closure.")
         self.perturbation.set_rows(self.model, rows)
         self._has_rows = True
 

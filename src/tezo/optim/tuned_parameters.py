@@ -148,7 +148,13 @@ class TunedParameters:
         ]
 
     def fold(self) -> None:
-        """Adds the changes stored beside the weights to them, and removes the hooks."""
+        """Adds the changes stored beside the weights to them, and removes the hooks; done already, it does nothing.
+
+        Raises:
+            RequestError: `close` has dropped the changes.
+        """
+        if self.closed and not self.merged:
+            raise RequestError("this optimizer was closed, and its change dropped; call merge() in place of close().")
         for moving in self.moving.values():
             moving.fold()
         self.merged = True

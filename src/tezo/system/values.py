@@ -1,10 +1,11 @@
 """Converts values of settings, from YAML, the command line or a caller, to their declared types."""
 
+import inspect
 import types
 from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
-
-import numpy as np
 
 from tezo.system.errors import RequestError
 from tezo.system.files import UntrustedError, parse_yaml
@@ -14,7 +15,7 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     """Converts `value` to the type `kind`.
 
     A string, as the command line gives it, is read as YAML unless `kind` is str. Unlike in YAML, 1e-5 is a number, and
-    1e3 a whole one. A number of NumPy counts as Python's.
+    1e3 a whole one. Numbers and arrays of NumPy and torch count as Python's.
 
     Args:
         key: dotted key of the setting, for messages.
@@ -24,8 +25,8 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     Raises:
         RequestError: the value does not have this type.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        value = value.tolist()
     text = value
     if isinstance(value, str) and kind not in (str, str | None) and get_origin(kind) is not Literal:
         value = _scalar(value)
@@ -65,6 +66,24 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     raise RequestError(f"{key} is {value!r}; it must be {_description(kind)}.")
+
+
+def path_of(key: str, value: Any) -> Path:
+    """Returns a path that a caller gave as `key`; raises a `RequestError` where it is none."""
+    if not isinstance(value, str | PathLike):
+        raise RequestError(f"{key} is {value!r}; give a path.")
+    return Path(value)
+
+
+def takes(function: Any, *arguments: Any) -> bool:
+    """Returns whether an object can be called with these arguments, as far as it tells."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some functions of C have no signature
+        return True
+    return True
 
 
 def _is_one_of(value: Any, kinds: Sequence[Any]) -> bool:

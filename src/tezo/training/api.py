@@ -22,7 +22,7 @@ from tezo.runs.files import MANIFEST
 from tezo.runs.folder import CONFIG, LOG, read_summary
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.system.progress import quieted, showing
-from tezo.system.values import coerce
+from tezo.system.values import coerce, path_of, takes
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
@@ -96,6 +96,8 @@ def train(
     parts = {part: rows for part, rows in (("train", data), ("dev", dev), ("test", test)) if rows is not None}
     if not isinstance(settings or {}, Mapping):
         raise RequestError(f"settings is {settings!r}; give a dictionary, such as {{'data.seed': 3}}.")
+    if isinstance(listeners, Listener):
+        raise RequestError(f"listeners is a {type(listeners).__name__}; give a list of them.")
     for listener in listeners:
         if not isinstance(listener, Listener):
             raise RequestError(
@@ -169,8 +171,12 @@ def prepare(
         raise RequestError(f"steps is {steps}; it must be at least 1.")
     if held_out is not None and not isinstance(held_out, RowsClosure):
         raise RequestError("held_out must tell the loss of each row; give tezo.closure(model, batch).")
+    if not takes(closures, 0):
+        raise RequestError("closures: give a function of a step, lambda step: tezo.closure(model, batches[step]).")
+    if not takes(first := closures(0)):
+        raise RequestError(f"closures(0) is {type(first).__name__}; give a function that returns a step's closure.")
     config = parse_method(method, options)
-    size = getattr(closures(0), "examples", 1)
+    size = getattr(first, "examples", 1)
     config = replace(config, train=replace(config.train, steps=steps, batch_size=size, seed=seed))
 
     def made(settings: Config) -> ZerothOrderOptimizer:
@@ -199,7 +205,7 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
     Raises:
         RequestError: there is no run in the folder, it has not ended, or a file is damaged.
     """
-    path = Path(folder)
+    path = path_of("folder", folder)
     check_is_run(path)
     summary = read_summary(path)
     if summary is None:
@@ -225,12 +231,15 @@ def load_adapter(model: Any, folder: str | Path) -> list[lora.Handle]:
         Handles of the hooks; `remove()` of all of them takes the adapter off.
 
     Raises:
-        RequestError: a file is missing or damaged, or the adapter is of another model.
+        RequestError: a file is missing or damaged, the adapter is of another model, or one is attached already.
     """
     if not isinstance(model, nn.Module):
         raise RequestError(f"model is {model!r}; give the base model itself, as transformers loads it.")
-    adapter = lora.load_adapter(Path(folder))
-    lora.check_base(Path(folder), model)
+    if lora.has_adapter(model):
+        raise RequestError("model has an adapter attached already; remove() its handles first.")
+    path = path_of("folder", folder)
+    adapter = lora.load_adapter(path)
+    lora.check_base(path, model)
     return lora.attach_adapter(model, adapter)
 
 
@@ -276,9 +285,7 @@ def _with_object(config: Config, model: Any, tokenizer: Any, *, keep: bool) -> t
 
 def _folder(output: str | Path | None, *, resume: bool) -> Path:
     if output is not None:
-        if not isinstance(output, str | os.PathLike):
-            raise RequestError(f"output is {output!r}; give the folder of the run.")
-        return Path(output)
+        return path_of("output", output)
     if resume:
         raise RequestError("resume is set, and output is not; give the folder of the run to go on with.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -170,6 +170,9 @@ def dotted_settings(named: Mapping[str, Any], dotted: Mapping[str, Any]) -> list
     for key, value in dotted.items():
         if key in PARAMETERS:
             raise RequestError(f"settings: {key} is the parameter {PARAMETERS[key]}; give it by that.")
+        if isinstance(value, Mapping) and key in ("model", "data", "method", "train"):
+            first = next(iter(value), "...")
+            raise RequestError(f"settings: {key} is a section; write its settings as {{'{key}.{first}': ...}}.")
         if "." not in key:
             raise RequestError(f"settings: {key} has no section; give it by its name, {key}=..., or by a dotted key.")
         if key in dict(pairs):

@@ -15,7 +15,7 @@ from tezo.runs.metrics_log import MOST_METRICS
 from tezo.system.errors import RequestError
 from tezo.system.files import read_bytes
 from tezo.system.progress import quieted, showing
-from tezo.system.values import coerce
+from tezo.system.values import coerce, path_of
 from tezo.tasks.examples import Row
 from tezo.tasks.scoring import Score
 from tezo.tasks.setup import make_format
@@ -172,7 +172,7 @@ class Run:
         Raises:
             RequestError: the folder exists already, or the run has no result of this form.
         """
-        output = Path(folder)
+        output = path_of("folder", folder)
         with quieted(not self.progress), showing(self.progress):
             if self._base is None and (self._tuned is None or form == MERGED):
                 self._check_open()

@@ -113,8 +113,8 @@ class ErrorBasis(CollectedBasis):
     def collect(self, refresh_step: int) -> CollectedFactors:
         if self._source is None:
             raise RequestError(
-                "method.basis: this basis is computed from the outputs of rows, and was given none; call "
-                "optimizer.set_rows(rows), or set method.basis=gaussian."
+                "method.basis: this basis is computed from the outputs of rows, and the closure tells a loss alone; "
+                "give one of tezo.closure(model, batch), or rows by optimizer.set_rows."
             )
         model, rows_of = self._source
         measured, passes = self._measured(refresh_step), 0

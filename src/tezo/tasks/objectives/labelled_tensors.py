@@ -35,6 +35,10 @@ class LabelledTensors(RowsClosure):
     """
 
     def __init__(self, model: Any, batch: Mapping[str, Tensor]) -> None:
+        if not isinstance(batch, Mapping):
+            raise RequestError(
+                f"closure: the batch is {type(batch).__name__}; give a dictionary with tensors input_ids and labels."
+            )
         self._model = model
         self._inputs = {key: value for key, value in batch.items() if key != "labels"}
         _check(batch)
@@ -104,6 +108,9 @@ class LabelledTensors(RowsClosure):
 def _check(batch: Mapping[str, Tensor]) -> None:
     for key in ("input_ids", "labels"):
         if not isinstance(batch.get(key), Tensor):
+            if batch.get(key) is not None:
+                other = type(batch[key]).__name__
+                raise RequestError(f"closure: {key} is {other}, and no tensor; give torch.as_tensor(...) of it.")
             hint = "; batch['labels'] = batch['input_ids'] counts every token" if key == "labels" else ""
             raise RequestError(f"closure: the batch has no tensor {key!r}{hint}.")
     rows = batch["input_ids"].shape

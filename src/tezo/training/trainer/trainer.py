@@ -81,6 +81,8 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         self.tuner: ZerothOrderOptimizer | None = None
         self.optimizer: Any = None
         own = forward_only(args)
+        if not isinstance(method_options or {}, Mapping):
+            raise RequestError(f"method_options is {method_options!r}; give a dictionary, such as {{'lr': 1e-4}}.")
         asked = {"weight_decay": own.weight_decay} if own.weight_decay else {}
         options = asked | dict(method_options or {})
         self._settings = parse_method(method, options, OF_TRAINER)
