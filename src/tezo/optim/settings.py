@@ -16,6 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T", bound=BaseOptimizer)
 
 
+@functools.cache
 def options_of(build: Callable[..., BaseOptimizer]) -> dict[str, tuple[Any, Any]]:
     """Returns option -> (annotated type, default) of a method's function, those of `Basic` and `Common` included."""
     own, shared = (inspect.signature(function).parameters for function in (build, ZerothOrderOptimizer.__init__))

@@ -30,6 +30,8 @@ MOST_ROWS = 512
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)
 """Candidates for the penalty of a probe, the first of which is scikit-learn's default."""
 FOLDS = 4
+EXACTLY, ROUGHLY = 1e-12, 1e-5
+"""By how much less a last step lowers the sum of losses: of the probe, and of those that penalties are compared by."""
 
 
 @torch.no_grad()
@@ -115,7 +117,7 @@ def _penalty(x_BD: Tensor, labels_B: Tensor, options: int) -> float:
         total = 0.0
         for fold in range(FOLDS):
             part = fold_B == fold
-            weight_OD, bias_O = fit(x_BD[~part], labels_B[~part], options, penalty)
+            weight_OD, bias_O = fit(x_BD[~part], labels_B[~part], options, penalty, ROUGHLY)
             scores = x_BD[part] @ weight_OD.T + bias_O
             total += float(functional.cross_entropy(scores, labels_B[part], reduction="sum"))
         return total
@@ -124,18 +126,20 @@ def _penalty(x_BD: Tensor, labels_B: Tensor, options: int) -> float:
 
 
 @torch.enable_grad()
-def fit(x_BD: Tensor, labels_B: Tensor, options: int, penalty: float = PENALTIES[0]) -> tuple[Tensor, Tensor]:
+def fit(
+    x_BD: Tensor, labels_B: Tensor, options: int, penalty: float = PENALTIES[0], tolerance: float = EXACTLY
+) -> tuple[Tensor, Tensor]:
     """Returns (weight_OD, bias_O) of the multinomial logistic regression that minimises
 
         sum_b cross entropy(W x_b + bias, label_b) + penalty |W|^2 / 2,
 
     which has one minimum, at infinity for a label without a row. Solved by L-BFGS in float64, until a step lowers the
-    sum by less than 1e-12; labels are int64.
+    sum by less than `tolerance`; labels are int64.
     """
     weight_OD = torch.zeros(options, x_BD.shape[1], dtype=torch.float64, requires_grad=True)
     bias_O = torch.zeros(options, dtype=torch.float64, requires_grad=True)
     solver = torch.optim.LBFGS(
-        [weight_OD, bias_O], max_iter=1000, tolerance_grad=1e-8, tolerance_change=1e-12,
+        [weight_OD, bias_O], max_iter=1000, tolerance_grad=1e-8, tolerance_change=tolerance,
         line_search_fn="strong_wolfe",
     )  # fmt: skip
 
