@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from folders import completion_rows, label_rows, model_folder, projected_opt, write_rows
 from kills import contents
 from short_runs import stopped
@@ -10,6 +11,7 @@ from short_runs import stopped
 import tezo
 from tezo.optim.methods import METHODS
 from tezo.runs.step_log import read_log
+from tezo.tasks.evaluation import evaluate
 from tezo.training import best_state
 from tezo.training.config import dump_config, parse_config, parse_setting, read_config
 from tezo.training.job import prepare
@@ -18,6 +20,7 @@ from tezo.training.loop import train
 from tezo.training.recipe import TrainConfig
 from tezo.training.replay import replay
 from tezo.training.resolution import with_steps
+from tezo.training.run_rows import HeldOutRows
 from tezo.training.schedule import lr_factor
 
 OWN = ["train.steps=3", "train.epochs=1", "train.batch_size=4", "train.feedback_first=0", "method.lr=1e-3",
@@ -195,3 +198,59 @@ def test_a_run_takes_no_step_that_raises_the_dev_loss_and_ends_after_two_such_ro
     stopped(request(home, data="train", settings=settings), tmp_path / "killed", 1)
     resumed = train(request(home, data="train", settings=settings), tmp_path / "killed", resume=True)
     assert (resumed["steps"], resumed["stopped"]) == (2, "idle")
+
+
+@pytest.mark.parametrize("data", ["labels", "texts"])
+def test_dev_rows_are_passed_once_for_an_evaluation_and_the_step_after_it(home, tmp_path, monkeypatch, data):
+    passed, asked = [], []
+
+    def outputs_of(self, copies, like=None):
+        passed.append(like)
+        return of_rows(self, copies, like)
+
+    def outputs(self, like=None):
+        found = of_held_out(self, like)
+        if like is None:
+            asked.append(torch.allclose(found.scores_TC, of_rows(self, 1)[0].scores_TC, rtol=0, atol=1e-5))
+        return found
+
+    def reason(self, steps):
+        return best_state.DEV_ROSE if steps == 2 and not self.rollbacks else None
+
+    of_rows, of_held_out = HeldOutRows.outputs_of, HeldOutRows.outputs
+    monkeypatch.setattr(HeldOutRows, "outputs_of", outputs_of)
+    monkeypatch.setattr(HeldOutRows, "outputs", outputs)
+    monkeypatch.setattr(best_state.BestState, "reason", reason)
+    monkeypatch.setattr(best_state.BestState, "_is_idle", lambda *_: False)
+
+    class Evaluates(Listener):
+        def started(self, job):
+            self.job, self.losses = job, []
+
+        def evaluated(self, split, step, metrics):
+            del step
+            if split == "dev":
+                self.losses.append(metrics["loss"])
+                assert metrics == pytest.approx(evaluate(self.job.model, self.job.objective, self.job.dev, 4)[0])
+
+    days = [("a good day", "a") if i % 2 else ("a bad night", "b") for i in range(30)]
+    texts = [{"prompt": text, "completion": f" it was {answer}"} for text, answer in days]
+    write_rows(home / "days.jsonl", texts if data == "texts" else [{"text": t, "label": label} for t, label in days])
+    settings = ["train.steps=4", "method.name=gauss-newton", "method.rank=4", "data.hold_out=0.3",
+                f"data.test={home / 'days.jsonl'}"]  # fmt: skip
+    listener = Evaluates()
+    found = train(request(home, data="days", settings=settings), tmp_path / "run", [listener])
+    told = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rounds = [own["round"] for own in told if "round" in own]
+    judged = sum("held_out" in own for own in rounds)
+    assert judged == len(asked) >= (3 if data == "labels" else 1)
+    assert all(asked)  # they are of the parameters of the step, after a return to earlier ones too
+    assert [rollback["step"] for rollback in found["rollbacks"]] == [2]
+    again = 1 + 1  # what the return made false, and a last evaluation
+    assert passed.count(None) == len(rounds) + again
+    assert len(passed) - passed.count(None) == judged
+    assert rounds[0]["held_out"] == pytest.approx(listener.losses[0])
+    monkeypatch.setattr(HeldOutRows, "outputs", of_held_out)
+    stopped(request(home, data="days", settings=settings), tmp_path / "killed", 3)
+    train(request(home, data="days", settings=settings), tmp_path / "killed", resume=True)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "run")

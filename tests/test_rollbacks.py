@@ -121,7 +121,8 @@ def control(steps: int = 100, every: int = 10, *, dev_rows: int = 4, judged_feed
     """The decisions of a run whose states are not tensors."""
     settings = TrainConfig(steps=steps, batch_size=1, eval_every=every, feedback_first=judged_feedback, guard=True)
     optimizer: Any = SimpleNamespace(roll_back=lambda *_: None)
-    job: Any = SimpleNamespace(config=SimpleNamespace(train=settings), dev=[None] * dev_rows, optimizer=optimizer)
+    config = SimpleNamespace(train=settings)
+    job: Any = SimpleNamespace(config=config, dev=[None] * dev_rows, optimizer=optimizer, held_out=None)
     folder: Any = SimpleNamespace(append_rollback=lambda _: None)
     nothing: Any = None
     made = BestState(job, folder, nothing, [], nothing)

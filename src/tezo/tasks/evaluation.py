@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tezo.directions.outputs import Outputs
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import NonFiniteModelError, RequestError
@@ -76,6 +77,23 @@ def evaluate(
                 with current().phase(WRITING):
                     answers = completions(model, objective, encoded, batch_size, max_new_tokens)
     return metrics | _measured(measures, answers, encoded), answers
+
+
+def metrics_of(outputs: Outputs, encoded: Sequence[Encoded], *, shared: bool) -> Metrics:
+    """Returns what `evaluate` gives without answers, of the outputs of these examples.
+
+    Args:
+        outputs: of all examples.
+        encoded: the examples.
+        shared: whether all have the same options.
+    """
+    scores_TC = outputs.scores_TC.double().cpu()
+    if encoded[0].example.options:
+        order = outputs.example_T.cpu().argsort()
+        scores = [row[: len(e.example.options)] for row, e in zip(scores_TC[order], encoded, strict=True)]
+        return choice_metrics(scores, [int(row.argmax()) for row in scores], encoded, shared=shared)
+    likeliest_T = scores_TC[:, 0] >= scores_TC[:, 1:-1].amax(1)
+    return {"loss": -float(scores_TC[:, 0].mean()), "token_accuracy": float(likeliest_T.double().mean())}
 
 
 def measure(

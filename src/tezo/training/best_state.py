@@ -255,6 +255,8 @@ class BestState:
                 f"{self.best.step}; put an intact copy in its place, or start the run again."
             )
         self.job.optimizer.roll_back(self.best.state, self.best.step)
+        if self.job.held_out is not None:
+            self.job.held_out.forget()
         self._add(rollback)
         self._losses = []
         self.folder.append_rollback(rollback)

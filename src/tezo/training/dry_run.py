@@ -171,7 +171,7 @@ def _evaluation_seconds(job: Job, pace: _Pace) -> float:
     settings = job.config.train
     of_dev = max(0, len(evaluation_steps(settings)) - (job.dev is job.test)) if job.dev else 0
     if job.held_out is not None:
-        of_dev += 2 * settings.num_steps  # each step compares its two ends there
+        of_dev += settings.num_steps  # a step is measured there at its end, before it is shortened
     reading = of_dev * _tokens(job, job.dev) + 2 * _tokens(job, job.test)
     if compares_with_untuned(job):
         reading += _tokens(job, job.train[:MOST_ROWS]) + _tokens(job, job.test)

@@ -15,7 +15,7 @@ from tezo.runs.folder import RunFolder
 from tezo.runs.reader import OUTCOMES
 from tezo.system.errors import NonFiniteModelError, RequestError, nearest
 from tezo.system.files import json_text
-from tezo.tasks.evaluation import Metrics, evaluate, predict
+from tezo.tasks.evaluation import Metrics, evaluate, metrics_of, predict
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.rewards import EVALUATION, answered
@@ -62,7 +62,7 @@ class Evaluations:
             encoded = self.job.test if split == "test" else self.job.dev
             longest = sorted(encoded, key=lambda row: row.length)[-self.job.config.train.eval_batch_size :]
             with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
-                metrics, answers = self._measured(encoded, written=split == "test")
+                metrics, answers = self._of_rows(split, encoded)
                 if step == 0 and not math.isfinite(metrics["loss"]):
                     dtype = self.job.model.dtype
                     raise NonFiniteModelError(f"the untuned model's loss of the {split} rows", metrics["loss"], dtype)
@@ -70,6 +70,12 @@ class Evaluations:
                     self.answers[split, step] = answers_to_keep(self.job, answers)
         self._tell(split, step, metrics)
         return metrics
+
+    def _of_rows(self, split: str, encoded: Sequence[Encoded]) -> tuple[Metrics, list[str]]:
+        held_out = self.job.held_out
+        if split != "dev" or held_out is None:
+            return self._measured(encoded, written=split == "test")
+        return metrics_of(held_out.evaluated(), encoded, shared=bool(self.job.objective.options)), []
 
     def _tell(self, split: str, step: int, metrics: Metrics) -> None:
         self.known[split, step] = metrics

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from tezo.tasks.examples import check_answers
 from tezo.tasks.formats import LabelFormat, default_template
 from tezo.tasks.notices import label_notices, rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
-from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
+from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rewards import Reward, prompt_of
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
@@ -35,7 +35,15 @@ from tezo.tasks.splits import Splits, digest_of, divide, read_splits
 from tezo.training.plan import left_out_notice, rank_notice, untrained_notice
 from tezo.training.recipe import LOSS, Config, TrainConfig
 from tezo.training.resolution import resolve, with_method, with_steps
-from tezo.training.run_rows import BASIS_ROWS, RunRows, basis_passes, looked_and_stepped, rows_to_look_at, sampler
+from tezo.training.run_rows import (
+    BASIS_ROWS,
+    HeldOutRows,
+    RunRows,
+    basis_passes,
+    looked_and_stepped,
+    rows_to_look_at,
+    sampler,
+)
 from tezo.training.schedule import BatchSampler
 
 
@@ -115,6 +123,7 @@ class Job:
         dev: rows that choose the checkpoint; may be empty.
         test: rows for the figures before and after.
         optimizer: on the model.
+        held_out: the dev rows, where a step keeps outputs and may be shortened by theirs.
         untrained: parameters that the loss does not depend on, or reads past their modules.
         read_rows: digest of all rows that were read, see `Splits.digest`.
         reported_rows: digest of those that the run's figures are of, see `digest_of`.
@@ -134,6 +143,7 @@ class Job:
     optimizer: BaseOptimizer
     read_rows: str
     reported_rows: str
+    held_out: HeldOutRows | None = None
     untrained: tuple[str, ...] = ()
     reward: Reward | None = None
     rows_as_read: tuple[str, ...] = ()
@@ -159,14 +169,6 @@ class Job:
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""
         return self.objective.batches([self.train[i] for i in indices], self.config.train.most_rows)
-
-    @cached_property
-    def held_out(self) -> BatchClosure | None:
-        """The dev rows, where a step keeps outputs and may be shortened by theirs."""
-        train = self.config.train
-        if not (self.dev and train.guard and method(self.config.method.name).takes_outputs):
-            return None
-        return self.objective.closure(self.model, self.objective.batches(self.dev, train.eval_batch_size))
 
 
 def prepare(
@@ -251,6 +253,7 @@ def prepare(
         optimizer=optimizer,
         read_rows=splits.digest,
         reported_rows=used.reported,
+        held_out=_held_out(found.config, loaded, used),
         untrained=tuple(untrained),
         reward=reward,
         rows_as_read=used.as_read,
@@ -264,6 +267,13 @@ def prepare(
             *found.notices,
         ),
     )
+
+
+def _held_out(config: Config, loaded: LoadedModel, used: "_EncodedRows") -> HeldOutRows | None:
+    train, objective = config.train, used.objective
+    if not (used.dev and train.guard and method(config.method.name).takes_outputs):
+        return None
+    return HeldOutRows(objective, loaded.model, tuple(objective.batches(used.dev, train.eval_batch_size)))
 
 
 def _check_objective(config: Config) -> None:

@@ -22,7 +22,7 @@ from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RunInterrupted
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
-from tezo.system.progress import AFTER, BEFORE, SAVING, STEPS, current, metered
+from tezo.system.progress import AFTER, BEFORE, BETWEEN, SAVING, STEPS, current, metered
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import RewardRows
 from tezo.tasks.scoring import Score
@@ -344,7 +344,12 @@ class Loop:
             optimizer.step(job.objective.closure(job.model, job.batches(indices)))
             return {}
         closure = self._closure(step, indices)
+        if job.held_out is not None:
+            with self.meter.phase(BETWEEN):
+                job.held_out.evaluated()
         optimizer.step(closure)
+        if job.held_out is not None:
+            job.held_out.forget()
         told = optimizer.told if isinstance(optimizer, ZerothOrderOptimizer) else {}
         if isinstance(closure, RewardRows):
             self.folder.append_scored(closure.lines())

@@ -1,11 +1,15 @@
 """Which rows a run takes steps on, looks at, and measures open settings by."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tezo.directions.bases.basis import Passes
+from tezo.directions.outputs import Outputs
+from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.random import permutation
 from tezo.models.loading import LoadedModel
 from tezo.optim.learning_rate import TRIAL_STEPS
@@ -80,6 +84,31 @@ class RunRows(Rows):
     def held_out_losses(self) -> list[float]:
         parts = (self._others[start : start + self._size] for start in range(0, self.held_out, self._size))
         return [value for part in parts for value in self._closure(part).row_losses().tolist()]
+
+
+@dataclass(frozen=True)
+class HeldOutRows(BatchClosure):
+    """Dev rows by which steps are shortened; what an evaluation measures there the step after it does not measure."""
+
+    _measured: list[Outputs] = field(default_factory=list)
+
+    def evaluated(self) -> Outputs:
+        """Returns the outputs of the model as it is, and keeps them for the next step.
+
+        They are measured before a step in any case, since its draw may round the parameters anew: so a run that goes
+        on from here has them to the bit.
+        """
+        if not self._measured:
+            with torch.no_grad(), float32_on_emulating_cpu(self.model):
+                self._measured.append(super().outputs())
+        return self._measured[0]
+
+    def outputs(self, like: Outputs | None = None) -> Outputs:
+        return self._measured[0] if like is None and self._measured else super().outputs(like)
+
+    def forget(self) -> None:
+        """Called whenever the parameters have changed."""
+        self._measured.clear()
 
 
 def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Encoded], seed: int) -> Passes:
