@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from tezo.directions.bases import BASES, activation, find_basis
 from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, finder_bytes, groups
-from tezo.directions.bases.basis import GaussianBasis
-from tezo.directions.bases.collected import input_size
+from tezo.directions.bases.basis import GaussianBasis, input_size
 from tezo.optim.methods import METHODS
 from tezo.optim.methods.head_feedback import head_feedback
 from tezo.runs.files import FactorFiles

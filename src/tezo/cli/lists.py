@@ -1,10 +1,82 @@
-"""`tezo methods` and `tezo tasks`: what there is."""
+"""`tezo doctor`, `tezo methods` and `tezo tasks`: what there is."""
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, print_json, print_table
+from tezo.cli.common import JsonOption, SetOption, mebibytes, print_json, print_table, showing_work
+
+
+@showing_work()
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Say also what this model can be tuned with.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Of its linear layers: nf4, int8 or int8wo.")] = None,
+    settings: list[str] = SetOption,
+    json: bool = JsonOption,
+) -> None:
+    """Say what is installed, what this machine has, and what a model can take."""
+    from tezo.training.config import parse_setting
+    from tezo.training.doctor import machine_report, model_report
+
+    report = machine_report()
+    if model:
+        given: list[tuple[str, Any]] = [parse_setting(text) for text in settings]
+        report["model"] = model_report(model, given + [("model.quantization", quantization)] * bool(quantization))
+    if json:
+        print_json(report)
+        return
+    of_model = report.pop("model", None)
+    for key, value in report.items():
+        if isinstance(value, dict):
+            print(key)
+            print_table(value.items(), "  ")
+        elif value is not None:
+            print(f"{key}: {value / 2**30:.1f} GiB" if "memory" in key else f"{key}: {value}")
+    if of_model is not None:
+        _print_model(of_model)
+
+
+def _print_model(report: dict[str, Any]) -> None:
+    print("model")
+    keys = ("name", "kind", "dtype", "quantization", "parameters", "linear_parameters")
+    rows: list[tuple[object, ...]] = [(key, report[key]) for key in keys]
+    sizes = f"{mebibytes(report['bytes'])}, of linear layers {mebibytes(report['linear_bytes'])}"
+    print_table([*rows, ("bytes", sizes)], "  ")
+    print("\nmethods, on the linear layers; counted, beside the model, without a pass's activations:")
+    refused: dict[str, list[str]] = {}
+    rows = []
+    for row in report["methods"]:
+        if row["refusal"]:
+            refused.setdefault(row["refusal"], []).append(row["method"])
+            continue
+        notes = [f"rank {row['rank']}"] * (row["rank"] is not None) + ["exact LoRA adapter"] * row["adapter"]
+        cost = f"trains {row['trained']:,}, keeps {mebibytes(row['kept'])}"
+        rows.append((row["method"], cost, "; ".join(notes)))
+    print_table(rows, "  ")
+    for reason, names in refused.items():
+        print(f"  not {', '.join(names)}: {reason}")
+    memory = report["memory"]
+    if isinstance(memory, str):
+        print(f"\nmemory of training: no forecast: {memory}")
+    else:
+        print(f"\nmemory of training, forecast for {memory['rows']} rows of {memory['length']} tokens:")
+        rows = [("", "in all", "weights", "kept", "a pass")]
+        for way in memory["ways"]:
+            rows.append((way["way"], *(mebibytes(way[part]) for part in ("total", "weights", "kept", "passing"))))
+        print_table(rows, "  ")
+        print(f"  {memory['advice']}")
+    print("\nperturbation scales, measured on eight short reviews along the directions of the method:")
+    if isinstance(report["scales"], str):
+        print(f"  not measured: {report['scales']}")
+        return
+    rows = [("rho", "curvature", "rounding, as parts of the change of the losses")]
+    for row in report["scales"]:
+        mark = "  <- method.rho" if row["rho"] == report["recommended_rho"] else ""
+        curvature = "not finite" if row["curvature"] == math.inf else f"{row['curvature']:.1%}"
+        rows.append((f"{row['rho']:g}", curvature, f"{row['rounding']:.2%}{mark}"))
+    print_table(rows, "  ")
+
 
 if TYPE_CHECKING:
     from tezo.tasks.wordings import Task

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from tezo.cli import answers, doctor, lists, runs, train
+from tezo.cli import answers, lists, runs, train
 from tezo.cli.common import options
 from tezo.system.errors import RunInterrupted, TezoError
 from tezo.system.files import one_line
@@ -27,7 +27,7 @@ EXTENSIONS = "tezo.commands"
 """Entry-point group of modules of other distributions whose `register(app)` adds a command."""
 
 for command in (
-    train.train, answers.evaluate, answers.predict, runs.export, runs.push, lists.methods, lists.tasks, doctor.doctor,
+    train.train, answers.evaluate, answers.predict, runs.export, runs.push, lists.methods, lists.tasks, lists.doctor,
     runs.report, runs.replay,
 ):  # fmt: skip
     app.command("eval" if command is answers.evaluate else command.__name__)(command)

@@ -15,6 +15,10 @@ more pass tells it, at a scale so close that nothing else differs from what the 
     n^2 = mean noise_i^2 / (2 (1 + (1 - k^2)^2 + (k^2 + k^4) / 2)).
 
 All sizes are root mean squares over rows and directions.
+
+A reward has no slope to measure a scale by. What is measured there is the loss, per token, of answers that the model
+itself wrote: at a member W + rho Z it rises by about c rho^2, the divergence of the member's text from the model's. rho
+is where it rises by `RISE`: as far as the text changes, and not so far that it is none.
 """
 
 import math
@@ -26,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.perturbed_parameter import evaluation_mode
+from tezo.forward.perturbed_parameter import Shift, evaluation_mode
 from tezo.optim.estimators.estimate import RowsClosure, precise
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError
@@ -310,3 +314,48 @@ def in_words(found: MeasuredScale, dtype: str) -> str:
         f"the change of the losses in {dtype}{way}; {at.rho:g} is the least bad ({found.num_forward_passes} forward "
         f"passes): {measured}."
     )
+
+
+RISE = 0.1
+"""Rise of the loss of the model's own answers at a member, in nats a token. In first trials with a model of 135M
+parameters members at a rise of 0.05 learnt to write JSON in a form, and those at 0.5 wrote hardly any JSON."""
+REACHES = (3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
+NEAR_RISE = 4.0
+"""A rise of at most this many times `RISE` is near enough to follow rho^2 down to it."""
+MEMBERS = 4
+"""Members that the rise is averaged over, at most."""
+
+
+@torch.no_grad()
+def measure_reach(optimizer: ZerothOrderOptimizer, loss: Callable[[], float]) -> tuple[float, float]:
+    """Returns (rho, the rise that was measured nearest to it), along directions of the next step.
+
+    Args:
+        optimizer: whose directions are used; its rho stays as it is.
+        loss: mean loss per token of what the model wrote, at the parameters of the time of the call.
+    """
+    directions = optimizer.draw().directions
+    count = min(MEMBERS, len(next(iter(directions.values()))))
+    rise = math.inf
+    with evaluation_mode(optimizer.model), float32_on_emulating_cpu(optimizer.model):
+        own = loss()
+        for rho in REACHES:
+            total = 0.0
+            try:
+                for i in range(count):
+                    for name, moving in optimizer.moving.items():
+                        moving.set_perturbations([Shift(directions[name][i], rho)])
+                    total += loss()
+            finally:
+                for moving in optimizer.moving.values():
+                    moving.set_perturbations([])
+            rise = total / count - own
+            if math.isfinite(rise) and rise <= NEAR_RISE * RISE:
+                break
+    longer = math.sqrt(RISE / rise) if 0 < rise < math.inf else 3.0
+    return float(f"{rho * min(3.0, longer):.1e}"), rise
+
+
+def passes_of_reach() -> int:
+    """Returns the forward passes that it takes, at most."""
+    return 1 + MEMBERS * len(REACHES)

@@ -25,9 +25,8 @@ from typing import Any
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
 from tezo.runs.files import MANIFEST, FactorFiles, check_manifest, write_manifest
-from tezo.runs.metrics_log import MetricsLog
-from tezo.runs.scored_log import ScoredLog
 from tezo.runs.step_log import End, LogContents, Rollback, StepLog, read_header, read_log
+from tezo.runs.text_logs import MetricsLog, ScoredLog
 from tezo.system.errors import RequestError
 from tezo.system.files import NEW, check_free, new_folder, open_plain, own_object, remove, write_file
 from tezo.tasks.evaluation import Metrics

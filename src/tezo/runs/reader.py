@@ -12,9 +12,8 @@ from typing import Any
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.files import check_manifest
 from tezo.runs.folder import ANSWERS, CONFIG, LOG, METRICS, PLAN, SCORED, SUMMARY, lost
-from tezo.runs.metrics_log import MOST_LINE, read_lines
-from tezo.runs.scored_log import MOST_BYTES
 from tezo.runs.step_log import Rollback, read_log
+from tezo.runs.text_logs import MOST_LINE, MOST_SCORED, read_lines
 from tezo.system.errors import RequestError
 from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes, read_json, read_object, reading
 
@@ -278,7 +277,7 @@ def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None, list
 
 
 def _read_scored(path: Path) -> list[ScoredAnswer]:
-    data = read_bytes(path, 2 * MOST_BYTES) if os.path.lexists(path) else b""
+    data = read_bytes(path, 2 * MOST_SCORED) if os.path.lexists(path) else b""
     found: list[ScoredAnswer] = []
     for text in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
         try:

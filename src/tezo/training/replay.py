@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tezo.directions.bases.collected import KIND
+from tezo.directions.bases.basis import KIND
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
 from tezo.models.saving import save_result

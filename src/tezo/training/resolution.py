@@ -19,8 +19,7 @@ from tezo.directions.targets import is_packed
 from tezo.optim.base_optimizer import DEFAULT, GIVEN, RESOLVED, BaseOptimizer, Setting, Settings
 from tezo.optim.estimators.estimate import FEEDBACK, Closure, RowsClosure
 from tezo.optim.learning_rate import choose_lr
-from tezo.optim.measured_reach import RISE, measure_reach
-from tezo.optim.measured_scale import MeasuredScale, in_words, measure_scale
+from tezo.optim.measured_scale import RISE, MeasuredScale, in_words, measure_reach, measure_scale
 from tezo.optim.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED, ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, RequestError
@@ -305,7 +304,7 @@ def resolve_rho(
     """Replaces "auto" in method.rho; returns (configuration, notices for the user, what was measured).
 
     It is measured along the directions that the run draws; see `tezo.optim.measured_scale`, and
-    `tezo.optim.measured_reach` for a reward. For another metric, and where there are no rows, it is a number. The
+    `tezo.optim.measured_scale` for a reward. For another metric, and where there are no rows, it is a number. The
     optimizer has the rho of the result.
     """
     if not is_rho_open(config):

@@ -11,7 +11,7 @@ from typing import Any
 from tezo.models.loading import LoadedModel
 from tezo.runs.files import check_manifest
 from tezo.runs.folder import CONFIG, METRICS
-from tezo.runs.metrics_log import MOST_METRICS
+from tezo.runs.text_logs import MOST_METRICS
 from tezo.system.errors import RequestError
 from tezo.system.files import read_bytes
 from tezo.system.progress import quieted, showing

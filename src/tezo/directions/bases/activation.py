@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import CollectedFactors, Passes
-from tezo.directions.bases.collected import CollectedBasis, input_size
+from tezo.directions.bases.basis import CollectedBasis, CollectedFactors, Passes, input_size
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input
 from tezo.system.errors import RequestError

@@ -46,8 +46,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.directions.bases.basis import CollectedFactors, Foretold, RowsOf
-from tezo.directions.bases.collected import OUTPUT_SIDE, CollectedBasis, input_size
+from tezo.directions.bases.basis import OUTPUT_SIDE, CollectedBasis, CollectedFactors, Foretold, RowsOf, input_size
 from tezo.directions.bases.looks import Nudges, Seen, output_size, recording
 from tezo.directions.bases.readout import Ends, read_text, recording_ends
 from tezo.directions.outputs import Outputs, Rows, errors, fitted_bias

@@ -5,7 +5,7 @@ from typing import Unpack
 from torch import nn
 
 from tezo.directions.perturbation import DenseRademacher
-from tezo.optim.estimators.one_sided import OverSpread
+from tezo.optim.estimators.population import OverSpread
 from tezo.optim.optimizer import Basic, ZerothOrderOptimizer
 from tezo.optim.settings import with_settings
 from tezo.optim.updates import SGD
