@@ -114,7 +114,9 @@ def test_a_reward_has_es_unless_something_is_set_that_es_has_not(home, settings,
 
 def test_several_processes_that_share_rows_have_head_feedback(home, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert chosen(request(home)).config.method.name == "head-feedback"
+    job = chosen(request(home))
+    assert job.config.method.name == "head-feedback"
+    assert any("because several processes share the rows of a step" in notice for notice in job.notices)
 
 
 def test_an_unresolved_configuration_is_read_back_as_it_was(home, tmp_path):
@@ -161,6 +163,9 @@ def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
     resumed = train(request(home, data="same", settings=settings), tmp_path / "killed", resume=True)
     assert (resumed["steps"], resumed["stopped"]) == (found["steps"], "idle")
     assert contents(tmp_path / "killed/adapter") == contents(tmp_path / "run/adapter")
+    (tmp_path / "run/manifest.json").unlink()  # its last files are written again
+    again = train(request(home, data="same", settings=settings), tmp_path / "run", resume=True)
+    assert again["stopped"] == "idle" and again["verdict"] == found["verdict"]
 
 
 @pytest.mark.parametrize("least", [0.0, 0.01, 0.2])

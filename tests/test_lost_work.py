@@ -425,6 +425,11 @@ def test_a_run_whose_model_and_rows_have_moved_says_so_and_takes_others(inside, 
         refused(command_line("eval", "run", "--data", "dev.jsonl"), f"in {tmp_path}/opt, which is not here", "--set")
         found = command_line("eval", "run", "--data", "dev.jsonl", "--set", "model.name=opt")
         assert found.code == 0, found.err
+        moved = {"output": "run", "model": "opt", "data": "rows.jsonl", "dev": "dev.jsonl"}
+        done = train("--resume", **moved)
+        assert done.code == 0, done.err
+        other = write_rows(tmp_path / "other.jsonl", label_rows(20, seed=9))
+        refused(train("--resume", **moved | {"data": other}), "data: the rows are not those")
     else:
         done = train("--resume", output="new/run", model="new/opt", data="new/rows.jsonl", dev="new/dev.jsonl")
         assert done.code == 0, done.err

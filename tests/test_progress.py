@@ -139,6 +139,7 @@ def test_what_earlier_starts_have_taken_is_added(home, tmp_path):
     assert 0 <= lost < 1, "what was done after the last line is not known"
     assert passes(summary["phases"]) == pytest.approx((sum(first) + sum(second)) / BATCH - lost, abs=0.1)
     assert any("up to their last line" in notice for notice in summary["notices"])
+    assert "at least" in work_text(summary) and "at least" not in work_text(summary | {"phases": {}})
 
 
 def test_what_is_said_of_the_work_counts_all_of_it(home, tmp_path):

@@ -231,7 +231,11 @@ def test_settings_out_of_range_are_refused(threshold, max_rank):
 
 
 def test_the_rule_follows_the_request(monkeypatch, tmp_path):
-    assert chosen_rank(5, "energy", 0.3, 16) == FixedRank(rank=5)
+    assert chosen_rank(5, "ratio", 0.25, 64) == FixedRank(rank=5)
+    for name, options in (("rank_rule", ("energy", 0.25, 64)), ("rank_threshold", ("ratio", 0.3, 64)),
+                        ("max_rank", ("ratio", 0.25, 0))):  # fmt: skip
+        with pytest.raises(RequestError, match=rf"method\.{name} is .*method\.rank is 5; set method\.rank=null"):
+            chosen_rank(5, *options)
     monkeypatch.setenv("TEZO_CACHE", str(tmp_path / "own"))
     rule = LayerwiseRank(criterion="energy", threshold=0.3, max_rank=16, cache=tmp_path / "own")
     assert chosen_rank(None, "energy", 0.3, 16) == rule

@@ -16,9 +16,13 @@ from test_adapter import base_model, close, outputs, tuned
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from tezo.models.gguf import ARCHITECTURES, save_gguf
+from tezo.models.loading import load_model
 from tezo.models.lora import load_adapter, make_adapter, merge_adapter, next_allowed
 from tezo.models.saving import HERE, Saved, card_text, export_adapter, hub_name, shown_name
 from tezo.system.errors import RequestError
+from tezo.tasks.row_sources import read_rows
+from tezo.tasks.setup import make_format
+from tezo.training.config import read_run_config
 
 # What vLLM reads of adapter_config.json; it passes over every other key, rank_pattern among them.
 VLLM_READS = ("r", "lora_alpha", "target_modules", "bias", "modules_to_save", "use_rslora", "use_dora")
@@ -173,6 +177,16 @@ def run(tmp_path_factory):
     return home / "run"
 
 
+def run_prompt(run):
+    """The prompt that the first row was given, with its text in braces again, and the words of the labels."""
+    data = read_run_config(run / "config.yaml", []).data
+    loaded = load_model(str(run.parent / "llama"))
+    rows = read_rows(data.train, key="data.train")
+    form = make_format(data, loaded, rows)
+    example = form.example(rows[0])
+    return example.prompt.replace(rows[0].fields["text"], "{text}"), form.words.values()
+
+
 def test_the_card_of_a_run_says_where_it_comes_from_and_names_no_folder(run):
     text = (run / "adapter/README.md").read_text()
     data, summary = front_matter(text), json.loads((run / "summary.json").read_text())
@@ -181,6 +195,8 @@ def test_the_card_of_a_run_says_where_it_comes_from_and_names_no_folder(run):
     assert str(run.parent) not in text and "| base model | llama |" in text
     for said in (f"| steps | {summary['kept_step']} |", "`tezo`", "--max-lora-rank", "PeftModel"):
         assert said in text
+    template, words = run_prompt(run)
+    assert f"## Prompt\n\n```\n{template}\n```" in text and all(f"`{word}`" in text for word in words)
     for name, value in summary["after"].items():
         assert f"| {name} | {summary['before'][name]:.4f} | {value:.4f} |" in text
 

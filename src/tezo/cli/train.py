@@ -63,7 +63,7 @@ def train(
     }  # fmt: skip
     flags = [(key, value) for key, value in named.items() if value is not None]
     with showing_work() as line:
-        from tezo.runs.folder import RunFolder
+        from tezo.runs.folder import RunFolder, read_summary
         from tezo.training.dry_run import dry_run
         from tezo.training.loop import train as run
         from tezo.training.screen import Screen
@@ -72,6 +72,8 @@ def train(
         if output is None or dry:
             if output is not None:
                 RunFolder(output).check_free(resume=resume)
+                if resume and read_summary(output) is not None:
+                    raise RequestError(f"{output} is of a run that has ended; give another --output.")
             forecast = dry_run(config)
             print_json(forecast) if json else _print_dry_run(forecast)
             return

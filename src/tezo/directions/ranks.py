@@ -97,9 +97,23 @@ class LayerwiseRank:
 RankRule = FixedRank | LayerwiseRank
 
 
+RULE = {"rank_rule": "ratio", "rank_threshold": 0.25, "max_rank": 64}
+"""Defaults of the layer-wise rule: the paper's."""
+
+
 def chosen_rank(rank: int | None, criterion: RankCriterion, rank_threshold: float, max_rank: int) -> RankRule:
-    """Returns `FixedRank(rank)`, or the layer-wise rule where `rank` is None."""
+    """Returns `FixedRank(rank)`, or the layer-wise rule where `rank` is None.
+
+    Raises:
+        RequestError: there is a rank, and something of the rule is given too.
+    """
     if rank is not None:
+        for name, value in (("rank_rule", criterion), ("rank_threshold", rank_threshold), ("max_rank", max_rank)):
+            if value != RULE[name]:
+                raise RequestError(
+                    f"method.{name} is {value}, which counts where ranks are chosen, and method.rank is {rank}; set "
+                    "method.rank=null too."
+                )
         return FixedRank(rank=rank)
     return LayerwiseRank(criterion=criterion, threshold=rank_threshold, max_rank=max_rank, cache=default_cache())
 

@@ -43,6 +43,7 @@ class Tuning:
         rows: split ("train", "dev", "test") -> number of rows.
         before: metrics before training of the test rows, or of the dev rows where there are none.
         after: the same after training.
+        prompt: how the model was asked, in Markdown; empty where each row has a prompt of its own.
     """
 
     method: str
@@ -50,6 +51,7 @@ class Tuning:
     rows: Mapping[str, int]
     before: Mapping[str, float]
     after: Mapping[str, float]
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def card_text(saved: Saved, tuning: Tuning | None) -> str:
                    for key, value in tuning.after.items() if key in tuning.before]  # fmt: skip
         head = ["| | before | after |", "|---|---:|---:|"]
         sections += ["## Metrics", f"On the {tuning.rows.get(of, 0)} {of} rows.", "\n".join([*head, *metrics])]
+        sections += ["## Prompt", tuning.prompt] if tuning.prompt else []
     return "\n\n".join([*sections, "## Loading", *_loading(saved, name)]) + "\n"
 
 

@@ -524,7 +524,12 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             "counts": dict(self.counts),
             "seed": self.seed,
             "rho": self.rho,
-            "options": {name: own.value for name, own in self.settings.items() if name not in IN_STATE},
+            "options": {
+                name: own.value
+                for name, own in self.settings.items()
+                if name not in IN_STATE
+                and (own.value is None or isinstance(own.value, str | float | list | tuple | int))
+            },
             "parameters": list(self.moving),
             "tensors": tensors | self.parameters.weights_below(),
         }

@@ -79,7 +79,10 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
                 if entry_of(folder / name) != entries[name]:
                     raise UntrustedError(f"{name} is not the file that was saved")
     except (UntrustedError, OSError) as error:
-        raise RequestError(f"{folder}: {error}; put an intact copy in its place.") from None
+        raise RequestError(
+            f"{folder}: {error}; put an intact copy in its place. What was written at the end of the run is written "
+            f"again from its log by tezo train --output {quote(str(folder))} --resume, after {MANIFEST} is deleted."
+        ) from None
 
 
 def _digest(entries: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tezo.system.progress import duration_text
+from tezo.system.progress import EARLIER, duration_text
 from tezo.tasks.scoring import REWARD
 
 TEXT_LOSS = "negative log-likelihood per answer token, in nats"
@@ -54,7 +54,7 @@ def work_text(summary: Mapping[str, Any]) -> str:
     passes, seconds = work_of(summary)
     if passes is not None:
         of_rows = f" of {summary['batch_size']:,} rows" if "batch_size" in summary else ""
-        parts.append(f"{round(passes):,} forward passes{of_rows}")
+        parts.append(f"{least_text(summary)}{round(passes):,} forward passes{of_rows}")
     if seconds is not None:
         phases = {name: spent["seconds"] for name, spent in summary.get("phases", {}).items()}
         longest = [name for name in sorted(phases, key=phases.__getitem__)[:-4:-1] if phases[name] >= seconds / 20]
@@ -62,6 +62,11 @@ def work_text(summary: Mapping[str, Any]) -> str:
         parts.append(duration_text(seconds) + (f" ({of_it})" if of_it else ""))
     kept = f"; step {summary['kept_step']:,} kept" if "kept_step" in summary else ""
     return ", ".join(parts) + kept
+
+
+def least_text(summary: Mapping[str, Any]) -> str:
+    """Returns "at least " where a run was resumed: of what came behind the last line of metrics nothing is known."""
+    return "at least " if EARLIER in summary.get("phases", {}) else ""
 
 
 def work_of(summary: Mapping[str, Any]) -> tuple[float | None, float | None]:

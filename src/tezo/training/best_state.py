@@ -178,9 +178,13 @@ class BestState:
             kept = self.settings.guard or self.settings.keep_best
             self.best = GoodState(steps, loss, self.job.optimizer.tuned_state() if kept else None)
 
-    def ends_run(self, steps: int) -> bool:
-        """Goes back to the best state where that may help; returns whether the run should end after these steps."""
-        if not self.settings.guard or steps < len(self._resumed.steps) or steps in self._resumed.rollbacks:
+    def ends_run(self, steps: int, *, again: bool = False) -> bool:
+        """Goes back to the best state where that may help; returns whether the run should end after these steps.
+
+        `again`: the log says that it did, and not why.
+        """
+        decided = steps < len(self._resumed.steps) or steps in self._resumed.rollbacks
+        if not self.settings.guard or (decided and not again):
             return False  # a decision that was made before is in the log
         if self._is_idle(steps):
             self.stopped = IDLE
@@ -192,7 +196,8 @@ class BestState:
         if planned is None:
             self.stopped = reason
             return True
-        self.roll_back(planned)
+        if not again:
+            self.roll_back(planned)
         return False
 
     def reason(self, steps: int) -> str | None:

@@ -304,6 +304,10 @@ _LEAST = {
 """Settings -> the smallest value; None is allowed where it is the default. Seeds are below 2^63, others below 2^31."""
 
 
+_OF_ADAPTERS = {"lora_rank": ("lora",), "lora_alpha": ("lora",), "prefix_length": ("prefix", "prompt")}
+"""Settings of section model -> the adapters that have them."""
+
+
 def _check(config: Config) -> None:
     for key, least in _LEAST.items():
         section, _, name = key.partition(".")
@@ -313,7 +317,14 @@ def _check(config: Config) -> None:
         bits = 63 if name == "seed" else 31
         if value is not None and value >= 2**bits:
             raise RequestError(f"{key} is {value}; it must be below 2^{bits}.")
-    train, data = config.train, config.data
+    model, train, data = config.model, config.train, config.data
+    for name, adapters in _OF_ADAPTERS.items():
+        value = getattr(model, name)
+        if model.peft not in adapters and value != getattr(ModelConfig, name):
+            raise RequestError(
+                f"model.{name} is {value}, and model.peft is {model.peft}; set model.peft={' or '.join(adapters)}, or "
+                f"leave {name} out."
+            )
     if train.epochs is not None and train.epochs <= 0:
         raise RequestError(f"train.epochs is {train.epochs}; it must be positive.")
     if train.reward_seconds <= 0:

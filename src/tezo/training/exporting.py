@@ -113,7 +113,7 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
 
     The model is the base for an adapter of this library, has its adapter of PEFT, or has everything merged in.
     """
-    model, data, tuning = loaded.model, config.data, tuning_of(run)
+    model, data, tuning = loaded.model, config.data, tuning_of(run, config, loaded.kind)
     own = form != MERGED and config.model.peft == "none"
     adapter = load_adapter(run / ADAPTER) if own else None
     if form == GGUF:
@@ -192,7 +192,8 @@ def _changed(result: Path, run: Path, config: Config, name: str) -> dict[str, by
         text = read_bytes(result / CARD, _MOST_CARD).decode()
     else:  # a whole model, which has none beside it
         architectures = own_object(result / "config.json", _WAY_OUT).get("architectures") or []
-        text = card_text(Saved("model", config.model.name, kind_of(architectures)), tuning_of(run))
+        kind = kind_of(architectures)
+        text = card_text(Saved("model", config.model.name, kind), tuning_of(run, config, kind))
     changed = {CARD: text.replace(HERE, name).encode()}
     if (result / _PEFT_CONFIG).is_file():
         settings = own_object(result / _PEFT_CONFIG, _WAY_OUT)

@@ -78,11 +78,8 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
         RequestError: it is another run that is asked for.
     """
     check_complete(found)
-    before, now = _fixed(found["config"]), _fixed(own["config"])
-    for key in PATHS:  # one that is gone was moved: weights and rows are compared themselves
-        if is_gone(str(before.get(key))):
-            now[key] = before[key]
-    check_settings(before, now)
+    before = _fixed(found["config"])
+    check_settings(before, _with_moved(before, _fixed(own["config"])))
     check_rows(found, own)
     _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
     _check_scorer(found.get("reward"), own.get("reward"))
@@ -122,7 +119,8 @@ def check_unchanged(ended: Config, asked: Config) -> None:
     """Raises a `RequestError` if a run that has ended, with its settings resolved, has others than are asked for."""
     asked = _with_name_of(ended.method.name, asked)
     _check_function(ended.train.reward, asked.train.reward)
-    before, now = _fixed(to_tree(ended)), _fixed(to_tree(asked))
+    before = _fixed(to_tree(ended))
+    now = _with_moved(before, _fixed(to_tree(asked)))
     resolved = {key: before.get(key) for key, left_open in RESOLVED_AT_START.items() if now.get(key) == left_open}
     check_settings(before, now | resolved)
 
@@ -172,6 +170,11 @@ def _fixed(tree: Mapping[str, Any]) -> dict[str, Any]:
     if "model.engine" in settings:  # a server may move
         settings["model.engine"] = engine_kind(str(settings["model.engine"]))
     return settings | {key: absolute_setting(key, settings[key]) for key in PATHS if key in settings}
+
+
+def _with_moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with the earlier paths that are gone: files that were moved are compared by their content."""
+    return {**now, **{key: before[key] for key in PATHS if is_gone(str(before.get(key)))}}
 
 
 def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.plan import plan
 from tezo.training.recipe import LOSS, Config
 from tezo.training.schedule import interval, lr_factor
-from tezo.training.summary import WAYS_FROM_ALIKE, Outcome, row_counts, summarize
+from tezo.training.summary import WAYS_FROM_ALIKE, Outcome, prompt_text, row_counts, summarize
 
 
 def train(
@@ -250,6 +250,8 @@ class Loop:
             if self.best.dev_loss is not None and isinstance(self.job.optimizer, ZerothOrderOptimizer):
                 known = self.job.optimizer.own_loss
                 self.job.optimizer.own_loss = self.best.dev_loss if known is None else min(known, self.best.dev_loss)
+            if ended and steps < settings.num_steps:
+                self.best.ends_run(steps, again=True)
             if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
                 return steps
             interrupted = self._any(self.interruption.signal is not None)
@@ -413,7 +415,8 @@ class Loop:
         self.folder.append_end(End(outcome.steps, outcome.kept_step))
         # in this order: saving a whole model merges the change into it
         job = self.job
-        tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after)
+        prompt = prompt_text(job.config, job.loaded.kind)
+        tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after, prompt)
         with self.meter.phase(SAVING):
             result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))

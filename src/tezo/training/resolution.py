@@ -397,6 +397,11 @@ def with_method(config: Config, kind: str, *, learns_outputs: bool) -> tuple[Con
     notices = []
     if suited is not None and not shares_rows:
         notices.append(f"method.name is {HEAD_FEEDBACK}, because {set_[0]} is set; by default {DEFAULTS[suited]}.")
+    elif suited is not None:
+        notices.append(
+            f"method.name is {HEAD_FEEDBACK}, because several processes share the rows of a step; in one process "
+            f"{DEFAULTS[suited]}."
+        )
     return replace(config, method=replace(config.method, name=HEAD_FEEDBACK)), notices
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tezo.models.kinds import Kind
 from tezo.models.quantization import stored_bytes
 from tezo.models.saving import Tuning
 from tezo.optim.methods import HEAD_FEEDBACK, method
@@ -16,12 +17,14 @@ from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, TEXT_LOSS, 
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup
 from tezo.tasks.evaluation import Metrics
+from tezo.tasks.formats import default_template
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scoring import MISSING_SCORES, REWARD
 from tezo.tasks.untuned import BIAS, PROBE
 from tezo.training.best_state import ENDED, IDLE
 from tezo.training.job import Job
 from tezo.training.plan import parameter_counts, plan
+from tezo.training.recipe import Config
 
 LEAST_GAIN = 1e-3
 """Relative decrease of the loss (increase of the reward) below which a run is called hardly better."""
@@ -247,8 +250,23 @@ def _loss_text(rows: Sequence[Encoded]) -> str:
     return OPTIONS_LOSS if rows[0].example.options else TEXT_LOSS
 
 
-def tuning_of(run: Path) -> Tuning | None:
+def prompt_text(config: Config, kind: Kind | None) -> str:
+    """Returns, in Markdown, the prompt of labelled rows and the words that answer it; empty for other rows."""
+    data = config.data
+    if kind not in ("causal", "masked") or not data.label_words:
+        return ""
+    template = data.template or default_template(kind, data.text)
+    words = ", ".join(f"`{word}`" for word in data.label_words.values())
+    return f"```\n{template}\n```\n\nNames in braces are fields of a row. The answer is one of {words}."
+
+
+def tuning_of(run: Path, config: Config, kind: Kind | None) -> Tuning | None:
     """Returns what a model card says of a run; None if the run has no summary.
+
+    Args:
+        run: folder of the run.
+        config: of the run.
+        kind: of its model.
 
     Raises:
         RequestError: the summary is damaged.
@@ -263,4 +281,5 @@ def tuning_of(run: Path) -> Tuning | None:
             for when in ("before", "after")
         )
         rows |= {"test": 0} if summary.get("test_rows_chose") is True else {}
-        return Tuning(str(summary["method"]), int(summary["kept_step"]), rows, before, after)
+        prompt = prompt_text(config, kind)
+        return Tuning(str(summary["method"]), int(summary["kept_step"]), rows, before, after, prompt)

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, SetOption, print_json
+from tezo.cli.common import JsonOption, SetOption, print_json, showing_work
 from tezo.system.errors import RequestError
-from tezo.system.progress import quiet_libraries
+from tezo.system.progress import current, quiet_libraries
 
 
 def register(app: typer.Typer) -> None:
@@ -50,8 +50,9 @@ def analyze(
     recipe = [(key, value) for key, value in named if value is not None] + [pair for pair in pairs if "." in pair[0]]
     config = parse_config(overlay({}, recipe)) if recipe else None
     options = entry.read_options([pair for pair in pairs if "." not in pair[0]])
-    numbers = entry.run(options, Given(config, tuple(paths or ())))
-    written = save(entry, numbers, output)
+    with showing_work(), current().phase(f"measuring {entry.name}"):
+        numbers = entry.run(options, Given(config, tuple(paths or ())))
+        written = save(entry, numbers, output)
     if json:
         print_json(numbers | {"files": [str(path) for path in written]})
         return

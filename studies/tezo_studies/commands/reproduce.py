@@ -28,8 +28,8 @@ def reproduce(
     table: Annotated[
         str,
         typer.Argument(
-            help="The paper's roberta-large, opt-13b, llama-7b, or costs: memory, time, peft-memory, elements; or "
-            "ours: encoder, study, study-long, study-decoder."
+            help="Of the paper's accuracies: roberta-large, opt-13b, llama-7b. Of costs: memory, time, peft-memory, "
+            "elements. Ours: encoder, study, study-long, study-decoder."
         ),
     ],
     output: Annotated[Path | None, typer.Option(help="Folder of all runs; run again with it to go on.")] = None,
@@ -61,11 +61,9 @@ def reproduce(
     if table in COST_TABLES:
         others = {"data-dir": data_dir, "dtype": dtype, "directions": directions, "scale": scale != "full",
                   "plan": plan, "recipe": recipe, "set": settings}  # fmt: skip
-        if output is None:
-            raise RequestError(NO_OUTPUT)
         _costs(table, output, only=only, model=model, devices=devices, others=others)
         return
-    chosen, small = find_table(table), scale == "small"
+    chosen, small = find_table(table, others=COST_TABLES), scale == "small"
     names = [name.strip() for name in only.split(",") if name.strip()]
     own = str((output or Path()) / "model") if small and model is None else model
     given = [*([("model.dtype", dtype)] if dtype is not None else []), *map(parse_setting, settings)]
@@ -105,7 +103,9 @@ def _print_plan(grid: "Grid", *, json: bool) -> None:
         print(f"then {len(others)} runs at the learning rates that these choose, {later} steps")
 
 
-def _costs(name: str, output: Path, *, only: str, model: str | None, devices: str, others: Mapping[str, Any]) -> None:
+def _costs(
+    name: str, output: Path | None, *, only: str, model: str | None, devices: str, others: Mapping[str, Any]
+) -> None:
     """Makes a cost table cell by cell, and writes it next to the paper's numbers.
 
     Args:
@@ -123,6 +123,8 @@ def _costs(name: str, output: Path, *, only: str, model: str | None, devices: st
     if given or "," in devices:
         option = given[0] if given else "devices with several devices"
         raise RequestError(f"{option} is for tables of accuracies; leave it out for the table {name}.")
+    if output is None:
+        raise RequestError(NO_OUTPUT)
     table = chosen(TABLES[name], only=_names(only), models=_names(model or ""))
     for path in fill(table, output, devices, print):
         print(f"written: {path}")

@@ -1,5 +1,7 @@
 """Tables of accuracies: the runs of each cell, their results, and the table next to the published numbers."""
 
+from collections.abc import Sequence
+
 from tezo.system.errors import RequestError, nearest
 from tezo_studies.reproduce.encoder_table import ENCODER
 from tezo_studies.reproduce.grid import Cell as Cell
@@ -15,8 +17,8 @@ from tezo_studies.reproduce.table import Table as Table
 TABLES = {table.name: table for table in (ROBERTA, OPT, LLAMA, ENCODER, STUDY, STUDY_LONG, STUDY_DECODER)}
 
 
-def find_table(name: str) -> Table:
-    """The table `name`; `RequestError` with the nearest name if there is none."""
+def find_table(name: str, others: Sequence[str] = ()) -> Table:
+    """The table `name`; `RequestError` with the nearest name, or one of `others`, if there is none."""
     if name not in TABLES:
-        raise RequestError(f"table: there is no table {name!r}. " + nearest(name, TABLES))
+        raise RequestError(f"table: there is no table {name!r}. " + nearest(name, [*TABLES, *others]))
     return TABLES[name]

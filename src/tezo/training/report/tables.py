@@ -15,6 +15,7 @@ from tezo.runs.words import (
     TEXT_LOSS,
     change_text,
     count_text,
+    least_text,
     measured_rows_text,
     metric_text,
     minus,
@@ -212,8 +213,9 @@ def costs(run: RecordedRun) -> dict[str, Cell]:
     found = {"steps": Cell(f"{steps} of {run_config(run).train.steps}", steps)}
     if "kept_step" in summary:
         found["step kept"] = cell(summary["kept_step"])
-    found["forward passes"] = cell(run.passes[-1] if all_passes is None else round(all_passes))
-    found["time"] = cell(seconds if all_seconds is None else all_seconds, duration_text)
+    least = least_text(summary)
+    found["forward passes"] = cell(run.passes[-1] if all_passes is None else round(all_passes), f"{least}{{:,}}".format)
+    found["time"] = cell(seconds if all_seconds is None else all_seconds, lambda value: least + duration_text(value))
     for name, spent in summary.get("phases", {}).items():
         found[f"of it {name}"] = Cell(f"{duration_text(spent['seconds'])}, {spent['passes']:,.0f} passes")
     found["time spent on steps"] = cell(seconds, duration_text)

@@ -22,7 +22,7 @@ from tezo.training.schedule import KEYS
 FOLDER = "tezo_state"
 _bases: WeakKeyDictionary[ZerothOrderOptimizer, str] = WeakKeyDictionary()
 """Optimizer -> digest of the weights that it does not write, made at its first checkpoint."""
-_COUNTS = ("rule", "num_steps", "num_forward_passes", "counts", "seed", "parameters")
+_COUNTS = ("rule", "num_steps", "num_forward_passes", "counts", "seed", "rho", "parameters")
 
 
 def save_state(folder: Path, tuner: ZerothOrderOptimizer, config: Config) -> None:
@@ -82,7 +82,8 @@ def restore(tuner: ZerothOrderOptimizer, state: Checkpoint) -> None:
             "the model has other weights than the one that the checkpoint was trained on; load the same base model."
         )
     rates: list[dict[str, object]] = [{} for _ in tuner.param_groups]  # Trainer's own to restore
-    tuner.load_state_dict({**state.state["optimizer"], "param_groups": rates, "tensors": state.tensors})
+    own = {"param_groups": rates, "options": {}, "tensors": state.tensors}  # options are those of `config_of`
+    tuner.load_state_dict({**state.state["optimizer"], **own})
 
 
 def _base_digest(tuner: ZerothOrderOptimizer, tensors: Mapping[str, Tensor]) -> str:
