@@ -120,6 +120,17 @@ def test_the_loss_of_free_text_is_the_models_own_with_the_prompt_masked(family):
         assert float(objective.loss(model, *parts)) == pytest.approx(total / tokens, abs=1e-5)
 
 
+def test_an_answer_does_not_vanish_in_a_prompt_that_ends_in_an_unknown_word():
+    tokenizer = tokenizer_for("llama")
+    objective = CausalObjective(tokenizer, CPU, 150, ())
+    encoded = objective.encode(Example("once upon a t", "ime", (), None, "row 1"))
+    answer = encoded.sequences[0][-encoded.answers[0] :]
+    assert answer == (tokenizer.unk_token_id, tokenizer.eos_token_id)
+    assert (objective.split.rows, objective.unknown.rows) == (1, 1)
+    (plain,) = CausalObjective(tokenizer, CPU, 150, ()).encode(Example("once", " ", (), None, "row 2")).answers
+    assert plain == 1  # an answer that is a space has no token besides the end
+
+
 @torch.no_grad()
 def test_a_masked_models_scores_are_the_logits_of_the_words_at_the_mask():
     tokenizer = words_tokenizer(closing=True)

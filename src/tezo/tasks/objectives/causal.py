@@ -57,7 +57,8 @@ class CausalObjective(Objective):
         parts = [texts[start : start + many] for start in range(0, len(texts), many)]
         wholes = (ids for part in parts for ids in self._tokens([example.prompt + text for text in part], example))
         for text, whole in zip(texts, wholes, strict=True):
-            if whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
+            hidden = len(whole) <= len(prompt) and text.strip()  # by a token for all words that are not known
+            if hidden or whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
                 whole, split = prompt + self._alone(text), not example.chat
             whole[: len(prompt)] = prompt  # the same objects, which thousands of options share
             if learns_end:
