@@ -193,7 +193,13 @@ def test_the_card_of_a_run_says_where_it_comes_from_and_names_no_folder(run):
     assert data["library_name"] == "peft" and data["pipeline_tag"] == "text-generation"
     assert {"tezo", "lora", "zeroth-order"} <= set(data["tags"]) and "base_model" not in data
     assert str(run.parent) not in text and "| base model | llama |" in text
-    for said in (f"| steps | {summary['kept_step']} |", "`tezo`", "--max-lora-rank", "PeftModel"):
+    for said in (
+        f"| steps | {summary['kept_step']} |",
+        "`tezo`",
+        "--max-lora-rank",
+        "PeftModel",
+        "`llama` stands for the folder",
+    ):
         assert said in text
     template, words = run_prompt(run)
     assert f"## Prompt\n\n```\n{template}\n```" in text and all(f"`{word}`" in text for word in words)

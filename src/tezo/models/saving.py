@@ -134,6 +134,7 @@ def _loading(saved: Saved, base: str) -> list[str]:
     in_gguf = is_gguf(base)
     load = load.format(f'"FOLDER", gguf_file="{base}"' if in_gguf else f'"{base}"')
     where += f" FOLDER is the folder of {base}." if in_gguf else ""
+    where += "" if in_gguf or hub_name(saved.base) else f" `{base}` stands for the folder of the base model."
     if saved.not_in_peft is not None:
         why = f"PEFT does not add this adapter as it was trained ({saved.not_in_peft}); `tezo` does:"
         with_tezo = f'\nhandles = tezo.load_adapter(model, "{HERE}")'
