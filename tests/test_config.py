@@ -60,8 +60,11 @@ def test_every_setting_takes_its_type_and_no_other(section, key, kind):
     right, wrong = samples(kind)
     if (section, key) == ("data", "max_length"):
         right = [30, 40]
+    adapter = {"lora_rank": "lora", "lora_alpha": "lora", "prefix_length": "prefix"}.get(key)
     for value in right:
-        assert getattr(getattr(parse_config(tree_with(section, key, value)), section), key) == value
+        tree = tree_with(section, key, value)
+        tree["model"] |= {"peft": adapter} if adapter else {}
+        assert getattr(getattr(parse_config(tree), section), key) == value
     for value in wrong:
         with pytest.raises(RequestError, match=rf"^{section}\.{key}\b.* is "):
             parse_config(tree_with(section, key, value))
@@ -231,6 +234,21 @@ def test_a_key_that_is_not_there_is_refused(key):
     else:
         with pytest.raises(RequestError, match=key.split(".")[0]):
             read_config(None, named)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("train.temperature", "nan", "at least 0"),
+        ("train.reward_seconds", "nan", "must be positive"),
+        ("model.workers", "-1", "at least 0"),
+        ("model.lora_rank", "4", r"model\.peft is none; set model\.peft=lora"),
+        ("model.prefix_length", "3", "set model.peft=prefix or prompt"),
+    ],
+)
+def test_a_value_without_a_meaning_is_refused(key, value, said):
+    with pytest.raises(RequestError, match=rf"{key} is .*{said}"):
+        read_config(None, [("model.name", "m"), ("data.train", "d"), (key, value)])
 
 
 def test_a_setting_is_split_at_its_first_equals_sign():

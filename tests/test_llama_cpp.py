@@ -271,6 +271,8 @@ def test_a_population_writes_and_ends_as_in_torch(home, tmp_path, temperature):
         scored[engine] = read_jsonl(tmp_path / engine / "scored.jsonl")
     assert len(scored["torch"]) == 3 * 4 * 3 and len({line["completion"] for line in scored["torch"]}) > 4
     assert scored["llama.cpp"] == scored["torch"]
+    found = dry_run(parse_config(request | {"model": {"name": str(home / "tiny.gguf"), "engine": "llama.cpp"}}))
+    assert found["steps"] == {"population": 3}
     replay(tmp_path / "llama.cpp", tmp_path / "again")
 
 
@@ -350,5 +352,6 @@ def test_nothing_of_an_adapter_is_in_any_folder(home, tmp_path, monkeypatch):
 def test_a_dry_run_does_not_count_a_model_that_torch_does_not_hold(home):
     found = dry_run(config(home, model="packed.gguf"))
     assert set(found["memory"]) == {"factors", "peak"} and found["passes"] > 0
+    assert dry_run(config(home, model="packed.gguf", rows="texts"))["passes"] > 0
     model = ("train", "--model", home / "packed.gguf", "--data", home / "labels.jsonl", "--engine", "llama.cpp")
     assert "the model in llama.cpp, fixed factors" in tezo(*model, "--dry-run").out

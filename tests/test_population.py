@@ -197,12 +197,12 @@ def test_a_run_that_was_stopped_ends_as_a_whole_one_with_every_answer_once(home,
     train(config(home), tmp_path / "whole")
     stopped(config(home), tmp_path / "stopped", 3)
     with (tmp_path / "stopped/scored.jsonl").open("a") as file:  # as if killed between this file and the log
-        file.write('{"step": 4, "member": 0, "row": "x", "completion": "y", "score": 1.0}\n{"step": 4, "mem')
+        file.write('{"step": 5, "member": 0, "row": "x", "completion": "y", "score": 1.0}\n{"step": 5, "mem')
     train(config(home), tmp_path / "stopped", resume=True)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
     lines = [json.loads(line) for line in (tmp_path / "stopped/scored.jsonl").read_text().splitlines()]
     assert lines == [json.loads(line) for line in (tmp_path / "whole/scored.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["member"]) for line in lines[::3]] == [(s, m) for s in range(6) for m in range(4)]
+    assert [(line["step"], line["member"]) for line in lines[::3]] == [(s, m) for s in range(1, 7) for m in range(4)]
     replay(tmp_path / "whole", tmp_path / "again")
     assert same(result(tmp_path / "again"), result(tmp_path / "whole"))
 
@@ -221,11 +221,11 @@ def test_named_parts_are_in_the_metrics_and_the_best_and_worst_answers_in_the_re
     steps = [line for line in metrics if "parts" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
     for line in steps:
-        own = [answer["parts"] for answer in lines if answer["step"] == line["step"] - 1]
+        own = [answer["parts"] for answer in lines if answer["step"] == line["step"]]
         assert line["parts"] == pytest.approx(
             {name: sum(part[name] for part in own) / len(own) for name in ("length", "early")}
         )
-    last = sorted((line for line in lines if line["step"] == 2), key=lambda line: line["score"])
+    last = sorted((line for line in lines if line["step"] == 3), key=lambda line: line["score"])
     run = read_run(tmp_path / "run")
     assert sorted(own.score for own in run.scored) == [line["score"] for line in last]
     done = command("report", tmp_path / "run", "--output", tmp_path / "run.html")
@@ -255,6 +255,8 @@ def test_scores_that_are_missing_are_said_once_and_are_no_zeros(home, tmp_path):
     assert len([notice for notice in summary["notices"] if "scores are missing" in notice]) == 1
     lines = [json.loads(line) for line in (tmp_path / "run/scored.jsonl").read_text().splitlines()]
     assert any(line["score"] is None for line in lines) and all(line["score"] != 0 for line in lines)
+    done = command("eval", tmp_path / "run", "--reward", f"{home / 'score.py'}:at_times")
+    assert "scores are missing, and left out of the means: " in done.err, done.err
 
 
 def test_a_reward_has_a_population_by_default(home, tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import subprocess
 import sys
 import time
@@ -168,6 +169,15 @@ def test_processes_say_what_this_one_says(file, function, batch):
     processes = Processes(f"{file}:{function}", 2, 60)
     try:
         assert [own.value for own in processes.scored(SAMPLES * 4, batch=batch)] == [10, 11, 12] * 4
+    finally:
+        processes.close()
+
+
+def test_ctrl_c_is_not_for_the_processes(file):
+    file.write_text("import os\n\n\ndef group(prompt, completion, row):\n    return os.getpgid(0)\n")
+    processes = Processes(f"{file}:group", 2, 60)
+    try:  # a terminal interrupts the group that the command is in
+        assert os.getpgid(0) not in [own.value for own in processes.scored(SAMPLES, batch=False)]
     finally:
         processes.close()
 

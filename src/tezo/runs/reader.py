@@ -282,7 +282,7 @@ def _read_scored(path: Path) -> list[ScoredAnswer]:
     for text in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
         try:
             line = json.loads(text[: MOST_LINE + 1])
-            step = _count(line["step"]) + 1
+            step = _count(line["step"])
             if found and step != found[0].step:
                 break
             if line["score"] is not None:

@@ -140,7 +140,7 @@ class ScoredLog(LinesFile):
         super().__init__(path)
         for text in self.read(2 * MOST_SCORED).splitlines(keepends=True):
             try:
-                known = text.endswith(b"\n") and json.loads(text)["step"] < steps
+                known = text.endswith(b"\n") and 0 < json.loads(text)["step"] <= steps
             except (ValueError, KeyError, TypeError, RecursionError):
                 known = False
             if not known:

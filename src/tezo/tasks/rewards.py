@@ -173,9 +173,9 @@ class RewardRows(RowsClosure):
         return {"parts": {name: statistics.fmean(values) for name, values in found.items()}} if found else {}
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns JSON for each completion: step, model, row, text, and score (null where it is missing)."""
+        """Returns JSON for each completion: step from 1, model, row, text, and score (null where it is missing)."""
         return [
-            {"step": self._step, "member": member, "row": e.example.where, "completion": text,
+            {"step": self._step + 1, "member": member, "row": e.example.where, "completion": text,
              "score": None if own.failure else own.value, **({"parts": dict(own.parts)} if own.parts else {})}
             for member, (texts, scores) in enumerate(self.written)
             for e, text, own in zip(self._encoded, texts, scores, strict=True)

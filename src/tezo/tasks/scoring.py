@@ -327,7 +327,7 @@ class _Process:
         # not of multiprocessing, which would run the user's script again
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tezo.tasks.scoring", scorer], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, encoding="utf-8",
+            text=True, encoding="utf-8", process_group=0,  # Ctrl-C is for the run, which finishes its step
         )  # fmt: skip
         self._read(START_SECONDS)
 

@@ -100,8 +100,8 @@ def hold_out_of_groups(
 
 def _too_few(available: int, count: int) -> RequestError:
     return RequestError(
-        f"data.train has {available} row(s), too few to hold {count} out as dev rows; give data.dev, or set "
-        "data.hold_out=0 to go without."
+        f"data.train has {available} row(s), too few to hold {count} out as dev rows; give data.dev, or "
+        "data.test with data.hold_out=0 to go without."
     )
 
 

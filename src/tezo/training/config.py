@@ -279,6 +279,7 @@ def _method(tree: Mapping[str, Any]) -> MethodConfig:
 
 
 _LEAST = {
+    "model.workers": 0,
     "model.lora_rank": 1,
     "model.lora_alpha": 1,
     "model.prefix_length": 1,
@@ -312,7 +313,7 @@ def _check(config: Config) -> None:
     for key, least in _LEAST.items():
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # NaN is not
             raise RequestError(f"{key} is {value}; it must be at least {least}.")
         bits = 63 if name == "seed" else 31
         if value is not None and value >= 2**bits:
@@ -327,7 +328,7 @@ def _check(config: Config) -> None:
             )
     if train.epochs is not None and train.epochs <= 0:
         raise RequestError(f"train.epochs is {train.epochs}; it must be positive.")
-    if train.reward_seconds <= 0:
+    if not train.reward_seconds > 0:
         raise RequestError(f"train.reward_seconds is {train.reward_seconds:g}; it must be positive.")
     if data.train is None and data.task is None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")

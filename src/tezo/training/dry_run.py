@@ -27,7 +27,7 @@ from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.environment import hardware, memory_for, peak_memory
 from tezo.system.errors import RequestError
 from tezo.system.progress import CHECKING, TIMING, current, metered
-from tezo.tasks.evaluation import Metrics, evaluate
+from tezo.tasks.evaluation import Metrics, evaluate, predict
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scoring import REWARD
 from tezo.tasks.untuned import MOST_ROWS
@@ -132,13 +132,19 @@ def _steps(job: Job) -> dict[str, tuple[int, int]]:
 def _timed(job: Job) -> _Pace:
     rows = [job.train[i] for i in job.sampler().rows(0)]
     with memory_for("a forward pass", rows, "train.batch_size"), float32_on_emulating_cpu(job.model):
-        batch = job.objective.collate(rows)
+        batch, in_torch = job.objective.collate(rows), job.loaded.engine is None
         started = time.perf_counter()
-        float(job.objective.loss(job.model, batch))
+        if in_torch or job.reward is None:
+            float(job.objective.loss(job.model, batch))
+        else:  # prompts have no place at which an engine would read
+            predict(job.model, job.objective, rows, len(rows), 1)
         seconds, written = time.perf_counter() - started, 0.0
         if _new_tokens(job):
             started = time.perf_counter()
-            float(job.model(input_ids=batch.input_ids_RL[:1, :1]).logits.sum())
+            if in_torch:
+                float(job.model(input_ids=batch.input_ids_RL[:1, :1]).logits.sum())
+            else:
+                predict(job.model, job.objective, rows[:1], 1, 1)
             written = time.perf_counter() - started
     return _Pace(seconds, seconds / _tokens(job, rows), written)
 

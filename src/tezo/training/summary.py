@@ -93,8 +93,8 @@ def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> 
     if method(summary["method"]).takes_outputs:  # it has no rate
         return f"Give more rows than {count}, or try method.name={HEAD_FEEDBACK}."
     few = f" {count} training rows may be too few, too." if count < FEW_ROWS else ""
-    another = "another rate, or a larger method.rho" if rewarded else "another rate, such as --lr auto"
-    return f"Try {another} (it was {lr:.1e}), or more steps than {summary['steps']}.{few}"
+    another = f"another rate (it was {lr:.1e}), " + ("a larger method.rho," if rewarded else "such as --lr auto,")
+    return f"Try {another} or more steps than {summary['steps']}.{few}"
 
 
 def against_untuned(summary: Mapping[str, Any]) -> str:

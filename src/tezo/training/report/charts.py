@@ -256,7 +256,10 @@ def kappa_chart(index: int, run: RecordedRun) -> Chart | None:
         return None
     first, last = points[0][0], points[-1][0]
     rules = [Series(run.name, "", index, "rule", [(first, y), (last, y)]) for y in (3 * found.rms, -3 * found.rms)]
-    caption = "Kappa = (loss plus - loss minus) / (2 rho), of each direction of each step. Dotted lines: 3 rms."
+    caption = (
+        "Kappa, the factor of each direction in the estimate of a step; with two points it is "
+        "(loss plus - loss minus) / (2 rho). Dotted lines: 3 rms."
+    )
     dots = Series(run.name, "kappa", index, "dots", subsample(points))
     return Chart("Projected gradient over steps", "steps", "kappa", [dots, *rules], caption)
 

@@ -220,7 +220,8 @@ def costs(run: RecordedRun) -> dict[str, Cell]:
         found[f"of it {name}"] = Cell(f"{duration_text(spent['seconds'])}, {spent['passes']:,.0f} passes")
     found["time spent on steps"] = cell(seconds, duration_text)
     found["seconds a step"] = cell(None if known is None else known / timed)
-    found["seconds a forward pass"] = cell(None if known is None else known / passes)
+    pass_ = "an evaluation of the reward" if run_config(run).train.objective == REWARD else "a forward pass"
+    found[f"seconds {pass_}"] = cell(None if known is None else known / passes)
     found["peak memory"] = cell(summary.get("peak_memory", run.memory), _bytes_text)
     if "model_bytes" in summary:
         found["of it the model"] = cell(summary["model_bytes"], _bytes_text)
