@@ -298,6 +298,7 @@ def test_no_command_runs_a_scorer_because_a_run_folder_says_so(home):
     ("more", "parts"),
     [
         (("--reward", "score.py"), ["train.reward", "FILE.py:FUNCTION"]),
+        (("--reward", f"{__file__}:a.b"), ["train.reward", "'a.b' is no name of a function"]),
         (("--reward", "{home}/score.py:long"), ["train.reward", "no function 'long'"]),
         (
             ("--reward", "{home}/score.py:fails"),

@@ -240,7 +240,9 @@ def load_score(text: str) -> tuple[Score, str]:
     """
     file, colon, name = text.rpartition(":")
     path = Path(file).expanduser()
-    if not colon or not name.isidentifier() or not path.is_file():
+    if colon and path.is_file() and not name.isidentifier():
+        raise RequestError(f"train.reward: {name!r} is no name of a function in {path}; give FILE.py:FUNCTION.")
+    if not colon or not path.is_file():
         raise RequestError(f"train.reward: {text} is not FILE.py:FUNCTION of a file that exists; check the path.")
     spec = importlib.util.spec_from_file_location(f"tezo_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
