@@ -191,8 +191,8 @@ ADAPTERS = [
 def test_any_method_tunes_an_adapter_that_peft_loads(home, tmp_path, family, adapter, method):
     rank = 2 if method == "tezo" else None
     more = ("--method", method, "--json", "--test", home / "rows.jsonl")
-    named = {"model__peft": adapter, "model__lora_rank": 4, "method__rank": rank, "method__lr": 0.05,
-             "train__keep_best": False}  # fmt: skip
+    named = {"model__peft": adapter, "model__lora_rank": 4 if adapter == "lora" else None, "method__rank": rank,
+             "method__lr": 0.05, "train__keep_best": False}  # fmt: skip
     done = train(home / family, home / "rows.jsonl", tmp_path / "run", *more, **named)
     assert done.code == 0, done.err
     summary = json.loads(done.out)
