@@ -97,10 +97,6 @@ class LayerwiseRank:
 RankRule = FixedRank | LayerwiseRank
 
 
-RULE = {"rank_rule": "ratio", "rank_threshold": 0.25, "max_rank": 64}
-"""Defaults of the layer-wise rule: the paper's."""
-
-
 def chosen_rank(rank: int | None, criterion: RankCriterion, rank_threshold: float, max_rank: int) -> RankRule:
     """Returns `FixedRank(rank)`, or the layer-wise rule where `rank` is None.
 
@@ -108,8 +104,12 @@ def chosen_rank(rank: int | None, criterion: RankCriterion, rank_threshold: floa
         RequestError: there is a rank, and something of the rule is given too.
     """
     if rank is not None:
-        for name, value in (("rank_rule", criterion), ("rank_threshold", rank_threshold), ("max_rank", max_rank)):
-            if value != RULE[name]:
+        for name, value, default in (
+            ("rank_rule", criterion, LayerwiseRank.criterion),
+            ("rank_threshold", rank_threshold, LayerwiseRank.threshold),
+            ("max_rank", max_rank, LayerwiseRank.max_rank),
+        ):
+            if value != default:
                 raise RequestError(
                     f"method.{name} is {value}, which counts where ranks are chosen, and method.rank is {rank}; set "
                     "method.rank=null too."

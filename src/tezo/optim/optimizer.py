@@ -44,7 +44,7 @@ FAR_ABOVE, FAR_AT_LEAST = 0.5, 0.1
 """A loss is far above the model's own if it is higher by more than half of that, and by more than 0.1."""
 
 IN_STATE = frozenset({"lr", "weight_decay", "rho", "seed", "targets"})
-"""Options that a state dict restores, and the patterns, of which it has the parameters that they select."""
+"""Options that a state dict has by themselves, to be restored, or as the names of the parameters that they select."""
 
 SHARED: Final = "shared"
 PER_EXAMPLE: Final = "per-example"
@@ -524,11 +524,10 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             "counts": dict(self.counts),
             "seed": self.seed,
             "rho": self.rho,
-            "options": {
+            "options": {  # but for objects, such as a basis, which torch.load(weights_only=True) would refuse
                 name: own.value
                 for name, own in self.settings.items()
-                if name not in IN_STATE
-                and (own.value is None or isinstance(own.value, str | float | list | tuple | int))
+                if name not in IN_STATE and isinstance(own.value, str | float | int | list | tuple | None)
             },
             "parameters": list(self.moving),
             "tensors": tensors | self.parameters.weights_below(),
@@ -541,7 +540,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
         Raises:
             RequestError: it is of another method, of other parameters, or of other options.
-        """  # torch's own method would cast float32 state to the dtype of a bfloat16 parameter
+        """
+        # torch's own method would cast float32 state to the dtype of a bfloat16 parameter
         if "tensors" not in state_dict:
             raise RequestError("state_dict: it is not of an optimizer of this library; give what its state_dict() was.")
         if state_dict["rule"] != self._description:

@@ -1,4 +1,4 @@
-"""Converts values of settings, from YAML, the command line or a caller, to their declared types."""
+"""Converts what settings and arguments are given as to their declared types, and refuses what is of none."""
 
 import inspect
 import types

@@ -181,7 +181,7 @@ class BestState:
     def ends_run(self, steps: int, *, again: bool = False) -> bool:
         """Goes back to the best state where that may help; returns whether the run should end after these steps.
 
-        `again`: the log says that it did, and not why.
+        `again`: the log says that it did end after them, and not why, which `stopped` then does.
         """
         decided = steps < len(self._resumed.steps) or steps in self._resumed.rollbacks
         if not self.settings.guard or (decided and not again):

@@ -303,9 +303,8 @@ def resolve_rho(
 ) -> tuple[Config, list[str], MeasuredScale | None]:
     """Replaces "auto" in method.rho; returns (configuration, notices for the user, what was measured).
 
-    It is measured along the directions that the run draws; see `tezo.optim.measured_scale`, and
-    `tezo.optim.measured_scale` for a reward. For another metric, and where there are no rows, it is a number. The
-    optimizer has the rho of the result.
+    It is measured along the directions that the run draws, of a loss and of a reward; see `tezo.optim.measured_scale`.
+    For another metric, and where there are no rows, it is a number. The optimizer has the rho of the result.
     """
     if not is_rho_open(config):
         return config, [], None

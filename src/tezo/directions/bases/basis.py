@@ -154,7 +154,10 @@ class OrthonormalBasis(GaussianBasis):
 
 
 class CollectedBasis(Basis):
-    """Factors of the input side are computed from data at each refresh; others that are not are Gaussian."""
+    """Factors of the input side are computed from data at each refresh; others that are not are Gaussian.
+
+    They are kept for the last refreshes, saved with a run, and read again by a replay.
+    """
 
     data_dependent = True
     both_sides = False

@@ -214,14 +214,15 @@ def costs(run: RecordedRun) -> dict[str, Cell]:
     if "kept_step" in summary:
         found["step kept"] = cell(summary["kept_step"])
     least = least_text(summary)
-    found["forward passes"] = cell(run.passes[-1] if all_passes is None else round(all_passes), f"{least}{{:,}}".format)
+    of_all = run.passes[-1] if all_passes is None else round(all_passes)
+    found["forward passes"] = cell(of_all, lambda count: least + count_text(count))
     found["time"] = cell(seconds if all_seconds is None else all_seconds, lambda value: least + duration_text(value))
     for name, spent in summary.get("phases", {}).items():
         found[f"of it {name}"] = Cell(f"{duration_text(spent['seconds'])}, {spent['passes']:,.0f} passes")
     found["time spent on steps"] = cell(seconds, duration_text)
     found["seconds a step"] = cell(None if known is None else known / timed)
-    pass_ = "an evaluation of the reward" if run_config(run).train.objective == REWARD else "a forward pass"
-    found[f"seconds {pass_}"] = cell(None if known is None else known / passes)
+    counted = "an evaluation of the reward" if run_config(run).train.objective == REWARD else "a forward pass"
+    found[f"seconds {counted}"] = cell(None if known is None else known / passes)
     found["peak memory"] = cell(summary.get("peak_memory", run.memory), _bytes_text)
     if "model_bytes" in summary:
         found["of it the model"] = cell(summary["model_bytes"], _bytes_text)
