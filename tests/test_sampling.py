@@ -62,7 +62,7 @@ def test_hold_out_splits_the_rows_in_two_by_the_seed(count, share, expected):
     assert sorted(kept + held, key=lambda e: int(e.where.removeprefix("line "))) == pool
     assert (kept, held) == hold_out(pool, share, seed=0)
     assert held != hold_out(pool, share, seed=2)[1]
-    with pytest.raises(RequestError, match=r"data.train has 1 row.*give data.dev, or set data.hold_out=0"):
+    with pytest.raises(RequestError, match=r"data.train has 1 row.*give data.dev, or data.test with data.hold_out=0"):
         hold_out(pool[:1], share, seed=0)
 
 
