@@ -312,11 +312,15 @@ def test_a_model_that_is_no_file_and_a_damaged_one_are_one_sentence(home, tmp_pa
 @engine
 def test_what_the_default_cannot_do_there_is_said_and_replaced(home, tmp_path):
     run, rows = tmp_path / "run", home / "labels.jsonl"
-    done = train(home / "tiny.gguf", rows, run, "--engine", "llama.cpp", steps=100)
+    model, options = home / "tiny.gguf", ("--engine", "llama.cpp")
+    refused(train(model, rows, run, *options, steps=100, train__feedback_first=2), "feedback_first is 2, and llama.cpp")
+    forecast = train(model, rows, run, *options, "--dry-run", "--json", steps=100)
+    assert list(json.loads(forecast.out)["steps"]) == ["two-point"]
+    done = train(model, rows, run, *options, steps=100)
     assert done.code == 0, done.err
-    notices = json.loads((run / "summary.json").read_text())["notices"]
-    assert any("there are no feedback steps" in notice for notice in notices)
-    assert any("llama.cpp changes linear layers" in notice for notice in notices)
+    for notices in (json.loads((run / "summary.json").read_text())["notices"], json.loads(forecast.out)["notices"]):
+        assert "there are no feedback steps: llama.cpp computes no gradient." in notices
+        assert any("llama.cpp changes linear layers" in notice for notice in notices)
 
 
 def test_the_extra_is_named_where_it_is_missing_or_old(monkeypatch):

@@ -66,10 +66,12 @@ class Rows(ABC):
     Attributes:
         share_directions: whether the rows of a batch must share directions, such as where a pass has inputs for all of
             them together.
+        engine: name of the engine that computes their losses; None: torch does.
         held_out: number of rows that learning rates are compared on; 0: there are none.
     """
 
     share_directions: bool
+    engine: str | None = None
     held_out: int
 
     @abstractmethod
@@ -234,11 +236,16 @@ def resolve_feedback(
         raise RequestError(f"{asked[0]}, and {method} takes no feedback steps; set it to 0, or use {HEAD_FEEDBACK}.")
     if asked and not train.minimises_loss:
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
+    engine = None if rows is None else rows.engine
+    if asked and engine is not None:
+        raise RequestError(f"{asked[0]}, and {engine} computes no gradient; set it to 0, or leave model.engine out.")
     possible = available and train.minimises_loss and rows is not None
     defaults = default_counts(train.num_steps) if possible else (0, 0)
     notices: list[str] = []
     wanted = any(default for key, default in zip(KEYS, defaults, strict=True) if getattr(train, key) is None)
-    if measuring and rows is not None and (asked or wanted):
+    if wanted and engine is not None:
+        defaults, notices = (0, 0), [f"there are no feedback steps: {engine} computes no gradient."]
+    elif measuring and rows is not None and (asked or wanted):
         try:
             with current().phase(LOOKING):
                 optimizer.check_rule(FEEDBACK, rows.step(0, per_example=False))

@@ -55,7 +55,8 @@ class RunRows(Rows):
         order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
         self._others = [others[i] for i in order]
         self.held_out = len(self._others)
-        self.share_directions = objective.shared_tokens > 0 or objective.evaluator.shares_directions
+        self.engine = objective.evaluator.engine
+        self.share_directions = objective.shared_tokens > 0 or self.engine is not None
 
     def own_answers(self) -> Callable[[], float] | None:
         if self._reward is None:

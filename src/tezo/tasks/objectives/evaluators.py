@@ -26,8 +26,9 @@ from tezo.tasks.objectives.readers import base_of, logits_and_hidden_at, logits_
 class Evaluator(ABC):
     """Runs forward passes of a causal model with the parameters that it has at the time of the call."""
 
-    shares_directions = False
-    """Whether the rows of a batch must share their directions."""
+    engine: str | None = None
+    """Name of the engine that runs the passes, of which rows share their directions and nothing has a gradient; None:
+    torch runs them."""
     most_copies: int | None = None
     """Number of models that it computes side by side; None: by the number of tokens."""
 
@@ -154,10 +155,8 @@ class InEngine(Evaluator):
         engine: holds the weights of the model.
     """
 
-    shares_directions = True
-
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.most_copies = engine, engine.at_once
+        self._engine, self.engine, self.most_copies = engine, engine.name, engine.at_once
 
     def log_probs(self, model: Any, batch: Batch, copies: int) -> tuple[Tensor, Tensor]:
         asked, place_T, slot_T1 = ask(batch, batch.tokens_SK[batch.valid_SK].unsqueeze(1), likely=1)
