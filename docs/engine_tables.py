@@ -7,6 +7,9 @@ from typing import Any
 
 from drawing import grid, machine, read
 
+LORA = "LoRA with gradients"
+"""Its name in `real_tasks.json`."""
+
 
 def engines() -> str:
     """Seconds of a direction's pass over 64 rows, by engine, and what they are of a pass without a change."""
@@ -67,7 +70,7 @@ def real_tasks() -> str:
             known |= {"untuned, bias fitted": first["untuned"]["bias"], "linear probe": first["untuned"]["probe"]}
         own = [[task, what, "", "0", *_ends([{"after": metrics}])] for what, metrics in known.items()]
         for method in dict.fromkeys(_method(name) for name in of):
-            label, runs = _at_best_rate({name: run for name, run in of.items() if _method(name) == method})
+            label, runs = at_best_rate(of, method)
             own.append([task, label, f"{len(runs)}", f"{_middle(_passes, runs):.0f}", *_ends(runs)])
         rows += sorted(own, key=lambda row: -float(row[4]))
     heads = ["rows", "", "seeds", "passes of 64 rows", "test loss", "accuracy"]
@@ -114,12 +117,13 @@ def _method(name: str) -> str:
     return name.partition(",")[0]
 
 
-def _at_best_rate(of: dict[str, dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """(name with the rate, the runs of all seeds at it) of runs of one method, by the dev loss."""
+def at_best_rate(of: dict[str, dict[str, Any]], method: str) -> tuple[str, list[dict[str, Any]]]:
+    """(name with the rate, the runs of all seeds at it) of a method among some runs, by the dev loss."""
     rates: dict[str, list[dict[str, Any]]] = {}
     for name, run in of.items():
-        rates.setdefault(name.partition(", seed")[0], []).append(run)
-    return min(rates.items(), key=lambda rate: _middle(_dev_loss, rate[1]))
+        if _method(name) == method:
+            rates.setdefault(name.partition(", seed")[0], []).append(run)
+    return min(rates.items(), key=lambda rate: _middle(_dev_loss, rate[1]), default=(method, []))
 
 
 def _middle(part: Callable[[dict[str, Any]], float], runs: list[dict[str, Any]]) -> float:
@@ -134,14 +138,14 @@ def levels(task: str) -> str:
     """A sentence on a task: the untuned model, what is fitted to it, our default, LoRA at its best rate."""
     runs = {name.partition("/")[2]: run for name, run in read("real_tasks")["runs"].items() if name.startswith(task)}
     ours = [run for name, run in runs.items() if _method(name) == "gauss-newton"]
-    lora = min((run for name, run in runs.items() if name.startswith("LoRA")), key=_dev_loss)
+    lora = at_best_rate(runs, LORA)[1]
     fitted = {what: _accuracy({"after": ours[0]["untuned"][what]}) for what in ("bias", "probe")}
     said = [
         f"Accuracy on {ours[0]['rows']['test']} test rows: untuned {_accuracy({'after': ours[0]['before']}):.1f} %,",
         f"with a bias fitted to each label {fitted['bias']:.1f} %, under a linear probe {fitted['probe']:.1f} %; the",
         f"default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, median of",
-        f"{len(ours)} seeds; LoRA with gradients {_accuracy(lora):.1f} % in {_passes(lora):.0f} there and back.",
-        f"`python benchmarks/real_tasks.py`; {machine(lora)}.",
+        f"{len(ours)} seeds; {LORA} {_middle(_accuracy, lora):.1f} % in {_middle(_passes, lora):.0f} there and back.",
+        f"`python benchmarks/real_tasks.py`; {machine(lora[0])}.",
     ]
     return " ".join(said) + "\n"
 

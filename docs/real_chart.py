@@ -1,20 +1,18 @@
 """The figure of dev loss against forward passes on a real model, from what `real_tasks.py` has measured.
 
-    python benchmarks/real_chart.py [--task issues] [--out docs/figures]
+    python docs/real_chart.py [--task issues] [--out docs/figures]
 
 Writes real-TASK.png and real-TASK.svg. Needs the extra `figures`.
 """
 
 import argparse
-import json
-import statistics
 from pathlib import Path
 from typing import Any
 
+from drawing import read
+from engine_tables import LORA, at_best_rate
 from tezo_studies.analysis.figure import COLOURS, Analysis, drawn
 
-HERE = Path(__file__).parent
-LORA = "LoRA with gradients"
 LINES = {
     "gauss-newton": ("gauss-newton, the default for labels", COLOURS[1], "-"),
     "head-feedback": ("head-feedback", COLOURS[0], "-"),
@@ -33,10 +31,13 @@ def main() -> None:
     """Writes the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="issues")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "docs/figures")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "figures")
     given = parser.parse_args()
-    found = json.loads((HERE / "results/real_tasks.json").read_text(encoding="utf-8"))["runs"]
-    own = {name.partition("/")[2]: run for name, run in found.items() if name.startswith(f"{given.task}/")}
+    own = {
+        name.partition("/")[2]: run
+        for name, run in read("real_tasks")["runs"].items()
+        if name.startswith(f"{given.task}/") and "curve" in run
+    }
     figure = drawn(Analysis("real", "", "runs", dict, lambda _, __: {}, draw, lambda _: ""), own)
     figure.savefig(given.out / f"real-{given.task}.png", dpi=150, metadata={"Software": None})
     figure.savefig(given.out / f"real-{given.task}.svg", metadata={"Date": None})
@@ -50,27 +51,18 @@ def lowest_so_far(curve: list[tuple[float, float]]) -> tuple[list[float], list[f
     return [passes for passes, _ in curve], kept
 
 
-def at_best_rate(runs: dict[str, Any], method: str) -> list[Any]:
-    """The runs of all seeds at the rate with the lowest dev loss."""
-    rates: dict[str, list[Any]] = {}
-    for name, run in runs.items():
-        if name.partition(",")[0] == method and "curve" in run:
-            rates.setdefault(name.partition(", seed")[0], []).append(run)
-    return min(rates.values(), key=lambda of: statistics.median(run["dev_loss"] for run in of), default=[])
-
-
 def draw(runs: dict[str, Any], figure: Any) -> None:
     """A line for each seed of a method, at its best rate, and LoRA's, with the level of its end."""
     figure.set_size_inches(7.6, 3.4)
     panel = figure.subplots()
     for name, (label, colour, stroke) in LINES.items():
-        for index, run in enumerate(at_best_rate(runs, name)):
+        for index, run in enumerate(at_best_rate(runs, name)[1]):
             passes, losses = lowest_so_far(run["curve"])
             style = {"color": colour, "linestyle": stroke, "linewidth": 2 if name == "gauss-newton" else 1.3}
             if name in OURS:
                 style |= {"marker": "o", "markersize": 2.5}
             panel.plot(passes, losses, label=label if not index else None, **style)
-    for run in at_best_rate(runs, LORA):
+    for run in at_best_rate(runs, LORA)[1]:
         passes, losses = lowest_so_far(run["curve"])
         panel.plot(passes, losses, color=COLOURS[2], linestyle="--", linewidth=1.3, label=f"{LORA}, best of its rates")
         panel.axhline(losses[-1], color=COLOURS[2], linestyle=":", linewidth=0.8)
