@@ -31,6 +31,7 @@ from tezo.tasks.rewards import Reward, answered
 from tezo.training.config import parse_config
 from tezo.training.loop import train
 from tezo.training.replay import replay
+from tezo.training.report.charts import loss_charts
 from tezo.training.report.tables import row_loss, step_loss
 
 SCORER = """
@@ -374,6 +375,7 @@ def test_words_and_numbers_of_a_report_are_those_of_a_reward(home):
         (home / "run" / name).unlink(missing_ok=True)
     run = read_run(home / "run")
     assert {"steps": step_loss(run), "rows": row_loss(run)} == words
+    assert [[*axes][:2] for axes in loss_charts([run]).values()] == [["evaluations of the reward", "steps"]]
     assert (metric_text("reward", 0.5), change_text("reward", 0.25, 0.5)) == ("0.5000", "+0.2500")
 
 

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 from tezo.runs.reader import RecordedRun
 from tezo.runs.words import minus
 from tezo.system.errors import RequestError
+from tezo.tasks.scoring import REWARD
 from tezo.training.report.curves import (
     Points,
     dev_losses,
@@ -139,19 +140,20 @@ class Chart:
 def loss_charts(runs: Sequence[RecordedRun]) -> dict[str, dict[str, Chart]]:
     """Returns kind of loss, in words -> name of an axis -> chart of the runs that have such losses.
 
-    The axes are forward passes, steps, and time where it is known.
+    The axes are forward passes (of a reward its evaluations), steps, and time where it is known.
     """
     half = half_life(max(len(run.records) for run in runs))
     longest = max(max(seconds_at(run).values(), default=0.0) for run in runs)
     unit, size = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60) if longest >= 2 * 60 else ("seconds", 1)
-    axes: list[tuple[str, str, Callable[[RecordedRun], Mapping[float, float]]]] = [
-        ("forward passes", "forward passes", lambda run: dict(enumerate(map(float, run.passes)))),
-        ("steps", "steps", lambda run: {step: float(step) for step in range(len(run.passes))}),
-        (unit, f"{unit} spent on steps",
-         lambda run: {step: seconds / size for step, seconds in {0: 0.0, **seconds_at(run)}.items()}),
-    ]  # fmt: skip
     found = {}
     for kind in dict.fromkeys(kind for run in runs for kind in (step_loss(run), row_loss(run))):
+        counted = "evaluations of the reward" if kind == minus(REWARD) else "forward passes"
+        axes: list[tuple[str, str, Callable[[RecordedRun], Mapping[float, float]]]] = [
+            (counted, counted, lambda run: dict(enumerate(map(float, run.passes)))),
+            ("steps", "steps", lambda run: {step: float(step) for step in range(len(run.passes))}),
+            (unit, f"{unit} spent on steps",
+             lambda run: {step: seconds / size for step, seconds in {0: 0.0, **seconds_at(run)}.items()}),
+        ]  # fmt: skip
         charts = {}
         for name, x, positions in axes:
             series = [one for i, run in enumerate(runs) for one in _loss_series(i, run, kind, positions(run), half)]
