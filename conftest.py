@@ -1,5 +1,6 @@
 """What every test runs under: one thread, no cache of the user's, draws and examples that repeat; what is fast."""
 
+import gc
 import os
 import random
 import signal
@@ -27,6 +28,16 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEZO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+def pytest_collection_finish():
+    """What the modules of the tests have imported is never garbage: a collection that goes through it takes 0.3 s."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures
