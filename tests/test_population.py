@@ -1,5 +1,6 @@
 """Populations: the estimate as it is written, missing losses, members side by side, runs of rewards, their logs."""
 
+import copy
 import json
 import math
 
@@ -18,7 +19,8 @@ from tezo.forward import low_rank
 from tezo.forward.blocks import block_points
 from tezo.forward.low_rank import keeping_points
 from tezo.forward.perturbed_parameter import Shift
-from tezo.optim.estimators.population import Population
+from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.estimators.population import kappas_of
 from tezo.optim.methods.es import es
 from tezo.runs.reader import read_run
 from tezo.system.errors import RequestError
@@ -48,19 +50,19 @@ def test_kappa_is_the_formula_as_it_is_written(missing):
     draw = torch.Generator().manual_seed(missing)
     losses = torch.randn(6, 5, generator=draw, dtype=torch.float64)
     losses.view(-1)[torch.randperm(30, generator=draw)[:missing]] = math.nan
-    assert Population(1e-2).kappas(losses) == pytest.approx(literal(losses.tolist()), rel=1e-12)
+    assert kappas_of(losses, 1e-2) == pytest.approx(literal(losses.tolist()), rel=1e-12)
 
 
 def test_a_member_without_a_loss_pulls_nowhere_and_a_hard_row_counts_for_nothing():
     losses = torch.tensor([[1.0, 5.0], [2.0, 6.0], [math.nan, math.nan]], dtype=torch.float64)
-    first, second, third = Population(1e-2).kappas(losses)
+    first, second, third = kappas_of(losses, 1e-2)
     assert third == 0.0 and first == pytest.approx(-second)
     harder = losses + torch.tensor([0.0, 100.0])
-    assert Population(1e-2).kappas(harder) == pytest.approx([first, second, third])
+    assert kappas_of(harder, 1e-2) == pytest.approx([first, second, third])
 
 
 def test_members_that_are_alike_take_no_step():
-    assert Population(1e-2).kappas(torch.full((4, 3), 0.7, dtype=torch.float64)) == [0.0] * 4
+    assert kappas_of(torch.full((4, 3), 0.7, dtype=torch.float64), 1e-2) == [0.0] * 4
 
 
 def test_a_step_is_the_sum_of_the_members_by_their_losses():
@@ -107,6 +109,62 @@ def test_a_pair_has_half_the_difference_of_its_kappas():
     means = [(sum(own) / len(own)) for own in losses]
     found = [loss for probe in optimizer.last_step.probes for loss in (probe.loss_plus, probe.loss_minus)]
     assert found == pytest.approx(means)
+
+
+class OnAPlateau(RowsClosure):
+    """The losses of some rows, all of them 0 while the plateau lasts; `measured` has those of each member."""
+
+    examples = tokens = 4
+
+    def __init__(self, rows: RowsClosure) -> None:
+        self.rows, self.measured, self.lasts = rows, [], True
+
+    def example_passes(self):
+        return self.rows.example_passes()
+
+    def losses(self, copies: int) -> Tensor:
+        return self.example_losses(copies).mean(1)
+
+    def example_losses(self, copies: int) -> Tensor:
+        found = self.rows.example_losses(copies)
+        self.measured += found.tolist()
+        return torch.zeros_like(found) if self.lasts else found
+
+
+def test_members_go_farther_after_each_step_in_which_they_were_alike_and_a_state_keeps_that():
+    def made(model):
+        return es(model, num_directions=3, rank=2, lr=1.0, rho=1e-2, basis="gaussian")
+
+    model, ids = tiny_llama().double(), tokens(batch=4, seed=2)
+    rows, optimizer = tezo.closure(model, {"input_ids": ids, "labels": ids}), made(model)
+    plateau, records = OnAPlateau(rows), []
+    for step, times in enumerate((1, 1.5, 1.5**2, 1.5**3, 1.5**4, 1.5**5, 1.5**5)):
+        plateau.lasts, plateau.measured = step < 6, []
+        draw, expected = optimizer.draw(), []
+        for i in range(3):
+            for name, moving in optimizer.moving.items():
+                moving.set_perturbations([Shift(draw.directions[name][i], times * 1e-2)])
+            with torch.no_grad():
+                expected.append(rows.example_losses(1)[0].tolist())
+        for moving in optimizer.moving.values():
+            moving.set_perturbations([])
+        optimizer.step(plateau)
+        torch.testing.assert_close(torch.tensor(plateau.measured[:3]), torch.tensor(expected), rtol=1e-9, atol=0)
+        assert optimizer.last_step.is_idle == plateau.lasts
+        records.append(optimizer.last_step)
+    longest = 1.5**5 * 1e-2  # kappas have the unit of the distance
+    assert optimizer.last_step.projected_grads == pytest.approx(
+        [kappa * longest / RHO for kappa in literal(expected)], rel=1e-6
+    )
+
+    state, records = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(records)
+    kept = {name: value.clone() for name, value in optimizer.resumable_state().items()}
+    optimizer.step(rows)
+    for restore in (lambda o: o.load_state_dict(state), lambda o: o.load_resumable_state(kept, records)):
+        other = made(twin := tiny_llama().double())
+        restore(other)
+        other.step(tezo.closure(twin, {"input_ids": ids, "labels": ids}))
+        assert other.last_step == optimizer.last_step
 
 
 def test_points_that_are_kept_for_a_text_are_those_of_the_perturbations_at_hand(monkeypatch):

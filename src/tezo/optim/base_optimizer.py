@@ -63,6 +63,7 @@ class BaseOptimizer(ABC):
         num_directions: random directions per step; 0 for gradient steps.
         num_steps: number of steps taken.
         num_forward_passes: number of closure evaluations in all steps.
+        num_idle_steps: number of steps whose directions told nothing; see `StepRecord.is_idle`.
         last_step: record of the last step; None before the first.
         plan: function of a step -> (the rule that it follows where none is given, factor of its learning rate); None:
             every step follows the first rule.
@@ -76,6 +77,7 @@ class BaseOptimizer(ABC):
     num_directions: int = 0
     num_steps: int = 0
     num_forward_passes: int = 0
+    num_idle_steps: int = 0
     last_step: StepRecord | None = None
     plan: Callable[[int], tuple[str, float]] | None = None
     settings: Settings = Settings()
@@ -120,11 +122,13 @@ class BaseOptimizer(ABC):
         """Counts a finished step."""
         self.num_steps += 1
         self.num_forward_passes += record.forward_passes
+        self.num_idle_steps += record.is_idle
         self.last_step = record
 
     def count_again(self, records: Sequence[StepRecord]) -> None:
         """Restores the counts from the records of all steps since the first."""
         self.num_steps, self.num_forward_passes = len(records), sum(record.forward_passes for record in records)
+        self.num_idle_steps = sum(record.is_idle for record in records)
         self.last_step = records[-1] if records else None
 
     def not_finite(self, loss: float) -> NonFiniteLossError:

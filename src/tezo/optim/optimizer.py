@@ -435,7 +435,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
                 moving.begin(drawn[name][0], keys[0])
         rule = rule or self.rules[0]
         foretold = self.perturbation.foretold(self.num_steps)
-        return StepDraw(self.num_steps, self.counts[rule], self._rate(rule), drawn, foretold)
+        return StepDraw(self.num_steps, self.counts[rule], self._rate(rule), drawn, foretold, self.num_idle_steps)
 
     def _apply(self, estimate: Estimate, record: StepRecord, draw: StepDraw) -> None:
         """Updates parameters and moments, and counts the step."""
@@ -521,6 +521,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             "rule": self._description,
             "num_steps": self.num_steps,
             "num_forward_passes": self.num_forward_passes,
+            "num_idle_steps": self.num_idle_steps,
             "counts": dict(self.counts),
             "seed": self.seed,
             "rho": self.rho,
@@ -564,6 +565,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         restored = {**self.param_groups[0], "rho": self.rho, "seed": self.seed}
         self.settings = self.settings.with_values(restored)
         self.num_forward_passes = state_dict["num_forward_passes"]
+        self.num_idle_steps = state_dict["num_idle_steps"]
         self.counts |= state_dict["counts"]
         self._load_moments(state_dict["tensors"])
         self.load_tuned_state(state_dict["tensors"], self.num_steps)

@@ -157,7 +157,6 @@ class Loop:
         self.evaluations = Evaluations(job, folder, listeners)
         self.best = BestState(job, folder, self.evaluations, listeners, processes)
         self.step_seconds = 0.0
-        self.idle_steps = 0
         self._said: set[str] = set()
 
     def run(self) -> dict[str, Any]:
@@ -225,7 +224,6 @@ class Loop:
         if state.checkpoint is None:
             return 0
         step = state.checkpoint.step
-        self.idle_steps = sum(record.is_idle for record in state.steps[:step])
         parts: dict[str, dict[str, Tensor]] = {"run": {}, "best": {}}
         for key, value in state.checkpoint.tensors.items():
             part, _, name = key.partition("/")
@@ -286,7 +284,6 @@ class Loop:
             told = self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
-        self.idle_steps += record.is_idle
         self.best.stepped(record)
         progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
         self._log_step(progress, told)
@@ -402,7 +399,7 @@ class Loop:
             kept.step if kept is not None else steps,
             kept.loss if kept is not None else self.best.dev_loss,
             self.step_seconds,
-            self.idle_steps,
+            self.job.optimizer.num_idle_steps,
             before,
             after,
             untuned,

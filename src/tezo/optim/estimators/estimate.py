@@ -204,6 +204,7 @@ class StepDraw:
         lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
         foretold: what they should change the scores of the first rows by; None: it is not known.
+        idle: number of earlier steps whose directions told nothing.
     """
 
     step: int
@@ -211,6 +212,7 @@ class StepDraw:
     lr: float
     directions: Mapping[str, Sequence[Direction]]
     foretold: Foretold | None = None
+    idle: int = 0
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class OverSpread(TwoPoint):
 
 SAME = 1e-12
 """Spread of members, as a part of the largest loss, that is rounding alone."""
+WIDER, MOST_WIDENINGS = 1.5, 5
+"""Factor of the distance of members after a step in which all were alike, and how often it counts. Our choice."""
 NEEDS_ROWS = (
     "this method compares the loss of each row, and the closure tells one loss; give one of tezo.closure(model, "
     "batch), or choose another method."
@@ -61,15 +63,16 @@ NEEDS_ROWS = (
 
 
 class Population(TwoPoint):
-    """The estimate (1/P) sum_i kappa_i Z_i of P members W + rho Z_i, by their losses l_ij on the rows j:
+    """The estimate (1/P) sum_i kappa_i Z_i of P members W + r Z_i, by their losses l_ij on the rows j:
 
-        a_ij = l_ij - mean_i l_ij,   kappa_i = rho mean_j a_ij / sigma,   sigma^2 = sum_i (mean_j a_ij)^2 / (P - 1).
+        a_ij = l_ij - mean_i l_ij,   kappa_i = r mean_j a_ij / sigma,   sigma^2 = sum_i (mean_j a_ij)^2 / (P - 1).
 
-    Rows are of different difficulty, which the mean over the members takes out. A loss that is missing (NaN) is left
-    out of all means. kappa has the unit of rho, so that the rate is the size of a step as a multiple of a member's
-    distance: a step with rate lr has length lr rho |Z| / sqrt(P) where losses are noise. With sigma = 0, as where all
-    members say the same, there is no step. A direction has one member for each of `signs`, and the mean of their kappas
-    with these signs.
+    The distance r is rho, times `WIDER` after each step in which all members were alike, `MOST_WIDENINGS` times at
+    most: on a plateau of the score no member at rho may be better. Rows are of different difficulty, which the mean
+    over the members takes out. A loss that is missing (NaN) is left out of all means. kappa has the unit of r, so that
+    the rate is the size of a step as a multiple of a member's distance: a step with rate lr has length
+    lr r |Z| / sqrt(P) where losses are noise. With sigma = 0, as where all members say the same, there is no step. A
+    direction has one member for each of `signs`, and the mean of their kappas with these signs.
 
     Args:
         rho: perturbation scale.
@@ -83,7 +86,9 @@ class Population(TwoPoint):
             raise RequestError(NEEDS_ROWS)
         count = len(next(iter(draw.directions.values())))
         own = range(self._processes.rank, count, self._processes.size)
-        points = [(index, sign * self.rho) for index in own for sign in self.signs]
+        reach = self.rho * WIDER ** min(draw.idle, MOST_WIDENINGS)
+        self.told = {"reach": reach}
+        points = [(index, sign * reach) for index in own for sign in self.signs]
         found = self.evaluated(closure, draw.directions, points, lambda copies: [*closure.example_losses(copies)])
         ranks = [torch.tensor(values, dtype=torch.float64) for values in
                  self._processes.gather([loss for losses in found for loss in losses.tolist()])]  # fmt: skip
@@ -91,7 +96,7 @@ class Population(TwoPoint):
         parts = [values.view(len(own), len(self.signs), -1) for values in ranks]
         losses_PN = torch.stack(parts, 1).flatten(0, 2)
         signs_S = torch.tensor(self.signs, dtype=torch.float64)
-        kappas = (torch.tensor(self.kappas(losses_PN)).view(count, -1) * signs_S).mean(1).tolist()
+        kappas = (torch.tensor(kappas_of(losses_PN, reach)).view(count, -1) * signs_S).mean(1).tolist()
         mean = float(losses_PN.nanmean())
         members = losses_PN.nanmean(1).nan_to_num(mean).view(count, -1).tolist()
         probes = tuple(
@@ -99,13 +104,6 @@ class Population(TwoPoint):
             for losses, kappa in zip(members, kappas, strict=True)
         )
         return average(mean, self._checked(probes), self.passes(count, first=False), draw)
-
-    def kappas(self, losses_PN: Tensor) -> list[float]:
-        """Returns kappa of each member; 0 for one whose losses are all missing."""
-        above_P = (losses_PN - losses_PN.nanmean(0)).nanmean(1).nan_to_num(0.0)
-        sigma = float(above_P.square().sum() / max(1, len(above_P) - 1)) ** 0.5
-        alike = sigma <= SAME * float(losses_PN.nan_to_num(0.0).abs().max())
-        return [0.0] * len(above_P) if alike else (self.rho * above_P / sigma).tolist()
 
     def passes(self, directions: int, *, first: bool) -> int:
         del first
@@ -116,6 +114,14 @@ class Population(TwoPoint):
 
 
 class AntitheticPopulation(Population):
-    """The same of pairs W + rho Z_i and W - rho Z_i, in which terms of even order cancel."""
+    """The same of pairs W + r Z_i and W - r Z_i, in which terms of even order cancel."""
 
     signs = (1, -1)
+
+
+def kappas_of(losses_PN: Tensor, reach: float) -> list[float]:
+    """Returns kappa of each member at this distance; 0 for one whose losses are all missing."""
+    above_P = (losses_PN - losses_PN.nanmean(0)).nanmean(1).nan_to_num(0.0)
+    sigma = float(above_P.square().sum() / max(1, len(above_P) - 1)) ** 0.5
+    alike = sigma <= SAME * float(losses_PN.nan_to_num(0.0).abs().max())
+    return [0.0] * len(above_P) if alike else (reach * above_P / sigma).tolist()

@@ -33,8 +33,8 @@ def es(
     """Evolution strategies: a population of low-rank members, scored on the same rows. Ours in its parts.
 
         Z_i = U_i V^T,   U_i (M x r) drawn every step, V (N x r) once,   i = 1, ..., P = `num_directions`,
-        a_ij = l_ij - mean_i l_ij   of the loss l_ij of member W + rho Z_i on row j,
-        kappa_i = rho mean_j a_ij / sigma,   sigma^2 = sum_i (mean_j a_ij)^2 / (P - 1),
+        a_ij = l_ij - mean_i l_ij   of the loss l_ij of member W + r Z_i on row j,
+        kappa_i = r mean_j a_ij / sigma,   sigma^2 = sum_i (mean_j a_ij)^2 / (P - 1),
         A <- (1 - lr wd) A - lr (1/P) sum_i kappa_i U_i,   W = W_0 + A V^T,   wd = `weight_decay`.
 
     For rewards and other losses that no short distance changes smoothly: one score of each member, P evaluations a
@@ -47,10 +47,11 @@ def es(
     differ by. So the rate of a run falls to zero: at a constant one a model that has learnt wanders on, and forgets.
     `weight_decay` pulls the change back to nothing, so that what no score asks for fades: with 0.02 two models forgot
     about half as much or less, and scored about as high or higher (docs/rewards.md). A run measures rho, the distance
-    at which the text that the model writes becomes less likely by a tenth of a nat a token. Defaults are of first
-    trials.
+    at which the text that the model writes becomes less likely by a tenth of a nat a token. r is rho, and 1.5 times as
+    long after each step in which all members were alike, five times at most: where answers that earn a half were all
+    that members at rho wrote, those farther away left them (docs/rewards.md). Defaults are of first trials.
 
-    With `antithetic` each direction has two members, W + rho Z_i and W - rho Z_i: twice the evaluations a step, and
+    With `antithetic` each direction has two members, W + r Z_i and W - r Z_i: twice the evaluations a step, and
     kappa_i is half the difference of theirs.
     """
     if num_directions < 2:
