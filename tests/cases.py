@@ -98,6 +98,11 @@ def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def tuples_mostly_slow(tuples: Iterable[tuple[Any, ...]], *fast: tuple[Any, ...]) -> list[Any]:
+    """The same of several parameters, whose values are together in tuples."""
+    return [own if own in fast else pytest.param(*own, marks=pytest.mark.slow) for own in tuples]
+
+
 every_method = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 every_method_fast_for_kinds = pytest.mark.parametrize(
     "case", mostly_slow(CASES.values(), *(CASES[name] for name in ONE_OF_EACH_KIND)), ids=CASES.keys()

@@ -12,6 +12,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from cases import tuples_mostly_slow
 from datasets import Dataset, DatasetDict
 from folders import completion_rows, label_rows, model_folder, tiny_model, tokenizer_for, write_rows
 from folders import tezo as command_line
@@ -93,7 +94,13 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [*(("opt", name) for name in RATES), ("bert", "head-feedback"), ("roberta", "head-feedback")]
+    ("family", "method"),
+    tuples_mostly_slow(
+        [*(("opt", name) for name in RATES), ("bert", "head-feedback"), ("roberta", "head-feedback")],
+        ("opt", "head-feedback"),
+        ("opt", "mezo"),
+        ("bert", "head-feedback"),
+    ),
 )
 def test_objects_and_names_are_the_same_run(home, family, method):
     named, training = {"model": str(home / family)}, in_memory(family)
@@ -112,6 +119,7 @@ def test_objects_and_names_are_the_same_run(home, family, method):
         assert run.summary["after"] == other.summary["after"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sizes", [{"num_train": 9, "num_dev": 5, "num_test": 7}, {"per_class": 3}])
 @pytest.mark.parametrize("parts", [("train",), ("train", "dev"), ("train", "test"), ("train", "dev", "test")])
 def test_rows_in_memory_are_divided_as_those_of_a_file(home, parts, sizes):
@@ -229,6 +237,7 @@ def test_what_is_to_be_known_of_an_evaluation_is_warned_of():
 # The model afterwards
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("form", ["lora", "merged"])
 @pytest.mark.parametrize("when", ["live", "opened", "merged", "by name", "opened by name"])
 def test_what_is_exported_is_the_tuned_model_and_the_model_stays_as_it_is(home, tmp_path, form, when):

@@ -10,12 +10,13 @@ from cases import (
     CASES,
     INTERVAL,
     OF_A_LOSS,
+    ONE_OF_EACH_KIND,
     RANK,
     Case,
     choose,
     effective_weights,
-    every_method,
     every_method_fast_for_kinds,
+    mostly_slow,
     run,
 )
 from tiny import VOCAB, Regression, lm_loss, tiny_llama, tiny_opt, tokens
@@ -44,7 +45,13 @@ def test_the_table_enrols_every_method():
     }
 
 
-@choose(*(name for name in CASES if name != "sparse-mezo"))  # it stops where an entry has grown: test_baselines.py
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(
+        [case for name, case in CASES.items() if name != "sparse-mezo"], *(CASES[name] for name in ONE_OF_EACH_KIND)
+    ),
+    ids=[name for name in CASES if name != "sparse-mezo"],
+)  # it stops where an entry has grown: test_baselines.py
 def test_it_minimises_a_quadratic(case):
     # Over all weights, for the methods whose directions span them.
     model = Regression()
@@ -103,7 +110,7 @@ def through_bytes(state: dict) -> dict:
     [(MIDDLE, torch.float64), (INTERVAL, torch.float64), (MIDDLE, torch.bfloat16)],
     ids=["mid-period", "at-refresh", "mid-period-bf16"],
 )
-@every_method
+@every_method_fast_for_kinds
 def test_a_run_taken_up_from_its_state_is_the_uninterrupted_run_to_the_bit(case, stop, dtype):
     model = tiny_opt(dtype)
     optimizer = case.build(model, targets=("all",), seed=3)
@@ -147,7 +154,7 @@ def test_an_optimizer_that_has_run_goes_back_to_a_state_whole(case):
 
 @pytest.mark.thinned
 @DTYPES
-@every_method
+@every_method_fast_for_kinds
 def test_the_tuned_state_of_a_run_gives_its_weights_back_to_the_bit(case, dtype):
     model = tiny_opt(dtype)
     optimizer = case.build(model, targets=("all",))

@@ -170,6 +170,7 @@ def test_metrics_ahead_of_a_log_that_lost_its_end_are_cut_and_written_again(home
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["basis-0.safetensors", "feedback-1.safetensors"])
 @pytest.mark.parametrize("how", ["seed", "step", "missing", "damaged"])
 def test_a_factor_file_of_another_seed_or_step_is_not_taken(home, tmp_path, name, how):

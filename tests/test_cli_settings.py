@@ -53,6 +53,7 @@ def test_a_setting_that_another_makes_void(home, tmp_path, rows, values, parts):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dev", [None, "rows.jsonl"])
 @pytest.mark.parametrize(("test", "count"), [(None, None), (None, 2), ("rows.jsonl", None)])
 def test_eval_of_a_run_measures_the_rows_that_its_summary_tells_of(home, tmp_path, dev, test, count):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import mostly_slow
 from folders import (
     CAUSAL,
     FAMILIES,
@@ -138,7 +139,7 @@ def test_predict_answers_every_row_in_order(runs, pair, tmp_path):
         assert any(predictions), "not one word was generated"
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", mostly_slow(CAUSAL, "gpt2", "llama"))
 def test_generated_answers_do_not_depend_on_their_neighbours_and_stop_in_time(runs, family, tmp_path):
     run = runs((family, "completion"))
     rows = read_jsonl(run.test)

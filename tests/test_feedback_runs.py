@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import tuples_mostly_slow
 from folders import (
     completion_rows,
     label_rows,
@@ -150,8 +151,11 @@ def test_where_no_layer_qualifies_a_default_is_left_out_and_said_and_a_wish_refu
 
 @pytest.mark.parametrize(
     ("family", "flags"),
-    [("bert", ()), ("roberta", ()), ("qwen2", ()), ("gpt2", ()), ("wide opt", ("--quantization", "nf4")),
-     ("opt", ("--quantization", "int8wo")), ("opt", ("--set", "model.dtype=bfloat16"))],
+    tuples_mostly_slow(
+        [("bert", ()), ("roberta", ()), ("qwen2", ()), ("gpt2", ()), ("wide opt", ("--quantization", "nf4")),
+         ("opt", ("--quantization", "int8wo")), ("opt", ("--set", "model.dtype=bfloat16"))],
+        ("bert", ()), ("qwen2", ()), ("wide opt", ("--quantization", "nf4")),
+    ),
 )  # fmt: skip
 def test_every_kind_of_model_takes_them_and_ends_as_an_adapter(tmp_path, family, flags):
     if family == "wide opt":  # a CPU unpacks no narrower layers

@@ -49,6 +49,7 @@ def within(mode, loss):
     return closure
 
 
+@pytest.mark.thinned
 @every_method_fast_for_kinds
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
 def test_an_error_out_of_a_layer_leaves_all_as_before(case, error):

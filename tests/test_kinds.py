@@ -81,7 +81,7 @@ def test_a_pooler_that_was_drawn_at_random_makes_no_other_model_of_it():
     assert from_objects(models[1], words_tokenizer(closing=True)).fingerprint != first
 
 
-@pytest.mark.parametrize("family", ["roberta", "bert", "llama"])
+@pytest.mark.parametrize("family", ["roberta", pytest.param("bert", marks=pytest.mark.slow), "llama"])
 def test_a_classifier_is_tuned_with_its_own_head(home, tmp_path, family):
     base, rows = classification_folder(tmp_path / "base", family), home / "rows.jsonl"
     loaded = load_model(str(base))
@@ -146,7 +146,7 @@ def test_rows_may_name_the_classes_of_a_head_by_index_or_by_words_of_their_own(h
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["roberta", "bert"])
+@pytest.mark.parametrize("family", ["roberta", pytest.param("bert", marks=pytest.mark.slow)])
 def test_a_classifier_takes_feedback_steps_where_its_loss_shows_them(home, tmp_path, family):
     """RoBERTa's head reads the last hidden states; BERT's reads what a pooler inside the encoder made of them."""
     base, rows = classification_folder(tmp_path / "base", family), home / "rows.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, ONE_OF_EACH_KIND, effective_weights, every_method_fast_for_kinds, mostly_slow, run
+from cases import CASES, effective_weights, mostly_slow, run
 from folders import Result, completion_rows, label_rows, model_folder, refused, tezo, write_rows
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
@@ -67,7 +67,7 @@ RATED = [name for name in CASES if name != "sparse-mezo"]
 
 
 @pytest.mark.parametrize(
-    "case", mostly_slow([CASES[name] for name in RATED], *(CASES[name] for name in ONE_OF_EACH_KIND)), ids=RATED
+    "case", mostly_slow([CASES[name] for name in RATED], CASES["mezo-adam"], CASES["tezo-cadam"]), ids=RATED
 )
 def test_a_run_at_the_chosen_rate_is_as_good_as_the_best_of_a_grid(case):
     # 15 dimensions: with one direction a step, luck decides. With four, about one seed of eight is short for lozo-m.
@@ -78,7 +78,7 @@ def test_a_run_at_the_chosen_rate_is_as_good_as_the_best_of_a_grid(case):
     assert 1 - grid[found.lr] > 0.75 * (1 - min(grid.values())), grid
 
 
-@every_method_fast_for_kinds
+@pytest.mark.parametrize("case", mostly_slow(CASES.values(), CASES["lozo-m"], CASES["tezo-cadam"]), ids=CASES)
 def test_trials_leave_all_that_a_run_computes_as_it_was(case):
     plain, measured = (case.build(tiny_opt(), targets=("all",)) for _ in range(2))
     model = measured.model
@@ -165,7 +165,7 @@ def test_a_loss_that_no_direction_changes_leaves_the_default_and_that_is_said():
     assert (flat.lr, flat.trials) == (3e-5, ()) and "method.lr: 3.0e-05, the method's default" in flat.notice
 
 
-@pytest.mark.parametrize("name", ["mezo", "tezo", "tezo-cadam", "lozo"])
+@pytest.mark.parametrize("name", mostly_slow(["mezo", "tezo", "tezo-cadam", "lozo"], "mezo", "tezo-cadam"))
 def test_a_loss_that_cannot_rise_far_bounds_the_rate_all_the_same(name):
     top, case = Noisy().start(), CASES[name]
 

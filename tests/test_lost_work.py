@@ -390,6 +390,7 @@ def test_no_path_of_this_machine_is_in_a_whole_model(inside, tmp_path):
     assert texts and not any(str(inside) in text for text in texts)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "ways", [("opt", "{home}/opt"), ("{home}/opt", "opt"), ("opt", "{tmp}/link"), ("../{name}/opt", "opt")]
 )

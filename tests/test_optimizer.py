@@ -54,7 +54,7 @@ def test_torchs_schedulers_set_the_step_size(case, schedule):
         scheduler.step()
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_half_the_learning_rate_is_half_the_first_step(case):
     def change(lr: float) -> dict[str, Tensor]:
         model = tiny_opt()

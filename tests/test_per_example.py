@@ -81,6 +81,7 @@ def literal_kappas(model, draw, losses_of, examples, q=1, rho=RHO):
     return found
 
 
+@pytest.mark.thinned
 @choose(*LOW_RANK)
 @pytest.mark.parametrize("q", [1, 2])
 @pytest.mark.parametrize("build", [tiny_opt, tiny_gpt2])
@@ -133,6 +134,7 @@ def test_each_example_of_a_run_is_measured_along_its_own_direction(family, shape
     assert optimizer.last_step.loss == pytest.approx(float(whole), rel=1e-4)  # up to terms in rho^2
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("q", [1, 2])
 @pytest.mark.parametrize(("family", "shape"), FAMILIES)
 def test_a_measurement_is_that_of_the_next_step(family, shape, q):
@@ -243,6 +245,7 @@ def test_a_stack_computed_in_parts_is_the_stack_computed_whole(monkeypatch, name
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("directions", ["shared", "per-example"])
 def test_mean_and_variance_are_the_closed_forms(rows, directions):
@@ -278,7 +281,7 @@ def test_mean_and_variance_are_the_closed_forms(rows, directions):
     assert rows == 1 or float(per_example) < 0.9 * (rank + 1) * float(norm + spread)
 
 
-@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("rows", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_signs_of_one_factor_vary_little_more_than_factors_of_their_own(rows):
     # LOZO's U_i = diag(s_i) U: with c_i the gradient in U's space (M x r), c their mean, d = M r
     #   tr Var = (d - r) (|c|^2 + sigma^2) / B + (r + 1) |c|^2,

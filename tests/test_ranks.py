@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import mostly_slow
+from cases import mostly_slow, tuples_mostly_slow
 from folders import label_rows, model_folder, refused, tezo, write_rows
 from forks import Done, forked
 from short_runs import result
@@ -87,7 +87,10 @@ def assert_same_trajectory(run: Path, alone: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("method", "count"), [("tezo-m", 2), ("lozo", 2), ("mezo-adam", 2), ("tezo-cadam", 4)])
+@pytest.mark.parametrize(
+    ("method", "count"),
+    tuples_mostly_slow([("tezo-m", 2), ("lozo", 2), ("mezo-adam", 2), ("tezo-cadam", 4)], ("tezo-m", 2)),
+)
 def test_ranks_that_share_rows_take_the_steps_of_one_process(home, tmp_path, method, count):
     made = recipe(home, tmp_path, method)
     done = ranks(count, made, tmp_path / "run")
@@ -108,7 +111,10 @@ def yaml_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("method", "share"), [("tezo-cadam", "rows"), ("tezo", "directions"), ("lozo", "rows")])
+@pytest.mark.parametrize(
+    ("method", "share"),
+    tuples_mostly_slow([("tezo-cadam", "rows"), ("tezo", "directions"), ("lozo", "rows")], ("tezo", "directions")),
+)
 def test_a_model_in_shards_takes_the_steps_of_a_whole_one(home, tmp_path, method, share):
     # within an interval of lozo: sharded weights cannot be written
     made = recipe(home, tmp_path, method, directions=2 if share == "directions" else 1, parallel=share)

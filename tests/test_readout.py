@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import tuples_mostly_slow
 from folders import completion_rows, model_folder, projected_opt, write_rows
 from torch import Tensor
 from torch.nn import functional
@@ -62,7 +63,10 @@ def found_of(model, closure, rank):
 
 
 @pytest.mark.parametrize(
-    ("family", "off"), [("llama", 0.1), ("qwen2", 0.1), ("gpt2", 0.1), ("opt", 0.2), ("gemma2", 1.0)]
+    ("family", "off"),
+    tuples_mostly_slow(
+        [("llama", 0.1), ("qwen2", 0.1), ("gpt2", 0.1), ("opt", 0.2), ("gemma2", 1.0)], ("llama", 0.1), ("gemma2", 1.0)
+    ),
 )
 def test_the_loss_that_the_regression_says_is_the_models(family, off, tmp_path):
     # Conv1D in gpt2, flattened inputs in opt; of their norm's mean and bias the regression knows nothing, which is

@@ -278,7 +278,12 @@ def config(home, **method):
 
 
 @pytest.mark.parametrize(
-    "method", [{}, {"frozen_rank": RANK + 1}, {"name": "tezo-cadam", "basis": "activation", "frozen_rank": 8}]
+    "method",
+    [
+        {},
+        pytest.param({"frozen_rank": RANK + 1}, marks=pytest.mark.slow),
+        {"name": "tezo-cadam", "basis": "activation", "frozen_rank": 8},
+    ],
 )
 def test_a_run_that_stops_anywhere_goes_on_to_the_bit(home, tmp_path, method):
     made = config(home, **method)

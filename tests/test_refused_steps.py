@@ -210,7 +210,7 @@ def test_a_model_of_another_dtype_than_its_optimizer_was_made_for_is_refused(cas
     assert optimizer.num_steps == 1
 
 
-@every_method
+@every_method_fast_for_kinds
 def test_steps_in_and_out_of_inference_mode_are_the_same_steps(case):
     taken = []
     for inside in (False, True):

@@ -102,6 +102,7 @@ def prompts(tokenizer) -> list:
     ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["tezo", "lozo", "mezo"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_reward_under_perturbation_is_that_of_perturbed_weights(name, temperature):

@@ -240,6 +240,7 @@ def tree_of(home, family, adapter, method):
     )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("adapter", VIRTUAL)
 @pytest.mark.parametrize(("family", "method"), [("llama", "tezo"), ("roberta", "mezo"), ("llama", "adam")])
 def test_a_run_goes_on_to_the_bit_and_opens_with_its_scores_and_predictions(home, tmp_path, family, method, adapter):
@@ -263,6 +264,7 @@ def test_a_run_goes_on_to_the_bit_and_opens_with_its_scores_and_predictions(home
     torch.testing.assert_close(outputs(by_peft, **inputs), outputs(opened, **inputs), rtol=0, atol=1e-5)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("family", "adapter"),
     [(family, adapter) for family in ("opt", "llama") for adapter in ("none", *VIRTUAL)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import mostly_slow, tuples_mostly_slow
 from folders import refused, tezo
 from tezo_studies.bench.cases import LibraryCase
 from tezo_studies.bench.settings import Settings
@@ -49,8 +50,12 @@ WHOLE = [line for line in ZEROTH if line.peft == "none"]
 HALF = Settings(model="tiny", dtype="float16")
 
 
-def of(lines):
-    return {"argvalues": lines, "ids": [line.key for line in lines]}
+def of(lines, *fast):
+    """Lines of tables as values of a parameter, which are slow but for those with these keys."""
+    return {
+        "argvalues": mostly_slow(lines, *(line for line in lines if line.key in fast)),
+        "ids": [line.key for line in lines],
+    }
 
 
 @pytest.mark.parametrize("device", [CPU, META])
@@ -90,7 +95,7 @@ def test_operations_are_those_of_the_products():
     assert found - (2 * a_layer + 2 * rows * hidden * vocabulary) in (0, rotary)
 
 
-@pytest.mark.parametrize("line", **of(WHOLE))
+@pytest.mark.parametrize("line", **of(WHOLE, "mezo-adam", "lozo-m", "tezo-adam"))
 def test_the_forecast_is_what_a_real_step_keeps(line):
     with valueless(meta_model(HALF)) as allocated:
         said = forecast(allocated, METHODS[line.method], **line.options)
@@ -113,7 +118,7 @@ def test_a_forecast_needs_no_values():
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("line", **of(ZEROTH))
+@pytest.mark.parametrize("line", **of(ZEROTH, "mezo", "tezo", "mezo-prefix"))
 def test_a_step_has_as_many_models_in_a_pass_as_the_forecast(line):
     length = max(settings_of(line, "tiny").lengths())
     work = Work(Settings(model="tiny", batch=16, length=str(length), targets=ALL))
@@ -171,7 +176,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("line", **of(COST_TABLES["elements"].lines))
+@pytest.mark.parametrize("line", **of(COST_TABLES["elements"].lines, "mezo", "lozo-m", "tezo-adam"))
 def test_elements_are_those_of_a_real_run_and_of_the_closed_form(line):
     steps, nu = 7, 3
     counts = count_elements(line, "tiny", "cpu")
@@ -208,7 +213,9 @@ def test_what_a_step_draws_again_is_told_apart():
     assert mezo["again"] == mezo["step"] + 96 * 64
 
 
-@pytest.mark.parametrize("line", **of([line for line in COST_TABLES["peft-memory"].lines if line.method]))
+@pytest.mark.parametrize(
+    "line", **of([line for line in COST_TABLES["peft-memory"].lines if line.method], "ft-lora", "mezo-lora")
+)
 def test_every_row_of_peft_memory_can_be_measured(line):
     if line.peft != "none" or line.by_gradient:  # the others are bench's, which tests its own
         assert measured_bytes(line, "tiny", "cpu") > 1 << 20
@@ -266,7 +273,7 @@ def reproduced(*arguments):
     return done.out
 
 
-@pytest.mark.parametrize("name", ["memory", "time", "peft-memory"])
+@pytest.mark.parametrize("name", mostly_slow(["memory", "time", "peft-memory"], "memory"))
 def test_without_a_gpu_the_table_is_a_forecast_and_says_so(name, tmp_path):
     only = {"peft-memory": "ft-prefix,mezo-lora"}.get(name, "mezo,tezo-adam")
     said = reproduced(name, "--model", "tiny,opt-125m", "--only", only, "--output", tmp_path)
@@ -282,7 +289,10 @@ def test_without_a_gpu_the_table_is_a_forecast_and_says_so(name, tmp_path):
     assert all(published) or name == "peft-memory"
 
 
-@pytest.mark.parametrize(("name", "key"), [("memory", "tezo-adam"), ("peft-memory", "mezo-prefix")])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    tuples_mostly_slow([("memory", "tezo-adam"), ("peft-memory", "mezo-prefix")], ("memory", "tezo-adam")),
+)
 def test_the_committed_forecasts_are_what_the_code_says(name, key):
     with (RESULTS / f"costs-{name}/table.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, KeyedDraws
-from cases import CASES, INTERVAL, OF_A_LOSS, RANK, Case, effective_weights, every_method
+from cases import (
+    CASES,
+    INTERVAL,
+    OF_A_LOSS,
+    RANK,
+    Case,
+    effective_weights,
+    every_method_fast_for_kinds,
+    mostly_slow,
+)
 from tezo_studies.bench.published import PUBLISHED, TorchDraws
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.workload import Work
@@ -70,7 +79,7 @@ def test_there_is_an_algorithm_for_every_method():
 
 
 @pytest.mark.parametrize("targets", ["all-linear", pytest.param("all", marks=pytest.mark.slow)])
-@every_method
+@every_method_fast_for_kinds
 def test_the_trajectory_is_the_published_algorithms(case, targets):
     compare(case, tiny_opt, (targets,), LONG)
 
@@ -90,7 +99,9 @@ def test_the_raw_scale_is_the_algorithm_to_the_letter(name):
     compare(CASES[name], tiny_opt, ("all-linear",), SHORT, scale="raw")
 
 
-@pytest.mark.parametrize("name", ["mezo-adam", "mezo-norm", "lozo-m", "subzo", "tezo-adam"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["mezo-adam", "mezo-norm", "lozo-m", "subzo", "tezo-adam"], "mezo-norm", "tezo-adam")
+)
 def test_two_directions_a_step_are_averaged(name):
     compare(CASES[name], tiny_opt, ("all",), SHORT, num_directions=2)
 

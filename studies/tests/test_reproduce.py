@@ -296,9 +296,9 @@ def small(name: str, output: Path, data: Path, *more: str):
 @pytest.mark.parametrize(
     ("name", "tasks"),
     [
-        ("llama-7b", "rte,wic"),
+        pytest.param("llama-7b", "rte,wic", marks=pytest.mark.slow),
         ("roberta-large", "trec"),
-        ("opt-13b", "squad,copa"),
+        pytest.param("opt-13b", "squad,copa", marks=pytest.mark.slow),
         pytest.param("encoder", "sst2", marks=pytest.mark.slow),
         ("study", "sst2"),
         pytest.param("study-long", "sst2", marks=pytest.mark.slow),
