@@ -58,7 +58,8 @@ class Perturbation(ABC):
 
     def set_rows(self, model: nn.Module, rows: RowsOf) -> None:
         """Sets the rows whose outputs a basis is computed from; see `tezo.directions.bases.errors`."""
-        self.basis.set_rows(model, rows)
+        if self.basis.data_dependent:
+            self.basis.set_rows(model, rows)
 
     def set_factor_store(self, store: FactorStore) -> None:
         """Sets the store for factors that are computed from data."""

@@ -54,11 +54,6 @@ def count_draws() -> Iterator[Drawn]:
         _drawn.reset(token)
 
 
-def _count(key: tuple[int | str, ...], size: int) -> None:
-    if (drawn := _drawn.get()) is not None:
-        drawn.append((key, size))
-
-
 class _OfThread(threading.local):
     """The generators of a thread: making one takes ten times as long as a short draw."""
 
@@ -78,7 +73,8 @@ def _digest(seed: int, step: int, name: str, role: str, size: int) -> int:
 
 def normal(shape: tuple[int, ...], *, seed: int, step: int, name: str, role: str) -> Tensor:
     """Returns standard normal numbers, float64, on the CPU; see `Key`."""
-    _count((seed, step, name, role), math.prod(shape))
+    if (drawn := _drawn.get()) is not None:
+        drawn.append(((seed, step, name, role), math.prod(shape)))
     return torch.from_numpy(_philox(_digest(seed, step, name, role, 16)).standard_normal(shape))
 
 
@@ -154,7 +150,8 @@ def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> 
     those of independent normal numbers: exactly up to rounding in degrees 1 and 2, up to 2e-4 in degree 3 and 2e-3 in
     degree 4. In bfloat16 the numbers are those of float32, rounded to nearest.
     """
-    _count((seed, step, name, role), out.numel())
+    if (drawn := _drawn.get()) is not None:
+        drawn.append(((seed, step, name, role), out.numel()))
     if out.device.type != "cpu":
         return out.normal_(generator=generator(out.device, seed=seed, step=step, name=name, role=role))
     count = -(-out.numel() // (GROUP * _LANES)) * _LANES

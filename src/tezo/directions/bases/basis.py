@@ -92,7 +92,7 @@ class Basis(ABC):
         del model, passes
 
     def set_rows(self, model: nn.Module, rows: RowsOf) -> None:
-        """Sets the rows whose outputs factors are computed from; ignored by bases that need no outputs."""
+        """Sets the rows whose outputs factors are computed from; ignored by bases that need none."""
         del model, rows
 
     def set_factor_store(self, store: FactorStore) -> None:
