@@ -342,3 +342,21 @@ def test_what_cannot_be_done_is_said_and_nothing_moves():
         built(tiny_opt(), feedback_scale=-1.0)
     with pytest.raises(RequestError, match="with 0 directions"):
         built(tiny_opt()).replay(StepRecord(1, 0.0, LR, rule="feedback"))
+
+
+def test_the_losses_of_rows_have_the_feedback_of_their_mean():
+    ids, changes = tokens(4), []
+    for rows in (False, True):
+        model = tiny_llama()
+
+        def losses(model=model, rows=rows) -> Tensor:
+            logits = model(input_ids=ids).logits[:, :-1]
+            own = nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+            return own if rows else own.mean()
+
+        optimizer = head_feedback(model, directions="per-example" if rows else "shared", basis="gaussian", rank=2)
+        optimizer.step(losses, rule="feedback")
+        changes.append(optimizer.tuned_tensors())
+    assert changes[0].keys() == changes[1].keys()
+    for name, value in changes[0].items():
+        torch.testing.assert_close(changes[1][name], value, rtol=1e-9, atol=1e-12)

@@ -95,6 +95,30 @@ def test_a_state_in_half_precision_goes_on_to_the_bit(dtype, master):
         assert torch.equal(ours, theirs)
 
 
+@HALF
+def test_a_state_dict_has_the_float32_copies_and_other_weights_are_stepped_from(dtype):
+    model, batches = tiny_opt().to(dtype), [tokens(seed=step) for step in range(6)]
+    optimizer = adam(model, lr=1e-2)
+    for batch in batches[:5]:
+        optimizer.step(lm_loss(model, batch))
+    twin = copy.deepcopy(model)
+    other = adam(twin, lr=1e-2)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for own, tuned in ((optimizer, model), (other, twin)):
+        lm_loss(tuned, batches[0])().backward()  # a gradient that is there already is not a step's
+        own.step(lm_loss(tuned, batches[5]))
+    assert other.num_steps == optimizer.num_steps == 6
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+    start = {name: torch.zeros_like(value) + 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(start)
+    optimizer.param_groups[0]["lr"] = 1e-9
+    optimizer.step(lm_loss(model, batches[0]))
+    assert all(torch.equal(own, start[name]) for name, own in model.named_parameters())
+    with pytest.raises(RequestError, match="of another optimizer"):
+        other.load_state_dict(adam(tiny_opt(), lr=1e-2).state_dict())
+
+
 def test_a_gradient_that_is_not_finite_leaves_all_as_before():
     model = tiny_opt().to(torch.float16)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -145,7 +169,7 @@ def test_what_it_refuses():
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with pytest.raises(NonFiniteLossError):
         optimizer.step(lambda: lm_loss(model, tokens(seed=1))() * float("nan"))
-    with pytest.raises(RequestError, match="no gradient"):
+    with pytest.raises(RequestError, match="has a gradient"):
         optimizer.step(lambda: torch.tensor(1.0))
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     with pytest.raises(RequestError, match=r"method\.lr is -1"):

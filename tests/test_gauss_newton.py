@@ -273,3 +273,32 @@ def test_a_replay_of_the_records_is_the_run_to_the_bit():
         assert torch.equal(value, second.tuned_state()[key]), key
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [("all", "layer.bias is no matrix"), ("none", "none of the tuned parameters is the weight of a linear layer")],
+)
+def test_what_it_cannot_step_along_is_refused_by_its_name(targets, said):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = nn.Embedding(8, 40).double(), nn.Linear(40, 5).double()
+
+        def forward(self, x):
+            return self.layer(x + self.table(torch.zeros(x.shape[:-1], dtype=torch.int64)))
+
+    model = Model()
+    with pytest.raises(RequestError, match=said):
+        optimizer = gauss_newton(model, targets=["all"] if targets == "all" else ["table"])
+        optimizer.step(Scores(model, noise(6, 40, seed=90), torch.arange(6) % 5))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_rows_fewer_than_contrasts_are_looked_at(count):
+    model, x_NI, labels_N = Stream40(), noise(count, 40, seed=90), torch.arange(count) % 5
+    model.head_CM = noise(5, 8, seed=95)
+    optimizer, closure = gauss_newton(model, rank=16), Scores(model, x_NI, labels_N)
+    before = closure.outputs().loss()
+    optimizer.step(closure)
+    assert closure.outputs().loss() <= before

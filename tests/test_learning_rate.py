@@ -122,7 +122,7 @@ def test_a_loss_in_other_units_has_the_rate_in_these_units(name, power):
     # c f has c times the gradient: plain steps need lr / c; normalised steps, and these alone, need lr itself.
     def rate(scale: float) -> float:
         model = Noisy()
-        options = {"eps": 0.0} if power == 0 else {}
+        options = {"eps": 1e-30} if power == 0 else {}
         return chosen(model, CASES[name].build(model, **options), 200, scale).lr
 
     assert rate(64.0) == pytest.approx(rate(1.0) * 64.0**power, rel=0.051)  # two digits each
@@ -163,6 +163,23 @@ def test_a_loss_that_no_direction_changes_leaves_the_default_and_that_is_said():
     optimizer = CASES["mezo"].build(model, lr=3e-5)
     flat = choose_lr(optimizer, lambda _: lambda: 1.0 + 0 * model.loss(), lambda: [1.0], 1, 100)
     assert (flat.lr, flat.trials) == (3e-5, ()) and "method.lr: 3.0e-05, the method's default" in flat.notice
+
+
+@pytest.mark.parametrize("name", ["mezo", "tezo-cadam"])
+def test_a_search_that_is_interrupted_leaves_the_model_as_before(name):
+    model, counted = Noisy(), itertools.count()
+    optimizer = CASES[name].build(model)
+    before, lr = {key: value.clone() for key, value in model.state_dict().items()}, optimizer.param_groups[0]["lr"]
+
+    def interrupted() -> Tensor:
+        if next(counted) == 30:  # in a trial
+            raise KeyboardInterrupt
+        return model.loss()
+
+    with pytest.raises(KeyboardInterrupt):
+        choose_lr(optimizer, lambda _: interrupted, lambda: [float(model.loss())] * 2, 1, 200)
+    assert optimizer.num_steps == 0 and optimizer.param_groups[0]["lr"] == lr
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
 
 
 @pytest.mark.parametrize("name", mostly_slow(["mezo", "tezo", "tezo-cadam", "lozo"], "mezo", "tezo-cadam"))

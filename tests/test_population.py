@@ -23,7 +23,7 @@ from tezo.optim.estimators.estimate import RowsClosure
 from tezo.optim.estimators.population import kappas_of
 from tezo.optim.methods.es import es
 from tezo.runs.reader import read_run
-from tezo.system.errors import RequestError
+from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.training.config import parse_config
 from tezo.training.loop import train
 from tezo.training.replay import replay
@@ -165,6 +165,21 @@ def test_members_go_farther_after_each_step_in_which_they_were_alike_and_a_state
         restore(other)
         other.step(tezo.closure(twin, {"input_ids": ids, "labels": ids}))
         assert other.last_step == optimizer.last_step
+
+
+@pytest.mark.parametrize("antithetic", [False, True])
+def test_a_loss_that_is_infinite_is_no_idle_step(antithetic):
+    class Overflows(OnAPlateau):
+        def example_losses(self, copies: int) -> Tensor:
+            found = self.rows.example_losses(copies)
+            found[0, 0] = math.inf
+            return found
+
+    model, ids = tiny_llama(), tokens(batch=4, seed=2)
+    optimizer = es(model, num_directions=3, rank=2, rho=1e-2, basis="gaussian", antithetic=antithetic)
+    with pytest.raises(NonFiniteLossError):
+        optimizer.step(Overflows(tezo.closure(model, {"input_ids": ids, "labels": ids})))
+    assert optimizer.num_steps == optimizer.num_idle_steps == 0
 
 
 def test_points_that_are_kept_for_a_text_are_those_of_the_perturbations_at_hand(monkeypatch):

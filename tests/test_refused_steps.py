@@ -7,9 +7,10 @@ import pickle
 import pytest
 import torch
 from cases import CASES, choose, effective_weights, every_method, every_method_fast_for_kinds
-from tiny import Regression, lm_loss, tiny_opt, tokens
+from tiny import Regression, lm_loss, tiny_llama, tiny_opt, tokens
 
 from tezo import NonFiniteLossError, RequestError
+from tezo import closure as tezo_closure
 from tezo.directions import products as scratch
 from tezo.optim.methods import method
 from tezo.optim.methods.first_order import adam
@@ -227,3 +228,50 @@ def test_steps_in_and_out_of_inference_mode_are_the_same_steps(case):
         model = tiny_opt(torch.float32)
         with pytest.raises(RequestError, match=r"made under torch\.inference_mode"):
             case.build(model, lr=1e-2)
+
+
+def test_columns_of_zeros_are_carried_over_as_nothing():
+    ids = tokens()
+    for name in ("tezo-m", "tezo-cadam", "lozo-m"):
+        model = tiny_llama()
+        closure = tezo_closure(model, {"input_ids": ids, "labels": ids})  # what foretells texts is in one layer alone
+        optimizer = method(name).build(model, basis="errors", rank=4, lazy_update_interval=2)
+        for _ in range(3):
+            optimizer.step(closure)
+        assert all(value.isfinite().all() for value in optimizer.resumable_state().values())
+
+
+@pytest.mark.parametrize("name", ["mezo-norm", "mezo-adam", "tezo-adam", "head-feedback", "adam"])
+def test_a_smoothing_term_of_zero_which_divides_zero_by_zero_is_refused(name):
+    with pytest.raises(RequestError, match=r"method.eps is 0.0; it must be finite and positive"):
+        method(name).build(tiny_opt(), eps=0.0)
+
+
+def test_an_optimizer_that_was_merged_or_closed_takes_no_state():
+    for end in ("merge", "close"):
+        model = tiny_opt()
+        optimizer = tezo(model, lr=1e-2)
+        optimizer.step(lm_loss(model, tokens()))
+        state = copy.deepcopy(optimizer.state_dict())
+        getattr(optimizer, end)()
+        with torch.no_grad():
+            expected = lm_loss(model, tokens())()
+            with pytest.raises(RequestError, match="was closed, or merged"):
+                optimizer.load_state_dict(state)
+            assert lm_loss(model, tokens())() == expected
+
+
+def test_a_scale_that_is_none_is_refused_when_it_is_set():
+    optimizer = tezo(tiny_opt())
+    with pytest.raises(RequestError, match=r"method.rho is 0; it must be positive"):
+        optimizer.set_rho(0)
+
+
+@pytest.mark.parametrize("basis", ["activation", "errors"])
+def test_inputs_that_are_not_finite_end_the_step_as_a_loss_does(basis):
+    model, ids = tiny_llama(), tokens()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(math.nan)
+    optimizer = method("head-feedback").build(model, basis=basis, rank=4)
+    with pytest.raises(NonFiniteLossError, match="the loss is nan at step 0"):
+        optimizer.step(tezo_closure(model, {"input_ids": ids, "labels": ids}))

@@ -151,7 +151,7 @@ class Lazy(LowRankPerturbation):
 
         gram: float | Tensor = len(v_IR) * self._factor(rank) ** 2
         if self.basis.data_dependent:  # columns are orthogonal; their lengths may differ
-            gram = v_IR.to(dtype).square().sum(0)
+            gram = v_IR.to(dtype).square().sum(0).clamp_min(torch.finfo(dtype).tiny)  # of columns of zeros
         numbers = SignedNumbers(draw, Signs(rows, key.of(target, "u")))
         kind = LowRank if role == "v" else TransposedLowRank
         return kind(draw=numbers, v_NR=v_IR, refresh_step=start, before=before, gram=gram)

@@ -366,7 +366,8 @@ class CP(BothFixed):
         old, dtype = self.before(), coefficient.dtype
         u_MR, v_NR = self.u_MR.to(dtype), self.v_NR.to(dtype)
         overlap_RR = (u_MR.T @ old["u"].to(dtype)) * (v_NR.T @ old["v"].to(dtype))
-        return (overlap_RR @ coefficient) / (u_MR.square().sum(0) * v_NR.square().sum(0))
+        lengths_R = u_MR.square().sum(0) * v_NR.square().sum(0)
+        return (overlap_RR @ coefficient) / lengths_R.clamp_min(torch.finfo(dtype).tiny)  # 0 of columns of zeros
 
     def factors(self) -> tuple[Tensor, Tensor]:
         return self.u_MR * self.coefficient, self.v_NR

@@ -288,7 +288,7 @@ class VectorInForward(PerturbedParameter):
                     moved = moved + shift_G1N
                 elif isinstance(module, nn.LayerNorm):
                     # out + d * (x - mean) / sqrt(var + eps)
-                    x_GTK = x_GTK.to(shift_G1N.dtype)
+                    x_GTK = x_GTK.to(shift_G1N)  # not moved yet, where this module is the first on its device
                     moved = moved + functional.layer_norm(x_GTK, module.normalized_shape, eps=module.eps) * shift_G1N
                 else:
                     moved = _norm(module, x_GTK, shift_G1N)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +59,11 @@ class SteppedWeight:
 
     def begin_step(self) -> None:
         """Moves the gradient of the weight, and its values if they are not there, to `stepped`."""
-        gradient = self.target.parameter.grad
-        if self.stepped is self.target.parameter or gradient is None:
+        weight, gradient = self.target.parameter, self.target.parameter.grad
+        if self.stepped is weight or gradient is None:
             return
-        if not self.takes_memory:
+        # the weight is no longer its rounded value where other weights were loaded into the model
+        if not self.takes_memory or not torch.equal(self.stepped.data.to(weight.dtype), weight.data):
             self.stepped.data = self._values()
         self.stepped.grad = gradient.float()
 
@@ -148,7 +150,7 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
             closure: evaluates the objective on this step's batch; the loss must be differentiable.
             rule: `GRADIENT`, or None for the same.
         """
-        if closure is None:
+        if not callable(closure):
             raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
         self.check_rule(rule or GRADIENT, closure)
         self.check_bound()
@@ -199,10 +201,15 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
             NonFiniteLossError: the loss is not finite.
             RunError: a gradient is not finite.
         """
+        for weight in self._weights:
+            weight.drop_gradient()  # of a backward pass before, which `zero_grad` does not drop in half precision
         with torch.enable_grad(), _training(self.model, self.seed, self.num_steps):
             loss = closure()
-            if not isinstance(loss, Tensor) or not loss.requires_grad:
-                raise RequestError("method.name is adam, but the objective has no gradient; use a zeroth-order method.")
+            if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
+                raise RequestError(
+                    "method.name is adam, but the closure did not return one loss that has a gradient; return a "
+                    "tensor of one number without calling backward(), or use a zeroth-order method."
+                )
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         if not math.isfinite(value):
@@ -247,6 +254,26 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
     def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
         self.load_tuned_state(tuned, num_steps)
         self.state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns that of torch, with the counts of steps and the float32 copies of weights by name."""
+        copies = {weight.target.name: weight.stepped.data for weight in self._weights if weight.has_copy}
+        counts = {"num_steps": self.num_steps, "num_forward_passes": self.num_forward_passes}
+        return super().state_dict() | counts | {"copies": copies}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a `state_dict`, beside the weights, which the state dict of the model has.
+
+        Raises:
+            RequestError: it is not of this optimizer over the same weights.
+        """
+        copied = {weight.target.name: weight for weight in self._weights if weight.has_copy}
+        if state_dict.get("copies", {}).keys() != copied.keys():
+            raise RequestError("state_dict: it is of another optimizer or other weights; give what state_dict() was.")
+        super().load_state_dict(state_dict)
+        self.num_steps, self.num_forward_passes = state_dict["num_steps"], state_dict["num_forward_passes"]
+        for name, weight in copied.items():
+            weight.stepped.data.copy_(state_dict["copies"][name])
 
     def resumable_state(self) -> dict[str, Tensor]:
         """Returns `tuned_tensors`, Adam's state as "update/NAME/KEY" and float32 copies under the key "copy"."""

@@ -23,11 +23,12 @@ If `ENOUGH` trials neither failed nor lowered the loss, they are too short to te
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.forward.perturbed_parameter import evaluation_mode
@@ -126,6 +127,11 @@ def choose_lr(
     known, optimizer.own_loss = optimizer.own_loss, math.inf  # a rate that destroys the model is no surprise here
     try:
         bound, trials = search.run(measured)
+    except BaseException:
+        search.back()
+        for group in optimizer.param_groups:
+            group["lr"] = default
+        raise
     finally:
         optimizer.own_loss = known
     lr, how = _choice(bound, trials, default)
@@ -168,6 +174,7 @@ class _Search:
     Attributes:
         longest: steps of a trial, at most.
         passes: forward passes so far.
+        start: the parameters that trials start from; None before the first.
     """
 
     optimizer: ZerothOrderOptimizer
@@ -178,6 +185,7 @@ class _Search:
     budget: int
     progress: Progress
     passes: int = 0
+    start: Mapping[str, Tensor] | None = None
 
     def run(self, measured: MeasuredScale | None) -> tuple[float | None, tuple[Trial, ...]]:
         """Returns (rate that bounds the search from above, its trials).
@@ -213,6 +221,11 @@ class _Search:
             trials.append(self._trial(bound / factor ** len(trials), start, steps))
         return bound, tuple(trials)
 
+    def back(self) -> None:
+        """Puts the parameters back that trials start from, if one has begun."""
+        if self.start is not None:
+            self.optimizer.load_resumable_state(self.start, [])
+
     def _slope(self) -> tuple[float, float, float]:
         """Returns (loss, mean square of the projected gradients, curvature), along the first step's directions."""
         own = self._loss(self.batch(0))
@@ -246,7 +259,7 @@ class _Search:
                 lowest, best = loss, lr
             largest_fall = max(largest_fall, fall)
             lr *= GROWTH
-        self.optimizer.load_resumable_state(self.start, [])
+        self.back()
         return best
 
     def _left_out(self) -> bool:
@@ -285,7 +298,7 @@ class _Search:
             failed = change > 2 * error
             if failed:
                 break
-        self.optimizer.load_resumable_state(self.start, [])
+        self.back()
         return Trial(lr, taken, change, failed)
 
     def _step(self, closure: Closure, lr: float) -> bool:
@@ -301,7 +314,8 @@ class _Search:
         return True
 
     def _loss(self, closure: Closure) -> float:
-        return float(torch.as_tensor(self._evaluate(closure, 1)).mean())  # of each row, where rows have directions
+        losses = torch.as_tensor(self._evaluate(closure, 1))  # of each row, where rows have directions
+        return float(losses.double().mean())
 
     def _evaluate(self, losses: Callable[[], T], passes: int) -> T:
         """Returns losses at the parameters between two steps."""

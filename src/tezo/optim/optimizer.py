@@ -62,6 +62,16 @@ def check_rate(name: str, value: float) -> None:
         raise RequestError(f"method.{name} is {value}; it must lie between 0 and {MOST_RATE:g}.")
 
 
+def check_rho(value: float) -> None:
+    """Checks that a perturbation scale is positive, and at most `MOST_RATE`.
+
+    Raises:
+        RequestError: it is not.
+    """
+    if not 0 < value <= MOST_RATE:
+        raise RequestError(f"method.rho is {value}; it must be positive, and at most {MOST_RATE:g}.")
+
+
 @dataclass(frozen=True)
 class StepRule:
     """How a step is taken.
@@ -154,8 +164,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
     ) -> None:
         check_rate("lr", lr)
         check_rate("weight_decay", weight_decay)
-        if not 0 < rho <= MOST_RATE:
-            raise RequestError(f"method.rho is {rho}; it must be positive, and at most {MOST_RATE:g}.")
+        check_rho(rho)
         for name, number, most in (
             ("num_directions", num_directions, MOST_DIRECTIONS),
             ("frozen_rank", frozen_rank, MOST_RANK),
@@ -229,7 +238,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, closure: Closure | None = None, *, rule: str | None = None) -> float | None:
-        """Takes one step and returns the mean of its losses.
+        """Takes one step and returns its loss; see `StepRecord`.
 
         Args:
             closure: evaluates the objective on this step's batch. It is called twice for every direction, unless it is
@@ -286,7 +295,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         if self.own_loss is not None and not is_far_above(self.own_loss):
             return
         with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
-            own = float(torch.as_tensor(precise(closure())).mean())
+            own = float(torch.as_tensor(precise(closure())).double().mean())
         self.own_loss = own if self.own_loss is None else max(own, self.own_loss)
         if is_far_above(own):
             self._has_warned = True
@@ -377,6 +386,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             passes: function of the refresh step that runs the model on some training rows; the basis is computed from
                 the inputs of each layer. It is called when factors are first needed, and at every refresh.
         """
+        if not takes(passes, 0):
+            raise RequestError("set_calibration_passes: give a function of a step that runs the model on some rows.")
         self.perturbation.set_calibration_passes(self.model, passes)
         self._calibrated = True
 
@@ -418,8 +429,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         Raises:
             FloatingPointError: the rows that a basis is computed from have no finite inputs.
         """
-        if self.parameters.closed:
-            raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
+        self._check_open()
         self.check_bound()
         drawn: dict[str, tuple[Direction, ...]] = {}
         with ExitStack() as as_in_a_step:
@@ -465,7 +475,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         return self._two_point.rho
 
     def set_rho(self, rho: float) -> None:
-        """Sets the perturbation scale of the steps that follow."""
+        """Sets the perturbation scale of the steps that follow; a `RequestError` says that it is no such scale."""
+        check_rho(rho)
         self._two_point.rho = rho
 
     @property
@@ -542,6 +553,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         Raises:
             RequestError: it is of another method, of other parameters, or of other options.
         """
+        self._check_open()
         # torch's own method would cast float32 state to the dtype of a bfloat16 parameter
         if "tensors" not in state_dict:
             raise RequestError("state_dict: it is not of an optimizer of this library; give what its state_dict() was.")
@@ -582,7 +594,12 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         """
         return self.parameters.tensors()
 
+    def _check_open(self) -> None:
+        if self.parameters.closed:
+            raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
+
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
+        self._check_open()
         moments = self.moments[self.rules[0]]
 
         def draw(target: Target, refresh_step: int | None) -> Direction:

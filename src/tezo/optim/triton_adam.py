@@ -7,6 +7,9 @@ Triton interprets the annotations of a kernel's arguments, so the kernels have n
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
+from contextlib import nullcontext
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,18 +36,20 @@ def triton_factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, se
     if weight_MN.numel() == 0:
         return
     grid = (triton.cdiv(height, BLOCK_M), triton.cdiv(width, BLOCK_N))
-    _kernel[grid](
-        weight_MN,
-        *(factors.u_MR.contiguous(), factors.v_NR.contiguous()),
-        *((factors.tau_m_R * -lr).float().contiguous(), factors.tau_v_R.float().contiguous()),
-        *(height, width, rank, *weight_MN.stride()),
-        seed & (2**63 - 1),
-        factors.eps,
-        EPS_IN_SQRT=factors.eps_in_sqrt,
-        RANK=max(SMALLEST_DOT, triton.next_power_of_2(rank)),
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-    )
+    # Triton launches on the current device, and in its interpreter on none
+    with torch.cuda.device(weight_MN.device) if weight_MN.is_cuda else nullcontext():
+        _kernel[grid](
+            weight_MN,
+            *(factors.u_MR.contiguous(), factors.v_NR.contiguous()),
+            *((factors.tau_m_R * -lr).float().contiguous(), factors.tau_v_R.float().contiguous()),
+            *(height, width, rank, *weight_MN.stride()),
+            seed & (2**63 - 1),
+            factors.eps,
+            EPS_IN_SQRT=factors.eps_in_sqrt,
+            RANK=max(SMALLEST_DOT, triton.next_power_of_2(rank)),
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+        )
 
 
 @triton.jit(do_not_specialize=["seed"])

@@ -53,13 +53,13 @@ class Update(ABC):
         return 1.0
 
 
-def check_average(key: str, betas: Sequence[float], eps: float = 0.0) -> None:
-    """Raises a `RequestError` unless all betas are in [0, 1) and `eps` is finite and not negative."""
+def check_average(key: str, betas: Sequence[float], eps: float = 1.0) -> None:
+    """Raises a `RequestError` unless all betas are in [0, 1) and `eps` is finite and positive: 0 / 0 is no step."""
     for beta in betas:
         if not 0 <= beta < 1:
             raise RequestError(f"method.{key}: {beta} is out of range; it must be at least 0 and below 1.")
-    if not 0 <= eps < math.inf:
-        raise RequestError(f"method.eps is {eps}; it must be finite and not negative.")
+    if not 0 < eps < math.inf:
+        raise RequestError(f"method.eps is {eps}; it must be finite and positive.")
 
 
 def zeros_like_coefficient(estimate: ParameterEstimate, moving: PerturbedParameter) -> Tensor:

@@ -6,6 +6,7 @@ gradient than a random one (docs/theory.md). Forward passes show nothing about t
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -58,7 +59,7 @@ class RangeFinder:
 
     def add(self, x_TI: Tensor) -> None:
         """Adds T vectors."""
-        x_TI = x_TI.to(self._sum_IK.dtype)
+        x_TI = x_TI.to(self._sum_IK)  # a layer that is first on its device sees what has not been moved there
         self._sum_IK.addmm_(x_TI.T, x_TI if self._omega_IK is None else x_TI @ self._omega_IK)
         self.count += len(x_TI)
 
@@ -73,7 +74,7 @@ class RangeFinder:
         """
         y_IK = self._sum_IK.double().cpu()
         if not torch.isfinite(y_IK).all():
-            raise FloatingPointError
+            raise FloatingPointError(math.nan)
         gram_KK = y_IK if self._omega_IK is None else self._omega_IK.double().cpu().T @ y_IK
         core_K, turns_KK = torch.linalg.eigh((gram_KK + gram_KK.T) / 2)
         leading_IK = turns_KK.flip(1)

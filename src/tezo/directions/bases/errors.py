@@ -139,13 +139,18 @@ class ErrorBasis(CollectedBasis):
 
     def _first_look(self, model: nn.Module, rows_of: RowsOf, refresh_step: int) -> tuple[dict[str, Tensor], int]:
         """Returns (factors, calls of the model); of labelled rows it measures what raises labels."""
+        if not self._targets:
+            raise RequestError(
+                "method.basis: none of the tuned parameters is the weight of a linear layer, whose inputs foretell "
+                "errors; choose others with method.targets, or set method.basis=gaussian."
+            )
         like_last = [target for target in self._targets if output_size(target) == output_size(self._targets[-1])]
         tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
         count = self._rows_of_a_look(tried, MOST_ROWS)
         rows = rows_of(refresh_step, count)
         places = rows.places()
         with recording(model, tried, places) as seen, recording_ends(model, tried[-1], places) as ends:
-            outputs = rows.outputs()
+            outputs = _finite(rows.outputs())
         if not seen.inputs:
             raise RequestError(
                 "method.basis: no linear layer that is tuned has an input for each token of a row; choose others with "
@@ -172,7 +177,7 @@ class ErrorBasis(CollectedBasis):
         writers = [target for target in self._targets if target.name in names]
         rows = rows_of(refresh_step, self._rows_of_a_look(writers, MOST_LABELLED))
         with recording(model, writers, places := rows.places()) as seen:
-            return Look(seen, rows.outputs(), rows.stepped, len(places))
+            return Look(seen, _finite(rows.outputs()), rows.stepped, len(places))
 
     def _of_text(self, model: nn.Module, rows: Rows, target: Target, ends: Ends, outputs: Outputs) -> dict[str, Tensor]:
         self.signal = {}
@@ -189,7 +194,8 @@ class ErrorBasis(CollectedBasis):
         found = {name: distinct[id(seen.inputs[name])] for name in names}
         self.signal = {name: max(part.signal for part in parts) for name, parts in found.items()}
         rank, kinds = min(self._ranks[name] for name in names), len(found[names[-1]])
-        layout = Layout.of(error_TC.shape[1], kinds, rank)
+        places = min(len(part.unseen_PE) for parts in found.values() for part in parts)
+        layout = Layout.of(error_TC.shape[1], kinds, rank, places)
         turns_CR, weights_R = common([part for parts in found.values() for part in parts], layout.contrasts)
         totals = [sum(parts[kind].weight for parts in found.values()) or 1.0 for kind in range(kinds)]
         most = max(self._ranks.values())
@@ -267,10 +273,10 @@ class Layout:
     biases: int
 
     @classmethod
-    def of(cls, classes: int, kinds: int, rank: int) -> "Layout":
-        """Returns the layout of the columns of this rank."""
+    def of(cls, classes: int, kinds: int, rank: int, places: int) -> "Layout":
+        """Returns the layout of the columns of this rank, of regressions on so many places."""
         biases = min(classes - 1, rank // 3)
-        return cls(max(1, min(classes - 1, (rank - biases) // kinds)), kinds, biases)
+        return cls(max(1, min(classes - 1, (rank - biases) // kinds, places)), kinds, biases)
 
     def columns(self, kind: int) -> slice:
         """Returns the columns that inputs of a kind foretell."""
@@ -328,6 +334,14 @@ class Regression:
     def _fitted(self, turns_ER: Tensor) -> tuple[Tensor, Tensor]:
         fitted_PR = (self.x_PI @ (self.w_IE @ turns_ER.float())).double()
         return fitted_PR, fitted_PR.square().mean(0).sqrt().clamp_min(1e-30)
+
+
+def _finite(outputs: Outputs) -> Outputs:
+    """Returns outputs; raises a `FloatingPointError` where their loss is NaN or infinite."""
+    loss = outputs.loss()
+    if not math.isfinite(loss):
+        raise FloatingPointError(loss)
+    return outputs
 
 
 def regress(inputs: Sequence[Tensor], error_PE: Tensor) -> list[Regression]:

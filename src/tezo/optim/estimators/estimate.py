@@ -137,7 +137,8 @@ class StepRecord:
 
     Attributes:
         step: number of the step, from 0.
-        loss: mean of all evaluations; it is the loss at W_t, for two-point estimates up to terms in rho^2.
+        loss: mean of all evaluations, which is the loss at W_t up to terms in rho^2 for two-point estimates; that loss
+            itself where it is evaluated (fzoo, mezo-conservative, gauss-newton).
         lr: learning rate of the step.
         probes: one per direction; empty for steps without random directions.
         rule: name of its rule, such as `TWO_POINT`.

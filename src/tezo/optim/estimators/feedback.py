@@ -198,7 +198,7 @@ def last_errors(
     losses: list[Tensor] = []
     errors: list[Tensor | None] = []
     with _recording(base, taps) as calls, torch.enable_grad():
-        summands = closure.summands() if isinstance(closure, RowsClosure) else [torch.as_tensor(closure())]
+        summands = closure.summands() if isinstance(closure, RowsClosure) else [torch.as_tensor(closure()).mean()]
         for summand in summands:
             leaves = [call.leaf for call in calls[len(errors) :] if call.leaf is not None]
             if summand.requires_grad:

@@ -39,18 +39,18 @@ be none.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tezo.directions.bases.basis import Foretold
 from tezo.directions.outputs import Outputs, change
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
-from tezo.forward.perturbed_parameter import Shift, evaluation_mode, let_interrupt
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, evaluation_mode, let_interrupt
 from tezo.optim.estimators.estimate import (
     GAUSS_NEWTON,
     NO_OUTPUTS,
@@ -94,6 +94,14 @@ class GaussNewton(TwoPoint):
     rule = GAUSS_NEWTON
     idle_steps = 2  # our choice: one round without a gain may be chance
     tried: Sequence[tuple["Candidate", float]] = ()
+
+    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
+        for name, parameter in moving.items():
+            if not parameter.target.is_matrix:
+                raise RequestError(
+                    f"method.targets: {name} is no matrix, and gauss-newton combines low-rank directions; leave it out."
+                )
+        super().prepare(model, moving, seed)
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         if not isinstance(closure, RowsClosure):

@@ -95,6 +95,8 @@ class Population(TwoPoint):
         # the first direction of each rank, then the second of each
         parts = [values.view(len(own), len(self.signs), -1) for values in ranks]
         losses_PN = torch.stack(parts, 1).flatten(0, 2)
+        if losses_PN.isinf().any():
+            raise FloatingPointError(float(losses_PN.nanmean()))
         signs_S = torch.tensor(self.signs, dtype=torch.float64)
         kappas = (torch.tensor(kappas_of(losses_PN, reach)).view(count, -1) * signs_S).mean(1).tolist()
         mean = float(losses_PN.nanmean())
