@@ -75,3 +75,44 @@ def write_gguf(path, model, tokenizer, *, packed=None, pre="smollm", architectur
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_sentence_pieces(path, tokenizer, *, space):
+    """A file with the tokenizer of a Llama 2, of pieces with scores, and nothing else that a model needs."""
+    inner = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    pieces = sorted(inner["vocab"], key=inner["vocab"].get)
+    ranks = {
+        "".join(pair) if isinstance(pair, list) else pair.replace(" ", ""): i for i, pair in enumerate(inner["merges"])
+    }
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([float(-ranks[piece]) if piece in ranks else -1e6 for piece in pieces])
+    writer.add_token_types([kinds.get(piece, 6 if piece.startswith("<0x") else 1) for piece in pieces])
+    for name in ("bos", "eos"):
+        getattr(writer, f"add_{name}_token_id")(getattr(tokenizer, f"{name}_token_id"))
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(space)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def split_by_llama_cpp(path, texts):
+    """The tokens of texts by llama.cpp, of a file without a model too."""
+    from llama_cpp import llama_cpp as library
+
+    settings = library.llama_model_default_params()
+    settings.vocab_only = True
+    model = library.llama_model_load_from_file(str(path).encode(), settings)
+    vocabulary, found = library.llama_model_get_vocab(model), (library.llama_token * 512)()
+    split = []
+    for text in map(str.encode, texts):
+        count = library.llama_tokenize(vocabulary, text, len(text), found, 512, False, True)
+        split.append(list(found[:count]))
+    library.llama_model_free(model)
+    return split

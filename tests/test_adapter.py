@@ -1,6 +1,7 @@
 """The saved adapter is the tuned model: loaded by peft, merged by peft, and attached by this library."""
 
 import json
+import warnings
 from pathlib import Path
 
 import peft
@@ -219,3 +220,19 @@ def test_a_run_of_a_base_elsewhere_keeps_its_name_for_peft(tmp_path: Path):
     assert train(base, data, tmp_path / "run", "--test", data, *settings(data__max_length=40)).code == 0
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "adapter")
     assert isinstance(loaded, peft.PeftModel)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"q_proj": 32}}, {"modules_to_save": ["lm_head"]},
+        {"lora_bias": True}, {"target_modules": ["q_proj", "embed_tokens"]}, {"rank_pattern": {"q_proj": 4}},
+    ],
+)  # fmt: skip
+def test_an_adapter_that_computes_otherwise_is_for_peft(extra, tmp_path):
+    settings_of = {"target_modules": ["q_proj"], "r": 8, "lora_alpha": 8} | extra
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what such an adapter cannot do
+        peft.get_peft_model(base_model("llama"), peft.LoraConfig(**settings_of)).save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match=r"is not an adapter of this library.*use peft"):
+        load_adapter(tmp_path)

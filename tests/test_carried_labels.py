@@ -84,3 +84,16 @@ def test_a_damaged_file_of_labels_is_refused(home, tmp_path, text, fault):
     (tmp_path / "tezo_labels.json").unlink()
     (tmp_path / "tezo_labels.json").write_text(text)
     refused(tezo("eval", tmp_path, "--data", home / "rows.jsonl"), "tezo_labels.json", fault, "export the run again")
+
+
+def test_a_field_of_another_name_is_carried_too(tmp_path):
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"sentence": row["text"], "label": row["label"]} for row in label_rows(24)]
+    )
+    done = train(
+        model_folder(tmp_path, "opt"), rows, tmp_path / "run", steps=1, data__text="sentence", data__label_words=WORDS
+    )
+    assert done.code == 0, done.err
+    assert tezo("export", tmp_path / "run", "--format", "merged", "--output", tmp_path / "merged").code == 0
+    one, other = (json.loads(tezo("eval", tmp_path / name, "--data", rows, "--json").out) for name in ("run", "merged"))
+    assert other == {key: pytest.approx(value, rel=1e-4) for key, value in one.items()}

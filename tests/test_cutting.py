@@ -4,6 +4,7 @@ import pytest
 import torch
 from folders import CAUSAL, bpe_tokenizer, is_closing, qwen_tokenizer, tiny_model, tokenizer_for, words_tokenizer
 from questions import CPU, slotted
+from tokenizers import processors
 from transformers import OPTConfig, OPTForCausalLM
 
 from tezo.models.loading import LoadedModel
@@ -76,6 +77,20 @@ def test_cutting_a_text_for_an_encoder_keeps_its_beginning_and_both_ends():
     whole = tokenizer(example.prompt)["input_ids"]
     assert list(objective.encode(example).sequences[0]) == [*whole[:9], whole[-1]]
     assert objective.cuts.tokens == len(whole) - 10
+
+
+def test_without_a_special_token_at_its_end_a_text_loses_its_end_and_an_empty_one_is_refused():
+    tokenizer = words_tokenizer()  # begins a text, and does not end it
+    objective = EncoderObjective(tokenizer, CPU, 10, ("good", "bad"))
+    example = Example("a film was very good " * 9, "", ("good", "bad"), 0, "a line")
+    assert list(objective.encode(example).sequences[0]) == tokenizer(example.prompt)["input_ids"][:10]
+    bare = bpe_tokenizer()
+    bare.backend_tokenizer.post_processor = processors.ByteLevel()
+    assert bare("")["input_ids"] == []
+    with pytest.raises(RequestError, match=r"rows.jsonl, line 3: its text has no token"):
+        EncoderObjective(bare, CPU, 10, ("good", "bad")).encode(
+            Example("", "", ("good", "bad"), 0, "rows.jsonl, line 3")
+        )
 
 
 @pytest.mark.parametrize("family", [*CAUSAL, "roberta", "xlm-roberta", "bert"])

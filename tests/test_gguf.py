@@ -4,6 +4,7 @@ import gc
 import json
 import re
 import struct
+from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
@@ -12,16 +13,26 @@ import pytest
 import torch
 import transformers
 from folders import bpe_tokenizer, completion_rows, label_rows, read_jsonl, refused, tezo, train, write_rows
-from gguf_files import GROUPS, HEADS, in_llama_cpp_order, tensors_of, tiny_llama, write_gguf
+from gguf_files import (
+    GROUPS,
+    HEADS,
+    in_llama_cpp_order,
+    split_by_llama_cpp,
+    tensors_of,
+    tiny_llama,
+    write_gguf,
+    write_sentence_pieces,
+)
 from safetensors.torch import load_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tezo as tezo_package
-from tezo.models.gguf import GgufWeights
+from tezo.models.gguf import GgufWeights, gguf_tokenizer
 from tezo.models.loading import embedded_source, load_model
 from tezo.models.saving import HERE
 from tezo.system.errors import RequestError
 
+DECODER = Path(__file__).parents[2] / "shared/models/stories260K"
 MAPS = Path("/proc/self/maps")
 TEXT = "The plot  2024 falls apart,\n  3 times 1234 it's  over"
 
@@ -409,3 +420,30 @@ def test_smollm2_is_tuned_and_exported(tmp_path):
     prompt = tokenizer("The capital of France is", return_tensors="pt")
     answer = model.generate(**prompt, max_new_tokens=1, do_sample=False)
     assert tokenizer.decode(answer[0, 5:]) == " Paris" and tokenizer.chat_template
+
+
+@pytest.mark.skipif(not DECODER.is_dir(), reason="the pretrained decoder is not there")
+@pytest.mark.parametrize("space", [True, False])
+def test_a_tokenizer_of_sentence_pieces_splits_as_llama_cpp_does(space, tmp_path):
+    known = transformers.AutoTokenizer.from_pretrained(DECODER)
+    file = write_sentence_pieces(tmp_path / "pieces.gguf", known, space=space)
+    tokenizer, notices = gguf_tokenizer(str(file))
+    texts = [
+        "Once upon a time",
+        " Once",
+        "  two  spaces ",
+        "<s>[INST] hi [/INST] ok</s>",
+        "<s> hi",
+        "x </s> y",
+        "a\n b",
+        "",
+    ]
+    for text in texts if space else []:  # the folder's is as llama.cpp's with a space
+        assert (
+            tokenizer(text, add_special_tokens=False)["input_ids"] == known(text, add_special_tokens=False)["input_ids"]
+        )
+    assert not notices
+    if find_spec("llama_cpp") is not None:
+        assert [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts] == split_by_llama_cpp(
+            file, texts
+        )

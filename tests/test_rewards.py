@@ -23,6 +23,7 @@ from tezo.optim.methods import METHODS
 from tezo.runs.reader import read_run
 from tezo.runs.words import change_text, metric_text
 from tezo.system.errors import RequestError
+from tezo.tasks import scoring
 from tezo.tasks.evaluation import evaluate
 from tezo.tasks.examples import Example
 from tezo.tasks.generation import Sampling, completions
@@ -362,6 +363,15 @@ def test_a_dry_run_forecasts_a_run_by_its_reward(home):
     summary["notices"] = [text for text in summary["notices"] if not text.startswith("method.rho is")]
     assert all(forecast[key] == summary[key] for key in ("num_forward_passes", "notices", "parameters"))
     assert "method.rho" in forecast["measured"]
+
+
+def test_an_evaluation_ends_the_processes_that_score_for_it(home, monkeypatch):
+    made, begin = [], scoring._Process.__init__
+    monkeypatch.setattr(scoring._Process, "__init__", lambda self, scorer: made.append(self) or begin(self, scorer))
+    scorer = ("--reward", f"{home / 'score.py'}:short_words", "--set", "train.reward_workers=2")
+    done = tezo("eval", home / "opt", "--data", home / "dev.jsonl", *scorer, "--set", "train.max_new_tokens=4")
+    assert done.code == 0, done.err
+    assert made and all(own._process.returncode is not None for own in made)
 
 
 def test_words_and_numbers_of_a_report_are_those_of_a_reward(home):

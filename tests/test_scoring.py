@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -195,6 +196,60 @@ def test_a_call_that_hangs_or_dies_is_missing_and_the_others_are_not(file, funct
             assert math.isnan(found[1].value) and found[1].failure == why
     finally:
         processes.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="this system has no groups of processes")
+def test_programs_that_a_scorer_starts_have_neither_pipe_and_end_with_it(file, tmp_path, capfd):
+    file.write_text(f"""
+import subprocess, sys
+
+def asks(prompt, completion, row):
+    print("and what it asks is nobody's")
+    code = "import sys; print('loud'); sys.exit(len(sys.stdin.read()))"
+    return 10 + subprocess.run([sys.executable, "-c", code]).returncode
+
+def waits(prompt, completion, row):
+    code = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    return subprocess.run([sys.executable, "-c", code]).returncode
+""")
+    processes, started = Processes(f"{file}:asks", 1, 60), time.monotonic()
+    try:
+        assert [own.value for own in processes.scored(SAMPLES[:1], batch=False)] == [10]
+    finally:
+        processes.close()
+    assert "loud" in capfd.readouterr().err
+    processes = Processes(f"{file}:waits", 1, 3)
+    try:
+        (found,) = processes.scored(SAMPLES[:1], batch=False)
+        assert found.failure == "took more than 3 s" and time.monotonic() - started < 60
+    finally:
+        processes.close()
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{pid}/stat").is_file() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return  # ended, and nobody has asked for its status
+        time.sleep(0.1)
+    raise AssertionError(f"{pid} is alive")
+
+
+def test_a_call_that_waits_and_fails_in_any_way_is_made_again_and_then_missing():
+    calls = []
+
+    def at_once(prompt, completion, row):
+        async def later():
+            raise asyncio.CancelledError
+
+        calls.append(row)
+        if len(calls) == 2:
+            raise RuntimeError("rate limit")
+        return later()
+
+    (found,) = scored(at_once, SAMPLES[:1])
+    assert math.isnan(found.value) and found.failure.startswith("raised CancelledError") and len(calls) == 3
 
 
 def test_a_file_that_other_processes_cannot_run_gives_no_scores_and_says_so(tmp_path):

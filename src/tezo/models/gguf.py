@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 from packaging.version import Version
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from torch import Tensor
 
 from tezo.models.lora import Adapter
@@ -137,6 +137,10 @@ def gguf_tokenizer(path: str) -> tuple[Any, list[str]]:
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     if split in _WHOLE_WORDS:
         backend.model.ignore_merges = True
+    if metadata.get("tokenizer.ggml.model") == "llama":  # as llama.cpp, which has a space behind special tokens too
+        space = [normalizers.Prepend("▁")] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
+        backend.normalizer = normalizers.Sequence([*space, normalizers.Replace(" ", "▁")])
+        backend.pre_tokenizer = None
     as_gpt2 = isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
     if metadata.get("tokenizer.ggml.model") == "gpt2" and as_gpt2 and split not in _AS_GPT2:
         notices.append(

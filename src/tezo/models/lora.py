@@ -10,6 +10,7 @@ so that the scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correct
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -144,6 +145,10 @@ def check_base(folder: Path, model: Any) -> None:
         raise RequestError(f"model: {said} Without {BASE} in {folder} the adapter is attached all the same.") from None
 
 
+_NOT_OURS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern", "modules_to_save", "lora_bias")
+"""Settings of PEFT with which an adapter computes otherwise than the product of its two factors."""
+
+
 def load_adapter(folder: Path) -> Adapter:
     """Reads an adapter that `save_adapter` wrote.
 
@@ -153,9 +158,12 @@ def load_adapter(folder: Path) -> Adapter:
     try:
         config = read_object(folder / "adapter_config.json")
         tensors = load_file(plain_file(folder / "adapter_model.safetensors"))
-        if config["peft_type"] != "LORA" or config["r"] != config["lora_alpha"]:
+        plain = config["peft_type"] == "LORA" and config["r"] == config["lora_alpha"]
+        plain = plain and not any(config.get(key) for key in _NOT_OURS) and config.get("bias", "none") == "none"
+        if not plain or not all(re.search(r"\.lora_[AB]\.weight$", key) for key in tensors):
             raise RequestError(
-                f"{folder} is not an adapter of this library (LoRA with lora_alpha = r); use peft to load it."
+                f"{folder} is not an adapter of this library (LoRA of linear layers with lora_alpha = r, and nothing "
+                "else); use peft to load it."
             )
         rank, pairs = int(config["r"]), {}
         for key in (key for key in tensors if ".lora_A." in key):

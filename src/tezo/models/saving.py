@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tezo.models.gguf import is_gguf
 from tezo.models.identity import Fingerprint, fingerprint
 from tezo.models.kinds import IN_MEMORY, Kind, ModelConfig, kind_of
-from tezo.models.loading import CLASSES, LoadedModel
+from tezo.models.loading import CLASSES, EMBEDDED, LoadedModel
 from tezo.models.lora import ALLOWED_RANKS, BASE, Adapter, make_adapter, next_allowed, save_adapter, save_model
 from tezo.models.peft import check_in_peft, why_not_in_peft
 from tezo.optim.base_optimizer import BaseOptimizer
@@ -131,10 +131,12 @@ def _loading(saved: Saved, base: str) -> list[str]:
     where = f"`{HERE}` stands for this folder or repository."
     if saved.form == "model":
         return [where, _code(load.format(f'"{HERE}"'))]
-    in_gguf = is_gguf(base)
-    load = load.format(f'"FOLDER", gguf_file="{base}"' if in_gguf else f'"{base}"')
-    where += f" FOLDER is the folder of {base}." if in_gguf else ""
-    where += "" if in_gguf or hub_name(saved.base) else f" `{base}` stands for the folder of the base model."
+    package, file, _ = EMBEDDED.get(saved.base, ("", base, ""))
+    in_gguf, file = is_gguf(file), PureWindowsPath(file).name
+    load = load.format(f'"FOLDER", gguf_file="{file}"' if in_gguf else f'"{base}"')
+    inside = f" in the Python package {package}" if package else ""
+    where += f" FOLDER is the folder of {file}{inside}." if in_gguf else ""
+    where += "" if in_gguf or hub_name(saved.base) else f" `{base}` stands for the folder of the base model{inside}."
     if saved.not_in_peft is not None:
         why = f"PEFT does not add this adapter as it was trained ({saved.not_in_peft}); `tezo` does:"
         with_tezo = f'\nhandles = tezo.load_adapter(model, "{HERE}")'

@@ -205,19 +205,18 @@ def _word_f1(said: list[str], right: list[str]) -> float:
 def drop(prediction: str, spans: Sequence[str]) -> dict[str, float]:
     """Returns DROP's official "drop_exact_match" and "drop_f1" of one span; `spans` together are the correct answer.
 
-    Words are compared after normalisation, numbers by value. A span with numbers scores 0 unless the answer has one of
-    them. F1 is that of the best span, divided by the number of spans.
+    Words are compared after normalisation, in order or, for F1, as sets; numbers by value. F1 is that of the best span,
+    divided by the number of spans; of a span with numbers it is 0 unless the answer has one of them.
     """
-    said = _drop_words(prediction)
-    right = [_drop_words(span) for span in spans]
-    f1 = round(max(_bag_f1(said, bag) for bag in right) / len(right), 2)
+    said, right = _drop_words(prediction), [_drop_words(span) for span in spans]
+    f1 = round(max(_bag_f1(frozenset(said), frozenset(words)) for words in right) / len(right), 2)
     return {"drop_exact_match": float(right == [said]), "drop_f1": f1}
 
 
-def _drop_words(text: str) -> frozenset[str]:
-    """Returns the set of a span's words: numbers as floats, words in lower case without articles and punctuation."""
+def _drop_words(text: str) -> list[str]:
+    """Returns a span's words: numbers as floats, words in lower case without articles and punctuation."""
     words = (_drop_word(word) for word in re.split(r"[ -]", text))
-    return frozenset(part for word in words for part in word.split())
+    return [part for word in words for part in word.split()]
 
 
 def _drop_word(word: str) -> str:

@@ -10,7 +10,9 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -33,8 +35,9 @@ MISSING_SCORES = "missing_scores"
 """The metric that tells the share of answers without a score; left out where there is none."""
 Score = Callable[..., Any]
 """A scorer, of one of the forms that `scored` calls; higher is better."""
-FAULTS = (Exception, SystemExit)
-"""What a scorer may raise without an end of the run: code that ends its own process is at fault, as any other is."""
+FAULTS = (Exception, SystemExit, asyncio.CancelledError)
+"""What a scorer may raise without an end of the run: code that ends its own process is at fault, as any other is, and
+clients cancel what they wait for too long."""
 TRIES = 3
 """Calls for one score, at most."""
 MISSING = math.nan
@@ -161,14 +164,12 @@ def _takes_any(function: Score) -> bool:
 
 async def _all(function: Score, samples: Sequence[Sample], begun: Sequence[Any]) -> list[Any]:
     async def one(sample: Sample, first: Any) -> Any:
-        value: Any = first
         for attempt in range(TRIES):
             try:
+                value: Any = function(*arguments(function, sample)) if attempt else first
                 return await value if inspect.isawaitable(value) else value
             except FAULTS as error:
                 failure = _missing(f"raised {type(error).__name__} ({error})")
-                if attempt < TRIES - 1:
-                    value = function(*arguments(function, sample))
         return failure
 
     return list(await asyncio.gather(*(one(*pair) for pair in zip(samples, begun, strict=True))))
@@ -351,7 +352,7 @@ class _Process:
 
     def _read(self, seconds: float) -> str:
         assert self._process.stdout is not None
-        timer = threading.Timer(seconds, self._process.kill)
+        timer = threading.Timer(seconds, self._kill)
         timer.start()
         try:
             line = self._process.stdout.readline()
@@ -361,26 +362,42 @@ class _Process:
             self.end()
         return line
 
+    def _kill(self) -> None:
+        """Kills the process, and the programs that the scorer has started: they may have its pipes."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (AttributeError, OSError):  # there are no groups on this system, or nobody in it is left
+            self._process.kill()
+
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        """Ends the process, by itself where it can: it reads that no more is asked."""
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):  # of what could not be written to it
                 pipe.close() if pipe else None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_SECONDS)
+        self._kill()
+        self._process.wait()
 
 
+ENDING_SECONDS = 1.0
+"""How long a process may take to end by itself."""
 START_SECONDS = 60.0
 """Limit of the start of a process, with the imports of the scorer's file."""
 
 
 def main() -> None:
     """Scores what standard input asks for, line by line, with the function that the argument names."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what the scorer prints is no answer
+    answers, asked = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(2, 1)  # what the scorer prints is no answer, nor what programs print that it starts
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     function, _ = load_score(sys.argv[1])
     print("[]", file=answers, flush=True)
-    for line in sys.stdin:
+    for line in asked:
         found = scored(function, [Sample(**own) for own in json.loads(line)])
         print(json.dumps([asdict(own) for own in found]), file=answers, flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # threads of the scorer may wait for ever
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from tezo.runs.folder import ADAPTER, CONFIG, MODEL
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import check_free, new_folder, one_line, open_to_read, own_object, read_bytes
 from tezo.system.progress import SAVING, UPLOADING, current
+from tezo.tasks.formats import default_template
+from tezo.tasks.row_files import DataConfig
 from tezo.training.config import read_run_config
 from tezo.training.opening import check_result, open_base
 from tezo.training.recipe import Config
@@ -125,7 +127,8 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
             save_model(model, loaded.tokenizer, folder)
             if data.task is None and data.label_words is not None:
                 pooling = MEAN if loaded.kind == "encoder" else None
-                CarriedLabels(data.label_words, data.template, pooling).write(folder)
+                named = None if data.text == DataConfig.text else default_template(loaded.kind, data.text)
+                CarriedLabels(data.label_words, data.template or named, pooling).write(folder)
         elif adapter is None:
             save_peft_adapter(loaded, folder, config.model, tuning)
         elif form == GGUF:

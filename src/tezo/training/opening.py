@@ -211,6 +211,9 @@ def measure_rows(
         if not untold:
             raise
         raise RequestError(f"{error} The {by_reward}") from None
+    finally:
+        if reward is not None and reward.processes is not None:
+            reward.processes.close()
     missing = reward.missing if reward is not None else []
     said = [*notices, *(f"scores are missing, and left out of the means: {reason}." for reason in missing)]
     return metrics, [*said, f"the {by_reward}"] if untold else said

@@ -82,8 +82,13 @@ class WholeTextObjective(Objective):
 
     def _encode(self, example: Example) -> Encoded:
         ids = list(self.tokenizer(example.prompt)["input_ids"])
+        if not ids:
+            raise RequestError(
+                f"{example.where}: its text has no token, and the tokenizer adds none; leave the row out."
+            )
         over = len(ids) - self.max_length
         if over > 0:
-            del ids[-1 - over : -1]  # keep the last special token
+            end = len(ids) - (ids[-1] in self.tokenizer.all_special_ids)  # a special token at the end stays
+            del ids[end - over : end]
             self.cuts.add(over, example.where)
         return Encoded((tuple(ids),), (0,), example)
