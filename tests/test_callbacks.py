@@ -1,6 +1,7 @@
 """Callbacks written for transformers' Trainer follow a run, and can end it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -170,3 +171,10 @@ def test_transformers_own_early_stopping_lets_a_run_go_on_that_gets_better(home,
     losses = [metrics["eval_loss"] for _, metrics in recorder.metrics]
     assert losses == sorted(losses, reverse=True), "this run is meant to fall throughout"
     assert summary["steps"] == 6
+
+
+def test_without_test_rows_the_dev_rows_before_the_first_step_are_an_evaluation_too(home, tmp_path):
+    made = config(home, 3)
+    recorder = Recorder()
+    train(replace(made, data=replace(made.data, test=None)), tmp_path / "run", [TrainerCallbacks([recorder])])
+    assert [step for step, _ in recorder.metrics] == [0, 3] and all("eval_loss" in own for _, own in recorder.metrics)

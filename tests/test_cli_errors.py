@@ -139,6 +139,9 @@ def test_an_unknown_device(attempt):
         ("train.steps=many", ["train.steps", "'many'", "whole number"]),
         ("train.steps=2.5", ["train.steps", "2.5", "whole number"]),
         ("train.steps=0", ["train.steps", "0", "at least 1"]),
+        ("train.epochs=inf", ["train.epochs", "inf", "positive and finite"]),
+        ("train.epochs=nan", ["train.epochs", "nan", "positive and finite"]),
+        ("train.epochs=1e12", ["train.epochs", "1e+12", "steps; lower it"]),
         ("train.batch_size=-1", ["train.batch_size", "-1", "at least 1"]),
         ("train.schedule=quadratic", ["train.schedule", "'quadratic'", "cosine"]),
         ("train.keep_best=maybe", ["train.keep_best", "'maybe'", "true or false"]),
@@ -152,7 +155,7 @@ def test_an_unknown_device(attempt):
         ("method.rho=inf", ["method.rho", "inf", "at most 1e+30"]),
         ("method.betas=[0.9, 1.0]", ["method.betas", "1.0", "below 1"]),
         ("method.betas=[-1, 0.9]", ["method.betas", "-1", "at least 0"]),
-        ("method.eps=-1", ["method.eps", "-1", "negative"]),
+        ("method.eps=-1", ["method.eps", "-1", "positive"]),
         ("train.seed=-1", ["train.seed", "-1", "at least 0"]),
         ("train.seed=99999999999999999999", ["train.seed", "2^63"]),
         ("train.batch_size=99999999999999999999", ["train.batch_size", "2^31"]),
@@ -343,3 +346,14 @@ def test_another_distribution_adds_commands_and_a_broken_one_takes_none_away(tmp
     command = [sys.executable, "-m", "tezo", "hello"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, check=True)
     assert done.stdout == "hello\n" and "the command broken cannot be loaded (No module named" in done.stderr
+
+
+def test_a_stream_that_lacks_a_character_does_not_end_a_command(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(24))
+    code = "import sys; from tezo.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "train", "--model", model_folder(tmp_path, "opt"), "--data", rows, "--lr", 0.05,
+               "--method", "tezo-cadam", "--steps", 20, "--output", tmp_path / "run"]  # fmt: skip
+    plain = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([str(part) for part in command], capture_output=True, env=plain, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"\\u2212" in done.stdout, "the minus sign of a fall"

@@ -269,6 +269,11 @@ def test_methods_and_doctor_answer_people_and_programs(home):
     assert report["model"]["kind"] == "causal"
     assert "causal" in tezo("doctor", "--model", home / "opt").out
     assert tezo("doctor", "--model", home / "nowhere").code == 2
+    refused(tezo("doctor", "--set", "model.dtype=bfloat16"), "--set", "--model")
+    for method in ("adam", "gauss-newton"):  # the one has no rho, the other no rows here
+        done = tezo("doctor", "--model", home / "opt", "--set", f"method.name={method}", "--json")
+        assert done.code == 0 and isinstance(json.loads(done.out)["model"]["scales"], str), done.err
+    refused(tezo("eval", home / "opt", "--lm-eval", "passes", "--task", "sst2"), "--lm-eval", "--task")
 
 
 @pytest.mark.parametrize("names", [{"data__template": "{words} Label:"}, {"data__text": "words"}])

@@ -168,6 +168,21 @@ def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
     assert again["stopped"] == "idle" and again["verdict"] == found["verdict"]
 
 
+def test_a_run_that_ends_between_two_evaluations_has_measured_its_last_state(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(best_state.BestState, "_is_idle", lambda _, steps: steps == 4)
+    made = request(home, settings=["train.steps=60", "method.name=gauss-newton", "train.eval_every=7",
+                                   "data.hold_out=0.3", f"data.test={home / 'labels.jsonl'}"])  # fmt: skip
+    found = train(made, tmp_path / "run")
+    log = read_log(tmp_path / "run/steps.log")
+    assert found["steps"] == 4 and ("dev", 4) in log.evaluations and log.size == log.valid
+    before = contents(tmp_path / "run/adapter")
+    (tmp_path / "run/manifest.json").unlink()
+    again = train(made, tmp_path / "run", resume=True)
+    assert all(again[key] == found[key] for key in ("kept_step", "dev_loss", "after", "verdict"))
+    log = read_log(tmp_path / "run/steps.log")
+    assert contents(tmp_path / "run/adapter") == before and log.size == log.valid
+
+
 @pytest.mark.parametrize("least", [0.0, 0.01, 0.2])
 def test_a_run_ends_where_two_rounds_in_a_row_gained_too_little_on_dev_rows(home, tmp_path, monkeypatch, least):
     monkeypatch.setattr(best_state, "IDLE_GAIN", least)

@@ -317,6 +317,14 @@ def test_a_report_refuses_answers_that_no_run_writes(home, tmp_path, text):
     refused(command("report", tmp_path / "run", "--output", tmp_path / "run.html"), "scored.jsonl", "damaged")
 
 
+def test_a_report_refuses_answers_that_were_changed_after_the_run(home, tmp_path):
+    train(config(home, steps=2), tmp_path / "run")
+    log = tmp_path / "run/scored.jsonl"
+    log.write_text(log.read_text().replace('"score": ', '"score": 1', 1))
+    refused(command("report", tmp_path / "run", "--output", tmp_path / "run.html"), "scored.jsonl")
+    assert not (tmp_path / "run.html").exists()
+
+
 def test_a_reward_that_all_members_share_is_said(home, tmp_path):
     summary = train(config(home, function="nothing", steps=2), tmp_path / "run")
     assert [notice for notice in summary["notices"] if "every model scored alike" in notice]

@@ -117,6 +117,14 @@ def test_a_finished_run_is_not_that_of_other_rows(home, tmp_path, part):
     assert "own figures" not in tezo("eval", tmp_path / "run").err
 
 
+def test_a_finished_run_is_that_of_a_batch_larger_than_its_rows(home, tmp_path):
+    large = config(home, batch_size=64)
+    summary = train(large, tmp_path / "run")
+    assert train(large, tmp_path / "run", resume=True) == summary and summary["batch_size"] < 64
+    with pytest.raises(RequestError, match=r"train.batch_size is 3, and the run began with"):
+        train(config(home, batch_size=3), tmp_path / "run", resume=True)
+
+
 def test_another_run_does_not_go_on_in_its_place(home, tmp_path):
     run = tmp_path / "run"
     stopped(config(home), run, 4)

@@ -412,6 +412,7 @@ def _reward(before: float, after: float) -> dict[str, Any]:
     [
         ({}, "Better: the dev loss fell from 3.0000 to 2.0000. It was falling to the end"),
         ({}, "to the end: try train.steps=80 with method.name=mezo."),
+        ({"state_chosen": False}, "to 2.0000. The state after the last step was kept: whether more steps than 40 help"),
         ({"steps": 30, "kept_step": 30}, "It was ended after 30 of 40 steps."),
         ({"kept_step": 20}, "It was lowest after step 20: more rows"),
         ({"stopped": STAGNATED}, "It ended after 40 of 50 steps: the dev loss was no lower for long"),
@@ -434,7 +435,8 @@ def _reward(before: float, after: float) -> dict[str, Any]:
 def test_a_verdict_says_what_to_try(changes, said):
     summary = {"method": "mezo", "dev_loss": 2.0,
                "dev_loss_before": 3.0, "before": {"loss": 3.5}, "after": {"loss": 2.5}, "steps": 40,
-               "kept_step": 40, "idle_steps": 0, "stopped": None, "rollbacks": [], "rows": {"train": 1000}}  # fmt: skip
+               "kept_step": 40, "state_chosen": True, "idle_steps": 0, "stopped": None, "rollbacks": [],
+               "rows": {"train": 1000}}  # fmt: skip
     assert said in verdict(summary | changes, 1e-3, 50 if "stopped" in changes else 40)
 
 

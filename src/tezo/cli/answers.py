@@ -44,8 +44,11 @@ def evaluate(
     unset = [] if task is None else [("data.test", None)]  # the run's is of other rows
     config = run_config(run, [*unset, *given, *(parse_setting(text) for text in settings)])
     if lm_eval is not None or task_folder is not None:
-        if data is not None or probe or calibrate or reward is not None:
-            raise RequestError("--lm-eval has rows of its own; leave out --data, --probe, --calibrate and --reward.")
+        if any(own is not None for own in (data, reward, task, data_dir)) or probe or calibrate or shots < 0:
+            raise RequestError(
+                "--lm-eval has rows of its own, and --shots from 0 on; leave out --data, --task, --data-dir, "
+                "--probe, --calibrate and --reward."
+            )
         _print_harness(run, config, lm_eval, task_folder, shots, json)
     elif probe:
         if data is not None or shots or calibrate or reward is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tezo.cli.common import JsonOption, SetOption, mebibytes, print_json, print_table, showing_work
+from tezo.system.errors import RequestError
 
 
 @showing_work()
@@ -19,6 +20,8 @@ def doctor(
     from tezo.training.config import parse_setting
     from tezo.training.doctor import machine_report, model_report
 
+    if not model and (settings or quantization):
+        raise RequestError("--set and --quantization are of a model; name one with --model, or leave them out.")
     report = machine_report()
     if model:
         given: list[tuple[str, Any]] = [parse_setting(text) for text in settings]

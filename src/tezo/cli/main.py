@@ -1,5 +1,6 @@
 """The program `tezo`: registers the commands, and turns errors into messages and exit codes."""
 
+import io
 import sys
 import time
 import traceback
@@ -62,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 Ctrl-C, 143 SIGTERM.
     """
+    for stream in (sys.stdout, sys.stderr):  # no character that a stream lacks is a reason to end
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     options.started = time.perf_counter() - (time.process_time() if arguments is None else 0.0)
     try:
         app(args=arguments, prog_name="tezo")

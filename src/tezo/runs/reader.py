@@ -205,7 +205,7 @@ def read_run(folder: Path) -> RecordedRun:
 
 def _read_files(folder: Path) -> RecordedRun:
     ended = os.path.lexists(folder / SUMMARY)
-    check_manifest(folder, [CONFIG, PLAN, LOG, METRICS, ANSWERS, SUMMARY], required=ended)
+    check_manifest(folder, [CONFIG, PLAN, LOG, METRICS, ANSWERS, SCORED, SUMMARY], required=ended)
     read_bytes(folder / LOG, MAX_LOG_BYTES)
     log = read_log(folder / LOG)
     times, memory, rounds = _read_metrics(folder / METRICS)

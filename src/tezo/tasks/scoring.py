@@ -321,6 +321,7 @@ class Processes:
             if process is not None:
                 process.end()
             self._free.put(None)
+        self._threads.shutdown()
 
 
 class _Process:

@@ -98,7 +98,7 @@ def train(
         raise RequestError(f"settings is {settings!r}; give a dictionary, such as {{'data.seed': 3}}.")
     if isinstance(listeners, Listener):
         raise RequestError(f"listeners is a {type(listeners).__name__}; give a list of them.")
-    for listener in listeners:
+    for listener in listeners or ():
         if not isinstance(listener, Listener):
             raise RequestError(
                 f"listeners has {listener!r}, which is no tezo.training.listeners.Listener; a callback of transformers "
@@ -116,7 +116,7 @@ def train(
         rows = read_splits(config.data, objects) if objects else None
         folder = _folder(output, resume=resume)
         watcher = _Watcher()
-        told = [*listeners, *([] if line is None else [Screen(line)]), watcher]
+        told = [*(listeners or ()), *([] if line is None else [Screen(line)]), watcher]
         try:
             summary = loop.train(config, folder, told, resume=resume, loaded=base, rows=rows, score=score)
         except BaseException as error:
@@ -214,6 +214,8 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
             f"`tezo train --output {quote(str(path))} --resume`."
         )
     if model is None or isinstance(model, str | Path):
+        if tokenizer is not None:
+            raise RequestError("tokenizer is of a model in memory; give that as model, or leave the tokenizer out.")
         name = None if model is None else str(model)
         return Run(path, summary, base=name, trust_remote_code=trust_remote_code)
     kind = read_run_config(path / CONFIG, []).model.kind

@@ -178,6 +178,11 @@ class BestState:
             kept = self.settings.guard or self.settings.keep_best
             self.best = GoodState(steps, loss, self.job.optimizer.tuned_state() if kept else None)
 
+    def note_last(self, steps: int) -> None:
+        """Notes the last state, where its dev rows have not been evaluated: a run may end between two evaluations."""
+        if self._every and self.dev_loss is None:
+            self.note(steps, last=True)
+
     def ends_run(self, steps: int, *, again: bool = False) -> bool:
         """Goes back to the best state where that may help; returns whether the run should end after these steps.
 

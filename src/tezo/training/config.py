@@ -6,6 +6,7 @@ reading that file gives an equal configuration.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -326,8 +327,8 @@ def _check(config: Config) -> None:
                 f"model.{name} is {value}, and model.peft is {model.peft}; set model.peft={' or '.join(adapters)}, or "
                 f"leave {name} out."
             )
-    if train.epochs is not None and train.epochs <= 0:
-        raise RequestError(f"train.epochs is {train.epochs}; it must be positive.")
+    if train.epochs is not None and not 0 < train.epochs < math.inf:
+        raise RequestError(f"train.epochs is {train.epochs}; it must be positive and finite.")
     if not train.reward_seconds > 0:
         raise RequestError(f"train.reward_seconds is {train.reward_seconds:g}; it must be positive.")
     if data.train is None and data.task is None:

@@ -22,7 +22,7 @@ from tezo.tasks.setup import make_objective
 from tezo.training.forecasts import advice, forecasts, memory_of_model
 from tezo.training.job import load, make_optimizer
 from tezo.training.opening import run_config
-from tezo.training.recipe import Config
+from tezo.training.recipe import LOSS, Config
 from tezo.training.resolution import resolve_rho, with_directions
 from tezo.training.run_rows import RunRows, basis_passes
 
@@ -123,6 +123,7 @@ def _rows_per_step(config: Config) -> int:
 
 def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
     """Returns the perturbation scale that a run of this configuration would measure, if its rows were `REVIEWS`."""
+    config = replace(config, train=replace(config.train, objective=LOSS, reward=None))  # of these rows, not of a run's
     entry = task("sst2")
     form = entry.wording(loaded.kind)
     objective = make_objective(config.data, loaded, form)
@@ -138,10 +139,10 @@ def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
 
     config, _ = with_directions(config.with_options(rho=AUTO), seen, build, measuring=True)
     optimizer = build(config)
-    assert isinstance(optimizer, ZerothOrderOptimizer)  # it has a rho
     try:
-        _, _, found = resolve_rho(config, optimizer, seen)
+        found = resolve_rho(config, optimizer, seen)[2] if isinstance(optimizer, ZerothOrderOptimizer) else None
     finally:
         optimizer.close()
-    assert found is not None  # rho is open, and there are rows
+    if found is None:
+        raise RequestError(f"method.name is {config.method.name}, which has no rho to measure.")
     return found

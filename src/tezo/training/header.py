@@ -52,6 +52,7 @@ def log_header(job: Job) -> dict[str, Any]:
         "rows": hash_of([row.sequences for row in job.train]),
         "answers": hash_of([_answer(row) for row in job.train]),
         "held_rows": hash_of([(row.sequences, _answer(row)) for part in (job.dev, job.test) for row in part]),
+        "stepped_rows": len(job.stepped),
         "read_rows": job.read_rows,
         "reported_rows": job.reported_rows,
         "device": job.loaded.device.type,
@@ -115,9 +116,15 @@ def _with_name_of(name: str, asked: Config) -> Config:
     return replace(asked, method=replace(asked.method, name=name))
 
 
-def check_unchanged(ended: Config, asked: Config) -> None:
-    """Raises a `RequestError` if a run that has ended, with its settings resolved, has others than are asked for."""
+def check_unchanged(ended: Config, asked: Config, stepped: int | None = None) -> None:
+    """Raises a `RequestError` if a run that has ended, with its settings resolved, has others than are asked for.
+
+    `stepped` is the number of rows that its steps were taken on, which no batch has more of.
+    """
     asked = _with_name_of(ended.method.name, asked)
+    size = asked.train.batch_size
+    if size is not None and stepped is not None:
+        asked = replace(asked, train=replace(asked.train, batch_size=min(size, stepped)))
     _check_function(ended.train.reward, asked.train.reward)
     before = _fixed(to_tree(ended))
     now = _with_moved(before, _fixed(to_tree(asked)))

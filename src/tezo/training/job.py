@@ -160,11 +160,14 @@ class Job:
             group["lr"] = lr
         return replace(self, config=self.config.with_options(lr=lr))
 
+    @property
+    def stepped(self) -> Sequence[int]:
+        """The training rows that steps are taken on."""
+        return looked_and_stepped(self.config, self.format, len(self.train), judged=bool(self.dev))[1]
+
     def sampler(self) -> BatchSampler:
-        """Which training rows a step takes."""
-        return sampler(
-            self.config, looked_and_stepped(self.config, self.format, len(self.train), judged=bool(self.dev))[1]
-        )
+        """Which of them a step takes."""
+        return sampler(self.config, self.stepped)
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
         """These training rows, ready for `objective.loss`."""

@@ -168,6 +168,8 @@ def dotted_settings(named: Mapping[str, Any], dotted: Mapping[str, Any]) -> list
             raise RequestError(f"{name}: there is no such setting. {nearest(_own_name(name, names), names)}")
         pairs.append((PREFERRED.get(name, known[name][0]), value))
     for key, value in dotted.items():
+        if not isinstance(key, str):
+            raise RequestError(f"settings: {key!r} is no name of a setting; give names such as 'data.seed'.")
         if key in PARAMETERS:
             raise RequestError(f"settings: {key} is the parameter {PARAMETERS[key]}; give it by that.")
         if isinstance(value, Mapping) and key in ("model", "data", "method", "train"):

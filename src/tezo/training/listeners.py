@@ -63,7 +63,7 @@ class Listener:
         """Called when the result is saved."""
 
     def closed(self) -> None:
-        """Called last, when the run is over, finished or not; the only call that always comes."""
+        """Called last, when the run is over, finished or not, if it had been prepared."""
 
     @property
     def wants_stop(self) -> bool:

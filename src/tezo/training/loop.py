@@ -85,11 +85,10 @@ def train(
                 folder.check_free(resume=resume)
             if resume and (summary := read_summary(output)) is not None:
                 folder.check_ended()
-                check_unchanged(read_config(output / CONFIG, []), config)
+                header = folder.header() or {}
+                check_unchanged(read_config(output / CONFIG, []), config, header.get("stepped_rows"))
                 named = None if config.train.reward == IN_MEMORY else config.train.reward
-                check_given(
-                    folder.header() or {}, rows or read_splits(config.data), named if score is None else score, loaded
-                )
+                check_given(header, rows or read_splits(config.data), named if score is None else score, loaded)
                 return summary
             with processes.together("prepare the run"):
                 begun = folder.header() if resume else None
@@ -251,6 +250,7 @@ class Loop:
             if ended and steps < settings.num_steps:
                 self.best.ends_run(steps, again=True)
             if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
+                self.best.note_last(steps)
                 return steps
             interrupted = self._any(self.interruption.signal is not None)
             if interrupted or (keep_every and steps % keep_every == 0):

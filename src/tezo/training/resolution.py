@@ -424,6 +424,8 @@ def with_steps(train: TrainConfig, num_rows: int, chosen: Method[Any]) -> TrainC
         steps = math.ceil(EPOCHS * num_rows / size)
         return replace(train, steps=train.steps or min(MOST_STEPS, max(LEAST_STEPS, steps)))
     steps = math.ceil(train.epochs * num_rows / size)
+    if steps >= 2**31:
+        raise RequestError(f"train.epochs is {train.epochs:g}, which are {steps:.1e} steps; lower it.")
     if train.steps not in (None, steps):
         raise RequestError(
             f"train.steps is {train.steps}, and train.epochs {train.epochs:g} are {steps} steps; leave one out."

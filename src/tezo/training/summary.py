@@ -70,6 +70,8 @@ def _after_gain(summary: Mapping[str, Any], planned_steps: int, *, rewarded: boo
         return _ended(summary, planned_steps)
     if steps < planned_steps:
         return f"It was ended after {steps} of {planned_steps} steps."
+    if not summary["state_chosen"]:
+        return f"The state after the last step was kept: whether more steps than {steps} help, dev rows would say."
     if kept == steps:
         return f"It was {'rising' if rewarded else 'falling'} to the end: try train.steps={2 * steps}" + (
             f" with method.name={summary['method']}."
@@ -215,6 +217,7 @@ def summarize(
         "rows": row_counts(job),
         "steps": outcome.steps,
         "idle_steps": outcome.idle_steps,
+        "state_chosen": outcome.chosen,
         "test_rows_chose": job.test is job.dev and outcome.chosen,
         "kept_step": outcome.kept_step,
         "dev_loss": outcome.dev_loss,

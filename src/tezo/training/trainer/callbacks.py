@@ -54,7 +54,7 @@ class TrainerCallbacks(Listener):
             )
         except ImportError as error:
             raise RequestError(f"callbacks need accelerate ({error}); pip install accelerate.") from None
-        self._rows, self._settings = len(job.train), settings
+        self._rows, self._settings, self._is_dev = len(job.train), settings, job.dev is job.test
         self._handler = CallbackHandler(self._callbacks, job.model, job.loaded.tokenizer, job.optimizer, None)
         self.state.max_steps = settings.num_steps
         self.control = self._handler.on_train_begin(self._args, self.state, self.control)
@@ -74,11 +74,11 @@ class TrainerCallbacks(Listener):
             self._log({"loss": record.loss, **kappa, "learning_rate": record.lr})
 
     def evaluated(self, split: str, step: int, metrics: Metrics) -> None:
-        del step
-        prefix = "eval" if split == "dev" else split
+        of_dev = split == "dev" or (split == "test" and step == 0 and self._is_dev)
+        prefix = "eval" if of_dev else split.replace(" ", "_")
         named = {f"{prefix}_{key}": value for key, value in metrics.items()}
         self._log(named)
-        if split == "dev":
+        if of_dev:
             self.control = self._handler.on_evaluate(self._args, self.state, self.control, named)
             best = self.state.best_metric
             if best is None or metrics["loss"] < best:
