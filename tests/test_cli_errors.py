@@ -351,8 +351,8 @@ def test_another_distribution_adds_commands_and_a_broken_one_takes_none_away(tmp
 def test_a_stream_that_lacks_a_character_does_not_end_a_command(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", label_rows(24))
     code = "import sys; from tezo.cli.main import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "train", "--model", model_folder(tmp_path, "opt"), "--data", rows, "--lr", 0.05,
-               "--method", "tezo-cadam", "--steps", 20, "--output", tmp_path / "run"]  # fmt: skip
+    command = [sys.executable, "-c", code, "train", "--model", model_folder(tmp_path, "opt"), "--data", rows,
+               "--lr", 0.05, "--method", "tezo-cadam", "--steps", 20, "--output", tmp_path / "run"]  # fmt: skip
     plain = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([str(part) for part in command], capture_output=True, env=plain, check=False)
     assert done.returncode == 0, done.stderr
