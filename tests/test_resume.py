@@ -117,6 +117,15 @@ def test_a_finished_run_is_not_that_of_other_rows(home, tmp_path, part):
     assert "own figures" not in tezo("eval", tmp_path / "run").err
 
 
+def test_what_was_said_at_the_first_start_is_said_of_the_whole_run(home, tmp_path):
+    made = config(home, "head-feedback")
+    whole = train(made, tmp_path / "whole")
+    stopped(made, tmp_path / "run", 4)
+    resumed = train(made, tmp_path / "run", resume=True)
+    assert any(text.startswith("method.rho") and "measured" in text for text in whole["notices"])
+    assert resumed["notices"][: len(whole["notices"])] == whole["notices"]
+
+
 def test_a_finished_run_is_that_of_a_batch_larger_than_its_rows(home, tmp_path):
     large = config(home, batch_size=64)
     summary = train(large, tmp_path / "run")

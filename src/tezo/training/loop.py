@@ -207,14 +207,16 @@ class Loop:
             return state or self._open_folder()
 
     def _open_folder(self) -> ResumeState:
-        job, header = self.job, log_header(self.job)
+        job, header = self.job, log_header(self.job) | {"notices": list(self.job.notices)}
         state = self.folder.open(header)
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
+        first = [str(text) for text in state.header.get("notices", [])]  # of what is not measured again
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         if isinstance(job.optimizer, ZerothOrderOptimizer):
             job.optimizer.set_factor_store(self.folder.factor_files)
         self.meter.add_earlier(state.elapsed, state.passes)
-        self.job = replace(job, notices=(*job.notices, *notices, *state.notices))
+        own = [text for text in job.notices if text not in first]
+        self.job = replace(job, notices=(*first, *own, *notices, *state.notices))
         return state
 
     def _restore_checkpoint(self, state: ResumeState) -> int:
