@@ -48,6 +48,8 @@ def test_a_rank_of_what_is_kept_is_refused_where_nothing_is_refreshed():
     for name, options in (("mezo", {}), ("es", {}), ("tezo", {"rank": RANK})):
         with pytest.raises(RequestError, match="frozen_rank is 8, and factors are never refreshed"):
             METHODS[name].build(tiny_opt(), frozen_rank=8, **options)
+    with pytest.raises(RequestError, match="frozen_rank is 8, and in place nothing is kept"):
+        METHODS["lozo"].build(tiny_opt(), frozen_rank=8, in_forward=False)
 
 
 @pytest.mark.parametrize(("name", "options"), [("lozo", {"frozen_rank": 7}), ("lozo", {"frozen_rank": 50}),

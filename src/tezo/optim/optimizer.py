@@ -176,6 +176,11 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
                 f"method.frozen_rank is {frozen_rank}, and factors are never refreshed here; leave it out, or set "
                 "method.lazy_update_interval where the method has it."
             )
+        if frozen_rank is not None and not in_forward:
+            raise RequestError(
+                f"method.frozen_rank is {frozen_rank}, and in place nothing is kept beside the weights; leave it or "
+                "method.in_forward=false out."
+            )
         if num_directions > 1 and (perturbation.single_direction or estimator.single_direction):
             raise RequestError(f"method.num_directions is {num_directions}; this method is defined for 1 only.")
         self.model = model
