@@ -122,7 +122,7 @@ def test_fewer_places_than_layers_are_given_to_the_last_layers(count):
 
 @pytest.mark.parametrize(("classes", "kinds", "rank"), [(2, 2, 16), (6, 2, 16), (8, 2, 16), (8, 1, 6), (2, 2, 3)])
 def test_columns_have_one_meaning_and_directions_are_proposed_along_all_of_them(classes, kinds, rank):
-    layout = Layout.of(classes, kinds, rank)
+    layout = Layout.of(classes, kinds, rank, 64)
     used = [column for kind in range(kinds) for column in range(rank)[layout.columns(kind)]]
     biases = list(range(rank)[layout.bias])
     assert sorted([*used, *biases]) == list(range(len(used) + len(biases))) and len(used) + len(biases) <= rank

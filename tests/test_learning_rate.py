@@ -243,15 +243,15 @@ def test_the_formulas_of_plain_and_normalised_steps():
     g_sq, q = 9.0, 4
     adam = {"eps_in_sqrt": False, "bias_correction": True}
     assert SGD().divisor(g_sq, q) == AdaMU(1e-8).divisor(g_sq, q) == 1
-    assert NormalizedSGD(0.99, 0.0).divisor(g_sq, q) == 3
+    assert NormalizedSGD(0.99, 1e-30).divisor(g_sq, q) == 3
     for kind in (Adam, FactoredAdam):
-        assert kind((0.9, 0.99), 0.0, **adam).divisor(g_sq, q) == 1.5
+        assert kind((0.9, 0.99), 1e-30, **adam).divisor(g_sq, q) == 1.5
         assert kind((0.9, 0.99), 1.75, **adam | {"eps_in_sqrt": True}).divisor(g_sq, q) == 2
         m = v = farthest = 0.0  # for estimates that are all 1.5, without bias correction
         for _ in range(200):
             m, v = 0.9 * m + 0.1 * 1.5, 0.99 * v + 0.01 * 1.5**2
             farthest = max(farthest, m / v**0.5)
-        least = kind((0.9, 0.99), 0.0, eps_in_sqrt=True, bias_correction=False).divisor(g_sq, q)
+        least = kind((0.9, 0.99), 1e-30, eps_in_sqrt=True, bias_correction=False).divisor(g_sq, q)
         assert least == pytest.approx(1.5 / farthest) and farthest > 2
 
 

@@ -22,7 +22,7 @@ from tezo.training.schedule import KEYS
 FOLDER = "tezo_state"
 _bases: WeakKeyDictionary[ZerothOrderOptimizer, str] = WeakKeyDictionary()
 """Optimizer -> digest of the weights that it does not write, made at its first checkpoint."""
-_COUNTS = ("rule", "num_steps", "num_forward_passes", "counts", "seed", "rho", "parameters")
+_COUNTS = ("rule", "num_steps", "num_forward_passes", "num_idle_steps", "counts", "seed", "rho", "parameters")
 
 
 def save_state(folder: Path, tuner: ZerothOrderOptimizer, config: Config) -> None:
