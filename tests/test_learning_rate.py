@@ -320,7 +320,8 @@ def test_a_run_records_the_rate_it_chose_and_resumes_and_replays_to_the_bit(home
     assert (cut / "steps.log").read_bytes() == (whole / "steps.log").read_bytes()
     same = read_log(number / "steps.log")
     assert same.steps == log.steps
-    assert same.header == log.header | {"sources": log.header["sources"] | {"lr": "given"}}
+    own = {"sources": log.header["sources"] | {"lr": "given"}, "notices": []}
+    assert same.header == log.header | own and log.header["notices"] == [notice]
 
 
 def test_requests_that_have_no_rate_to_measure_are_refused(home, tmp_path):
