@@ -348,6 +348,7 @@ def test_another_distribution_adds_commands_and_a_broken_one_takes_none_away(tmp
     assert done.stdout == "hello\n" and "the command broken cannot be loaded (No module named" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_stream_that_lacks_a_character_does_not_end_a_command(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", label_rows(24))
     code = "import sys; from tezo.cli.main import main; main(sys.argv[1:])"

@@ -121,7 +121,7 @@ def test_a_loss_that_is_no_number_is_no_result(home, tmp_path):
     assert done.out == ""
 
 
-@pytest.mark.parametrize("form", ["lora", "merged"])
+@pytest.mark.parametrize("form", [pytest.param("lora", marks=pytest.mark.slow), "merged"])
 def test_an_export_that_does_not_fit_leaves_nothing(home, tmp_path, form):
     command = ("export", home / "run", "--output", tmp_path / "out", "--format", form)
     done = forked(TEZO, *command, largest_file=4096)

@@ -48,6 +48,7 @@ def test_steps_of_a_compiled_model_are_those_of_the_model_and_it_is_compiled_onc
     assert len(set(map(tuple, losses.values()))) == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_looked_at_for_a_basis_and_looked_at_anew():
     losses = {}
     for way in (compiled, lambda model: model):

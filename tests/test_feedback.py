@@ -288,6 +288,7 @@ def test_the_torch_interface_takes_its_state_along():
         assert torch.equal(effective_weight(second, name), effective_weight(whole, name))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_the_steps_of_a_plain_one():
     losses = []
     for compiled in (False, True):

@@ -157,6 +157,7 @@ def test_a_classifier_takes_feedback_steps_where_its_loss_shows_them(home, tmp_p
     assert any("there are no feedback steps" in notice for notice in json.loads(done.out)["notices"]) != took
 
 
+@pytest.mark.slow
 def test_other_methods_and_a_probe_take_a_classifier(home, tmp_path):
     base, rows = classification_folder(tmp_path / "base"), home / "rows.jsonl"
     for number, flags in enumerate(

@@ -177,7 +177,12 @@ def test_long_texts_common_beginnings_and_many_texts_are_read_right(home):
 @engine
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("gauss-newton", "labels"), ("gauss-newton", "texts"), ("tezo-cadam", "labels"), ("lozo", "labels")],
+    [
+        ("gauss-newton", "labels"),
+        ("gauss-newton", "texts"),
+        ("tezo-cadam", "labels"),
+        pytest.param("lozo", "labels", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_ends_where_one_in_torch_does(home, tmp_path, name, rows):
     steps = 2 if rows == "texts" else 4  # later rounds find nothing, and rounding says in how many passes

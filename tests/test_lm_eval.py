@@ -89,6 +89,7 @@ def test_the_model_of_a_run_is_tuned_again_after_the_harness_as_before(home):
     run.close()
 
 
+@pytest.mark.slow
 def test_the_accuracy_of_the_harness_is_that_of_tezo_eval(home):
     done = [
         tezo("eval", name, "--lm-eval", "mood,said", "--task-folder", home / "tasks", "--json")

@@ -358,6 +358,7 @@ def test_feedback_steps_stay_that_lowered_it_or_are_not_judged(request, tmp_path
     assert (("dev", 3) in log.evaluations) is not bool(settings), "the state before is in memory where it is judged"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_leave_the_run_as_it_was(tmp_path):
     done = forked("kills", "--kills", 8, "--seed", 5, "--methods", "tezo-cadam", "--lr", RATES["tezo-cadam"])
@@ -366,7 +367,7 @@ def test_kills_leave_the_run_as_it_was(tmp_path):
     assert found["kills"] >= 8 and found["rollbacks"] > 0
 
 
-@pytest.mark.parametrize("share", ["rows", "directions"])
+@pytest.mark.parametrize("share", ["rows", pytest.param("directions", marks=pytest.mark.slow)])
 def test_ranks_return_together(home, tmp_path, share):
     directions = {"num_directions": 2, "directions": "shared"}
     made = config(home, "tezo-cadam", 0.1, parallel=share)

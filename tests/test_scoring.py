@@ -185,7 +185,7 @@ def test_ctrl_c_is_not_for_the_processes(file):
 
 @pytest.mark.parametrize(
     ("function", "seconds", "why"),
-    [("hangs", 3, "took more than 3 s"), ("dies", 60, "ended its process (exit status 3)")],
+    [("hangs", 1, "took more than 1 s"), ("dies", 60, "ended its process (exit status 3)")],
 )
 def test_a_call_that_hangs_or_dies_is_missing_and_the_others_are_not(file, function, seconds, why):
     processes = Processes(f"{file}:{function}", 2, seconds)
