@@ -397,7 +397,8 @@ def main() -> None:
     for line in asked:
         found = scored(function, [Sample(**own) for own in json.loads(line)])
         print(json.dumps([asdict(own) for own in found]), file=answers, flush=True)
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     os._exit(0)  # threads of the scorer may wait for ever
 
 
