@@ -71,7 +71,7 @@ def _after_gain(summary: Mapping[str, Any], planned_steps: int, *, rewarded: boo
     if steps < planned_steps:
         return f"It was ended after {steps} of {planned_steps} steps."
     if not summary["state_chosen"]:
-        return f"The state after the last step was kept, not the best of several: whether more than {steps} help is open."
+        return f"The state after the last step was kept, not the best of several: try more than {steps}."
     if kept == steps:
         return f"It was {'rising' if rewarded else 'falling'} to the end: try train.steps={2 * steps}" + (
             f" with method.name={summary['method']}."
