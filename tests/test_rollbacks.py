@@ -413,7 +413,7 @@ def _reward(before: float, after: float) -> dict[str, Any]:
     [
         ({}, "Better: the dev loss fell from 3.0000 to 2.0000. It was falling to the end"),
         ({}, "to the end: try train.steps=80 with method.name=mezo."),
-        ({"state_chosen": False}, "to 2.0000. The state after the last step was kept, not the best of several: try more than 40"),
+        ({"state_chosen": False}, "The state after the last step was kept, not the best of several: try more than 40."),
         ({"steps": 30, "kept_step": 30}, "It was ended after 30 of 40 steps."),
         ({"kept_step": 20}, "It was lowest after step 20: more rows"),
         ({"stopped": STAGNATED}, "It ended after 40 of 50 steps: the dev loss was no lower for long"),
