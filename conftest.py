@@ -31,7 +31,7 @@ def own_cache(tmp_path_factory):
 
 
 def pytest_collection_finish():
-    """What the modules of the tests have imported is never garbage: a collection that goes through it takes 0.3 s."""
+    """What the modules of the tests have imported is never garbage, and most of what a collection would go through."""
     gc.collect()
     gc.freeze()
 

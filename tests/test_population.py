@@ -45,6 +45,20 @@ def literal(losses: list[list[float]]) -> list[float]:
     return [RHO * value / sigma for value in above]
 
 
+def losses_at(optimizer, rows: RowsClosure, *distances: float) -> list[list[float]]:
+    """The losses of the rows at each distance along each direction of the next step, one member after another."""
+    draw, found = optimizer.draw(), []
+    for i in range(optimizer.num_directions):
+        for distance in distances:
+            for name, moving in optimizer.moving.items():
+                moving.set_perturbations([Shift(draw.directions[name][i], distance)])
+            with torch.no_grad():
+                found.append(rows.example_losses(1)[0].tolist())
+    for moving in optimizer.moving.values():
+        moving.set_perturbations([])
+    return found
+
+
 @pytest.mark.parametrize("missing", [0, 7])
 def test_kappa_is_the_formula_as_it_is_written(missing):
     draw = torch.Generator().manual_seed(missing)
@@ -71,15 +85,8 @@ def test_a_step_is_the_sum_of_the_members_by_their_losses():
     optimizer = es(model, num_directions=5, rank=2, lr=5.0, rho=1e-2, basis="gaussian")
     change = torch.zeros(())
     for _ in range(2):  # the second has something to decay
-        draw, losses = optimizer.draw(), []
-        for i in range(5):
-            for name, moving in optimizer.moving.items():
-                moving.set_perturbations([Shift(draw.directions[name][i], 1e-2)])
-            with torch.no_grad():
-                losses.append(closure.example_losses(1)[0].tolist())
-        for moving in optimizer.moving.values():
-            moving.set_perturbations([])
-        kappas, name = literal(losses), next(iter(optimizer.moving))
+        draw = optimizer.draw()
+        kappas, name = literal(losses_at(optimizer, closure, 1e-2)), next(iter(optimizer.moving))
         estimate: Tensor = sum(k * dense(z) for k, z in zip(kappas, draw.directions[name], strict=True)) / 5
         change = (1 - 5.0 * 0.02) * change - 5.0 * estimate.double()
         optimizer.step(closure)
@@ -92,15 +99,7 @@ def test_a_pair_has_half_the_difference_of_its_kappas():
     model, ids = tiny_llama().double(), tokens(batch=4, seed=2)
     closure = tezo.closure(model, {"input_ids": ids, "labels": ids})
     optimizer = es(model, num_directions=3, rank=2, lr=0.1, rho=1e-2, basis="gaussian", antithetic=True)
-    draw, losses = optimizer.draw(), []
-    for i in range(3):
-        for sign in (1, -1):
-            for name, moving in optimizer.moving.items():
-                moving.set_perturbations([Shift(draw.directions[name][i], sign * 1e-2)])
-            with torch.no_grad():
-                losses.append(closure.example_losses(1)[0].tolist())
-    for moving in optimizer.moving.values():
-        moving.set_perturbations([])
+    losses = losses_at(optimizer, closure, 1e-2, -1e-2)
     kappas = literal(losses)
     optimizer.step(closure)
     expected = [(plus - minus) / 2 for plus, minus in zip(kappas[::2], kappas[1::2], strict=True)]
@@ -140,14 +139,7 @@ def test_members_go_farther_after_each_step_in_which_they_were_alike_and_a_state
     plateau, records = OnAPlateau(rows), []
     for step, times in enumerate((1, 1.5, 1.5**2, 1.5**3, 1.5**4, 1.5**5, 1.5**5)):
         plateau.lasts, plateau.measured = step < 6, []
-        draw, expected = optimizer.draw(), []
-        for i in range(3):
-            for name, moving in optimizer.moving.items():
-                moving.set_perturbations([Shift(draw.directions[name][i], times * 1e-2)])
-            with torch.no_grad():
-                expected.append(rows.example_losses(1)[0].tolist())
-        for moving in optimizer.moving.values():
-            moving.set_perturbations([])
+        expected = losses_at(optimizer, rows, times * 1e-2)
         optimizer.step(plateau)
         torch.testing.assert_close(torch.tensor(plateau.measured[:3]), torch.tensor(expected), rtol=1e-9, atol=0)
         assert optimizer.last_step.is_idle == plateau.lasts

@@ -207,7 +207,10 @@ class Loop:
             return state or self._open_folder()
 
     def _open_folder(self) -> ResumeState:
-        job, header = self.job, log_header(self.job) | {"notices": list(self.job.notices)}
+        job = self.job
+        header = log_header(job) | {
+            "notices": list(job.notices)
+        }  # here: ranks need not say the same of what they measured
         state = self.folder.open(header)
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
         first = [str(text) for text in state.header.get("notices", [])]  # of what is not measured again
