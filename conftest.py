@@ -40,6 +40,13 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def unsynced(request, monkeypatch):
+    """Nothing waits for the disk, but in tests of disks, kills and logs, which are marked `disk`."""
+    if not request.node.get_closest_marker("disk"):
+        monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup():
     """Weights that a test draws are the same alone, among others and in any order."""

@@ -26,6 +26,8 @@ from tezo.training.config import dump_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 
+pytestmark = pytest.mark.disk
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):

@@ -10,8 +10,9 @@ from forks import forked
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [6, pytest.param(15, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", ["tezo-cadam", pytest.param("lozo-m", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [6, 15])
+@pytest.mark.parametrize("method", ["tezo-cadam", "lozo-m"])
 def test_no_finished_step_is_lost(method, kills):
     done = forked("kills", "--kills", kills, "--seed", 2, "--methods", method)
     assert done.returncode == 0, done.stderr

@@ -30,6 +30,8 @@ from tezo.training.listeners import Listener
 ROWS = {"data": label_rows(20), "dev": label_rows(8, seed=1)}
 SETTINGS = {"steps": 4, "batch_size": 4, "lr": 0.05, "rank": 4, "eval_every": 2}
 
+pytestmark = pytest.mark.disk
+
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):

@@ -39,6 +39,7 @@ def checked(found: nbformat.NotebookNode) -> None:
     assert "adapter_model.safetensors" in value(adapter)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_notebook_runs_on_a_tiny_model(tmp_path):
     (tmp_path / "issues").mkdir()

@@ -18,6 +18,8 @@ from tezo.system.errors import RequestError
 HEADER = {"directions": 2, "kinds": ["two-point", "feedback"], "note": "of a test"}
 floats = st.floats(allow_nan=True)
 
+pytestmark = pytest.mark.disk
+
 
 def steps(count: int, directions: int = 2) -> list[StepRecord]:
     def probe(step: int, index: int) -> Probe:
