@@ -12,7 +12,7 @@ from typing import Any
 
 from tezo_studies.analysis.figure import COLOURS, Analysis, drawn
 
-from tezo.training.forecasts import FULL, INFERENCE, LORA, LORA_CHECKPOINTED
+from tezo.forecast.memory import FULL, INFERENCE, LORA, LORA_CHECKPOINTED
 
 HERE = Path(__file__).parent
 DTYPE = "bfloat16"

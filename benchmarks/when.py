@@ -29,8 +29,8 @@ from small_runs import model_name, rows
 from tezo_studies.bench.peak_memory import ALLOCATOR
 from tezo_studies.bench.result_files import commit, cpu
 
+from tezo.forecast.memory import FULL, INFERENCE, LORA, LORA_CHECKPOINTED, USABLE
 from tezo.runs.environment import usable_memory, versions
-from tezo.training.forecasts import FULL, INFERENCE, LORA, LORA_CHECKPOINTED, USABLE
 
 HERE = Path(__file__).parent
 SHAPES, DTYPES, BATCH = ("opt-125m", "opt-350m", "opt-1.3b"), ("float32", "bfloat16"), {"rows": 4, "length": 128}

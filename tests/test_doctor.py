@@ -9,18 +9,9 @@ from folders import model_folder, refused, saved, tezo, tiny_model, tokenizer_fo
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tezo.models.kinds import ModelConfig
-from tezo.models.loading import load_model
-from tezo.models.peft import add_adapter
-from tezo.models.quantization import stored_bytes
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.first_order import adam
-from tezo.optim.methods.tezo import tezo as plain_tezo
-from tezo.runs import environment
-from tezo.system.errors import RequestError
-from tezo.training import doctor as diagnosis
-from tezo.training import forecasts as memory_ways
-from tezo.training.forecasts import (
+from tezo.forecast import doctor as diagnosis
+from tezo.forecast import memory as memory_ways
+from tezo.forecast.memory import (
     FULL,
     INFERENCE,
     LORA,
@@ -34,6 +25,15 @@ from tezo.training.forecasts import (
     memory_of_model,
     pass_peak,
 )
+from tezo.models.kinds import ModelConfig
+from tezo.models.loading import load_model
+from tezo.models.peft import add_adapter
+from tezo.models.quantization import stored_bytes
+from tezo.optim.methods import METHODS
+from tezo.optim.methods.first_order import adam
+from tezo.optim.methods.tezo import tezo as plain_tezo
+from tezo.runs import environment
+from tezo.system.errors import RequestError
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,9 @@ ORDER = [
     "engines",
     "runs",
     "training",
+    "trainer",
+    "forecast",
+    "report",
     "cli",
     "__main__",
 ]

@@ -20,11 +20,11 @@ from short_runs import stopped
 from tezo.directions.outputs import Outputs
 from tezo.engines import llama_cpp
 from tezo.engines.llama_cpp import PLACES_AT_ONCE, TOKENS_AT_ONCE, plan_of
+from tezo.forecast.dry_run import dry_run
 from tezo.forward.engine import NOTHING, Asked
 from tezo.forward.perturbed_parameter import Shift
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
-from tezo.training.dry_run import dry_run
 from tezo.training.job import prepare
 from tezo.training.loop import train as run_config
 from tezo.training.replay import replay

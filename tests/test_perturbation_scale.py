@@ -295,7 +295,7 @@ def test_a_run_records_it_and_goes_on_with_it(home, tmp_path, monkeypatch):
 
 
 def test_the_doctor_recommends_what_a_run_on_its_rows_would_take(home):
-    from tezo.training import doctor as diagnosis
+    from tezo.forecast import doctor as diagnosis
 
     done = tezo("doctor", "--model", home / "opt", "--set", "method.name=tezo", "--set", "method.rank=4", "--json")
     assert done.code == 0, done.err

@@ -15,15 +15,15 @@ import pytest
 from folders import completion_rows, label_rows, model_folder, refused, tezo, train, write_rows
 from reports import HOSTILE, Page, hostile, made, rewritten_log, two_runs
 
+from tezo.report import charts, page
+from tezo.report import curves as numbers
+from tezo.report import page as result_block
+from tezo.report.tables import MISSING, row_loss, step_loss
 from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
 from tezo.runs.reader import OUTCOMES, read_run
 from tezo.runs.step_log import MAGIC, StepLog, read_log
 from tezo.runs.words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_of, work_text
-from tezo.training.report import charts, page
-from tezo.training.report import curves as numbers
-from tezo.training.report import page as result_block
-from tezo.training.report.tables import MISSING, row_loss, step_loss
 
 
 @pytest.fixture(scope="module")

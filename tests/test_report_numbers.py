@@ -10,13 +10,13 @@ import pytest
 from matplotlib.figure import Figure
 from reports import made
 
+from tezo.report import charts
+from tezo.report import curves as numbers
+from tezo.report.charts import COLOURS, chart_svg, plot
 from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
 from tezo.runs.reader import PlanRow, read_run
 from tezo.runs.step_log import StepLog
-from tezo.training.report import charts
-from tezo.training.report import curves as numbers
-from tezo.training.report.charts import COLOURS, chart_svg, plot
 
 
 def test_the_smoothed_curve_is_the_weighted_mean_of_what_came_before():

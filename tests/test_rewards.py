@@ -20,6 +20,8 @@ from short_runs import result, same, stopped
 
 import tezo as library
 from tezo.optim.methods import METHODS
+from tezo.report.charts import loss_charts
+from tezo.report.tables import row_loss, step_loss
 from tezo.runs.reader import read_run
 from tezo.runs.words import change_text, metric_text
 from tezo.system.errors import RequestError
@@ -32,8 +34,6 @@ from tezo.tasks.rewards import Reward, answered
 from tezo.training.config import parse_config
 from tezo.training.loop import train
 from tezo.training.replay import replay
-from tezo.training.report.charts import loss_charts
-from tezo.training.report.tables import row_loss, step_loss
 
 SCORER = """
 from pathlib import Path

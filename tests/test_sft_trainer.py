@@ -14,7 +14,7 @@ from trainers import TOKENIZER, llama, same
 import tezo
 from tezo.models.quantization import stay_packed
 from tezo.system.errors import RequestError
-from tezo.training.trainer.loss import StepLoss
+from tezo.trainer.loss import StepLoss
 
 trl = pytest.importorskip("trl", reason="of the extra `trainer`")
 peft = pytest.importorskip("peft", reason="of the extra `peft`")
@@ -160,7 +160,7 @@ def test_nothing_is_warned_that_nobody_asked_for_and_arguments_are_saved_as_json
 
 
 def test_without_trl_the_extra_is_named(monkeypatch):
-    module = importlib.import_module("tezo.training.trainer.sft")
+    module = importlib.import_module("tezo.trainer.sft")
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(RequestError, match=r"pip install 'tezo\[trainer\]'"):

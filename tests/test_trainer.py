@@ -18,8 +18,8 @@ from tezo.optim.base_optimizer import RESOLVED
 from tezo.optim.methods import METHODS
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, RequestError
+from tezo.trainer.loss import StepLoss
 from tezo.training.schedule import default_counts
-from tezo.training.trainer.loss import StepLoss
 
 PER_EXAMPLE = {"rank": 4, "directions": "per-example"}
 

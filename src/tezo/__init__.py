@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from tezo.optim.methods import zo_adamu as zo_adamu
     from tezo.optim.optimizer import ZerothOrderOptimizer as ZerothOrderOptimizer
     from tezo.tasks.objectives.labelled_tensors import closure as closure
+    from tezo.trainer.sft import TezoSFTTrainer as TezoSFTTrainer
+    from tezo.trainer.trainer import TezoTrainer as TezoTrainer
     from tezo.training.api import Run as Run
     from tezo.training.api import load_adapter as load_adapter
     from tezo.training.api import open_run as open_run
     from tezo.training.api import prepare as prepare
     from tezo.training.api import train as train
     from tezo.training.lm_evaluation import lm_eval as lm_eval
-    from tezo.training.trainer.sft import TezoSFTTrainer as TezoSFTTrainer
-    from tezo.training.trainer.trainer import TezoTrainer as TezoTrainer
 
 __version__ = version("tezo")
 
@@ -62,8 +62,8 @@ _METHODS = (
 _HOMES = {
     **dict.fromkeys(("Run", "load_adapter", "open_run", "prepare", "train"), "tezo.training.api"),
     **dict.fromkeys(("METHODS", *_METHODS), "tezo.optim.methods"),
-    "TezoSFTTrainer": "tezo.training.trainer.sft",
-    "TezoTrainer": "tezo.training.trainer.trainer",
+    "TezoSFTTrainer": "tezo.trainer.sft",
+    "TezoTrainer": "tezo.trainer.trainer",
     "FirstOrderOptimizer": "tezo.optim.first_order",
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
     "closure": "tezo.tasks.objectives.labelled_tensors",

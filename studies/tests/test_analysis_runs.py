@@ -10,9 +10,9 @@ from tezo_studies.analysis import ANALYSES, Given, drawn
 from tezo_studies.analysis.half_precision import HalfOptions, arrived, drift_in_place, drift_ours, measure_half
 from tezo_studies.analysis.loss_curves import LossOptions, gaussian_smooth, measure_loss
 
+from tezo.report.curves import smooth
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
-from tezo.training.report.curves import smooth
 
 
 @pytest.fixture(scope="module")

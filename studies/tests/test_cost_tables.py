@@ -25,14 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tezo.directions.random import count_draws, normal
 from tezo.directions.targets import ALL, select_targets
-from tezo.models.kinds import ModelConfig
-from tezo.models.loading import LoadedModel
-from tezo.models.peft import add_adapter
-from tezo.optim.first_order import SteppedWeight
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.first_order import adam
-from tezo.system.errors import RequestError
-from tezo.training.forecasts import (
+from tezo.forecast.memory import (
     META,
     LiveBytes,
     copies_of,
@@ -41,6 +34,13 @@ from tezo.training.forecasts import (
     forecasts,
     valueless,
 )
+from tezo.models.kinds import ModelConfig
+from tezo.models.loading import LoadedModel
+from tezo.models.peft import add_adapter
+from tezo.optim.first_order import SteppedWeight
+from tezo.optim.methods import METHODS
+from tezo.optim.methods.first_order import adam
+from tezo.system.errors import RequestError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 CPU = torch.device("cpu")

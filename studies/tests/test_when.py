@@ -11,8 +11,8 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from tezo.directions.targets import select_targets
+from tezo.forecast.memory import FULL, LORA
 from tezo.models.quantization import stored_bytes
-from tezo.training.forecasts import FULL, LORA
 
 ROOT = Path(__file__).parents[2]
 

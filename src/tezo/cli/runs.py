@@ -64,7 +64,7 @@ def report(
     """Write one HTML page about runs: results, curves, settings and the command that repeats each."""
     if output is None:
         raise RequestError("output is not set; give --output FILE.html for the page.")
-    from tezo.training.report.page import save
+    from tezo.report.page import save
 
     save(runs, output)
     print(output)

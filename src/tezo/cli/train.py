@@ -63,8 +63,8 @@ def train(
     }  # fmt: skip
     flags = [(key, value) for key, value in named.items() if value is not None]
     with showing_work() as line:
+        from tezo.forecast.dry_run import dry_run
         from tezo.runs.folder import RunFolder, read_summary
-        from tezo.training.dry_run import dry_run
         from tezo.training.loop import train as run
         from tezo.training.screen import Screen
 
@@ -79,7 +79,7 @@ def train(
             return
         listeners: list[Listener] = [] if line is None or json else [Screen(line)]
         if report_to is not None and line is not None:
-            from tezo.training.trainer.callbacks import trackers
+            from tezo.trainer.callbacks import trackers
 
             listeners.append(trackers(report_to, output))
         summary = run(config, output, listeners, resume=resume)

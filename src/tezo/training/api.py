@@ -27,7 +27,7 @@ from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
 from tezo.training.config import overlay, parse_config, read_run_config
-from tezo.training.job import Job
+from tezo.training.job import Job, build_method, parse_method
 from tezo.training.keywords import Options, dotted_settings
 from tezo.training.listeners import Listener
 from tezo.training.opening import TunedModel, check_is_run
@@ -35,7 +35,6 @@ from tezo.training.recipe import Config
 from tezo.training.resolution import ClosureRows, resolve
 from tezo.training.run import Run as Run
 from tezo.training.screen import Screen
-from tezo.training.trainer.method import build, parse_method
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ def train(
             out; without test rows the dev rows count.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Objects must be given again, a model with the weights that the run began with.
-        listeners: told of every step and evaluation; `tezo.training.trainer.callbacks` has one for those of
+        listeners: told of every step and evaluation; `tezo.trainer.callbacks` has one for those of
             transformers.
         progress: whether standard error shows what the run does: a line that is overwritten on a terminal and in a
             notebook, elsewhere a line every few seconds. The `Run` has it as an attribute for what follows.
@@ -102,7 +101,7 @@ def train(
         if not isinstance(listener, Listener):
             raise RequestError(
                 f"listeners has {listener!r}, which is no tezo.training.listeners.Listener; a callback of transformers "
-                "becomes one in TrainerCallbacks of tezo.training.trainer.callbacks."
+                "becomes one in TrainerCallbacks of tezo.trainer.callbacks."
             )
     given = dotted_settings(named, settings or {})
     if reward is not None:
@@ -180,7 +179,7 @@ def prepare(
     config = replace(config, train=replace(config.train, steps=steps, batch_size=size, seed=seed))
 
     def made(settings: Config) -> ZerothOrderOptimizer:
-        optimizer = build(settings, model, seed)
+        optimizer = build_method(settings, model, seed)
         optimizer.set_calibration_passes(lambda step: closures(step)())
         return optimizer
 

@@ -1,7 +1,8 @@
 """Makes a job of a configuration, before anything is written: model, rows, reward, optimizer, plan."""
 
+import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,13 +14,14 @@ from tezo.directions.bases.readout import fits_text
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.targets import ALL, find_targets, never_called
 from tezo.forward.interception import DirectReads
+from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.models.kinds import IN_MEMORY, is_unused
-from tezo.models.loading import LoadedModel, check_head_not_tied
+from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
 from tezo.models.peft import add_adapter
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.methods import AUTO, ES, method
+from tezo.optim.methods import AUTO, BASELINES, ES, METHODS, method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
-from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError
+from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError, nearest
 from tezo.system.progress import CHECKING, ENCODING, current, tracked
 from tezo.tasks.examples import check_answers
 from tezo.tasks.formats import LabelFormat, default_template
@@ -32,6 +34,7 @@ from tezo.tasks.rows import Format
 from tezo.tasks.scoring import REWARD, Processes, Score, load_score, name_of, scorer_digest
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, digest_of, divide, read_splits
+from tezo.training.config import parse_config
 from tezo.training.plan import left_out_notice, rank_notice, untrained_notice
 from tezo.training.recipe import LOSS, Config, TrainConfig
 from tezo.training.resolution import resolve, with_method, with_steps
@@ -44,7 +47,9 @@ from tezo.training.run_rows import (
     rows_to_look_at,
     sampler,
 )
-from tezo.training.schedule import BatchSampler
+from tezo.training.schedule import KEYS, BatchSampler
+
+logger = logging.getLogger(__name__)
 
 
 def make_reward(config: Config, given: Score | None = None) -> Reward | None:
@@ -382,3 +387,50 @@ def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[st
     check_head_not_tied(loaded.model, targets)
     targets = (*targets, *(f"!{name}" for name in untrained))
     return wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)
+
+
+def parse_method(name: str, options: Mapping[str, Any], known: Collection[str] = METHODS) -> Config:
+    """A configuration with this method and these options, whose other settings are at their defaults.
+
+    `feedback_first` and `feedback_last`, which are settings of a run, may be among the options.
+
+    Raises:
+        RequestError: the method is not among the `known`, or an option is unknown or of another type.
+    """
+    if name not in known:
+        if name not in (*METHODS, *BASELINES):
+            raise RequestError(f"method is {name!r}, and there is no such method. {nearest(name, known)}")
+        ways = "tezo.train or tezo.prepare" if name in METHODS else "tezo.train"
+        raise RequestError(
+            f"method is {name!r}, which needs more than the loss of a batch; use {ways} for it, or give another method."
+        )
+    own = {key: value for key, value in options.items() if key not in KEYS}
+    return parse_config(
+        {
+            "model": {"name": IN_MEMORY},
+            "data": {"train": IN_MEMORY},
+            "method": {"name": name, **own},
+            "train": {key: options[key] for key in KEYS if key in options},
+        }
+    )
+
+
+def build_method(config: Config, model: Any, seed: int) -> ZerothOrderOptimizer:
+    """The optimizer of a configuration; of a model with an adapter of PEFT it tunes the adapter.
+
+    Raises:
+        RequestError: the model cannot be tuned this way.
+    """
+    if settle(model.parameters(), keep=True):
+        logger.warning(SETTLED)
+    if is_changed_beside(model.parameters()):
+        raise RequestError(
+            "model has been tuned by another trainer, run or optimizer, whose change is not in the weights; call that "
+            "one's merge() to keep it, or close() to drop it."
+        )
+    options = {key: value for key, value in config.method.options.items() if value != AUTO}
+    chosen = METHODS[config.method.name]
+    adapted = getattr(model, "peft_config", None) is not None
+    targets = options.pop("targets", (ALL,) if adapted else chosen.defaults()["targets"])
+    check_head_not_tied(model, targets)
+    return chosen.build(model, seed=seed, targets=targets, **options)

@@ -63,7 +63,7 @@ def train(
     Args:
         config: what to do.
         output: run folder; must not exist, or be empty, unless a run is resumed.
-        listeners: told of every step and evaluation; `TrainerCallbacks` of `tezo.training.trainer.callbacks` is one.
+        listeners: told of every step and evaluation; `TrainerCallbacks` of `tezo.trainer.callbacks` is one.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Of one that has ended only the summary is returned.
         loaded: a model that is in memory, see `prepare`.

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from tezo.report.charts import COLOURS as COLOURS
+from tezo.report.charts import figure_style
 from tezo.runs.environment import hardware, versions
 from tezo.system.errors import RequestError, nearest
 from tezo.system.files import write_file
 from tezo.system.values import coerce
 from tezo.training.recipe import Config
-from tezo.training.report.charts import COLOURS as COLOURS
-from tezo.training.report.charts import figure_style
 
 Numbers = dict[str, Any]
 """What was computed: JSON."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from tezo.report.curves import half_life, seconds_at, smooth
+from tezo.report.tables import run_config, shown_path
 from tezo.runs.reader import read_run
 from tezo.system.errors import RequestError
-from tezo.training.report.curves import half_life, seconds_at, smooth
-from tezo.training.report.tables import run_config, shown_path
 from tezo_studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo_studies.analysis.gradients import rounded
 
@@ -27,7 +27,7 @@ class LossOptions:
 def measure_loss(options: LossOptions, given: Given) -> Numbers:
     """Losses of runs over steps, forward passes and time, smoothed our way and over steps as in the paper.
 
-    `smoothed` is an average over past steps (`tezo.training.report.curves.smooth`); `gaussian` is the paper's, over
+    `smoothed` is an average over past steps (`tezo.report.curves.smooth`); `gaussian` is the paper's, over
     past and coming steps (`gaussian_smooth`).
 
     Raises:

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from tezo.forecast.memory import META
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter, import_peft, virtual_task_type
-from tezo.training.forecasts import META
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.shapes import SHAPES, skeleton
 

@@ -27,21 +27,20 @@ from tezo.runs.checkpoints import Checkpoint
 from tezo.system.errors import RequestError
 from tezo.system.files import storing, write_file
 from tezo.system.progress import showing
+from tezo.trainer.loss import StepLoss, TrainerRows
+from tezo.trainer.method import (
+    OF_TRAINER,
+    OptimizerView,
+    check_precision,
+    check_same,
+    forward_only,
+)
+from tezo.trainer.state import config_of, read_state, restore, save_state
+from tezo.training.job import build_method, parse_method
 from tezo.training.recipe import Config
 from tezo.training.resolution import resolve
 from tezo.training.run_rows import BASIS_ROWS
 from tezo.training.schedule import planned
-from tezo.training.trainer.loss import StepLoss, TrainerRows
-from tezo.training.trainer.method import (
-    OF_TRAINER,
-    OptimizerView,
-    build,
-    check_precision,
-    check_same,
-    forward_only,
-    parse_method,
-)
-from tezo.training.trainer.state import config_of, read_state, restore, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +163,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         return tuner
 
     def _built(self, config: Config) -> ZerothOrderOptimizer:
-        tuner = build(config, self.model, self.args.seed)
+        tuner = build_method(config, self.model, self.args.seed)
         if self._rows_at_hand:
             tuner.set_calibration_passes(self._basis_passes)
         return tuner

@@ -19,6 +19,7 @@ import torch
 
 from tezo.directions.bases.activation import groups
 from tezo.directions.products import float32_on_emulating_cpu
+from tezo.forecast.memory import copies_of, first_order_kept, forecast
 from tezo.models.quantization import stored_bytes
 from tezo.optim.estimators.estimate import FEEDBACK, GRADIENT
 from tezo.optim.measured_scale import most_passes, passes_of_reach
@@ -33,7 +34,6 @@ from tezo.tasks.scoring import REWARD
 from tezo.tasks.untuned import MOST_ROWS
 from tezo.training.config import to_tree
 from tezo.training.evaluations import SAMPLE_TOKENS, check_objective, compares_with_untuned
-from tezo.training.forecasts import copies_of, first_order_kept, forecast
 from tezo.training.job import Job, prepare
 from tezo.training.plan import parameter_counts, plan
 from tezo.training.recipe import Config

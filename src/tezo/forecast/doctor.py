@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tezo.directions.targets import find_targets, select_targets
+from tezo.forecast.memory import advice, forecasts, memory_of_model
 from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.base_optimizer import BaseOptimizer
@@ -19,7 +20,6 @@ from tezo.system.progress import FORECAST, KEPT, RHO, current
 from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row
 from tezo.tasks.setup import make_objective
-from tezo.training.forecasts import advice, forecasts, memory_of_model
 from tezo.training.job import load, make_optimizer
 from tezo.training.opening import run_config
 from tezo.training.recipe import LOSS, Config

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tezo.system.errors import RequestError
-from tezo.training.trainer.trainer import ForwardPassTrainer
+from tezo.trainer.trainer import ForwardPassTrainer
 
 try:
     from trl import SFTTrainer

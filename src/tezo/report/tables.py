@@ -9,6 +9,7 @@ from typing import Any
 
 from tezo.models.kinds import ModelConfig
 from tezo.optim.methods import method
+from tezo.report.curves import OUTLIER_RMS, dev_losses, group_parameters, kappa_statistics, kappas
 from tezo.runs.reader import LabelCounts, RecordedRun
 from tezo.runs.words import (
     OPTIONS_LOSS,
@@ -27,7 +28,6 @@ from tezo.tasks.row_files import DataConfig
 from tezo.tasks.scoring import REWARD
 from tezo.training.config import parse_config, to_tree
 from tezo.training.recipe import Config, TrainConfig
-from tezo.training.report.curves import OUTLIER_RMS, dev_losses, group_parameters, kappa_statistics, kappas
 
 MISSING = "\N{EN DASH}"
 ARROW = "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW} "

@@ -14,11 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-from tezo.runs.reader import RecordedRun
-from tezo.runs.words import minus
-from tezo.system.errors import RequestError
-from tezo.tasks.scoring import REWARD
-from tezo.training.report.curves import (
+from tezo.report.curves import (
     Points,
     dev_losses,
     half_life,
@@ -31,7 +27,11 @@ from tezo.training.report.curves import (
     smooth,
     subsample,
 )
-from tezo.training.report.tables import row_loss, step_loss
+from tezo.report.tables import row_loss, step_loss
+from tezo.runs.reader import RecordedRun
+from tezo.runs.words import minus
+from tezo.system.errors import RequestError
+from tezo.tasks.scoring import REWARD
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Okabe and Ito's, which colour-blind people tell apart; the order keeps neighbours apart in grey too."""

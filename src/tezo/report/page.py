@@ -6,13 +6,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from tezo.report import charts, tables
+from tezo.report.tables import ARROW, MISSING, Cell, Row, Table, costs, metric_rows, run_config, shown_path
 from tezo.runs.reader import OUTCOMES, KeptAnswers, RecordedRun, ScoredAnswer, read_run
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, count_text, measured_rows_text, work_text
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import write_file
 from tezo.training.best_state import in_words
-from tezo.training.report import charts, tables
-from tezo.training.report.tables import ARROW, MISSING, Cell, Row, Table, costs, metric_rows, run_config, shown_path
 
 CHOSEN_ON = "The step that was kept had the lowest loss on these very rows: new rows may do a little worse."
 MAX_RUNS = len(charts.COLOURS)
@@ -60,7 +60,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
         raise RequestError(f"tezo report writes its page with jinja2 ({error}); pip install jinja2.") from None
-    source = files("tezo.training.report").joinpath("page.html").read_text(encoding="utf-8")
+    source = files("tezo.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(source).render(
         title=", ".join(run.name for run in runs),

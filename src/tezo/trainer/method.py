@@ -3,74 +3,21 @@
 import copy
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from tezo.directions.targets import ALL
-from tezo.forward.perturbed_parameter import is_changed_beside, settle
-from tezo.models.kinds import IN_MEMORY
-from tezo.models.loading import SETTLED, check_head_not_tied
-from tezo.optim.methods import AUTO, BASELINES, METHODS
+from tezo.optim.methods import AUTO, METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.system.errors import RequestError, nearest
-from tezo.training.config import parse_config
-from tezo.training.recipe import Config, MethodConfig
-from tezo.training.schedule import KEYS
+from tezo.system.errors import RequestError
+from tezo.training.recipe import MethodConfig
 
 logger = logging.getLogger(__name__)
 
 
 OF_TRAINER = [name for name, method in METHODS.items() if not method.takes_rows]
 """Methods that need nothing but the loss of a batch."""
-
-
-def parse_method(name: str, options: Mapping[str, Any], known: Collection[str] = METHODS) -> Config:
-    """A configuration with this method and these options, whose other settings are at their defaults.
-
-    `feedback_first` and `feedback_last`, which are settings of a run, may be among the options.
-
-    Raises:
-        RequestError: the method is not among the `known`, or an option is unknown or of another type.
-    """
-    if name not in known:
-        if name not in (*METHODS, *BASELINES):
-            raise RequestError(f"method is {name!r}, and there is no such method. {nearest(name, known)}")
-        ways = "tezo.train or tezo.prepare" if name in METHODS else "tezo.train"
-        raise RequestError(
-            f"method is {name!r}, which needs more than the loss of a batch; use {ways} for it, or give another method."
-        )
-    own = {key: value for key, value in options.items() if key not in KEYS}
-    return parse_config(
-        {
-            "model": {"name": IN_MEMORY},
-            "data": {"train": IN_MEMORY},
-            "method": {"name": name, **own},
-            "train": {key: options[key] for key in KEYS if key in options},
-        }
-    )
-
-
-def build(config: Config, model: Any, seed: int) -> ZerothOrderOptimizer:
-    """The optimizer of a configuration; of a model with an adapter of PEFT it tunes the adapter.
-
-    Raises:
-        RequestError: the model cannot be tuned this way.
-    """
-    if settle(model.parameters(), keep=True):
-        logger.warning(SETTLED)
-    if is_changed_beside(model.parameters()):
-        raise RequestError(
-            "model has been tuned by another trainer, run or optimizer, whose change is not in the weights; call that "
-            "one's merge() to keep it, or close() to drop it."
-        )
-    options = {key: value for key, value in config.method.options.items() if value != AUTO}
-    chosen = METHODS[config.method.name]
-    adapted = getattr(model, "peft_config", None) is not None
-    targets = options.pop("targets", (ALL,) if adapted else chosen.defaults()["targets"])
-    check_head_not_tied(model, targets)
-    return chosen.build(model, seed=seed, targets=targets, **options)
 
 
 def check_same(saved: MethodConfig, given: MethodConfig, folder: str) -> None:
@@ -172,7 +119,7 @@ class OptimizerView(torch.optim.Optimizer):
     """A view of a zeroth-order optimizer whose `step` does nothing: `training_step` has taken the step.
 
     Learning rates that a scheduler sets are those of the optimizer, whose `param_groups` it shares. Its state dict has
-    the rates alone; `tezo.training.trainer.state` saves the rest.
+    the rates alone; `tezo.trainer.state` saves the rest.
 
     Args:
         tuner: the optimizer.

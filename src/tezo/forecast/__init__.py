@@ -1,0 +1,1 @@
+"""Forecasts of runs: memory, time and passes, before the first step."""
