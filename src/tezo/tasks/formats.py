@@ -55,7 +55,11 @@ _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
 
 
 def _label_in(row: Row, name: str) -> str:
-    """Returns the label of a row; `RequestError` if it is missing, a number with decimals or several labels."""
+    """Returns the label of a row, without blanks around it.
+
+    Raises:
+        RequestError: it is missing, a number with decimals or several labels.
+    """
     own, value = row.column(name), row.get(name)
     if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one of them is missing
         return str(int(value))
@@ -69,12 +73,12 @@ def _label_in(row: Row, name: str) -> str:
             f"{row.where}: field {own!r} has several labels, and one is learnt for each row; write a row for each "
             "question with one answer, or give rows with a prompt and a completion that names the labels."
         )
-    return text_in(row, name)
+    return text_in(row, name).strip()
 
 
 def _names_of_classes(row: Row, name: str) -> Sequence[str]:
     """Returns the names that the data set has for the numbers in a field; empty if it has none."""
-    return row.classes.get(row.column(name) or name, ())
+    return [own.strip() for own in row.classes.get(row.column(name) or name, ())]
 
 
 def _class_in(row: Row, name: str) -> str:
@@ -97,7 +101,10 @@ def _unlabelled(label: str) -> str:
 
 @dataclass
 class LabelFormat(Format):
-    """Rows {"text": ..., "label": ...}, with a template for the prompt and a word for each label."""
+    """Rows {"text": ..., "label": ...}, with a template for the prompt and a word for each label.
+
+    Blanks around a text and around a label are not read.
+    """
 
     shape = "label"
     label: str
@@ -119,7 +126,7 @@ class LabelFormat(Format):
             elif piece == "mask":
                 slot = len(prompt)
             else:
-                text = text_in(row, piece)
+                text = text_in(row, piece).strip()
                 prompt, note = prompt + text, "" if visible(text) else note
         if not answered:
             return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels, note=note)
@@ -290,6 +297,9 @@ def _label_format(rows: Sequence[Row], kind: Kind, data: DataConfig, classes: Se
     if len(words) < 2:
         key, what = ("label_words", "name") if data.label_words else ("label", "give rows with")
         raise RequestError(f"data.{key}: there is only one label ({', '.join(words)}); {what} two or more.")
+    for label, word in words.items():
+        if not visible(word):
+            raise RequestError(f"data.label_words: the word of the label {label!r} is empty; give it one.")
     for word, count in Counter(words.values()).items():
         if count > 1:
             raise RequestError(f"data.label_words: two labels have the word {word!r}; give each label its own word.")
@@ -328,8 +338,8 @@ def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
             raise RequestError(f"{row.where}: {NO_LABEL}")
         if by_look.setdefault(visible(name), name) != name:
             raise RequestError(
-                f"{row.where}: the label {name!a} differs from {by_look[visible(name)]!a} only by white space or "
-                "characters that are not seen; write them the same way, or name all labels in data.label_words."
+                f"{row.where}: the label {name!a} differs from {by_look[visible(name)]!a} only by characters that are "
+                "not seen; write them the same way, or name all labels in data.label_words."
             )
     names = sorted(by_look.values())
     if len(names) > MOST_DECIMALS and all(map(_DECIMALS.fullmatch, names)):

@@ -297,7 +297,7 @@ def _held_out(rows: list[Row], data: DataConfig, seed: int) -> tuple[list[Row], 
     if data.hold_out is not None:
         kept, held = hold_out(rows, data.hold_out, seed)
         return kept, _drawn_dev(held, data, seed)
-    groups = [str(row.get(data.label)) for row in rows]
+    groups = [str(row.get(data.label)).strip() for row in rows]
     return hold_out_of_groups(rows, groups, data.num_dev, seed)
 
 
