@@ -14,12 +14,16 @@ LABEL_WORDS = [
 
 
 def rows_of(name: str, count: int, first: int = 0) -> list[dict]:
-    """Rows of a task that differ in their labels and in a number, from `first` on."""
+    """Rows of a task that differ in their labels and in a number, from `first` on, which is in their text too."""
     row = example_row(name).fields
+    text = max((key for key, value in row.items() if isinstance(value, str)), key=lambda key: len(row[key]))
     words = next(iter(TASKS[name].wordings.values())).options
     field = "coarse_label" if name == "trec" else "label"
     labels = {field: len(words) or 2} if field in row else {}
-    return [{**row, **{key: i % most for key, most in labels.items()}, "idx": first + i} for i in range(count)]
+    return [
+        {**row, text: f"{row[text]} {first + i}", **{key: i % most for key, most in labels.items()}, "idx": first + i}
+        for i in range(count)
+    ]
 
 
 def write_task(root: Path, name: str, train: int, validation: int = 6) -> Path:

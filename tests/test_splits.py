@@ -9,7 +9,6 @@ from folders import write_rows
 from task_folders import form_of, rows_of, write_task
 
 from tezo.system.errors import RequestError
-from tezo.tasks.formats import choose_format
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.splits import divide, evaluation_rows, read_splits
 
@@ -77,25 +76,6 @@ def test_rows_without_a_label_are_left_out(tmp_path):
     root = write_task(tmp_path, "snli", 12)
     write_rows(root / "snli/validation.jsonl", [{**row, "label": i - 1} for i, row in enumerate(rows_of("snli", 4))])
     assert [row.fields["label"] for row in evaluation_rows(DataConfig(task="snli", dir=str(root)))] == [0, 1, 2]
-
-
-def test_rows_that_are_trained_on_and_evaluated_on_are_counted(tmp_path):
-    rows = [{"text": f"message {i}", "label": "ab"[i % 2]} for i in range(8)]
-    write_rows(tmp_path / "train.jsonl", rows)
-    write_rows(tmp_path / "dev.jsonl", [{"label": "b", "text": "message 1"}, {"text": "message 3", "label": "a"}])
-    write_rows(tmp_path / "test.jsonl", [rows[2], rows[2], {"text": "another", "label": "a"}])
-
-    def notices(**data):
-        config = DataConfig(train=str(tmp_path / "train.jsonl"), **data)
-        found = read_splits(config)
-        return divide(found, choose_format(found.train, "causal", DataConfig(), None), config, 0).notices
-
-    (notice,) = notices(dev=str(tmp_path / "dev.jsonl"), test=str(tmp_path / "test.jsonl"))
-    assert notice.startswith("3 of the 5 dev and test rows are training rows too")
-    assert not any("training rows too" in notice for notice in notices(hold_out=0.25))
-    write_rows(tmp_path / "other.jsonl", [{"label": "a", "text": "another"}, {"text": "no other", "label": "a"}])
-    first, _ = notices(dev=str(tmp_path / "other.jsonl"), test=str(tmp_path / "test.jsonl"))
-    assert first.startswith("1 of the 3 test rows are dev rows too")
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,9 @@ class LoadedModel:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The classes of a classifier in the order of its logits; empty for other kinds."""
+        """The classes of a classifier in the order of its logits, without blanks around them; empty for other kinds."""
         names = self.model.config.id2label if self.kind == "classifier" else {}
-        return tuple(str(names[index]) for index in sorted(names))
+        return tuple(str(names[index]).strip() for index in sorted(names))
 
     @property
     def positions(self) -> int:

@@ -24,6 +24,11 @@ def visible(text: str) -> str:
     return "".join(seen).strip()
 
 
+def folded(text: str) -> str:
+    """Returns what `visible` returns, in lower case and with single blanks: texts are alike where this is equal."""
+    return " ".join(visible(text).split()).casefold()
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a data file.
@@ -160,6 +165,11 @@ class Example:
             f"{self.prompt}{self.answer}".encode()
         except UnicodeEncodeError:
             raise RequestError(f"{self.where}: a text has half of a surrogate pair; fix that row.") from None
+
+    @property
+    def content(self) -> tuple[str, str]:
+        """Prompt and answer, both `folded`: two rows with the same content are the same row to a model."""
+        return folded(self.prompt), folded(self.answer)
 
     def name_of(self, option: int) -> str:
         """Returns the name of an option in predictions."""

@@ -4,10 +4,11 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tezo.models.kinds import Kind
 from tezo.system.errors import RequestError, nearest
+from tezo.tasks.columns import are_classes, with_text
 from tezo.tasks.examples import Example, Row, visible
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import (
@@ -34,9 +35,6 @@ TEMPLATES: dict[Kind, str] = {
 MOST_DECIMALS = 20
 """Labels that may be numbers with decimals; more of them are measurements, and no classes."""
 
-MOST_CLASSES, REPEATED = 20, 5
-"""Values of a field beside plain text that may be labels, and rows that each of them has on average."""
-
 LIKE = 0.8
 """Likeness, of `difflib`, from which a field's name may be meant for another; that of "lable" and "label"."""
 
@@ -55,7 +53,11 @@ _FIELD = re.compile(r"""\{\s*([^\s{}"':,][^{}"':,\n]*?)\s*\}""")
 
 
 def _label_in(row: Row, name: str) -> str:
-    """Returns the label of a row; `RequestError` if it is missing, a number with decimals or several labels."""
+    """Returns the label of a row, without blanks around it.
+
+    Raises:
+        RequestError: it is missing, a number with decimals or several labels.
+    """
     own, value = row.column(name), row.get(name)
     if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one of them is missing
         return str(int(value))
@@ -69,12 +71,12 @@ def _label_in(row: Row, name: str) -> str:
             f"{row.where}: field {own!r} has several labels, and one is learnt for each row; write a row for each "
             "question with one answer, or give rows with a prompt and a completion that names the labels."
         )
-    return text_in(row, name)
+    return text_in(row, name).strip()
 
 
 def _names_of_classes(row: Row, name: str) -> Sequence[str]:
     """Returns the names that the data set has for the numbers in a field; empty if it has none."""
-    return row.classes.get(row.column(name) or name, ())
+    return [own.strip() for own in row.classes.get(row.column(name) or name, ())]
 
 
 def _class_in(row: Row, name: str) -> str:
@@ -97,13 +99,17 @@ def _unlabelled(label: str) -> str:
 
 @dataclass
 class LabelFormat(Format):
-    """Rows {"text": ..., "label": ...}, with a template for the prompt and a word for each label."""
+    """Rows {"text": ..., "label": ...}, with a template for the prompt and a word for each label.
+
+    Blanks around a text and around a label are not read. `text` is the field of the text in a default template.
+    """
 
     shape = "label"
     label: str
     template: str
     words: Mapping[str, str]
     kind: Kind
+    text: str = DataConfig.text
 
     def __post_init__(self) -> None:
         space = " " if self.kind in ("causal", "masked") else ""
@@ -119,7 +125,7 @@ class LabelFormat(Format):
             elif piece == "mask":
                 slot = len(prompt)
             else:
-                text = text_in(row, piece)
+                text = text_in(row, piece).strip()
                 prompt, note = prompt + text, "" if visible(text) else note
         if not answered:
             return Example(prompt, "", options, None, row.where, slot=slot, names=self.labels, note=note)
@@ -147,13 +153,15 @@ def choose_format(
     Raises:
         RequestError: no shape fits, or the model does not support the shape or the template.
     """
-    shape = _shape(rows[0], data) if data.shape == "auto" else data.shape
-    if data.shape == "auto" and shape == "text" and (data.label_words or classes):
-        shape = "label"  # without its label, which is asked for
-    if data.shape == "auto" and shape == "text":
-        _check_text_alone(rows, data)
+    shape: str = data.shape
+    if shape == "auto":
+        unlabelled = bool(data.label_words or classes) and shape_of(rows[0], data) in (None, "text")
+        shape = "label" if unlabelled else _shape(rows[0], data)
+        if shape == "text":
+            _check_text_alone(rows, data)
     if shape == "label":
-        return _label_format(rows, kind, data, classes)
+        data, taken = with_text(rows, data, TEMPLATES[kind])
+        return replace(_label_format(rows, kind, data, classes), notices=taken)
     for key in ("template", "label_words"):
         if getattr(data, key):
             raise RequestError(
@@ -210,8 +218,9 @@ def _check_text_alone(rows: Sequence[Row], data: DataConfig) -> None:
             continue
         raise RequestError(f"{row.where}: beside {data.text!r} there is the field {own!r}; set {ways}, {alone}.")
     for own in others:
-        values = Counter(str(one.fields.get(own)).strip() for one in rows)
-        if 1 < len(values) <= MOST_CLASSES and len(rows) >= REPEATED * len(values):
+        found = [str(one.fields.get(own)).strip() for one in rows]
+        values = Counter(found)
+        if len(values) > 1 and are_classes(found):
             most = [name for name, _ in values.most_common(3)]
             raise RequestError(
                 f"{row.where}: beside {data.text!r} the field {own!r} has {len(values)} values "
@@ -290,10 +299,13 @@ def _label_format(rows: Sequence[Row], kind: Kind, data: DataConfig, classes: Se
     if len(words) < 2:
         key, what = ("label_words", "name") if data.label_words else ("label", "give rows with")
         raise RequestError(f"data.{key}: there is only one label ({', '.join(words)}); {what} two or more.")
+    for label, word in words.items():
+        if not visible(word):
+            raise RequestError(f"data.label_words: the word of the label {label!r} is empty; give it one.")
     for word, count in Counter(words.values()).items():
         if count > 1:
             raise RequestError(f"data.label_words: two labels have the word {word!r}; give each label its own word.")
-    return LabelFormat(data.label, template, words, kind)
+    return LabelFormat(data.label, template, words, kind, data.text)
 
 
 def _words_of(rows: Sequence[Row], label: str, classes: Sequence[str]) -> dict[str, str]:
@@ -328,8 +340,8 @@ def _labels_of(rows: Sequence[Row], label: str) -> list[str]:
             raise RequestError(f"{row.where}: {NO_LABEL}")
         if by_look.setdefault(visible(name), name) != name:
             raise RequestError(
-                f"{row.where}: the label {name!a} differs from {by_look[visible(name)]!a} only by white space or "
-                "characters that are not seen; write them the same way, or name all labels in data.label_words."
+                f"{row.where}: the label {name!a} differs from {by_look[visible(name)]!a} only by characters that are "
+                "not seen; write them the same way, or name all labels in data.label_words."
             )
     names = sorted(by_look.values())
     if len(names) > MOST_DECIMALS and all(map(_DECIMALS.fullmatch, names)):

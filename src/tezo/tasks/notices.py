@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
-from tezo.tasks.examples import Example, Row, visible
+from tezo.tasks.examples import Example, Row, folded
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.objectives.objective import Cuts, Encoded, Objective
@@ -65,15 +65,15 @@ def token_notices(objective: Objective, max_new_tokens: int = 0) -> list[str]:
 
 def _of_options(objective: Objective) -> list[str]:
     by_tokens = _groups(objective.options, objective.option_tokens)
-    by_look = _groups(objective.options, lambda option: visible(option).casefold())
+    by_look = _groups(objective.options, folded)
     found = [
         f"{_named(equal)} are the same tokens for this model, so it cannot tell them apart; choose other "
         "data.label_words, or another model."
         for equal in by_tokens
     ]
     found += [
-        f"{_named(alike)} differ only in case, or in what is not seen, and are different labels; where they are one, "
-        "write them the same way."
+        f"{_named(alike)} differ only in case, in blanks or in what is not seen, and are different labels; where they "
+        "are one, write them the same way."
         for alike in by_look
         if alike not in by_tokens
     ]
@@ -86,12 +86,37 @@ def _of_options(objective: Objective) -> list[str]:
     return found
 
 
+def leak_notices(train: Sequence[Example], dev: Sequence[Example], test: Sequence[Example]) -> list[str]:
+    """Returns notices on test rows among the dev rows, and on dev and test rows among the training rows.
+
+    Rows are the same where their prompts and answers are, white space and case aside; other fields are not compared.
+    """
+
+    def count(rows: Sequence[Example], among: Sequence[Example]) -> int:
+        known = {example.content for example in among}
+        return sum(example.content in known for example in rows)
+
+    found = []
+    if chose := count(test, dev):
+        found.append(
+            f"{chose} of the {len(test)} test rows are dev rows too, by their prompts and answers; dev rows choose the "
+            "step to keep, so that the scores of these rows are flattered."
+        )
+    held = [*dev, *test]
+    if trained := count(held, train):
+        found.append(
+            f"{trained} of the {len(held)} dev and test rows are training rows too, by their prompts and answers; "
+            "their loss and scores measure what was memorised."
+        )
+    return found
+
+
 def label_notices(examples: Sequence[Example], labels: Sequence[str]) -> list[str]:
     """Returns notices on training rows with labels: texts with two of them, and labels with one row or none."""
     found = []
     by_prompt: dict[str, list[Example]] = {}
     for example in examples:
-        by_prompt.setdefault(example.prompt, []).append(example)
+        by_prompt.setdefault(folded(example.prompt), []).append(example)
     apart = [same for same in by_prompt.values() if len({own.label for own in same}) > 1]
     if apart:
         first = apart[0][0]

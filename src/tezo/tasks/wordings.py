@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal
 
 from tezo.directions.random import permutation
 from tezo.models.kinds import Kind
 from tezo.system.errors import RequestError
-from tezo.tasks.examples import Example, Measure, Row, blank
+from tezo.tasks.examples import Example, Measure, Row, blank, folded
 from tezo.tasks.rows import Format
 
 Text = Callable[[Row], str]
@@ -165,7 +166,10 @@ def index_of(row: Row, field: str, count: int) -> int:
 
 @dataclass
 class Demonstrated(Format):
-    """A format whose prompts begin with `count` other rows of `pool` and their answers, drawn for every row."""
+    """A format whose prompts begin with `count` rows of `pool` and their answers, drawn for every row.
+
+    A row whose prompt is that of the question, white space and case aside, is not shown: it has the answer.
+    """
 
     shape = "task"
     inner: Format
@@ -176,16 +180,17 @@ class Demonstrated(Format):
     def __post_init__(self) -> None:
         inner = self.inner
         self.labels, self.options, self.measures = inner.labels, inner.options, inner.measures
-        self.max_new_tokens = inner.max_new_tokens
+        self.max_new_tokens, self.notices = inner.max_new_tokens, inner.notices
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         question = self.inner.example(row, answered=answered)
         if question.chat:
             raise RequestError(f"shots is {self.count}, but conversations cannot be shown in a prompt; leave it out.")
-        others = [i for i in permutation(len(self.pool), seed=self.seed, step=0, name=f"shots.{row.where}")
-                  if self.pool[i].fields != row.fields][: self.count]  # fmt: skip
-        if len(others) < self.count:
-            raise RequestError(f"shots is {self.count}, but there are {len(others)} other rows to show; lower it.")
-        examples = [self.inner.example(self.pool[i]) for i in others]
+        order = permutation(len(self.pool), seed=self.seed, step=0, name=f"shots.{row.where}")
+        asked = folded(question.prompt)  # the answer may be unknown, and no other fields are read
+        others = (shown for shown in (self.inner.example(self.pool[i]) for i in order) if folded(shown.prompt) != asked)
+        examples = list(islice(others, self.count))
+        if len(examples) < self.count:
+            raise RequestError(f"shots is {self.count}, but there are {len(examples)} other rows to show; lower it.")
         demonstrations = [(example.prompt + example.answer).strip() for example in examples]
         return replace(question, prompt=JOINT.join([*demonstrations, question.prompt]))

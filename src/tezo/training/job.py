@@ -25,7 +25,7 @@ from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestE
 from tezo.system.progress import CHECKING, ENCODING, current, tracked
 from tezo.tasks.examples import check_answers
 from tezo.tasks.formats import LabelFormat, default_template
-from tezo.tasks.notices import label_notices, rows_as_read, token_notices
+from tezo.tasks.notices import label_notices, leak_notices, rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rewards import Reward, prompt_of
@@ -304,8 +304,8 @@ def _resolved_data(data: DataConfig, form: Format) -> DataConfig:
     The default template stays open: it follows data.text, which other rows may have under another name.
     """
     if isinstance(form, LabelFormat):
-        template = data.template if form.template == default_template(form.kind, data.text) else form.template
-        return replace(data, shape="label", label_words=dict(form.words), template=template)
+        template = data.template if form.template == default_template(form.kind, form.text) else form.template
+        return replace(data, shape="label", text=form.text, label_words=dict(form.words), template=template)
     return data if form.shape == "task" else replace(data, shape=form.shape)
 
 
@@ -346,7 +346,7 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
         train = [objective.encode(example) for example in tracked(examples[0])]
         dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
     objective.adapt(loaded.model, train)
-    notices = [*loaded.notices, *used.notices, *token_notices(objective)]
+    notices = [*loaded.notices, *form.notices, *used.notices, *leak_notices(*examples), *token_notices(objective)]
     if form.labels and reward is None:
         notices += label_notices(examples[0], form.labels)
     as_read = rows_as_read(form, used.train[0], objective, train[0], scored=reward is not None)
