@@ -13,6 +13,7 @@ summary.json         before, after, time, memory, versions
 manifest.json        size and SHA-256 of all of these once the run has ended, see `tezo.runs.files`
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -126,13 +127,16 @@ class RunFolder:
             self._log = StepLog(self.path / LOG, header)
         log = read_log(self.path / LOG) if self._log is None else self._log.contents
         metrics = self._metrics = MetricsLog(self.path / METRICS, log)
-        self._scored = ScoredLog(self.path / SCORED, len(log.steps))
-        self._digests = log.files
+        scored = self._scored = ScoredLog(self.path / SCORED, log)
+        self._digests = _of_tensors(log)
         if self._writes:
             self.factor_files.check()
         checkpoint, notices = newest(self.path, len(log.steps))
         if log.size > log.valid:
             notices.append(f"an unfinished record of {log.size - log.valid} bytes was cut from {LOG}.")
+        for lines in (metrics, scored):
+            if lines.unfinished:
+                notices.append(f"an unfinished line of {lines.unfinished} bytes was cut from {lines.path.name}.")
         if begun:
             at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
             notices.append(f"going on after step {len(log.steps)}, from {at} and {LOG}.")
@@ -154,12 +158,13 @@ class RunFolder:
         return FactorFiles(self.path, writes=self._writes, digests=self._digests, saved=saved)
 
     def describe(self, config: str, plan: Sequence[Mapping[str, Any]]) -> None:
-        """Writes config.yaml and plan.json."""
-        if self._writes:
-            write_file(self.path / CONFIG, config.encode())
+        """Writes config.yaml and plan.json, and their digests into the log."""
+        if self._log is not None:
+            for name, data in ((CONFIG, config.encode()), (PLAN, _json(plan))):
+                write_file(self.path / name, data)
+                self._log.append_file(name, hashlib.sha256(data).hexdigest())
             self._metrics.cut_tail()
             self._scored.cut_tail()
-            self._write_json(PLAN, plan)
 
     def append_step(self, record: StepRecord) -> None:
         """Adds a step to the log, if it is not there already."""
@@ -213,8 +218,8 @@ class RunFolder:
         if self._log is not None:
             self._log.sync()
             if answers is not None:
-                self._write_json(ANSWERS, answers)
-            self._write_json(SUMMARY, summary)
+                write_file(self.path / ANSWERS, _json(answers))
+            write_file(self.path / SUMMARY, _json(summary))
             write_manifest(self.path, FILES)
             remove_checkpoints(self.path)
 
@@ -226,7 +231,7 @@ class RunFolder:
         """
         if self._writes:
             check_manifest(self.path, FILES)
-            FactorFiles(self.path, writes=False, digests=read_log(self.path / LOG).files).check()
+            FactorFiles(self.path, writes=False, digests=_of_tensors(read_log(self.path / LOG))).check()
             remove_checkpoints(self.path)
 
     def close(self) -> None:
@@ -234,5 +239,11 @@ class RunFolder:
         if self._log is not None:
             self._log.close()
 
-    def _write_json(self, name: str, value: Any) -> None:
-        write_file(self.path / name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _of_tensors(log: LogContents) -> dict[str, str]:
+    """Returns the digests of the files that steps depend on, by name."""
+    return {name: digest for name, digest in log.files.items() if name not in (CONFIG, PLAN)}

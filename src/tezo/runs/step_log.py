@@ -6,7 +6,7 @@
             | loss_plus, loss_minus, projected_grad (3 f64 for each probe)
     "eval": JSON: an evaluation with its split, step and metrics; of test rows with answers to the first of them
     "back": JSON: a return to the parameters after an earlier step (`Rollback`)
-    "file": JSON: a file beside the log that later entries depend on, with its SHA-256
+    "file": JSON: a file beside the log, with its SHA-256
     "done": JSON: the end of the run, always the last entry (`End`)
 
 Numbers are little-endian. The kind of a step is an index into the header's list "kinds". The CRC of an entry continues
@@ -93,6 +93,11 @@ class LogContents:
     files: dict[str, str] = field(default_factory=dict)
     rollbacks: dict[int, Rollback] = field(default_factory=dict)
     end: End | None = None
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether each line of the files beside the log has a checksum: those of earlier versions have none."""
+        return self.header.get("checksums") is True
 
 
 def read_log(path: Path) -> LogContents:

@@ -58,6 +58,7 @@ def log_header(job: Job) -> dict[str, Any]:
         "device": job.loaded.device.type,
         "noise": NOISE_VERSION,
         "versions": versions(("tezo", "torch")),
+        "checksums": True,
     }
 
 

@@ -147,7 +147,7 @@ def _section(index: int, run: RecordedRun) -> dict[str, Any]:
         "result": _result(run),
         "answers": None if run.answers is None else _answers(run.answers),
         "rollbacks": [f"After step {rollback.step} {in_words(rollback)}." for rollback in run.rollbacks],
-        "notices": [str(notice) for notice in (run.summary or {}).get("notices", [])],
+        "notices": [*run.notices, *(str(notice) for notice in (run.summary or {}).get("notices", []))],
         "metrics": tables.metrics_table(run),
         "extremes": _extremes(run),
         "rounds": tables.rounds_table(run),
