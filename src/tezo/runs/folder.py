@@ -25,14 +25,25 @@ from typing import Any
 
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
+from tezo.runs.files import LOG as LOG
 from tezo.runs.files import MANIFEST, FactorFiles, check_manifest, write_manifest
-from tezo.runs.step_log import End, LogContents, Rollback, StepLog, read_header, read_log
+from tezo.runs.step_log import End, LogContents, NewTotal, Rollback, StepLog, read_log
 from tezo.runs.text_logs import MetricsLog, ScoredLog
 from tezo.system.errors import RequestError
-from tezo.system.files import NEW, check_free, new_folder, open_plain, own_object, remove, write_file
+from tezo.system.files import (
+    NEW,
+    check_free,
+    new_folder,
+    open_plain,
+    own_object,
+    remove,
+    storing,
+    sync,
+    write_file,
+)
 from tezo.tasks.evaluation import Metrics
 
-CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
+CONFIG, METRICS, SUMMARY, PLAN = "config.yaml", "metrics.jsonl", "summary.json", "plan.json"
 ANSWERS, SCORED = "answers.json", "scored.jsonl"
 ADAPTER, MODEL = "adapter", "model"
 FILES = (CONFIG, PLAN, LOG, METRICS, ANSWERS, SCORED, SUMMARY, ADAPTER, MODEL)
@@ -94,10 +105,10 @@ class RunFolder:
         """Whether there is a run to go on with."""
         return os.path.lexists(self.path / LOG)
 
-    def header(self) -> dict[str, Any] | None:
-        """Reads the header of the step log; None if there is none, or its process died while it wrote it."""
+    def log(self) -> LogContents | None:
+        """Reads the step log; None if there is none, or its process died while it wrote its header."""
         try:
-            return read_header(self.path / LOG) if self.has_begun else None
+            return read_log(self.path / LOG) if self.has_begun else None
         except RequestError:
             return None  # `open` says what it is
 
@@ -191,6 +202,15 @@ class RunFolder:
         """Adds a return to earlier parameters to the log, if it is not there already."""
         if self._log is not None:
             self._log.append_rollback(rollback)
+
+    def append_total(self, total: NewTotal) -> None:
+        """Gives the run another number of steps. One that has ended goes on; its result stays until it has another."""
+        if self._log is not None:
+            with storing(self.path):
+                for name in (MANIFEST, SUMMARY, ANSWERS):  # the manifest first: without it the run has not ended
+                    remove(self.path / name)
+                sync(self.path)
+            self._log.append_total(total)
 
     def append_end(self, end: End) -> None:
         """Adds the end of the run to the log, if it is not there already."""

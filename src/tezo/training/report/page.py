@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tezo.runs.reader import OUTCOMES, KeptAnswers, RecordedRun, ScoredAnswer, read_run
+from tezo.runs.resuming import in_folder
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, count_text, measured_rows_text, work_text
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import write_file
@@ -100,7 +101,7 @@ def _result(run: RecordedRun) -> _Result:
             rows=f"{split} rows so far",
             work=f"{done}, {work_text({'num_forward_passes': run.passes[-1]})} so far.",
         )
-    verdict = str(summary.get("verdict", ""))
+    verdict = in_folder(str(summary.get("verdict", "")), run.folder)
     found, _, why = verdict.partition(": ")
     known = found in (BETTER, HARDLY, NO_BETTER)
     return _Result(
