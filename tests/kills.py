@@ -171,7 +171,8 @@ def contents(run: Path) -> dict[str, Any]:
         if path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             found[name] = [
-                {k: v for k, v in line.items() if k not in ("seconds", "memory", "elapsed", "passes")} for line in lines
+                {k: v for k, v in line.items() if k not in ("seconds", "memory", "elapsed", "passes", "crc")}
+                for line in lines
             ]
         elif path.name == "summary.json":
             summary = json.loads(path.read_text())

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 import tezo
 from tezo.models.kinds import ModelConfig
 from tezo.optim.methods import BASELINES, METHODS
+from tezo.runs.text_logs import value_of
 from tezo.system.errors import RequestError, RunError
 from tezo.tasks.row_files import DataConfig
 from tezo.training.keywords import PARAMETERS, Options
@@ -185,7 +186,7 @@ def test_an_output_that_is_no_path_is_refused():
 
 def test_the_metrics_are_the_lines_of_the_run(tmp_path):
     run = trained(output=tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [value_of(line, checked=True) for line in (tmp_path / "run/metrics.jsonl").read_bytes().splitlines()]
     assert run.metrics == lines
     evaluations = {(line["split"], line["step"]): line for line in run.metrics if "split" in line}
     untuned = {("bias", 0), ("probe", 0)}

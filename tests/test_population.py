@@ -23,6 +23,7 @@ from tezo.optim.estimators.estimate import RowsClosure
 from tezo.optim.estimators.population import kappas_of
 from tezo.optim.methods.es import es
 from tezo.runs.reader import read_run
+from tezo.runs.text_logs import line_of
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.training.config import parse_config
 from tezo.training.loop import train
@@ -261,8 +262,8 @@ def test_members_side_by_side_write_what_each_writes_alone(home, tmp_path, monke
 def test_a_run_that_was_stopped_ends_as_a_whole_one_with_every_answer_once(home, tmp_path):
     train(config(home), tmp_path / "whole")
     stopped(config(home), tmp_path / "stopped", 3)
-    with (tmp_path / "stopped/scored.jsonl").open("a") as file:  # as if killed between this file and the log
-        file.write('{"step": 5, "member": 0, "row": "x", "completion": "y", "score": 1.0}\n{"step": 5, "mem')
+    with (tmp_path / "stopped/scored.jsonl").open("ab") as file:  # as if killed between this file and the log
+        file.write(line_of({"step": 5, "member": 0, "row": "x", "completion": "y", "score": 1.0}) + b'{"step": 5, "mem')
     train(config(home), tmp_path / "stopped", resume=True)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
     lines = [json.loads(line) for line in (tmp_path / "stopped/scored.jsonl").read_text().splitlines()]

@@ -22,6 +22,7 @@ from tezo.report.tables import MISSING, row_loss, step_loss
 from tezo.runs.files import write_manifest
 from tezo.runs.folder import FILES
 from tezo.runs.reader import OUTCOMES, read_run
+from tezo.runs.resuming import in_folder
 from tezo.runs.step_log import MAGIC, StepLog, read_log
 from tezo.runs.words import OPTIONS_LOSS, TEXT_LOSS, change_text, metric_text, work_of, work_text
 
@@ -128,8 +129,9 @@ def test_a_run_opens_with_its_result_in_the_words_of_the_command_line(home, tmp_
         assert rows in block and rows in said
         assert work_text(summary) in block and work_text(summary) in said
         assert (result_block.CHOSEN_ON in block) == (not flags)
-        found, _, why = summary["verdict"].partition(": ")
-        assert summary["verdict"] in said and why[1:] in block and found.lower() in block
+        verdict = in_folder(summary["verdict"], run)
+        found, _, why = verdict.partition(": ")
+        assert verdict in said and why[1:] in block and found.lower() in block
         for name in ("accuracy", "loss"):
             before, after = summary["before"][name], summary["after"][name]
             texts = [metric_text(name, before), metric_text(name, after), change_text(name, before, after)]

@@ -84,8 +84,8 @@ def test_a_finished_run_is_not_taken_again(home, tmp_path):
     summary = train(config(home), tmp_path / "run")
     before = contents(tmp_path / "run")
     assert train(config(home), tmp_path / "run", resume=True) == summary
-    with pytest.raises(RequestError, match=r"train.steps is 20, and the run began with 9"):
-        train(config(home, steps=20), tmp_path / "run", resume=True)
+    with pytest.raises(RequestError, match=r"train.seed is 1, and the run began with 0"):
+        train(config(home, seed=1), tmp_path / "run", resume=True)
     assert contents(tmp_path / "run") == before
 
 

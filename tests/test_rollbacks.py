@@ -412,8 +412,8 @@ def _reward(before: float, after: float) -> dict[str, Any]:
     ("changes", "said"),
     [
         ({}, "Better: the dev loss fell from 3.0000 to 2.0000. It was falling to the end"),
-        ({}, "to the end: try train.steps=80 with method.name=mezo."),
-        ({"state_chosen": False}, "The state after the last step was kept, not the best of several: try more than 40."),
+        ({}, "to the end. More steps: `tezo train --output RUN --resume --steps 80`."),
+        ({"state_chosen": False}, "kept, not the best of several. More steps: `tezo train --output RUN --resume --ste"),
         ({"steps": 30, "kept_step": 30}, "It was ended after 30 of 40 steps."),
         ({"kept_step": 20}, "It was lowest after step 20: more rows"),
         ({"stopped": STAGNATED}, "It ended after 40 of 50 steps: the dev loss was no lower for long"),
@@ -437,7 +437,7 @@ def test_a_verdict_says_what_to_try(changes, said):
     summary = {"method": "mezo", "dev_loss": 2.0,
                "dev_loss_before": 3.0, "before": {"loss": 3.5}, "after": {"loss": 2.5}, "steps": 40,
                "kept_step": 40, "state_chosen": True, "idle_steps": 0, "stopped": None, "rollbacks": [],
-               "rows": {"train": 1000}}  # fmt: skip
+               "rows": {"train": 1000}, "more_steps": "tezo train --output RUN --resume --steps 80"}  # fmt: skip
     assert said in verdict(summary | changes, 1e-3, 50 if "stopped" in changes else 40)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tezo.directions.random import permutation
 from tezo.training.recipe import TrainConfig
-from tezo.training.schedule import LOOKED, BatchSampler, evaluation_steps, lr_factor, parts
+from tezo.training.schedule import LOOKED, BatchSampler, evaluates, lr_factor, parts
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(14, 4), (5, 16), (16, 16), (1, 3), (7, 7)])
@@ -68,6 +68,10 @@ def test_the_schedules_are_what_they_are_called():
 
 def test_dev_rows_are_evaluated_at_intervals_at_the_end_and_after_feedback_steps_that_may_be_undone():
     settings = TrainConfig(steps=10, eval_every=4, feedback_first=3, guard=True)
+
+    def evaluation_steps(settings: TrainConfig) -> set[int]:
+        return {step for step in range(settings.num_steps + 1) if evaluates(step, settings)}
+
     assert evaluation_steps(settings) == {0, 3, 4, 8, 10}
     assert evaluation_steps(replace(settings, guard=False)) == {0, 4, 8, 10}
     assert evaluation_steps(replace(settings, feedback_first=None)) == {0, 4, 8, 10}

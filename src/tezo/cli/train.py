@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tezo.cli.common import JsonOption, RewardOption, SetOption, mebibytes, print_json, print_table, showing_work
+from tezo.runs.resuming import in_folder
 from tezo.runs.words import change_text, measured_rows_text, metric_text, work_text
 from tezo.system.errors import RequestError
 from tezo.system.files import reading
@@ -37,7 +38,9 @@ def train(
         str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; auto, head-feedback's default: by trials.")
     ] = None,
     reward: RewardOption = None,
-    steps: Annotated[str | None, typer.Option(metavar="INTEGER", help="Number of steps.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Number of steps; a run that goes on may have another.")
+    ] = None,
     engine: Annotated[
         str | None,
         typer.Option(help="What runs the passes: torch, llama.cpp, vllm, or http://HOST:PORT of a vLLM server."),
@@ -65,15 +68,19 @@ def train(
     with showing_work() as line:
         from tezo.forecast.dry_run import dry_run
         from tezo.runs.folder import RunFolder, read_summary
+        from tezo.training.header import with_choices_of
         from tezo.training.loop import train as run
         from tezo.training.screen import Screen
 
         config = _configured(recipe, output / "config.yaml" if output and resume else None, flags, settings)
         if output is None or dry:
             if output is not None:
-                RunFolder(output).check_free(resume=resume)
+                folder = RunFolder(output)
+                folder.check_free(resume=resume)
                 if resume and read_summary(output) is not None:
                     raise RequestError(f"{output} is of a run that has ended; give another --output.")
+                if resume and (begun := folder.log()) is not None:
+                    config = with_choices_of(begun, config)
             forecast = dry_run(config)
             print_json(forecast) if json else _print_dry_run(forecast)
             return
@@ -93,6 +100,12 @@ def train(
         _print_end(summary, output)
 
 
+_REPLACED = {
+    "data.train": "data.task", "data.task": "data.train", "train.steps": "train.epochs", "train.epochs": "train.steps",
+}  # fmt: skip
+"""A setting that is asked for -> that of the recipe which it replaces."""
+
+
 def _configured(
     recipe: Path | None, begun: Path | None, flags: Sequence[tuple[str, Any]], settings: Sequence[str]
 ) -> "Config":
@@ -105,13 +118,12 @@ def _configured(
         read_run_config,
     )
 
-    rows = {"data.train": "data.task", "data.task": "data.train"}  # either replaces the other of the recipe
     asked = [*flags, *map(parse_setting, settings)]
     check_settings_agree(asked)
-    given = [*((rows[key], None) for key, _ in flags if key in rows), *asked]
+    given = [*((_REPLACED[key], None) for key, _ in asked if key in _REPLACED), *asked]
     if recipe is None and begun is not None:
-        if os.path.lexists(begun):
-            return read_run_config(begun, given)
+        if os.path.lexists(begun):  # its log says how many steps it is to have
+            return read_run_config(begun, [("train.steps", None), ("train.epochs", None), *given])
         if not {"model", "model.name"} & set(dict(asked)):
             if os.path.lexists(begun.with_name("steps.log")):
                 raise RequestError(
@@ -168,7 +180,7 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
         rows.append((metric, *texts))
     print_table(rows, "  ")
     if "verdict" in summary:
-        print(summary["verdict"])
+        print(in_folder(str(summary["verdict"]), output))
     print(f"{work_text(summary)}.")
     made, result = summary["result"], output / summary["result"]["folder"]
     in_peft = f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})"

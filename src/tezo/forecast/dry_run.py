@@ -39,7 +39,7 @@ from tezo.training.plan import parameter_counts, plan
 from tezo.training.recipe import Config
 from tezo.training.resolution import is_rho_open, search_budget
 from tezo.training.run_rows import BASIS_ROWS
-from tezo.training.schedule import evaluation_steps, is_feedback
+from tezo.training.schedule import evaluates, is_feedback
 from tezo.training.summary import row_counts
 
 WITH_GRADIENT = 3
@@ -174,7 +174,8 @@ def _loss_seconds(job: Job, kind: str, pace: _Pace) -> float:
 def _evaluation_seconds(job: Job, pace: _Pace) -> float:
     """Returns the seconds of all evaluations; a token that is written takes as long for a batch as for a row."""
     settings = job.config.train
-    of_dev = max(0, len(evaluation_steps(settings)) - (job.dev is job.test)) if job.dev else 0
+    due = sum(evaluates(steps, settings) for steps in range(settings.num_steps + 1))
+    of_dev = max(0, due - (job.dev is job.test)) if job.dev else 0
     if job.held_out is not None:
         of_dev += settings.num_steps  # a step is measured there at its end, before it is shortened
     reading = of_dev * _tokens(job, job.dev) + 2 * _tokens(job, job.test)

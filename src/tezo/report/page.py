@@ -9,6 +9,7 @@ from typing import Any
 from tezo.report import charts, tables
 from tezo.report.tables import ARROW, MISSING, Cell, Row, Table, costs, metric_rows, run_config, shown_path
 from tezo.runs.reader import OUTCOMES, KeptAnswers, RecordedRun, ScoredAnswer, read_run
+from tezo.runs.resuming import in_folder
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, count_text, measured_rows_text, work_text
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import write_file
@@ -100,7 +101,7 @@ def _result(run: RecordedRun) -> _Result:
             rows=f"{split} rows so far",
             work=f"{done}, {work_text({'num_forward_passes': run.passes[-1]})} so far.",
         )
-    verdict = str(summary.get("verdict", ""))
+    verdict = in_folder(str(summary.get("verdict", "")), run.folder)
     found, _, why = verdict.partition(": ")
     known = found in (BETTER, HARDLY, NO_BETTER)
     return _Result(
@@ -147,7 +148,7 @@ def _section(index: int, run: RecordedRun) -> dict[str, Any]:
         "result": _result(run),
         "answers": None if run.answers is None else _answers(run.answers),
         "rollbacks": [f"After step {rollback.step} {in_words(rollback)}." for rollback in run.rollbacks],
-        "notices": [str(notice) for notice in (run.summary or {}).get("notices", [])],
+        "notices": [*run.notices, *(str(notice) for notice in (run.summary or {}).get("notices", []))],
         "metrics": tables.metrics_table(run),
         "extremes": _extremes(run),
         "rounds": tables.rounds_table(run),

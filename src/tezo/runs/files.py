@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -18,11 +17,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tezo.directions.bases.basis import CollectedFactors
+from tezo.runs.resuming import resume_line
+from tezo.runs.step_log import read_header
 from tezo.system.digests import content_hash
 from tezo.system.errors import RequestError
 from tezo.system.files import UntrustedError, open_to_read, plain_file, read_object, storing, write_file
 
-MANIFEST = "manifest.json"
+MANIFEST, LOG = "manifest.json", "steps.log"
 _FILES, _DIGEST = "files", "sha256_of_files"
 
 
@@ -40,6 +41,15 @@ def write_manifest(folder: Path, names: Iterable[str]) -> None:
     write_file(folder / MANIFEST, (json.dumps(tree, indent=2) + "\n").encode())
 
 
+def resume_line_of(folder: Path) -> str:
+    """Returns the `resume_line` of a run folder."""
+    try:
+        config = read_header(folder / LOG).get("config")
+    except RequestError:
+        config = None
+    return resume_line(folder, config if isinstance(config, Mapping) else {})
+
+
 def check_manifest(folder: Path, names: Collection[str], *, required: bool = False) -> None:
     """Checks files against the manifest of their folder, which is written when a run has ended.
 
@@ -55,7 +65,7 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
         if required:
             raise RequestError(
                 f"{folder} has no {MANIFEST}, so that its files cannot be checked; put it back, or write them again by "
-                f"tezo train --output {quote(str(folder))} --resume."
+                f"`{resume_line_of(folder)}`."
             )
         return
     try:
@@ -66,7 +76,7 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
     except UntrustedError as error:
         raise RequestError(
             f"{folder}: {error}, and the other files may be sound; put an intact copy in its place, or "
-            f"delete it, and write all files again by tezo train --output {quote(str(folder))} --resume."
+            f"delete it, and write all files again by `{resume_line_of(folder)}`."
         ) from None
     try:
         for given in names:
@@ -81,7 +91,7 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
     except (UntrustedError, OSError) as error:
         raise RequestError(
             f"{folder}: {error}; put an intact copy in its place. What was written at the end of the run is written "
-            f"again from its log by tezo train --output {quote(str(folder))} --resume, after {MANIFEST} is deleted."
+            f"again from its log by `{resume_line_of(folder)}`, after {MANIFEST} is deleted."
         ) from None
 
 

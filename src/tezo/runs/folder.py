@@ -13,6 +13,7 @@ summary.json         before, after, time, memory, versions
 manifest.json        size and SHA-256 of all of these once the run has ended, see `tezo.runs.files`
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +25,25 @@ from typing import Any
 
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
+from tezo.runs.files import LOG as LOG
 from tezo.runs.files import MANIFEST, FactorFiles, check_manifest, write_manifest
-from tezo.runs.step_log import End, LogContents, Rollback, StepLog, read_header, read_log
+from tezo.runs.step_log import End, LogContents, NewTotal, Rollback, StepLog, read_log
 from tezo.runs.text_logs import MetricsLog, ScoredLog
 from tezo.system.errors import RequestError
-from tezo.system.files import NEW, check_free, new_folder, open_plain, own_object, remove, write_file
+from tezo.system.files import (
+    NEW,
+    check_free,
+    new_folder,
+    open_plain,
+    own_object,
+    remove,
+    storing,
+    sync,
+    write_file,
+)
 from tezo.tasks.evaluation import Metrics
 
-CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
+CONFIG, METRICS, SUMMARY, PLAN = "config.yaml", "metrics.jsonl", "summary.json", "plan.json"
 ANSWERS, SCORED = "answers.json", "scored.jsonl"
 ADAPTER, MODEL = "adapter", "model"
 FILES = (CONFIG, PLAN, LOG, METRICS, ANSWERS, SCORED, SUMMARY, ADAPTER, MODEL)
@@ -93,10 +105,10 @@ class RunFolder:
         """Whether there is a run to go on with."""
         return os.path.lexists(self.path / LOG)
 
-    def header(self) -> dict[str, Any] | None:
-        """Reads the header of the step log; None if there is none, or its process died while it wrote it."""
+    def log(self) -> LogContents | None:
+        """Reads the step log; None if there is none, or its process died while it wrote its header."""
         try:
-            return read_header(self.path / LOG) if self.has_begun else None
+            return read_log(self.path / LOG) if self.has_begun else None
         except RequestError:
             return None  # `open` says what it is
 
@@ -126,13 +138,16 @@ class RunFolder:
             self._log = StepLog(self.path / LOG, header)
         log = read_log(self.path / LOG) if self._log is None else self._log.contents
         metrics = self._metrics = MetricsLog(self.path / METRICS, log)
-        self._scored = ScoredLog(self.path / SCORED, len(log.steps))
-        self._digests = log.files
+        scored = self._scored = ScoredLog(self.path / SCORED, log)
+        self._digests = _of_tensors(log)
         if self._writes:
             self.factor_files.check()
         checkpoint, notices = newest(self.path, len(log.steps))
         if log.size > log.valid:
             notices.append(f"an unfinished record of {log.size - log.valid} bytes was cut from {LOG}.")
+        for lines in (metrics, scored):
+            if lines.unfinished:
+                notices.append(f"an unfinished line of {lines.unfinished} bytes was cut from {lines.path.name}.")
         if begun:
             at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
             notices.append(f"going on after step {len(log.steps)}, from {at} and {LOG}.")
@@ -154,12 +169,13 @@ class RunFolder:
         return FactorFiles(self.path, writes=self._writes, digests=self._digests, saved=saved)
 
     def describe(self, config: str, plan: Sequence[Mapping[str, Any]]) -> None:
-        """Writes config.yaml and plan.json."""
-        if self._writes:
-            write_file(self.path / CONFIG, config.encode())
+        """Writes config.yaml and plan.json, and their digests into the log."""
+        if self._log is not None:
+            for name, data in ((CONFIG, config.encode()), (PLAN, _json(plan))):
+                write_file(self.path / name, data)
+                self._log.append_file(name, hashlib.sha256(data).hexdigest())
             self._metrics.cut_tail()
             self._scored.cut_tail()
-            self._write_json(PLAN, plan)
 
     def append_step(self, record: StepRecord) -> None:
         """Adds a step to the log, if it is not there already."""
@@ -187,6 +203,15 @@ class RunFolder:
         if self._log is not None:
             self._log.append_rollback(rollback)
 
+    def append_total(self, total: NewTotal) -> None:
+        """Gives the run another number of steps. One that has ended goes on; its result stays until it has another."""
+        if self._log is not None:
+            with storing(self.path):
+                for name in (MANIFEST, SUMMARY, ANSWERS):  # the manifest first: without it the run has not ended
+                    remove(self.path / name)
+                sync(self.path)
+            self._log.append_total(total)
+
     def append_end(self, end: End) -> None:
         """Adds the end of the run to the log, if it is not there already."""
         if self._log is not None:
@@ -213,8 +238,8 @@ class RunFolder:
         if self._log is not None:
             self._log.sync()
             if answers is not None:
-                self._write_json(ANSWERS, answers)
-            self._write_json(SUMMARY, summary)
+                write_file(self.path / ANSWERS, _json(answers))
+            write_file(self.path / SUMMARY, _json(summary))
             write_manifest(self.path, FILES)
             remove_checkpoints(self.path)
 
@@ -226,7 +251,7 @@ class RunFolder:
         """
         if self._writes:
             check_manifest(self.path, FILES)
-            FactorFiles(self.path, writes=False, digests=read_log(self.path / LOG).files).check()
+            FactorFiles(self.path, writes=False, digests=_of_tensors(read_log(self.path / LOG))).check()
             remove_checkpoints(self.path)
 
     def close(self) -> None:
@@ -234,5 +259,11 @@ class RunFolder:
         if self._log is not None:
             self._log.close()
 
-    def _write_json(self, name: str, value: Any) -> None:
-        write_file(self.path / name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _of_tensors(log: LogContents) -> dict[str, str]:
+    """Returns the digests of the files that steps depend on, by name."""
+    return {name: digest for name, digest in log.files.items() if name not in (CONFIG, PLAN)}

@@ -1,6 +1,6 @@
 """A run folder read back, with every value checked: it may be damaged, cut short or a stranger's."""
 
-import json
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +12,20 @@ from typing import Any
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.files import check_manifest
 from tezo.runs.folder import ANSWERS, CONFIG, LOG, METRICS, PLAN, SCORED, SUMMARY, lost
-from tezo.runs.step_log import Rollback, read_log
-from tezo.runs.text_logs import MOST_LINE, MOST_SCORED, read_lines
+from tezo.runs.step_log import LogContents, Rollback, read_log
+from tezo.runs.text_logs import MOST_SCORED, read_lines, unfinished, value_of
+from tezo.runs.words import left_out_text
 from tezo.system.errors import RequestError
-from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes, read_json, read_object, reading
+from tezo.system.files import (
+    MOST_JSON,
+    MOST_YAML,
+    UntrustedError,
+    parse_yaml,
+    read_bytes,
+    read_json,
+    read_object,
+    reading,
+)
 
 MOST_ROWS, MAX_LOG_BYTES, MAX_NUMBER, MAX_DIMENSIONS = 1 << 30, 1 << 28, 1e15, 8
 ROUND = ("own", "promised", "real", "taken")
@@ -148,6 +158,7 @@ class RecordedRun:
         scored: the answers of the last step in scored.jsonl that have a score.
         summary: None: the run has not ended.
         answers: None: the run has not ended, or has kept none.
+        notices: what was left out, for the user.
     """
 
     folder: Path
@@ -164,6 +175,7 @@ class RecordedRun:
     plan: Sequence[PlanRow]
     summary: dict[str, Any] | None
     answers: KeptAnswers | None
+    notices: Sequence[str]
 
     @cached_property
     def passes(self) -> list[int]:
@@ -208,7 +220,13 @@ def _read_files(folder: Path) -> RecordedRun:
     check_manifest(folder, [CONFIG, PLAN, LOG, METRICS, ANSWERS, SCORED, SUMMARY], required=ended)
     read_bytes(folder / LOG, MAX_LOG_BYTES)
     log = read_log(folder / LOG)
-    times, memory, rounds = _read_metrics(folder / METRICS)
+    if not ended:
+        _check_described(folder, log)
+    metrics, scored = (
+        read_bytes(folder / name, most) if os.path.lexists(folder / name) else b""
+        for name, most in ((METRICS, MAX_LOG_BYTES), (SCORED, 2 * MOST_SCORED))
+    )
+    times, memory, rounds = _read_metrics(metrics, checked=log.has_checksums)
     text = read_bytes(folder / CONFIG, MOST_YAML)
     try:
         config = parse_yaml(text)
@@ -228,11 +246,27 @@ def _read_files(folder: Path) -> RecordedRun:
         times=[(step, seconds) for step, seconds in times if step <= len(log.steps)],
         memory=memory,
         rounds=[own for own in rounds if own.step <= len(log.steps)],
-        scored=_read_scored(folder / SCORED),
+        scored=_read_scored(scored, checked=log.has_checksums),
         plan=_read_plan(folder / PLAN),
         summary=_read_summary(folder / SUMMARY),
         answers=_read_answers(folder / ANSWERS),
+        notices=[
+            left_out_text(name, count)
+            for name, count in (
+                (LOG, log.size - log.valid),
+                (METRICS, unfinished(metrics)),
+                (SCORED, unfinished(scored)),
+            )
+            if count
+        ],
     )
+
+
+def _check_described(folder: Path, log: LogContents) -> None:
+    """Raises an `UntrustedError` where what a run wrote at its start is not what its log has the digest of."""
+    for name in (CONFIG, PLAN):
+        if name in log.files and hashlib.sha256(read_bytes(folder / name, MOST_JSON)).hexdigest() != log.files[name]:
+            raise UntrustedError(f"{name} is not the file that was saved")
 
 
 def _is_number(value: Any) -> bool:
@@ -250,12 +284,12 @@ def _finite(metrics: Any) -> dict[str, float]:
     return {str(key): float(v) for key, v in metrics.items() if v is not None and _is_number(v)}
 
 
-def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None, list[Round]]:
+def _read_metrics(data: bytes, *, checked: bool) -> tuple[list[tuple[int, float]], int | None, list[Round]]:
     """Returns (steps, seconds), both rising, the last peak of memory, and rounds. A cut last line is not read."""
     times: dict[int, float] = {}
     rounds: dict[int, Round] = {}
     memory = None
-    for number, line in enumerate(read_lines(read_bytes(path, MAX_LOG_BYTES) if os.path.lexists(path) else b""), 1):
+    for number, line in enumerate(read_lines(data, checked=checked), 1):
         step, split = line.pop("step", None), line.pop("split", None)
         try:
             if split is not None:
@@ -268,7 +302,7 @@ def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None, list
             else:
                 raise ValueError
         except (ValueError, KeyError):
-            raise UntrustedError(f"{path.name} is damaged at line {number}") from None
+            raise UntrustedError(f"{METRICS} is damaged at line {number}") from None
     rising = [(0, 0.0)]
     for step, seconds in sorted(times.items()):
         if step > rising[-1][0] and seconds >= rising[-1][1]:
@@ -276,12 +310,11 @@ def _read_metrics(path: Path) -> tuple[list[tuple[int, float]], int | None, list
     return rising[1:], memory, [rounds[step] for step in sorted(rounds)]
 
 
-def _read_scored(path: Path) -> list[ScoredAnswer]:
-    data = read_bytes(path, 2 * MOST_SCORED) if os.path.lexists(path) else b""
+def _read_scored(data: bytes, *, checked: bool) -> list[ScoredAnswer]:
     found: list[ScoredAnswer] = []
-    for text in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
+    for text in reversed(data[: len(data) - unfinished(data)].splitlines()):
         try:
-            line = json.loads(text[: MOST_LINE + 1])
+            line = value_of(text, checked=checked)
             step = _count(line["step"])
             if found and step != found[0].step:
                 break
@@ -291,8 +324,8 @@ def _read_scored(path: Path) -> list[ScoredAnswer]:
                 if not all(isinstance(word, str) for word in words):
                     raise ValueError
                 found.append(ScoredAnswer(step, _count(line["member"]), *words, score))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UntrustedError(f"{path.name} is damaged in its last step") from None
+        except (ValueError, KeyError):
+            raise UntrustedError(f"{SCORED} is damaged in its last step") from None
     return found[::-1]
 
 

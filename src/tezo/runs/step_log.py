@@ -6,8 +6,9 @@
             | loss_plus, loss_minus, projected_grad (3 f64 for each probe)
     "eval": JSON: an evaluation with its split, step and metrics; of test rows with answers to the first of them
     "back": JSON: a return to the parameters after an earlier step (`Rollback`)
-    "file": JSON: a file beside the log that later entries depend on, with its SHA-256
-    "done": JSON: the end of the run, always the last entry (`End`)
+    "file": JSON: a file beside the log, with its SHA-256
+    "done": JSON: the end of the run (`End`); nothing but "more" follows it
+    "more": JSON: another number of steps for the run, which goes on (`NewTotal`)
 
 Numbers are little-endian. The kind of a step is an index into the header's list "kinds". The CRC of an entry continues
 the CRC before it, so an entry is valid only in its place. An invalid tail is cut off: a process that was killed leaves
@@ -41,8 +42,8 @@ MOST_KINDS = 1 << 8
 MOST_SEARCH = 1 << 28
 """Maximum number of bytes that are searched for a valid entry after an invalid one."""
 
-_STEP, _EVALUATION, _FILE, _ROLLBACK, _END = b"step", b"eval", b"file", b"back", b"done"
-_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE, _ROLLBACK, _END)))
+_STEP, _EVALUATION, _FILE, _ROLLBACK, _END, _TOTAL = b"step", b"eval", b"file", b"back", b"done", b"more"
+_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE, _ROLLBACK, _END, _TOTAL)))
 _LENGTH, _CRC, _PROBE = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<ddd")
 _ENTRY, _FIXED = struct.Struct("<4sI"), struct.Struct("<QddIII")
 
@@ -68,6 +69,22 @@ class End:
     kept: int
 
 
+@dataclass(frozen=True)
+class NewTotal:
+    """Another number of steps, given to a run that has taken `step` steps.
+
+    Attributes:
+        before: number of steps that the run was to have until then.
+        steps: number from then on, at least `step`.
+        ended: whether the run had ended, by its own rules or because it was asked to, before it had taken `before`.
+    """
+
+    step: int
+    before: int
+    steps: int
+    ended: bool
+
+
 @dataclass
 class LogContents:
     """The contents of a log.
@@ -80,7 +97,8 @@ class LogContents:
         answers: (split, step) -> answers to the first rows, of the evaluations that have kept them.
         files: name -> SHA-256, in hexadecimal.
         rollbacks: number of steps taken -> the return after them.
-        end: None: the run has not ended.
+        totals: changes of the number of steps, in their order.
+        end: None: the run has not ended, or goes on.
     """
 
     header: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +110,13 @@ class LogContents:
     answers: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     rollbacks: dict[int, Rollback] = field(default_factory=dict)
+    totals: list[NewTotal] = field(default_factory=list)
     end: End | None = None
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether each line of the files beside the log has a checksum: those of earlier versions have none."""
+        return self.header.get("checksums") is True
 
 
 def read_log(path: Path) -> LogContents:
@@ -104,7 +128,7 @@ def read_log(path: Path) -> LogContents:
     data = _read_some(path, -1)
     header, start = _read_head(path, data)
     contents = LogContents(header, start, len(data))
-    while contents.end is None and (end := _end_of_entry(data, contents.valid)) is not None:
+    while (end := _end_of_entry(data, contents.valid)) is not None:
         kind, _ = _ENTRY.unpack_from(data, contents.valid)
         try:
             _add(contents, kind, data[contents.valid + _ENTRY.size : end - _CRC.size])
@@ -193,6 +217,8 @@ def _is_damaged(data: bytes, valid: int) -> bool:
 
 def _add(contents: LogContents, kind: bytes, content: bytes) -> None:
     """Adds an entry to the contents; an error of one of several classes if it cannot stand in this place."""
+    if contents.end is not None and kind != _TOTAL:
+        raise ValueError
     if kind == _STEP:
         step, lr, loss, passes, number, count = _FIXED.unpack_from(content)
         if step != len(contents.steps) or len(content) != _FIXED.size + count * _PROBE.size:
@@ -215,6 +241,12 @@ def _add(contents: LogContents, kind: bytes, content: bytes) -> None:
         if back.step != len(contents.steps) or not 0 <= back.to <= back.step or not 0 < back.lr_scale <= 1:
             raise ValueError
         contents.rollbacks[back.step] = back
+    elif kind == _TOTAL:
+        total = NewTotal(int(entry["step"]), int(entry["before"]), int(entry["steps"]), bool(entry["ended"]))
+        if not 0 <= total.step == len(contents.steps) <= total.steps:
+            raise ValueError
+        contents.totals.append(total)
+        contents.end = None
     else:
         end = End(int(entry["steps"]), int(entry["kept"]))
         if not 0 <= end.kept <= end.steps == len(contents.steps):
@@ -306,8 +338,13 @@ class StepLog:
             self._append(_FILE, json_text({"name": name, "sha256": sha256}).encode())
             self._files[name] = sha256
 
+    def append_total(self, total: NewTotal) -> None:
+        """Adds another number of steps; a run that has ended goes on."""
+        self._append(_TOTAL, json_text(asdict(total)).encode())
+        self.contents.totals, self.contents.end = [*self.contents.totals, total], None
+
     def append_end(self, end: End) -> None:
-        """Adds the end of the run, if it is not there already; nothing can follow it."""
+        """Adds the end of the run, if it is not there already."""
         if self.contents.end is None:
             self._append(_END, json_text(asdict(end)).encode())
             self.contents.end = end

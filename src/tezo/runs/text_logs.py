@@ -1,11 +1,12 @@
 """metrics.jsonl and scored.jsonl: lines of JSON, for people and other programs to follow a run.
 
-The run itself is decided by the step log. Of what they hold, times, memory and scored answers are in them alone.
+The step log decides the run. Times, memory and scored answers are in these files alone, so each line has a checksum.
 """
 
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,55 @@ MOST_METRICS = 1 << 28
 """Maximum size of metrics.jsonl in bytes."""
 MOST_SCORED = 1 << 26
 """Size of scored.jsonl in bytes from which on nothing is added."""
+CRC = "crc"
+"""Key of the checksum of a line: the CRC-32 of the JSON text of its other keys, in their order."""
 
 
-def read_lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yields the JSON object of each complete line, with a "step" of at least 0; an empty one for a damaged line."""
-    for text in data[: data.rfind(b"\n") + 1].splitlines():
+def line_of(value: Mapping[str, Any]) -> bytes:
+    """Returns the line of a JSON object, with its checksum; NaN and infinity become null."""
+    return f"{json_text({**value, CRC: _crc(value)})}\n".encode(errors="surrogatepass")
+
+
+def value_of(line: bytes, *, checked: bool) -> dict[str, Any]:
+    """Returns the JSON object of a line, without its checksum.
+
+    Args:
+        line: with or without its end.
+        checked: whether it must have a checksum, as those of earlier versions do not.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        value = json.loads(line[: MOST_LINE + 1])
+        found = value.pop(CRC, None)
+        if found != _crc(value) and (checked or found is not None):
+            raise ValueError("another checksum")
+    except (AttributeError, TypeError, RecursionError):  # it is no object, or has too many inside each other
+        raise ValueError("no object") from None
+    return dict(value)
+
+
+def _crc(value: Mapping[str, Any]) -> int:
+    return zlib.crc32(json_text(dict(value)).encode(errors="surrogatepass"))
+
+
+def read_lines(data: bytes, *, checked: bool) -> Iterator[dict[str, Any]]:
+    """Yields the JSON object of each complete line, with a "step" of at least 0; an empty one for a damaged line.
+
+    `checked`: as for `value_of`.
+    """
+    for text in data[: len(data) - unfinished(data)].splitlines():
         try:
-            line = json.loads(text[: MOST_LINE + 1])
+            line = value_of(text, checked=checked)
             yield line if type(line["step"]) is int and line["step"] >= 0 else {}
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError):
             yield {}
+
+
+def unfinished(data: bytes) -> int:
+    """Returns the number of bytes behind the last end of a line."""
+    return len(data) - (data.rfind(b"\n") + 1)
 
 
 class LinesFile:
@@ -40,21 +80,37 @@ class LinesFile:
         path: of the file.
 
     Attributes:
-        size: bytes of its lines that stay, which a subclass counts.
+        size: bytes of its lines that stay.
+        unfinished: bytes of an incomplete last line, which does not stay.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._found = self.size = 0
+        self._found = self.size = self.unfinished = 0
 
-    def read(self, most: int) -> bytes:
-        """Returns the content; raises a `RequestError` if the file is a link, or has more bytes than `most`."""
+    def _lines(self, most: int, *, checked: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields (number, content) of each complete line, which stays where the next one is asked for.
+
+        Raises:
+            RequestError: a line is damaged, or the file is a link, or has more bytes than `most`.
+        """
         try:
             data = read_bytes(self.path, most) if os.path.lexists(self.path) else b""
         except UntrustedError as error:
             raise RequestError(f"{self.path.parent}: {error}; remove it to go on.") from None
-        self._found = len(data)
-        return data
+        self._found, self.unfinished = len(data), unfinished(data)
+        texts = data.splitlines(keepends=True)
+        for number, (text, line) in enumerate(zip(texts, read_lines(data, checked=checked), strict=False), 1):
+            if not line:
+                raise self._damaged(number)
+            yield number, line
+            self.size += len(text)
+
+    def _damaged(self, number: int) -> RequestError:
+        return RequestError(
+            f"{self.path} is damaged at line {number}, or differs there from the step log; put an intact copy in its "
+            "place, or delete it to go on."
+        )
 
     def cut_tail(self) -> None:
         """Removes an incomplete last line, and lines ahead of the step log; to be called before a line is added."""
@@ -81,17 +137,12 @@ class MetricsLog(LinesFile):
         self.seconds = self.elapsed = self.passes = 0.0
         self._evaluated: set[tuple[str, int]] = set()
         self._last_step = 0
-        data = self.read(MOST_METRICS)
-        for number, (text, line) in enumerate(zip(data.splitlines(keepends=True), read_lines(data), strict=False), 1):
+        for number, line in self._lines(MOST_METRICS, checked=log.has_checksums):
             lacks_split = "split" in line and (str(line["split"]), line["step"]) not in log.evaluations
-            if line and (line["step"] > len(log.steps) or lacks_split):  # a power cut can lose the log's end
+            if line["step"] > len(log.steps) or lacks_split:  # a power cut can lose the log's end
                 break
             if not self._take(line, log):
-                raise RequestError(
-                    f"{path} is damaged at line {number}, or differs there from the step log; put an intact copy in "
-                    "its place, or delete it to go on."
-                )
-            self.size += len(text)
+                raise self._damaged(number)
 
     def _take(self, line: dict[str, Any], log: LogContents) -> bool:
         """Takes a line in; False if it is damaged or differs from the step log."""
@@ -122,34 +173,25 @@ class MetricsLog(LinesFile):
             self._append(step=step, split=split, **metrics)
 
     def _append(self, **line: Any) -> None:
-        append(self.path, f"{json_text(line)}\n".encode())
+        append(self.path, line_of(line))
 
 
 class ScoredLog(LinesFile):
     """The answers that steps have scored. A resumed run goes on after the steps that its log has.
 
-    Args:
-        path: of the file.
-        steps: number of steps in the step log.
-
     Raises:
-        RequestError: the file is a link, or larger than it can be.
+        RequestError: a complete line is damaged, or the file is a link, or larger than it can be.
     """
 
-    def __init__(self, path: Path, steps: int) -> None:
+    def __init__(self, path: Path, log: LogContents) -> None:
         super().__init__(path)
-        for text in self.read(2 * MOST_SCORED).splitlines(keepends=True):
-            try:
-                known = text.endswith(b"\n") and 0 < json.loads(text)["step"] <= steps
-            except (ValueError, KeyError, TypeError, RecursionError):
-                known = False
-            if not known:
+        for _, line in self._lines(2 * MOST_SCORED, checked=log.has_checksums):
+            if line["step"] > len(log.steps):  # scored before its step was in the log
                 break
-            self.size += len(text)
 
     def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Adds the answers of a step, where there is room for all of them."""
-        data = "".join(f"{json_text(line)}\n" for line in lines).encode(errors="surrogatepass")
+        data = b"".join(map(line_of, lines))
         if data and self.size + len(data) <= MOST_SCORED:
             append(self.path, data)
             self.size += len(data)

@@ -81,3 +81,8 @@ def work_of(summary: Mapping[str, Any]) -> tuple[float | None, float | None]:
 def minus(metric: str) -> str:
     """Names the loss of steps that raise a metric."""
     return f"minus {'the mean reward' if metric == REWARD else metric}"
+
+
+def left_out_text(name: str, count: int) -> str:
+    """Names the bytes at the end of a file that are not read, because a process died while it wrote them."""
+    return f"{count} bytes at the end of {name} are unfinished, and left out."

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import Any, Unpack
 
 from torch import nn
@@ -18,7 +17,7 @@ from tezo.models.loading import LoadedModel, dtype_name, from_objects
 from tezo.optim.estimators.estimate import Closure, RowsClosure
 from tezo.optim.methods import AUTO, HEAD_FEEDBACK
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.runs.files import MANIFEST
+from tezo.runs.files import MANIFEST, resume_line_of
 from tezo.runs.folder import CONFIG, LOG, read_summary
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.system.progress import quieted, showing
@@ -74,7 +73,8 @@ def train(
         test: rows for the figures before and after; likewise. Without dev rows some of `data` are held
             out; without test rows the dev rows count.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
-            Objects must be given again, a model with the weights that the run began with.
+            Objects must be given again, a model with the weights that the run began with. With another number of
+            `steps` the run has these from then on, also where it had ended.
         listeners: told of every step and evaluation; `tezo.trainer.callbacks` has one for those of
             transformers.
         progress: whether standard error shows what the run does: a line that is overwritten on a terminal and in a
@@ -209,8 +209,8 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
     summary = read_summary(path)
     if summary is None:
         raise RequestError(
-            f"{path} is of a run that has not ended (it has no {MANIFEST}); go on with tezo.train(..., resume=True) or "
-            f"`tezo train --output {quote(str(path))} --resume`."
+            f"{path} is of a run that has not ended (it has no {MANIFEST}); `{resume_line_of(path)}` goes on (in "
+            "Python, resume=True of tezo.train)."
         )
     if model is None or isinstance(model, str | Path):
         if tokenizer is not None:

@@ -13,7 +13,7 @@ learning rate: it was not the rate that was wrong.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +30,8 @@ from tezo.training.evaluations import Evaluations
 from tezo.training.guard import Guard
 from tezo.training.job import Job
 from tezo.training.listeners import Listener
-from tezo.training.schedule import evaluation_steps, interval, judged_feedback
+from tezo.training.recipe import TrainConfig
+from tezo.training.schedule import evaluates, interval, judged_feedback
 
 LOWERED = 1 / 3
 """Factor of the learning rate at a rollback. Not searched."""
@@ -109,7 +110,6 @@ class BestState:
         self.rollbacks: list[Rollback] = []
         self.stopped: str | None = None
         self._every = interval(self.settings.eval_every, self.settings) if job.dev else 0
-        self._evaluation_steps = evaluation_steps(self.settings) if job.dev else frozenset[int]()
         self._guard = Guard(self.settings.num_steps)
         self._have_risen = False
         self._idle = 0
@@ -141,14 +141,30 @@ class BestState:
         self._have_risen = self._guard.add(record.loss)
         self._idle = self._idle + 1 if record.is_idle else 0
 
+    def _settings_at(self, steps: int) -> TrainConfig:
+        """Returns the settings that held when the run took so many steps: their number may have changed since."""
+        later = next((total for total in self._resumed.totals if steps <= total.step), None)
+        return self.settings if later is None else replace(self.settings, steps=later.before)
+
+    def _is_due(self, steps: int, *, last: bool) -> bool:
+        """Whether the dev rows are evaluated after so many steps, or were."""
+        if not self.job.dev or not self._every:
+            return False
+        return last or evaluates(steps, self._settings_at(steps)) or ("dev", steps) in self._resumed.evaluations
+
+    @property
+    def _patient_from(self) -> int:
+        """After how many steps the user asked a run that had ended to go on: it has its patience from there."""
+        return max((total.step for total in self._resumed.totals if total.ended), default=0)
+
     def _is_idle(self, steps: int) -> bool:
-        optimizer = self.job.optimizer
+        optimizer, since = self.job.optimizer, self._patient_from
         most = optimizer.idle_steps if isinstance(optimizer, ZerothOrderOptimizer) else None
         if most is None:
             return False
         judged = self._every and self.settings.chooses_by_dev_rows
-        in_vain = steps // self._every - self._gain[0] // self._every if judged and self._gain else 0
-        return max(self._idle, in_vain) >= most
+        in_vain = steps // self._every - max(self._gain[0], since) // self._every if judged and self._gain else 0
+        return max(min(self._idle, steps - since), in_vain) >= most
 
     def note(self, steps: int, before: Metrics | None = None, *, last: bool = False) -> None:
         """Evaluates the dev rows, where it is time, and notes the state if it is the best so far.
@@ -159,7 +175,7 @@ class BestState:
             last: whether no step follows.
         """
         self.dev_loss = None
-        if steps in self._evaluation_steps or (self._every and last):
+        if self._is_due(steps, last=last):
             if before is not None and self.job.dev is self.job.test:
                 loss = before["loss"]
             else:
@@ -167,7 +183,7 @@ class BestState:
                     loss = self.evaluations.of("dev", steps)["loss"]
             (loss,) = self.processes.first([loss])
             self.dev_loss = loss
-        elif self.settings.guard and not self._every and steps % interval(None, self.settings) == 0:
+        elif self.settings.guard and not self._every and steps % interval(None, self._settings_at(steps)) == 0:
             loss = sum(self._losses) / len(self._losses) if self._losses else math.inf
             self._losses = []
         else:
@@ -191,16 +207,14 @@ class BestState:
         decided = steps < len(self._resumed.steps) or steps in self._resumed.rollbacks
         if not self.settings.guard or (decided and not again):
             return False  # a decision that was made before is in the log
-        if self._is_idle(steps):
-            self.stopped = IDLE
-            return True
-        reason = self.reason(steps)
+        reason = IDLE if self._is_idle(steps) else self.reason(steps)
         if reason is None:
             return False
-        planned = self.planned(steps, reason)
+        planned = None if reason == IDLE else self.planned(steps, reason)
         if planned is None:
-            self.stopped = reason
-            return True
+            asked = any(steps == total.step for total in self._resumed.totals)  # to go on from here
+            self.stopped = None if asked else reason
+            return not asked
         if not again:
             self.roll_back(planned)
         return False
@@ -221,7 +235,7 @@ class BestState:
             return None
         if self._guard.is_above(dev_loss - self.best.loss, self.settings.rows_per_step / len(self.job.dev)):
             return DEV_ROSE
-        start = max([self.best.step, *(rollback.step for rollback in self.rollbacks)])
+        start = max([self.best.step, self._patient_from, *(rollback.step for rollback in self.rollbacks)])
         every = self._every or 1
         long = steps - start >= max(PATIENT_SHARE * self.settings.num_steps, PATIENT_STEPS)
         return STAGNATED if long and steps // every - start // every >= PATIENCE else None

@@ -14,15 +14,16 @@ from tezo.optim.base_optimizer import SOURCES, BaseOptimizer, Setting, Settings
 from tezo.optim.methods import AUTO, method
 from tezo.runs.environment import versions
 from tezo.runs.files import check_complete, check_place, check_rows, check_settings
+from tezo.runs.step_log import LogContents, NewTotal
 from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scoring import Score, scorer_digest
 from tezo.tasks.splits import Splits
-from tezo.training.config import PATHS, absolute_setting, to_tree
+from tezo.training.config import PATHS, absolute_setting, parse_config, to_tree, untrusted_tree
 from tezo.training.job import Job
 from tezo.training.recipe import Config
-from tezo.training.resolution import RESOLVED_AT_START
+from tezo.training.resolution import RESOLVED_AT_START, with_steps
 
 MAY_CHANGE_ON_RESUME = (
     "train.checkpoint_every",
@@ -33,6 +34,8 @@ MAY_CHANGE_ON_RESUME = (
     "train.reward",
 )
 """Settings that may change between the parts of a run: they don't change what it computes on one device."""
+NUM_STEPS = ("train.steps", "train.epochs")
+"""They may change too: the log has each change, see `tezo.runs.step_log.NewTotal`."""
 
 
 BACK = "put it back, or give another output"
@@ -58,6 +61,7 @@ def log_header(job: Job) -> dict[str, Any]:
         "device": job.loaded.device.type,
         "noise": NOISE_VERSION,
         "versions": versions(("tezo", "torch")),
+        "checksums": True,
     }
 
 
@@ -88,15 +92,61 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
     return check_place(found, own, optimizer.drawn_on_the_device)
 
 
-def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
-    """Returns the configuration with what the run of the header `begun` measured, which need not be measured again."""
-    before = begun.get("config", {}).get("method", {})
-    asked = _with_name_of(str(before.get("name")), asked)
-    if before.get("name") != asked.method.name:
+def with_choices_of(begun: LogContents, asked: Config) -> Config:
+    """Returns the configuration with what the run chose where it leaves things open, and its number of steps.
+
+    Raises:
+        RequestError: the log is not that of a run, or steps and epochs contradict each other.
+    """
+    check_complete(begun.header)
+    before = parse_config(untrusted_tree(begun.header["config"]))
+    asked = _with_name_of(before.method.name, asked)
+    if before.method.name != asked.method.name:
         return asked  # another run, which `check_same` will refuse
-    asked_for = method(asked.method.name).defaults() | asked.method.options
+    chosen, train = method(asked.method.name), asked.train
+    asked_for, options = chosen.defaults() | asked.method.options, before.method.options
     open_ = [name for name in ("lr", "rho") if asked_for.get(name) == AUTO]
-    return asked.with_options(**{name: before[name] for name in open_ if isinstance(before.get(name), float)})
+    asked = asked.with_options(**{name: options[name] for name in open_ if isinstance(options.get(name), float)})
+    left_open = [key for key in CHOSEN_OF_TRAIN if getattr(train, key) is None]
+    train = replace(train, **{key: getattr(before.train, key) for key in left_open})
+    if train.epochs is None:
+        train = replace(train, steps=train.steps or total_of(begun))
+    elif isinstance(rows := begun.header.get("stepped_rows"), int) and rows > 0:
+        train = with_steps(train, rows, chosen)
+    return replace(asked, train=train)
+
+
+CHOSEN_OF_TRAIN = ("batch_size", "schedule", "feedback_first", "feedback_last", "guard")
+"""Settings of section train that a run fills in, beside its number of steps."""
+
+
+def total_of(begun: LogContents) -> int:
+    """Returns the number of steps that a run is to have."""
+    if begun.totals:
+        return begun.totals[-1].steps
+    return parse_config(untrusted_tree(begun.header["config"])).train.num_steps
+
+
+def new_total(begun: LogContents, steps: int | None) -> NewTotal | None:
+    """Returns the change of a run's number of steps to `steps`; None where it is the same, or not asked for.
+
+    Raises:
+        RequestError: the run has taken more.
+    """
+    taken, before = len(begun.steps), total_of(begun)
+    if steps in (None, before):
+        return None
+    assert steps is not None
+    if steps < taken:
+        raise RequestError(
+            f"train.steps is {steps}, and the run has taken {taken} steps; give at least as many, or another --output."
+        )
+    return NewTotal(taken, before, steps, begun.end is not None and taken < before)
+
+
+def in_words(total: NewTotal) -> str:
+    """Returns a notice on a change of the number of steps."""
+    return f"train.steps was {total.before} until step {total.step}, and is {total.steps} from there on."
 
 
 def with_sources_of(begun: Mapping[str, Any], settings: Mapping[str, Setting]) -> Settings:
@@ -173,7 +223,8 @@ def request_of(config: Config) -> dict[str, Any]:
 
 def _fixed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that may not change, by dotted key, with paths in full."""
-    settings = {key: value for key, value in _settings(tree).items() if key not in MAY_CHANGE_ON_RESUME}
+    may_change = (*MAY_CHANGE_ON_RESUME, *NUM_STEPS)
+    settings = {key: value for key, value in _settings(tree).items() if key not in may_change}
     if "model.engine" in settings:  # a server may move
         settings["model.engine"] = engine_kind(str(settings["model.engine"]))
     return settings | {key: absolute_setting(key, settings[key]) for key in PATHS if key in settings}

@@ -17,7 +17,7 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
-from tezo.runs.step_log import End
+from tezo.runs.step_log import End, LogContents
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RunInterrupted
 from tezo.system.files import reading
@@ -35,7 +35,9 @@ from tezo.training.header import (
     check_given,
     check_same,
     check_unchanged,
+    in_words,
     log_header,
+    new_total,
     request_of,
     with_choices_of,
     with_sources_of,
@@ -65,7 +67,7 @@ def train(
         output: run folder; must not exist, or be empty, unless a run is resumed.
         listeners: told of every step and evaluation; `TrainerCallbacks` of `tezo.trainer.callbacks` is one.
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
-            Of one that has ended only the summary is returned.
+            One that has ended goes on where it is given more steps; else its summary is returned.
         loaded: a model that is in memory, see `prepare`.
         rows: rows that are in memory, see `prepare`.
         score: scorer of completions that is an object, see `prepare`.
@@ -83,20 +85,21 @@ def train(
             processes.check_same({"resume": resume, **request_of(config)})
             with processes.together("use the run folder"):
                 folder.check_free(resume=resume)
+            begun = folder.log() if resume else None
             if resume and (summary := read_summary(output)) is not None:
                 folder.check_ended()
-                header = folder.header() or {}
-                check_unchanged(read_config(output / CONFIG, []), config, header.get("stepped_rows"))
+                begun = begun or LogContents()
+                check_unchanged(read_config(output / CONFIG, []), config, begun.header.get("stepped_rows"))
                 named = None if config.train.reward == IN_MEMORY else config.train.reward
-                check_given(header, rows or read_splits(config.data), named if score is None else score, loaded)
-                return summary
+                check_given(begun.header, rows or read_splits(config.data), named if score is None else score, loaded)
+                if new_total(begun, with_choices_of(begun, config).train.steps) is None:
+                    return summary
             with processes.together("prepare the run"):
-                begun = folder.header() if resume else None
                 if begun is not None:
                     config = with_choices_of(begun, config)
                 job = prepare(config, loaded=loaded, rows=rows, score=score)
                 if begun is not None:
-                    job.optimizer.settings = with_sources_of(begun, job.optimizer.settings)
+                    job.optimizer.settings = with_sources_of(begun.header, job.optimizer.settings)
                 check_shareable(job, processes)
             try:
                 job = job.with_lr(
@@ -213,6 +216,14 @@ class Loop:
         }  # here: ranks need not say the same of what they measured
         state = self.folder.open(header)
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
+        if state.begun and (total := new_total(state, self.settings.num_steps)) is not None:
+            self.folder.append_total(total)
+            state = replace(state, totals=[*state.totals, total], end=None)
+        notices += map(in_words, state.totals)
+        start = 0 if state.checkpoint is None else state.checkpoint.step
+        if start < len(state.steps) and not isinstance(job.optimizer, ZerothOrderOptimizer):
+            name = job.config.method.name
+            notices.append(f"steps {start + 1} to {len(state.steps)} are taken again: {name} has no log to replay.")
         first = [str(text) for text in state.header.get("notices", [])]  # of what is not measured again
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         if isinstance(job.optimizer, ZerothOrderOptimizer):
@@ -263,6 +274,7 @@ class Loop:
             if interrupted:
                 by = self.interruption.signal or "a signal to another rank"
                 raise RunInterrupted(by, steps, self.folder.path)
+        self.best.note(start, last=True)  # of a run that is to have no more steps than it has
         return start
 
     def _any(self, flag: bool) -> bool:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from tezo.models.identity import check_model
@@ -14,7 +13,7 @@ from tezo.models.loading import LoadedModel
 from tezo.models.local_names import hint, is_gone
 from tezo.models.lora import attach_adapter, leave_attached, load_adapter, merge_adapter
 from tezo.models.peft import open_adapter
-from tezo.runs.files import MANIFEST, check_complete, check_manifest
+from tezo.runs.files import MANIFEST, check_complete, check_manifest, resume_line_of
 from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY
 from tezo.runs.step_log import read_header
 from tezo.system.errors import RequestError
@@ -73,8 +72,7 @@ def check_result(folder: Path) -> None:
     check_is_run(folder)
     if not any(os.path.lexists(folder / name) for name in (ADAPTER, MODEL, MANIFEST)):
         raise RequestError(
-            f"{folder} has neither adapter/ nor model/: the run did not end; "
-            f"`tezo train --output {quote(str(folder))} --resume` goes on (with --reward, where it had one)."
+            f"{folder} has neither adapter/ nor model/: the run did not end; `{resume_line_of(folder)}` goes on."
         )
     check_manifest(folder, [CONFIG, LOG, ADAPTER, MODEL, SUMMARY], required=True)
 
@@ -88,7 +86,7 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
         if (folder / "adapter_config.json").is_file():
             raise RequestError(
                 f"{name} is an adapter alone; give the run that it is of, or a model that has it: "
-                "`tezo export RUN --format merged`."
+                "`tezo export RUN --output FOLDER --format merged`."
             )
         raise RequestError(f"{name} is neither a run folder (no {CONFIG}) nor a model (no config.json).")
     config = overlay({"model": {"name": name}}, settings)

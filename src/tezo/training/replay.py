@@ -15,6 +15,7 @@ from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
+from tezo.runs.words import left_out_text
 from tezo.system.errors import RequestError
 from tezo.system.files import check_free, new_folder
 from tezo.system.progress import SAVING, STEPS, current, tracked
@@ -64,7 +65,7 @@ def replay(
     own = {"device": loaded.device.type, "noise": NOISE_VERSION, "versions": versions(("tezo", "torch"))}
     notices = check_place(log.header, own, optimizer.drawn_on_the_device)
     if log.size > log.valid:
-        notices.append(f"{log.size - log.valid} bytes at the end of {LOG} are unfinished, and left out.")
+        notices.append(left_out_text(LOG, log.size - log.valid))
     if step is None:
         step = len(log.steps) if log.end is None else log.end.kept
     if not 0 <= step <= len(log.steps):

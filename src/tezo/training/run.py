@@ -1,6 +1,5 @@
 """A finished run in Python: its figures, and its model to evaluate, to ask and to export."""
 
-import json
 import shutil
 import warnings
 import weakref
@@ -11,7 +10,7 @@ from typing import Any
 from tezo.models.loading import LoadedModel
 from tezo.runs.files import check_manifest
 from tezo.runs.folder import CONFIG, METRICS
-from tezo.runs.text_logs import MOST_METRICS
+from tezo.runs.text_logs import MOST_METRICS, value_of
 from tezo.system.errors import RequestError
 from tezo.system.files import read_bytes
 from tezo.system.progress import quieted, showing
@@ -94,7 +93,7 @@ class Run:
         check_manifest(self.folder, [METRICS], required=True)
         path = self.folder / METRICS
         try:
-            return [json.loads(line) for line in read_bytes(path, MOST_METRICS).splitlines()]
+            return [value_of(line, checked=False) for line in read_bytes(path, MOST_METRICS).splitlines()]
         except ValueError:  # of a folder whose manifest a stranger has written
             raise RequestError(f"{path} is damaged; put a sound copy in its place.") from None
 

@@ -66,13 +66,13 @@ def interval(every: int | None, settings: TrainConfig) -> int:
     return max(1, settings.num_steps // 10) if every is None else every
 
 
-def evaluation_steps(settings: TrainConfig) -> frozenset[int]:
-    """After how many steps a run evaluates its dev rows.
+def evaluates(steps: int, settings: TrainConfig) -> bool:
+    """Whether a run evaluates its dev rows after so many steps.
 
     Every `interval`, after the last step, and after the feedback steps at the start if they may be undone.
     """
-    every, steps = interval(settings.eval_every, settings), settings.num_steps
-    return frozenset((*range(0, steps, every), steps, judged_feedback(settings))) if every else frozenset()
+    every = interval(settings.eval_every, settings)
+    return every > 0 and (steps % every == 0 or steps in (settings.num_steps, judged_feedback(settings)))
 
 
 FIRST, LAST = 15, 60

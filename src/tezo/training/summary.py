@@ -12,6 +12,7 @@ from tezo.optim.methods import HEAD_FEEDBACK, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.runs.folder import SUMMARY, read_summary
+from tezo.runs.resuming import RUN, resume_line
 from tezo.runs.step_log import Rollback
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, TEXT_LOSS, metric_text, minus
 from tezo.system.files import reading
@@ -22,6 +23,7 @@ from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scoring import MISSING_SCORES, REWARD
 from tezo.tasks.untuned import BIAS, PROBE
 from tezo.training.best_state import ENDED, IDLE
+from tezo.training.config import to_tree
 from tezo.training.job import Job
 from tezo.training.plan import parameter_counts, plan
 from tezo.training.recipe import Config
@@ -71,11 +73,11 @@ def _after_gain(summary: Mapping[str, Any], planned_steps: int, *, rewarded: boo
     if steps < planned_steps:
         return f"It was ended after {steps} of {planned_steps} steps."
     if not summary["state_chosen"]:
-        return f"The state after the last step was kept, not the best of several: try more than {steps}."
-    if kept == steps:
-        return f"It was {'rising' if rewarded else 'falling'} to the end: try train.steps={2 * steps}" + (
-            f" with method.name={summary['method']}."
+        return (
+            f"The state after the last step was kept, not the best of several. More steps: `{summary['more_steps']}`."
         )
+    if kept == steps:
+        return f"It was {'rising' if rewarded else 'falling'} to the end. More steps: `{summary['more_steps']}`."
     best = "highest" if rewarded else "lowest"
     return f"It was {best} after step {kept}: more rows may help more than more steps."
 
@@ -237,6 +239,7 @@ def summarize(
         "result": result,
         "prompt_shared_by_options": job.objective.packs,
         "notices": list(job.notices),
+        "more_steps": resume_line(RUN, to_tree(job.config), 2 * outcome.steps),
         "seed": train.seed,
         "ranks": processes.size,
         "bytes_sent": processes.bytes_sent,
