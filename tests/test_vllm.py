@@ -21,15 +21,17 @@ import pytest
 import requests
 import torch
 import transformers
-from folders import bpe_tokenizer, completion_rows, label_rows, refused, saved, tezo, train, write_rows
-from gguf_files import tiny_llama
+from folders import completion_rows, refused, tezo, train, write_rows
 from safetensors.torch import load_file
-from torch import nn
+from vllm_server import a_change, some_asked, vllm_home
 
 import tezo as package
 from tezo.engines import load
-from tezo.engines.vllm import OWN, Answer, Prompt, Server, Vllm, is_left, prompts_of, told_of, uniform
-from tezo.forward.engine import NOTHING, Asked, EngineLostError
+from tezo.engines.client import Client
+from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
+from tezo.engines.server import Server
+from tezo.engines.vllm import OWN, Vllm, is_left, uniform
+from tezo.forward.engine import NOTHING, EngineLostError
 from tezo.models.kinds import ModelConfig
 from tezo.models.lora import Adapter, attach_adapter
 from tezo.system.errors import RequestError
@@ -45,13 +47,7 @@ PORT = 8411
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    root, tokenizer = tmp_path_factory.mktemp("home"), bpe_tokenizer(chat=True)
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-    model = tiny_llama(64 * -(-len(tokenizer) // 64), max_position_embeddings=256, **sizes)
-    saved(model, tokenizer, root / "tiny")
-    write_rows(root / "labels.jsonl", label_rows(24))
-    write_rows(root / "texts.jsonl", completion_rows(24))
-    return root
+    return vllm_home(tmp_path_factory.mktemp("home"))
 
 
 def table_of(model, tokens) -> torch.Tensor:
@@ -81,21 +77,6 @@ def test_prompts_tell_what_is_asked_for(home, likely):
     check(asked, told, [table_of(model, text) for text in asked.texts])
 
 
-def some_asked(draw, *, several: bool, likely: int) -> Asked:
-    beginning = draw.choices(range(4, 250), k=5)
-    texts = sorted({(*beginning, *draw.choices(range(4, 250), k=draw.randint(1, 9))) for _ in range(6)})
-    places = {}
-    for i, text in enumerate(texts):
-        for p in {len(beginning) - 1, len(text) // 2, len(text) - 1}:
-            places.setdefault(text[: p + 1], (i, p))
-    pairs, rows = sorted(places.values()), []
-    for i, p in pairs:
-        following = texts[i][p + 1] if p + 1 < len(texts[i]) else draw.randrange(4, 250)
-        more = draw.choice([[], [7, 9]]) if several else []
-        rows.append([following, *more, *[NOTHING] * (2 - len(more))])
-    return Asked(texts, *(torch.tensor(own) for own in zip(*pairs, strict=True)), torch.tensor(rows), likely)
-
-
 def check(asked, told, tables) -> None:
     for place, (text, position) in enumerate(zip(asked.text_P.tolist(), asked.position_P.tolist(), strict=True)):
         row = tables[text][position]
@@ -113,18 +94,6 @@ def test_layers_of_other_ranks_are_one_adapter(home):
     for name, (a_RI, b_OR) in change.items():
         a, b = adapter.pairs[name]
         assert a.shape[0] == b.shape[1] == 5 and torch.allclose(b @ a, b_OR @ a_RI)
-
-
-def a_change(model, ranks=(4,), seed=0, size=0.1):
-    generator = torch.Generator().manual_seed(seed)
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and "layers" in n]
-    return {
-        name: (
-            torch.randn(ranks[i % len(ranks)], layer.in_features, generator=generator) * size,
-            torch.randn(layer.out_features, ranks[i % len(ranks)], generator=generator) * size,
-        )
-        for i, (name, layer) in enumerate(layers)
-    }
 
 
 @contextmanager
@@ -385,7 +354,7 @@ def test_a_server_that_does_not_answer_is_said_once_and_asked_again(monkeypatch,
             raise found
         return found
 
-    monkeypatch.setattr("tezo.engines.vllm.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("tezo.engines.server.FIRST_WAIT", 0.01)
     server, said = object.__new__(Server), "The server does not answer. It is asked again for 300 s."
     assert server._again(ask) == "here"
     assert caplog.messages == [said]
@@ -415,6 +384,6 @@ def test_what_is_no_server_of_vllm_is_one_sentence(said):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Says) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(RequestError, match="is no server of vLLM; give its address"):
-            Server(f"http://127.0.0.1:{server.server_port}", None, None)
+        with pytest.raises(RequestError, match="does not answer /v1/models as vLLM does"):
+            Client(f"http://127.0.0.1:{server.server_port}").models()
         server.shutdown()

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from tezo.engines.llama_cpp import load_llama_cpp
-from tezo.engines.vllm import load_server, load_vllm
+from tezo.engines.server import load_server
+from tezo.engines.vllm import load_vllm
 from tezo.engines.workers import load_in_ray
 from tezo.models.kinds import ADDRESS, ModelConfig, engine_kind
 from tezo.models.loading import LoadedModel, load_model

@@ -6,119 +6,40 @@ never used before: what vLLM has cached of prompts under an earlier adapter is o
 """
 
 import contextlib
-import logging
 import os
-import secrets
 import shutil
 import socket
 import tempfile
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
-import requests
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from tezo.engines.workers import Workers
-from tezo.forward.engine import NOTHING, Asked, Change, Continuing, Engine, EngineLostError, Told
+from tezo.engines.client import FOLDER
+from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
+from tezo.forward.engine import Asked, Change, Continuing, Engine, Told
 from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import ALLOWED_RANKS, Adapter, next_allowed, save_adapter
 from tezo.system.errors import RequestError
 
-logger = logging.getLogger(__name__)
-
 AT_ONCE = 8
 """Changes that are computed side by side; vLLM puts as many of them into a batch as its max_loras allows."""
-SECONDS_OF_A_RESTART, FIRST_WAIT = 300.0, 0.5
-"""For how long a server that does not answer is asked again, and the first wait; each is twice the one before."""
-MOST_FAILURES = 2
-"""Times that a server may answer that it failed before it is believed."""
-SECONDS_TO_CONNECT, SECONDS_OF_AN_ANSWER = 5.0, 600.0
 OWN = f"tezo-{socket.gethostname()}-"
 """What names of adapters of this machine begin with, before the number of the process."""
-RANK_LIMIT = "max_lora_rank"
-"""What the answer of a server names that has no room for an adapter."""
-T = TypeVar("T")
-KEY, FOLDER = "VLLM_API_KEY", "TEZO_ADAPTERS"
-"""Variables of the environment: the key of a server, and a folder that the server sees too."""
 
 
 def is_left(name: str) -> bool:
     """Returns whether an adapter or its folder is of a process of this machine that is gone."""
     process = name.removeprefix(OWN).partition("-")[0]
     return name.startswith(OWN) and process.isdigit() and not Path(f"/proc/{process}").exists()
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt, and what it tells of which places.
-
-    Attributes:
-        tokens: token ids.
-        places: place -> its position in the prompt. Without `wanted` the next token of the prompt is what is asked for.
-        wanted: tokens that are asked for at the end of the prompt; empty: log-probabilities of the prompt itself.
-    """
-
-    tokens: Sequence[int]
-    places: Mapping[int, int]
-    wanted: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What vLLM tells of one prompt: for each position of the next token, token -> (log-probability, rank from 1)."""
-
-    next: Mapping[int, Mapping[int, tuple[float, int]]]
-
-
-def prompts_of(asked: Asked) -> list[Prompt]:
-    """Returns prompts that tell what is asked for."""
-    found: list[Prompt] = []
-    places: list[list[int]] = [[] for _ in asked.texts]
-    for place, text in enumerate(asked.text_P.tolist()):
-        places[text].append(place)
-    positions, wanted = (
-        asked.position_P.tolist(),
-        [[token for token in own if token != NOTHING] for own in asked.tokens_PC.tolist()],
-    )
-    for text, own in zip(asked.texts, places, strict=True):
-        whole = [*text, wanted[own[-1]][0]]
-        follows = [p for p in own if wanted[p] == [whole[positions[p] + 1]]]
-        if follows:
-            end = positions[follows[-1]] + 2
-            found.append(Prompt(whole[:end], {p: positions[p] for p in follows}))
-        found += [
-            Prompt(text[: positions[p] + 1], {p: positions[p]}, tuple(wanted[p])) for p in own if p not in follows
-        ]
-    return found
-
-
-def told_of(asked: Asked, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Told:
-    """Returns what the answers to these prompts tell."""
-    count = len(asked.text_P)
-    log_probs_PC = torch.zeros(asked.tokens_PC.shape)
-    likely_PL = torch.zeros(count, asked.likely, dtype=torch.int64)
-    values_PL = torch.zeros(count, asked.likely)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        for place, position in prompt.places.items():
-            table = answer.next[position + 1]
-            for slot, token in enumerate(asked.tokens_PC[place].tolist()):
-                if token != NOTHING:
-                    log_probs_PC[place, slot] = table[token][0]
-            best = sorted(table, key=lambda token: table[token][1])[: asked.likely]
-            likely_PL[place] = torch.tensor(best)
-            values_PL[place] = torch.tensor([table[token][0] for token in best])
-    return Told(log_probs_PC, likely_PL, values_PL)
 
 
 class Vllm(Engine):
@@ -162,12 +83,24 @@ class Vllm(Engine):
         """Returns the continuations under the adapter in each folder."""
 
     def _no_change(self, rank: int = 1) -> Change:
+        return self._one_layer(rank, 0.0)
+
+    def _some_change(self) -> Change:
+        """Returns a change that every log-probability but that of the first token shows in any data type."""
+        return self._one_layer(1, 1.0)
+
+    def _one_layer(self, rank: int, size: float) -> Change:
+        """Returns a change of one layer by `size` times outputs of about 1."""
         name, layer = next(
             (name, module)
             for name, module in self._model.named_modules()
             if isinstance(module, nn.Linear) and self.changes(name)
         )
-        return {name: (torch.zeros(rank, layer.in_features), torch.zeros(layer.out_features, rank))}
+        draw = torch.Generator().manual_seed(0)
+        a_RI, b_OR = (
+            torch.randn(shape, generator=draw) for shape in ((rank, layer.in_features), (layer.out_features, rank))
+        )
+        return {name: (a_RI / layer.in_features**0.5, size * b_OR)}
 
     @abstractmethod
     def _answers(self, prompts: Sequence[Prompt], folders: Sequence[Path], likely: int) -> list[list[Answer]]:
@@ -326,213 +259,3 @@ class InProcess(Vllm):
         if prompt.wanted:
             return Answer({len(prompt.tokens): table(output.outputs[0].logprobs[0])})
         return Answer({i: table(entry) for i, entry in enumerate(output.prompt_logprobs) if entry})
-
-
-def load_server(config: ModelConfig) -> LoadedModel:
-    """Uses a server of vLLM, with runtime LoRA updating, for the passes of a model.
-
-    Raises:
-        RequestError: the server does not answer, or has another model.
-    """
-    loaded, _ = load_folder(config.name)
-    addresses = [own.strip() for own in config.engine.split(",")]
-    servers = [Server(own, loaded.model, loaded.tokenizer) for own in addresses]
-    return replace(loaded, engine=servers[0] if len(servers) == 1 else Workers(servers))
-
-
-AS_THE_MODEL_SAYS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""In place of what the server reads in generation_config.json: nothing is left out, and nothing penalised."""
-
-
-class Server(Vllm):
-    """A server of vLLM.
-
-    Args:
-        address: of it, without /v1.
-        model: the modules of its model.
-        tokenizer: of its model.
-    """
-
-    name = "a vLLM server"
-    _is_lost = False
-    _saying = Lock()
-
-    def __init__(self, address: str, model: Any, tokenizer: Any) -> None:
-        super().__init__(model)
-        if "@" in address:
-            raise RequestError(f"model.engine has a password in it; put the key of the server into ${KEY} instead.")
-        key = os.environ.get(KEY)
-        self._address = address.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        try:
-            models = self._asked("GET", "/v1/models", None)["data"]
-            self._base = next(own["id"] for own in models if own.get("parent") is None)
-        except (KeyError, TypeError, AttributeError, StopIteration):
-            raise self._no_vllm() from None
-        self._own = f"{OWN}{os.getpid()}-{secrets.token_hex(4)}"
-        for name in (own["id"] for own in models if is_left(own["id"])):
-            self._unload(name)
-        self._check_same(tokenizer)
-
-    def _check_same(self, tokenizer: Any) -> None:
-        text = "The answer, 42 times: naïve."
-        found = self._asked("POST", "/tokenize", {"model": self._base, "prompt": text, "add_special_tokens": False})
-        if list(found["tokens"]) != list(tokenizer(text, add_special_tokens=False)["input_ids"]):
-            raise RequestError(
-                f"model.name: the server at {self._address} has {self._base}, whose tokenizer is another one; give the "
-                "model that it has."
-            )
-
-    def reserve(self, rank: int) -> None:
-        with self._folder(self._no_change(rank)) as folder:
-            self._again(lambda: self._tried(folder))
-
-    def _tried(self, folder: Path) -> None:
-        with self._adapter(folder):
-            pass
-
-    def _answers(self, prompts: Sequence[Prompt], folders: Sequence[Path], likely: int) -> list[list[Answer]]:
-        with ThreadPoolExecutor(len(folders)) as threads:
-            ask = self._answers_under
-            return list(threads.map(lambda folder: self._again(lambda: ask(folder, prompts, likely)), folders))
-
-    def _answers_under(self, folder: Path, prompts: Sequence[Prompt], likely: int) -> list[Answer]:
-        with self._adapter(folder) as name:
-            return self._under(name, prompts, likely)
-
-    def _again(self, ask: Callable[[], T]) -> T:
-        """Returns what is answered: asked again where the server has been started anew, and has no adapter any more."""
-        begun, wait, failures = time.monotonic(), FIRST_WAIT, 0
-        while True:
-            try:
-                found = ask()
-            except EngineLostError as error:
-                failures += isinstance(error, _FailedError)
-                if failures > MOST_FAILURES or time.monotonic() - begun > SECONDS_OF_A_RESTART:
-                    raise
-                self._say_lost(error)
-                time.sleep(wait)
-                wait = min(2 * wait, 10.0)
-            else:
-                self._is_lost = False
-                return found
-
-    def _say_lost(self, error: EngineLostError) -> None:
-        with self._saying:  # requests wait side by side, and one of them says so
-            known, self._is_lost = self._is_lost, True
-        if not known:
-            logger.warning("%s It is asked again for %.0f s.", error, SECONDS_OF_A_RESTART)
-
-    @contextmanager
-    def _adapter(self, folder: Path) -> Iterator[str]:
-        """Loads an adapter, under a name that was never used, and unloads it at the end."""
-        name = f"{self._own}-{secrets.token_hex(6)}"
-        try:
-            self._asked("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-            yield name
-        finally:
-            self._unload(name)
-
-    def _under(self, name: str, prompts: Sequence[Prompt], likely: int) -> list[Answer]:
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            groups.setdefault(prompt.wanted, []).append(i)
-        found: dict[int, Answer] = {}
-        for wanted, own in groups.items():
-            body = {"model": name, "prompt": [list(prompts[i].tokens) for i in own], "max_tokens": 1, "temperature": 0}
-            body |= AS_THE_MODEL_SAYS
-            if wanted:
-                body |= {"logprobs": 1, "logprob_token_ids": list(wanted), "return_tokens_as_token_ids": True}
-            else:
-                body |= {"prompt_logprobs": likely}
-            choices = self._asked("POST", "/v1/completions", body)["choices"]
-            for i, choice in zip(own, sorted(choices, key=lambda choice: choice["index"]), strict=True):
-                found[i] = _answer_of(prompts[i], choice)
-        return [found[i] for i in range(len(prompts))]
-
-    def _continued(
-        self, prompts: Sequence[Sequence[int]], folders: Sequence[Path], wanted: Continuing
-    ) -> list[list[list[int]]]:
-        body: dict[str, Any] = {"prompt": [list(prompt) for prompt in prompts], "max_tokens": wanted.most}
-        body |= {"temperature": wanted.temperature, "stop_token_ids": list(wanted.ends), "return_token_ids": True}
-        body |= AS_THE_MODEL_SAYS
-        body |= {"stop": ["\n"]} if wanted.one_line else {}
-        body |= {"seed": wanted.seeds[0]} if wanted.seeds else {}  # one for all prompts of a request
-
-        def ask(folder: Path) -> list[list[int]]:
-            with self._adapter(folder) as name:
-                choices = self._asked("POST", "/v1/completions", body | {"model": name})["choices"]
-            return [list(own["token_ids"]) for own in sorted(choices, key=lambda own: own["index"])]
-
-        with ThreadPoolExecutor(len(folders)) as pool:  # the server batches what comes at once
-            return list(pool.map(lambda folder: self._again(lambda: ask(folder)), folders))
-
-    def _unload(self, name: str) -> None:
-        with contextlib.suppress(RequestError, EngineLostError):
-            self._asked("POST", "/v1/unload_lora_adapter", {"lora_name": name})
-
-    def _asked(self, verb: str, path: str, body: Any) -> Any:
-        seconds = SECONDS_TO_CONNECT, SECONDS_OF_AN_ANSWER
-        try:
-            with requests.Session() as session:
-                session.trust_env = False  # no proxy, and no key of another place
-                answer = session.request(verb, self._address + path, json=body, headers=self._headers, timeout=seconds)
-        except requests.RequestException as error:
-            raise EngineLostError(
-                f"model.engine: the server at {self._address} does not answer ({type(error).__name__}); start it, or "
-                "give another address."
-            ) from None
-        too_large = RANK_LIMIT in answer.text  # told as a failure of the server's, and no less final
-        if (answer.status_code >= 500 and not too_large) or (answer.status_code == 404 and path == "/v1/completions"):
-            raise _FailedError(f"model.engine: the server at {self._address} fails: {_said(answer)}")
-        if answer.status_code == 404 and "lora" in path:
-            raise RequestError(
-                f"model.engine: the server at {self._address} takes no adapters while it runs; start it with "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora."
-            )
-        if answer.status_code >= 400:
-            raise RequestError(f"model.engine: the server at {self._address} refuses: {_said(answer)}")
-        if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-            return None
-        try:
-            return answer.json()
-        except requests.JSONDecodeError:
-            raise self._no_vllm() from None
-
-    def _no_vllm(self) -> RequestError:
-        return RequestError(f"model.engine: what answers at {self._address} is no server of vLLM; give its address.")
-
-
-class _FailedError(EngineLostError):
-    """The server answers that it failed, as it does while it is being ended, and where it was asked too much."""
-
-
-def _said(answer: requests.Response) -> str:
-    """Returns the first sentence of an answer that is an error, with the way out where it is known."""
-    try:
-        text = str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        text = answer.text
-    text = " ".join(text.split()).partition(". ")[0].rstrip(".")
-    lower = "; start it with a larger --max-lora-rank, or lower method.rank and method.frozen_rank"
-    way_out = lower if RANK_LIMIT in text else ""
-    return (text if len(text) <= 300 else f"{text[:300]} ...") + f"{way_out}."
-
-
-def _answer_of(prompt: Prompt, choice: Any) -> Answer:
-    if not prompt.wanted:
-        return Answer(
-            {
-                i: {int(token): (own["logprob"], own["rank"]) for token, own in entry.items()}
-                for i, entry in enumerate(choice["prompt_logprobs"])
-                if entry
-            }
-        )
-    said = choice["logprobs"]
-    (greedy,), (value,), (top,) = said["tokens"], said["token_logprobs"], said["top_logprobs"]
-
-    def number(token: str) -> int:
-        return int(token.removeprefix("token_id:"))
-
-    table = {number(token): (float(own), 2) for token, own in top.items()}
-    return Answer({len(prompt.tokens): table | {number(greedy): (float(value), 1)}})

@@ -13,7 +13,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from tezo.forward.answers import MalformedError, check_continued, check_told, once_more
 from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Told
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
@@ -94,6 +96,10 @@ class Workers(Engine):
             raise failures[0]
         return [found[number] for number in range(len(changes))]
 
+    def check_changes(self) -> None:
+        for engine in self._engines:
+            engine.check_changes()
+
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Any:
         return self._engines[0].hidden(change, texts)
 
@@ -145,20 +151,37 @@ class InRay(Engine):
         self._rank = rank  # with each call, for an actor that is started again knows nothing
 
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
-        found: list[Told] = self._called("log_probs", changes, asked)
-        return found
+        def check(found: list[Told]) -> None:
+            check_told(found, len(changes), asked)
+
+        return self._checked(check, "log_probs", changes, asked)
 
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Any:
-        return self._called("hidden", change, texts)
+        def check(found: Tensor) -> None:
+            if len(found) != len(texts):
+                raise MalformedError(f"inputs of the head of {len(found)} texts in place of {len(texts)}")
+
+        return self._checked(check, "hidden", change, texts)
 
     def generate(
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
     ) -> list[list[list[int]]]:
-        found: list[list[list[int]]] = self._called("generate", changes, prompts, wanted)
-        return found
+        def check(found: list[list[list[int]]]) -> None:
+            check_continued(found, len(changes), len(prompts))
+
+        return self._checked(check, "generate", changes, prompts, wanted)
 
     def save_beside(self, *arguments: Any) -> str | None:
         return self._like.save_beside(*arguments)
+
+    def _checked(self, check: Callable[[T], None], name: str, *arguments: Any) -> T:
+        def ask() -> T:
+            found: T = self._called(name, *arguments)
+            check(found)
+            return found
+
+        way_out = "check that tezo and its engine have the same versions on all machines"
+        return once_more(ask, "model.workers: an actor of Ray returned", way_out)
 
     def _called(self, name: str, *arguments: Any) -> Any:
         import ray

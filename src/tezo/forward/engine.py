@@ -145,6 +145,14 @@ class Engine(ABC):
         """
         del rank
 
+    def check_changes(self) -> None:
+        """Checks that the engine computes with the changes that it is sent; nothing, where that is certain.
+
+        Raises:
+            RequestError: it ignores them.
+        """
+        return
+
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Tensor:
         """Returns the inputs of the output head at the last token of each text, (texts, D) in float32.
 

@@ -3,6 +3,7 @@
 An objective asks its evaluator, and knows of no other way to run the model.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from tezo.directions.outputs import LIKELY, named_and_rest, of_tokens
 from tezo.directions.targets import device_of
+from tezo.forward.answers import has_twins
 from tezo.forward.engine import NOTHING, Asked, Change, Continuing, Engine, Told, changes_of
 from tezo.forward.low_rank import keeping_points
 from tezo.models.lora import attached_to
@@ -21,6 +23,8 @@ from tezo.system.progress import current
 from tezo.tasks.objectives.batch import Batch, longest_packed, padded, takes_packed
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.objectives.readers import base_of, logits_and_hidden_at, logits_at
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluator(ABC):
@@ -157,6 +161,7 @@ class InEngine(Evaluator):
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.engine, self.most_copies = engine, engine.name, engine.at_once
+        self._has_said = False
 
     def log_probs(self, model: Any, batch: Batch, copies: int) -> tuple[Tensor, Tensor]:
         asked, place_T, slot_T1 = ask(batch, batch.tokens_SK[batch.valid_SK].unsqueeze(1), likely=1)
@@ -211,7 +216,21 @@ class InEngine(Evaluator):
         return False, None  # an engine shares prefixes by itself
 
     def _told(self, model: Any, asked: Asked, copies: int) -> list[Told]:
-        return self._engine.log_probs(self._changes(model, copies), asked)
+        told = self._engine.log_probs(self._changes(model, copies), asked)
+        if has_twins(told):  # it ignores changes, or rounds them away
+            self._engine.check_changes()
+            self._say_equal(copies)
+        return told
+
+    def _say_equal(self, copies: int) -> None:
+        if not self._has_said:
+            logger.warning(
+                "Under %d changes %s returns log-probabilities of which some are equal to the bit, and it does compute "
+                "with changes: method.rho is too small for its data type, or the rows have no loss left.",
+                copies,
+                self._engine.name,
+            )
+        self._has_said = True
 
     def _changes(self, model: Any, copies: int) -> list[Change]:
         attached = attached_to(model)

@@ -1,0 +1,175 @@
+"""A server of vLLM that the user has started, as an engine: changes are adapters that it loads while it runs."""
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+from tezo.engines.client import Client, FailedError
+from tezo.engines.prompts import Answer, Prompt
+from tezo.engines.vllm import OWN, Vllm, is_left
+from tezo.engines.workers import Workers
+from tezo.forward.engine import Change, Continuing, EngineLostError
+from tezo.models.in_file import load_folder
+from tezo.models.kinds import ModelConfig
+from tezo.models.loading import LoadedModel
+from tezo.system.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+SECONDS_OF_A_RESTART, FIRST_WAIT = 300.0, 0.5
+"""For how long a server that does not answer is asked again, and the first wait; each is twice the one before."""
+MOST_FAILURES = 2
+"""Times that a server may answer that it failed before it is believed."""
+PROBE = "The answer, 42 times: naïve."
+"""A text that tokenizers split in different ways."""
+T = TypeVar("T")
+
+
+def load_server(config: ModelConfig) -> LoadedModel:
+    """Uses a server of vLLM, with runtime LoRA updating, for the passes of a model; several with commas between.
+
+    Raises:
+        RequestError: a server does not answer as vLLM does, has another model, or ignores adapters.
+    """
+    clients = [Client(address.strip()) for address in config.engine.split(",")]
+    for client in clients:
+        client.models()  # one that is not there is named before the model is read
+    loaded, _ = load_folder(config.name)
+    servers = [Server(client, loaded.model, loaded.tokenizer) for client in clients]
+    return replace(loaded, engine=servers[0] if len(servers) == 1 else Workers(servers))
+
+
+class Server(Vllm):
+    """A server of vLLM.
+
+    Args:
+        client: asks it.
+        model: the modules of its model.
+        tokenizer: of its model.
+    """
+
+    name = "a vLLM server"
+    _is_lost = False
+    _saying = Lock()
+
+    def __init__(self, client: Client, model: Any, tokenizer: Any) -> None:
+        super().__init__(model)
+        self._client = client
+        self._vocabulary = len(model.get_output_embeddings().weight)
+        self._own = f"{OWN}{os.getpid()}-{secrets.token_hex(4)}"
+        models = client.models()
+        for left in (own.name for own in models if is_left(own.name)):
+            self._unload(left)
+        self._probe = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+        self._check_same(next(own.name for own in models if own.parent is None))
+        self.check_changes()
+
+    def _check_same(self, base: str) -> None:
+        if all(self._client.tokens(base, PROBE, self._vocabulary) != self._probe for _ in range(2)):
+            raise RequestError(
+                f"model.name: the server at {self._client.address} has {base}, whose tokenizer is another one; give "
+                "the model that it has."
+            )
+
+    def check_changes(self) -> None:
+        if all(self._are_alike([self._no_change(), self._some_change()]) for _ in range(2)):
+            raise RequestError(
+                f"model.engine: the server at {self._client.address} ignores adapters: under two different ones its "
+                "log-probabilities are equal to the bit. Start it with --enable-lora, and give its own address, not "
+                "that of a program that answers in its place."
+            )
+
+    def _are_alike(self, changes: Sequence[Change]) -> bool:
+        """Returns whether a text has the same log-probabilities under all changes."""
+        with contextlib.ExitStack() as files:
+            folders = [files.enter_context(self._folder(change)) for change in changes]
+            first, *others = self._answers([Prompt(self._probe, {})], folders, 1)
+        return all(other == first for other in others)
+
+    def reserve(self, rank: int) -> None:
+        with self._folder(self._no_change(rank)) as folder:
+            self._again(lambda: self._tried(folder))
+
+    def _tried(self, folder: Path) -> None:
+        with self._adapter(folder):
+            pass
+
+    def _answers(self, prompts: Sequence[Prompt], folders: Sequence[Path], likely: int) -> list[list[Answer]]:
+        return self._under_each(folders, lambda name: self._under(name, prompts, likely))
+
+    def _continued(
+        self, prompts: Sequence[Sequence[int]], folders: Sequence[Path], wanted: Continuing
+    ) -> list[list[list[int]]]:
+        client = self._client
+        return self._under_each(folders, lambda name: client.continuations(name, prompts, wanted, self._vocabulary))
+
+    def _under_each(self, folders: Sequence[Path], ask: Callable[[str], T]) -> list[T]:
+        """Returns what is answered under the adapter in each folder, which are asked at once: the server batches them.
+
+        Args:
+            folders: of adapters.
+            ask: name of an adapter that is loaded -> what is answered under it.
+        """
+
+        def asked(folder: Path) -> T:
+            with self._adapter(folder) as name:
+                return ask(name)
+
+        with ThreadPoolExecutor(len(folders)) as threads:
+            return list(threads.map(lambda folder: self._again(lambda: asked(folder)), folders))
+
+    def _under(self, name: str, prompts: Sequence[Prompt], likely: int) -> list[Answer]:
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            groups.setdefault(prompt.wanted, []).append(i)
+        found: dict[int, Answer] = {}
+        for own in groups.values():
+            answers = self._client.answers(name, [prompts[i] for i in own], likely, self._vocabulary)
+            found |= dict(zip(own, answers, strict=True))
+        return [found[i] for i in range(len(prompts))]
+
+    def _again(self, ask: Callable[[], T]) -> T:
+        """Returns what is answered: asked again where the server has been started anew, and has no adapter any more."""
+        begun, wait, failures = time.monotonic(), FIRST_WAIT, 0
+        while True:
+            try:
+                found = ask()
+            except EngineLostError as error:
+                failures += isinstance(error, FailedError)
+                if failures > MOST_FAILURES or time.monotonic() - begun > SECONDS_OF_A_RESTART:
+                    raise
+                self._say_lost(error)
+                time.sleep(wait)
+                wait = min(2 * wait, 10.0)
+            else:
+                self._is_lost = False
+                return found
+
+    def _say_lost(self, error: EngineLostError) -> None:
+        with self._saying:  # requests wait side by side, and one of them says so
+            known, self._is_lost = self._is_lost, True
+        if not known:
+            logger.warning("%s It is asked again for %.0f s.", error, SECONDS_OF_A_RESTART)
+
+    @contextmanager
+    def _adapter(self, folder: Path) -> Iterator[str]:
+        """Loads an adapter, under a name that was never used, and unloads it at the end."""
+        name = f"{self._own}-{secrets.token_hex(6)}"
+        try:
+            self._client.load(name, folder)
+            yield name
+        finally:
+            self._unload(name)
+
+    def _unload(self, name: str) -> None:
+        with contextlib.suppress(RequestError, EngineLostError):
+            self._client.unload(name)
