@@ -1,5 +1,6 @@
 """Rewards: a scorer of completions as the objective, from the first evaluation to a replay that needs no scorer."""
 
+import functools
 import json
 
 import pytest
@@ -16,7 +17,7 @@ from folders import (
     write_rows,
 )
 from kills import contents
-from short_runs import result, same, stopped
+from short_runs import Death, result, same, stopped
 
 import tezo as library
 from tezo.optim.methods import METHODS
@@ -25,12 +26,13 @@ from tezo.report.tables import row_loss, step_loss
 from tezo.runs.reader import read_run
 from tezo.runs.words import change_text, metric_text
 from tezo.system.errors import RequestError
-from tezo.tasks import scoring
+from tezo.tasks import scoring_processes as scoring
 from tezo.tasks.evaluation import evaluate
 from tezo.tasks.examples import Example
 from tezo.tasks.generation import Sampling, completions
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.rewards import Reward, answered
+from tezo.tasks.scorers import identity
 from tezo.training.config import parse_config
 from tezo.training.loop import train
 from tezo.training.replay import replay
@@ -91,7 +93,7 @@ def flags(home, *more):
 
 
 def reward_of(temperature: float = 0.0) -> Reward:
-    return Reward(short_words, "short_words", "", 6, temperature, 0)
+    return Reward(short_words, "short_words", identity(short_words), 6, temperature, 0)
 
 
 def prompts(tokenizer) -> list:
@@ -206,13 +208,52 @@ def test_a_stopped_run_goes_on_to_the_bit_and_is_replayed_without_the_scorer(hom
 
 
 def test_a_run_goes_on_only_with_its_own_scorer(home, tmp_path):
-    stopped(config(home), tmp_path / "run", 4)
+    stopped(config(home), tmp_path / "run", 3)
     (home / "score.py").rename(home / "moved.py")
     moved = config(home, reward=f"{home / 'moved.py'}:short_words")
+    stopped(moved, tmp_path / "run", 4)
+    (home / "moved.py").write_text((home / "moved.py").read_text() + "\n# a comment\n")
     stopped(moved, tmp_path / "run", 5)
-    (home / "moved.py").write_text((home / "moved.py").read_text() + "\n# another\n")
-    with pytest.raises(RequestError, match=r"train\.reward: the scorer is not the one"):
+    (home / "moved.py").write_text((home / "moved.py").read_text().replace("max(1,", "max(2,"))
+    with pytest.raises(RequestError, match=r"train\.reward: the scorer is not the one .*its file differs"):
         train(moved, tmp_path / "run", resume=True)
+
+
+def scorer_of(weight):
+    return lambda _, completion, row: weight * len(completion.split()) / row["most"]
+
+
+def weighted(weight, _, completion, row):
+    return weight * len(completion.split()) / row["most"]
+
+
+OTHERS = {"code": short_words, "closure": scorer_of(-1.0), "partial": functools.partial(weighted, 1.0)}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_run_by_an_object_goes_on_only_with_one_that_computes_the_same(home, tmp_path, other):
+    made, seen = config(home, reward=None, objective="reward"), []
+
+    def by(scorer):
+        def noted(prompt, completion, row):  # what it notes is no part of it
+            seen.append(completion)
+            return scorer(prompt, completion, row)
+
+        return noted
+
+    train(made, tmp_path / "whole", score=by(scorer_of(1.0)))
+    with pytest.raises(KeyboardInterrupt):
+        train(made, tmp_path / "run", [Death(3)], score=by(scorer_of(1.0)))
+    for refused_here in (OTHERS[other], by(OTHERS[other])):
+        with pytest.raises(RequestError, match="the scorer is not the one that the run began with"):
+            train(made, tmp_path / "run", resume=True, score=refused_here)
+    train(made, tmp_path / "run", resume=True, score=by(scorer_of(1.0)))
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert any("not compared" in text and "seen" in text for text in summary["notices"])
+    assert train(made, tmp_path / "run", resume=True, score=by(scorer_of(1.0))) == summary
+    with pytest.raises(RequestError, match="the scorer is not the one"):  # in place of the old figures
+        train(made, tmp_path / "run", resume=True, score=by(OTHERS[other]))
 
 
 def test_a_run_goes_on_only_with_its_own_function_of_a_file(home, tmp_path):
@@ -226,7 +267,7 @@ def test_a_run_goes_on_only_with_its_own_function_of_a_file(home, tmp_path):
     train(config(home, reward=None, objective="reward"), tmp_path / "run", resume=True)
     (tmp_path / "changed").mkdir()
     changed = tmp_path / "changed/score.py"
-    changed.write_text((home / "score.py").read_text() + "\n# another\n")
+    changed.write_text((home / "score.py").read_text().replace("max(1,", "max(2,"))
     with pytest.raises(RequestError, match="the scorer is not the one"):
         train(config(home, reward=f"{changed}:short_words"), tmp_path / "run", resume=True)
 

@@ -12,7 +12,9 @@ import pytest
 
 from tezo.runs.reader import MAX_NUMBER
 from tezo.system.errors import RequestError
-from tezo.tasks.scoring import LARGEST, TRIES, Processes, Sample, load_score, scored
+from tezo.tasks.scorers import load_score
+from tezo.tasks.scoring import LARGEST, TRIES, Sample, scored
+from tezo.tasks.scoring_processes import Processes
 
 SAMPLES = [Sample(f"prompt {i}", f"answer {i}", {"most": i}, f"line {i + 1}") for i in range(3)]
 
@@ -265,7 +267,7 @@ def test_a_file_that_other_processes_cannot_run_gives_no_scores_and_says_so(tmp_
 
 
 def test_a_process_that_scores_imports_no_torch():
-    code = "import sys, tezo.tasks.scoring; print('torch' in sys.modules)"
+    code = "import sys, tezo.tasks.scoring_processes; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -15,7 +15,9 @@ from tezo.tasks.examples import Example, Row
 from tezo.tasks.generation import Sampling, continuations, texts_of
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rows import Format
-from tezo.tasks.scoring import MISSING_SCORES, REWARD, Processes, Sample, Score, Scored, check_form, scored, takes_batch
+from tezo.tasks.scorer_identity import Identity
+from tezo.tasks.scoring import MISSING_SCORES, REWARD, Sample, Score, Scored, check_form, scored, takes_batch
+from tezo.tasks.scoring_processes import Processes
 
 MOST_WRITING = 128
 """Completions that are written side by side in torch, at most: those of several models to the same prompts."""
@@ -30,7 +32,8 @@ class Reward:
 
     Attributes:
         score: the scorer, and its name for messages.
-        digest: of the file that the scorer is in, or of its name where it is an object.
+        identity: of the scorer, as it is before the first call.
+        in_file: whether the scorer is a function of a file, which calls do not change.
         max_new_tokens: maximum length of a completion in tokens.
         temperature: of sampling with `seed`; 0: greedy.
         processes: where it is called; None: in this process.
@@ -39,11 +42,12 @@ class Reward:
 
     score: Score
     name: str
-    digest: str
+    identity: Identity
     max_new_tokens: int
     temperature: float
     seed: int
     processes: Processes | None = None
+    in_file: bool = False
     missing: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
 from tezo.models.loading import LoadedModel
 from tezo.models.local_names import is_gone
-from tezo.optim.base_optimizer import SOURCES, BaseOptimizer, Setting, Settings
+from tezo.optim.base_optimizer import SOURCES, Setting, Settings
 from tezo.optim.methods import AUTO, method
 from tezo.runs.environment import versions
 from tezo.runs.files import check_complete, check_place, check_rows, check_settings
@@ -18,7 +18,9 @@ from tezo.runs.step_log import LogContents, NewTotal
 from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.objective import Encoded
-from tezo.tasks.scoring import Score, scorer_digest
+from tezo.tasks.scorer_identity import Identity
+from tezo.tasks.scorers import identity
+from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits
 from tezo.training.config import PATHS, absolute_setting, parse_config, to_tree, untrusted_tree
 from tezo.training.job import Job
@@ -43,7 +45,7 @@ BACK = "put it back, or give another output"
 
 def log_header(job: Job) -> dict[str, Any]:
     """Returns JSON for the head of a step log: with the base model, all that its steps are taken again from."""
-    reward = {} if job.reward is None else {"reward": job.reward.digest}
+    reward = {} if job.reward is None else {"reward": job.reward.identity.to_json()}
     return {
         **reward,
         "directions": job.optimizer.num_directions,
@@ -71,13 +73,13 @@ def _answer(row: Encoded) -> tuple[Any, ...]:
     return (*answer, tuple(sorted(example.fields.items()))) if example.fields else answer
 
 
-def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: BaseOptimizer) -> list[str]:
+def check_same(found: Mapping[str, Any], own: Mapping[str, Any], job: Job) -> list[str]:
     """Returns what the user should know before a run goes on.
 
     Args:
         found: header of the run's log.
         own: header of the run that is asked for.
-        optimizer: of the run that is asked for.
+        job: that is asked for.
 
     Raises:
         RequestError: it is another run that is asked for.
@@ -87,9 +89,9 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
     check_settings(before, _with_moved(before, _fixed(own["config"])))
     check_rows(found, own)
     _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
-    _check_scorer(found.get("reward"), own.get("reward"))
+    _check_scorer(found.get("reward"), None if job.reward is None else job.reward.identity)
     check_model(found["model"], own["model"])
-    return check_place(found, own, optimizer.drawn_on_the_device)
+    return check_place(found, own, job.optimizer.drawn_on_the_device)
 
 
 def with_choices_of(begun: LogContents, asked: Config) -> Config:
@@ -197,14 +199,16 @@ def check_given(
     if header["read_rows"] != rows.digest:
         raise RequestError(f"data: the rows are not those that the run began with; {BACK}.")
     if scorer is not None:
-        _check_scorer(header.get("reward"), scorer_digest(scorer))
+        _check_scorer(header.get("reward"), identity(scorer))
     if loaded is not None:
         check_model(header["model"], loaded.fingerprint)
 
 
-def _check_scorer(before: str | None, now: str | None) -> None:
-    if before != now:
-        raise RequestError(f"train.reward: the scorer is not the one that the run began with; {BACK}.")
+def _check_scorer(before: object, now: Identity | None) -> None:
+    part = None if now is None else now.difference(before)
+    if part is not None or (now is None) != (before is None):
+        told = "" if part is None else f" ({part} differs)"
+        raise RequestError(f"train.reward: the scorer is not the one that the run began with{told}; {BACK}.")
 
 
 def _check_function(before: str | None, now: str | None) -> None:

@@ -31,7 +31,10 @@ from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rewards import Reward, prompt_of
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
-from tezo.tasks.scoring import REWARD, Processes, Score, load_score, name_of, scorer_digest
+from tezo.tasks.scorer_identity import Identity
+from tezo.tasks.scorers import identity, load_score, name_of
+from tezo.tasks.scoring import REWARD, Score
+from tezo.tasks.scoring_processes import Processes
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, digest_of, divide, read_splits
 from tezo.training.config import parse_config
@@ -82,7 +85,7 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         )
     processes = None
     if given is not None:
-        name, score, digest = name_of(given), given, scorer_digest(given)
+        name, score, known_by = name_of(given), given, identity(given)
     elif train.reward in (None, IN_MEMORY):
         raise RequestError(
             f"train.objective is {REWARD}, and no scorer is given, for what a run folder says of it does not count; "
@@ -90,10 +93,10 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         )
     else:
         name = str(train.reward)
-        score, digest = load_score(name)
+        score, known_by = load_score(name)
         if train.reward_workers:
             processes = Processes(name, train.reward_workers, train.reward_seconds)
-    return Reward(score, name, digest, train.max_new_tokens, train.temperature, train.seed, processes)
+    return Reward(score, name, known_by, train.max_new_tokens, train.temperature, train.seed, processes, given is None)
 
 
 def with_reward(config: Config, reward: Score | str | None) -> tuple[Config, Score | None]:
@@ -112,6 +115,31 @@ def reward_notice(reward: Reward | None) -> list[str]:
     return [
         f"train.reward: an evaluation of {reward.name} writes up to {reward.max_new_tokens} tokens for each row, each "
         "by a forward pass; num_forward_passes counts the evaluation as one."
+    ]
+
+
+MOST_UNKNOWN = 8
+"""Parts of a scorer that a notice names, at most."""
+
+
+def with_settled_scorer(job: "Job") -> "Job":
+    """The job after first calls of its scorer: what they changed of it is its state, and is not compared."""
+    reward = job.reward
+    if reward is None or reward.in_file:
+        return job
+    known_by = reward.identity.settled(identity(reward.score))
+    settled = replace(reward, identity=known_by)
+    return replace(job, reward=settled, notices=(*job.notices, *_identity_notice(reward.name, known_by)))
+
+
+def _identity_notice(name: str, known_by: Identity) -> list[str]:
+    parts = [f"{part} ({why})" for part, why in known_by.unknown.items()]
+    if not parts:
+        return []
+    more = f" and {len(parts) - MOST_UNKNOWN} more" if len(parts) > MOST_UNKNOWN else ""
+    return [
+        f"train.reward: these parts of {name} are not compared where this run goes on: "
+        f"{', '.join(parts[:MOST_UNKNOWN])}{more}. Leave them as they are."
     ]
 
 

@@ -42,7 +42,7 @@ from tezo.training.header import (
     with_choices_of,
     with_sources_of,
 )
-from tezo.training.job import Job, check_untuned, prepare
+from tezo.training.job import Job, check_untuned, prepare, with_settled_scorer
 from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.plan import plan
 from tezo.training.recipe import LOSS, Config
@@ -174,6 +174,7 @@ class Loop:
 
     def _run(self) -> dict[str, Any]:
         check_objective(self.job, self._metrics_of_some)
+        self.job = with_settled_scorer(self.job)
         self.resumed = self._open()
         self.evaluations.known = dict(self.resumed.evaluations)
         self.evaluations.answers = dict(self.resumed.answers)
@@ -215,7 +216,7 @@ class Loop:
             "notices": list(job.notices)
         }  # here: ranks need not say the same of what they measured
         state = self.folder.open(header)
-        notices = check_same(state.header, header, job.optimizer) if state.begun else []
+        notices = check_same(state.header, header, job) if state.begun else []
         if state.begun and (total := new_total(state, self.settings.num_steps)) is not None:
             self.folder.append_total(total)
             state = replace(state, totals=[*state.totals, total], end=None)

@@ -1,0 +1,153 @@
+"""Processes that score, with a limit of time for each call.
+
+Nothing here imports torch, so that such a process starts at once.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+
+from tezo.tasks.scorers import load_score
+from tezo.tasks.scoring import Sample, Scored, missing, scored
+
+
+class Processes:
+    """Processes that score, each with the function of a file. They get samples, and answer, as lines of JSON.
+
+    Args:
+        scorer: FILE.py:FUNCTION.
+        count: number of processes.
+        seconds: limit of a call, after which its process is ended and another takes its place.
+    """
+
+    def __init__(self, scorer: str, count: int, seconds: float) -> None:
+        self._scorer, self._seconds = scorer, seconds
+        self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(count)
+        for _ in range(count):
+            self._free.put(None)
+        self._count = count
+
+    def scored(self, samples: Sequence[Sample], *, batch: bool) -> list[Scored]:
+        """Returns the score of each sample; those of calls that do not end in time are missing.
+
+        Args:
+            samples: of what scores are wanted.
+            batch: whether the function scores all of them in one call.
+        """
+        groups = [list(samples)] if batch else [[sample] for sample in samples]
+        return [own for found in self._threads.map(self._scored_group, groups) for own in found]
+
+    def _scored_group(self, samples: Sequence[Sample]) -> list[Scored]:
+        process = self._free.get()
+        try:
+            if process is None:
+                process = _Process(self._scorer)
+            found = process.scored(samples, self._seconds)
+            if isinstance(found, str):
+                process = None
+                return [missing(found)] * len(samples)
+            return found
+        finally:
+            self._free.put(process)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for _ in range(self._count):
+            process = self._free.get()
+            if process is not None:
+                process.end()
+            self._free.put(None)
+        self._threads.shutdown()
+
+
+class _Process:
+    """A process that runs `main` of this module."""
+
+    def __init__(self, scorer: str) -> None:
+        # not of multiprocessing, which would run the user's script again
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tezo.tasks.scoring_processes", scorer], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, encoding="utf-8",
+            process_group=0,  # Ctrl-C is for the run, which finishes its step
+        )  # fmt: skip
+        self._read(START_SECONDS)
+
+    def scored(self, samples: Sequence[Sample], seconds: float) -> list[Scored] | str:
+        """Returns the scores, or why there are none after so many seconds; then the process has ended."""
+        assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return f"could not be started in a process (exit status {self._process.returncode}; see standard error)"
+        with suppress(OSError):  # it has ended: there is nothing to read either
+            self._process.stdin.write(json.dumps([asdict(sample) for sample in samples], default=str) + "\n")
+            self._process.stdin.flush()
+        started = time.monotonic()
+        line = self._read(seconds)
+        if line:
+            return [Scored(**own) for own in json.loads(line)]
+        if time.monotonic() - started >= seconds:
+            return f"took more than {seconds:g} s"
+        return f"ended its process (exit status {self._process.returncode})"
+
+    def _read(self, seconds: float) -> str:
+        assert self._process.stdout is not None
+        timer = threading.Timer(seconds, self._kill)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        if not line:
+            self.end()
+        return line
+
+    def _kill(self) -> None:
+        """Kills the process, and the programs that the scorer has started: they may have its pipes."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (AttributeError, OSError):  # there are no groups on this system, or nobody in it is left
+            self._process.kill()
+
+    def end(self) -> None:
+        """Ends the process, by itself where it can: it reads that no more is asked."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # of what could not be written to it
+                pipe.close() if pipe else None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_SECONDS)
+        self._kill()
+        self._process.wait()
+
+
+ENDING_SECONDS = 1.0
+"""How long a process may take to end by itself."""
+START_SECONDS = 60.0
+"""Limit of the start of a process, with the imports of the scorer's file."""
+
+
+def main() -> None:
+    """Scores what standard input asks for, line by line, with the function that the argument names."""
+    answers, asked = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(2, 1)  # what the scorer prints is no answer, nor what programs print that it starts
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    function, _ = load_score(sys.argv[1])
+    print("[]", file=answers, flush=True)
+    for line in asked:
+        found = scored(function, [Sample(**own) for own in json.loads(line)])
+        print(json.dumps([asdict(own) for own in found]), file=answers, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)  # threads of the scorer may wait for ever
+
+
+if __name__ == "__main__":
+    main()
