@@ -31,7 +31,7 @@ from tezo.engines.workers import Workers
 from tezo.forward.engine import NOTHING, Asked, Change, Continuing, Engine, EngineLostError, Told
 from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
-from tezo.models.loading import LoadedModel
+from tezo.models.loading import LoadedModel, dtype_name
 from tezo.models.lora import ALLOWED_RANKS, Adapter, next_allowed, save_adapter
 from tezo.system.errors import RequestError
 
@@ -199,8 +199,9 @@ def load_vllm(config: ModelConfig) -> LoadedModel:
     Raises:
         RequestError: vLLM is missing, or cannot run the model.
     """
-    loaded, source = load_folder(config.name)
-    return replace(loaded, engine=InProcess(source, loaded.model))
+    loaded, source = load_folder(config.name, config.dtype)
+    dtype = dtype_name(loaded.model.config.dtype)
+    return replace(loaded, engine=InProcess(source, loaded.model), dtype=dtype)
 
 
 class InProcess(Vllm):

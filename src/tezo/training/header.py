@@ -8,7 +8,7 @@ from typing import Any
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
-from tezo.models.loading import LoadedModel
+from tezo.models.loading import DTYPES, LoadedModel
 from tezo.models.local_names import is_gone
 from tezo.optim.base_optimizer import SOURCES, BaseOptimizer, Setting, Settings
 from tezo.optim.methods import AUTO, method
@@ -79,8 +79,10 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
         RequestError: it is another run that is asked for.
     """
     check_complete(found)
-    before = _fixed(found["config"])
-    check_settings(before, _with_moved(before, _fixed(own["config"])))
+    before, now = _fixed(found["config"]), _fixed(own["config"])
+    if before.get("model.dtype") == "auto":  # of an earlier version, which left it open
+        before["model.dtype"] = now["model.dtype"]
+    check_settings(before, _with_moved(before, now))
     check_rows(found, own)
     _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
     _check_scorer(found.get("reward"), own.get("reward"))
@@ -89,14 +91,30 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
 
 
 def with_choices_of(begun: Mapping[str, Any], asked: Config) -> Config:
-    """Returns the configuration with what the run of the header `begun` measured, which need not be measured again."""
-    before = begun.get("config", {}).get("method", {})
+    """Returns the configuration with what the run of the header `begun` chose or measured, and does not again."""
+    check_complete(begun)
+    asked = with_dtype_of(begun, asked)
+    before = begun["config"].get("method", {})
     asked = _with_name_of(str(before.get("name")), asked)
     if before.get("name") != asked.method.name:
         return asked  # another run, which `check_same` will refuse
     asked_for = method(asked.method.name).defaults() | asked.method.options
     open_ = [name for name in ("lr", "rho") if asked_for.get(name) == AUTO]
     return asked.with_options(**{name: before[name] for name in open_ if isinstance(before.get(name), float)})
+
+
+def with_dtype_of(begun: Mapping[str, Any], asked: Config) -> Config:
+    """Returns the configuration with the data type that the base has in the run of the header `begun`.
+
+    An earlier version of tezo left it open in the settings; its fingerprint of the base has it.
+    """
+    before, form = begun["config"].get("model", {}), str(begun["model"].get("form"))
+    known = [dtype for dtype in (before.get("dtype"), form.partition(",")[0]) if dtype in DTYPES]
+    same_engine = engine_kind(str(before.get("engine"))) == engine_kind(asked.model.engine)
+    if asked.model.dtype != "auto" or not known or not same_engine:
+        return asked
+    chosen: Any = known[0]
+    return replace(asked, model=replace(asked.model, dtype=chosen))
 
 
 def with_sources_of(begun: Mapping[str, Any], settings: Mapping[str, Setting]) -> Settings:

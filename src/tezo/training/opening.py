@@ -27,6 +27,7 @@ from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import NO_ROWS, digest_of, rows_to_report
 from tezo.training.config import overlay, parse_config, read_run_config
+from tezo.training.header import with_dtype_of
 from tezo.training.job import load, make_reward
 from tezo.training.recipe import Config
 
@@ -100,7 +101,8 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
 def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> LoadedModel:
     """Returns the base model of a run's adapter; raises an error where it is not the one that the run began with.
 
-    Weights are compared in the data type of the run, and packed ones on its device.
+    Weights are compared as they are loaded where that is in the data type of the run, and packed ones on its device;
+    else as they are stored.
 
     Args:
         folder: of the run.
@@ -113,10 +115,11 @@ def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> 
             f"model.name: the base model of {folder} was in {name}, which is not here; give its place now, by --set "
             f"model.name=FOLDER (--model of export and replay, model=FOLDER of open_run).{hint(name)}"
         )
-    loaded, header = base or load(config), read_header(folder / LOG)
+    header = read_header(folder / LOG)
     check_complete(header)
-    comparable = config.model.quantization == "none" or header["device"] == loaded.device.type
-    check_model(header["model"], loaded.fingerprint, weights=comparable)
+    loaded = base or load(with_dtype_of(header, config))
+    packed_alike = config.model.quantization == "none" or header["device"] == loaded.device.type
+    check_model(header["model"], loaded.fingerprint, packed_alike=packed_alike)
     return loaded
 
 
