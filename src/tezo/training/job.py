@@ -241,7 +241,8 @@ def prepare(
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev, reward)
     try:
-        found = resolve(config, seen, build, measuring=measuring)
+        with loaded.files.unchanged():
+            found = resolve(config, seen, build, measuring=measuring)
     except NonFiniteLossError:
         check_untuned(loaded, used.objective, used.train[: train.rows_per_step])
         raise

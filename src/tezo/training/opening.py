@@ -209,7 +209,10 @@ def measure_rows(
     by_reward = "run maximised a reward, which --reward FILE.py:FUNCTION measures (in Python, reward=...)."
     untold = not given and config.train.objective == REWARD
     try:
-        metrics, notices = measure(config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate, reward=reward)
+        with loaded.files.unchanged():
+            metrics, notices = measure(
+                config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate, reward=reward
+            )
     except RequestError as error:  # most often of rows without answers
         if not untold:
             raise
@@ -244,7 +247,8 @@ def answer_rows(
     objective = make_objective(config.data, loaded, form, new)
     with current().phase(ENCODING):
         encoded = [objective.encode(form.example(row, answered=False)) for row in tracked(rows)]
-    answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new)
+    with loaded.files.unchanged():
+        answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new)
     notices = token_notices(objective, new)
     if rewarded and train.temperature:
         notices.append(f"these answers are greedy; the run's were sampled at train.temperature {train.temperature:g}.")

@@ -81,7 +81,7 @@ def replay(
                 to = log.rollbacks[number].to
                 optimizer.roll_back(kept[to], to)
             optimizer.replay(log.steps[number])
-    with current().phase(SAVING):
+    with current().phase(SAVING), loaded.files.unchanged():
         result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
     return {"steps": step, "result": result, "notices": notices}
 
