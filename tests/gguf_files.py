@@ -1,12 +1,14 @@
 """Tiny Llamas of known weights as GGUF files."""
 
 import json
+from itertools import cycle
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 import transformers
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 
 HEADS, GROUPS = 4, 2
 
@@ -40,8 +42,25 @@ def tensors_of(model) -> dict[str, torch.Tensor]:
     return {name: in_llama_cpp_order(name, weight) for name, weight in found.items()}
 
 
+def packed_as(weight: torch.Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """A weight in a type of GGUF; where gguf packs nothing as it, blocks of random bytes, whose values are finite."""
+    try:
+        return quantize(weight.numpy(), kind)
+    except NotImplementedError:
+        draw, (entries, size) = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[kind]
+        blocks = draw.integers(0, 256, (weight.numel() // entries, size), dtype=np.uint8)
+        while (wrong := ~np.isfinite(values_of(blocks, kind)).all(axis=1)).any():
+            blocks[wrong] = draw.integers(0, 256, (int(wrong.sum()), size), dtype=np.uint8)
+        return blocks.reshape(*weight.shape[:-1], -1)
+
+
+def values_of(blocks: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return dequantize(blocks, kind)
+
+
 def write_gguf(path, model, tokenizer, *, packed=None, pre="smollm", architecture="llama", more=None):
-    """A file of a Llama as llama.cpp has it; matrices in the type `packed`, or in float32."""
+    """A file of a Llama as llama.cpp has it; matrices in the type `packed`, in several types in turn, or in float32."""
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_block_count(config.num_hidden_layers)
@@ -67,9 +86,10 @@ def write_gguf(path, model, tokenizer, *, packed=None, pre="smollm", architectur
         writer.add_chat_template(tokenizer.chat_template)
     for key, value in (more or {}).items():
         {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)](key, value)
+    kinds = cycle(packed if isinstance(packed, list) else [packed or gguf.GGMLQuantizationType.F32])
     for name, weight in tensors_of(model).items():
-        kind = packed if packed is not None and weight.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, quantize(weight.numpy(), kind), raw_dtype=kind)
+        kind = next(kinds) if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, packed_as(weight, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -13,15 +13,19 @@ import pytest
 import torch
 import transformers
 from folders import model_and_rows, model_folder, refused, saved, tezo, tiny_model, tokenizer_for
+from kills import contents
 from safetensors.torch import load_file, save_file
 from short_runs import config, stopped
 
 from tezo.models import identity
-from tezo.models.identity import check_model, stamp
+from tezo.models.identity import check_model
+from tezo.models.in_file import load_folder
 from tezo.models.loading import from_objects, load_model
+from tezo.models.stored import stamp
 from tezo.system.errors import RequestError
 from tezo.training.api import load_adapter
-from tezo.training.header import log_header
+from tezo.training.config import read_run_config
+from tezo.training.header import log_header, with_dtype_of
 from tezo.training.job import prepare
 from tezo.training.loop import train
 
@@ -57,7 +61,7 @@ def test_each_of_24_flipped_bits_changes_the_fingerprint_and_is_found(tmp_path):
         shutil.copy(base / "model.safetensors", moved)
         flip(moved / "model.safetensors", draw)
         own = load_model(str(moved)).fingerprint
-        assert {part for part in known if known[part] != own[part]} == {"weights"}, number
+        assert {part for part in known if known[part] != own[part]} == {"weights", "stored"}, number
         with pytest.raises(RequestError, match="its weights are not those"):
             check_model(known, own)
 
@@ -136,7 +140,8 @@ def test_the_base_itself_is_the_same_by_its_name_in_memory_and_after_it_was_used
     again = from_objects(loaded.model, loaded.tokenizer)
     plain = transformers.AutoTokenizer.from_pretrained(base)
     fresh = from_objects(transformers.AutoModelForCausalLM.from_pretrained(base), plain)
-    assert loaded.fingerprint == again.fingerprint == fresh.fingerprint
+    in_memory = {part: value for part, value in loaded.fingerprint.items() if part != "stored"}
+    assert in_memory == again.fingerprint == fresh.fingerprint
     handles = load_adapter(fresh.model, home / "ended" / "adapter")
     assert handles
 
@@ -152,6 +157,29 @@ def test_a_version_of_a_library_that_has_more_settings_is_no_other_model(home):
     with pytest.raises(RequestError, match="weights"):
         check_model(known | {"weights": "0"}, known)
     check_model(known | {"weights": "0", "form": "bfloat16"}, known)
+    with pytest.raises(RequestError, match="weights"):
+        check_model(known | {"form": "bfloat16", "stored": "0"}, known)
+
+
+def test_a_run_of_an_earlier_version_has_its_base_in_the_dtype_of_its_fingerprint(home):
+    asked = config(home)
+    for dtype, form in (("auto", "bfloat16"), ("auto", "bfloat16, packed"), ("bfloat16", "float32")):
+        begun = {"config": {"model": {"dtype": dtype, "engine": "torch"}}, "model": {"form": form}}
+        assert with_dtype_of(begun, asked).model.dtype == "bfloat16"
+        begun["config"]["model"]["engine"] = "llama.cpp"
+        assert with_dtype_of(begun, asked).model.dtype == "auto"
+    assert with_dtype_of({"config": {}, "model": {}}, asked) == asked
+
+
+def test_an_engine_takes_the_dtype_of_the_file_and_not_that_of_a_run_in_torch(home):
+    for settings, dtype in (([], "float32"), ([("model.engine", "torch")], "float32"),
+                            ([("model.engine", "llama.cpp")], "auto"),
+                            ([("model.engine", "vllm"), ("model.dtype", "float64")], "float64")):  # fmt: skip
+        assert read_run_config(home / "ended/config.yaml", settings).model.dtype == dtype
+    loaded, _ = load_folder(str(home / "llama-chat"), "bfloat16")
+    assert loaded.model.config.dtype == torch.bfloat16
+    assert loaded.fingerprint["stored"] == load_model(str(home / "llama-chat")).fingerprint["stored"]
+    check_model(loaded.fingerprint, load_model(str(home / "llama-chat")).fingerprint)
 
 
 def test_ranks_compare_the_same_parts(home):
@@ -174,3 +202,45 @@ def test_files_are_read_once_until_one_of_them_changes(home, tmp_path, monkeypat
     os.utime(moved / "model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
     time.sleep(2.1)
     assert load_model(str(moved)).fingerprint["weights"] != known["weights"] and len(made) == 3
+
+
+def without_a_layer(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.down_proj.weight"].zero_()
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def base(home, tmp_path):
+    """The base that the runs name, which a test may change, and which is put back after it."""
+    folder = home / "llama-chat"
+    shutil.copytree(folder, tmp_path / "kept")
+    yield folder
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "kept", folder)
+
+
+def test_another_dtype_in_the_configuration_of_a_base_changes_no_number(home, tmp_path, base):
+    before = tezo("eval", home / "ended", "--json").out
+    edited(dtype="float64")(base)
+    assert tezo("eval", home / "ended", "--json").out == before
+    assert tezo("export", home / "ended", "--format", "merged", "--output", tmp_path / "merged").code == 0
+    assert {weight.dtype for weight in load_file(tmp_path / "merged/model.safetensors").values()} == {torch.float32}
+    shutil.copytree(home / "begun", tmp_path / "run")
+    assert tezo("train", "--output", tmp_path / "run", "--resume").code == 0
+    assert contents(tmp_path / "run") == contents(home / "ended")
+
+
+def test_another_dtype_in_the_configuration_of_a_base_hides_no_change_of_its_weights(home, tmp_path, base):
+    edited(dtype="float64")(base)
+    without_a_layer(base)
+    said = "its weights are not those that the run began with"
+    refused(tezo("eval", home / "ended"), said)
+    for form in ("lora", "merged", "gguf-lora"):
+        refused(tezo("export", home / "ended", "--format", form, "--output", tmp_path / "out"), said)
+    refused(tezo("replay", home / "ended", "--output", tmp_path / "out"), said)
+    shutil.copytree(home / "begun", tmp_path / "run")
+    refused(tezo("train", "--output", tmp_path / "run", "--resume"), said)
+    with pytest.raises(RequestError, match="its weights are not those"):
+        load_adapter(transformers.AutoModelForCausalLM.from_pretrained(base), home / "ended/adapter")

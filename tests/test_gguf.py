@@ -20,14 +20,17 @@ from gguf_files import (
     split_by_llama_cpp,
     tensors_of,
     tiny_llama,
+    values_of,
     write_gguf,
     write_sentence_pieces,
 )
 from safetensors.torch import load_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.integrations.gguf import kernels
 
 import tezo as tezo_package
 from tezo.models.gguf import GgufWeights, gguf_tokenizer
+from tezo.models.gguf_types import every_type, unpacked_types
 from tezo.models.loading import embedded_source, load_model
 from tezo.models.saving import HERE
 from tezo.system.errors import RequestError
@@ -84,6 +87,57 @@ def test_plain_numbers_keep_their_type_and_packed_ones_are_unpacked_as_the_forma
         if name in stored:
             assert torch.equal(weight, torch.tensor(stored[name].reshape(weight.shape)).to(dtype)), name
     assert load_model(str(path), dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+UNPACKED = [gguf.GGMLQuantizationType(number).name for number in sorted(unpacked_types())]
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A model whose rows have whole blocks of every type, and its tokenizer."""
+    tokenizer = bpe_tokenizer()
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    return tiny_llama(len(tokenizer), **sizes), tokenizer
+
+
+@pytest.mark.parametrize("packed", UNPACKED)
+def test_every_type_that_gguf_unpacks_is_read_as_gguf_unpacks_it(packed, wide, tmp_path):
+    kind = gguf.GGMLQuantizationType[packed]
+    path = write_gguf(tmp_path / "model.gguf", *wide, packed=kind)
+    model = load_model(str(path), dtype="float32").model
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert {"token_embd.weight", "blk.0.attn_q.weight"} <= stored.keys()
+    for name, weight in tensors_of(model).items():
+        values = torch.tensor(values_of(stored[name].data, stored[name].tensor_type))
+        assert torch.equal(weight, values.reshape(weight.shape)), name
+    if packed not in ("F32", "F16", "BF16"):  # the other of transformers' two ways, for newer architectures
+        blocks = stored["blk.0.attn_q.weight"].data
+        with every_type():
+            found = kernels.dequantize_blocks(torch.tensor(blocks), int(kind), len(blocks), 256, torch.float32)
+        assert torch.equal(found, torch.tensor(values_of(blocks, kind)))
+
+
+def test_a_file_of_several_types_is_tuned(wide, tmp_path):
+    """As Q4_K_M has them, whose rows are of other types where their length is no multiple of 256."""
+    path, data = tmp_path / "model.gguf", write_rows(tmp_path / "rows.jsonl", label_rows(16))
+    kinds = [gguf.GGMLQuantizationType[name] for name in ("Q4_K", "Q5_0", "Q6_K", "Q8_0", "Q5_1")]
+    write_gguf(path, *wide, packed=kinds)
+    assert {tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors} == {*kinds, 0}
+    done = train(path, data, tmp_path / "run", "--method", "tezo", steps=1)
+    assert done.code == 0, done.err
+    assert tezo("eval", tmp_path / "run").code == 0
+
+
+@pytest.mark.parametrize(("kind", "named"), [(np.float64, "as F64, which gguf"), (np.int8, "as I8, which gguf")])
+def test_a_type_that_gguf_does_not_unpack_is_named(kind, named, tmp_path):
+    path, data = tmp_path / "model.gguf", write_rows(tmp_path / "rows.jsonl", label_rows(16))
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((32, 32), kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(train(path, data, tmp_path / "run"), f"blk.0.attn_q.weight {named}", "another quantization")
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="the system does not tell which files are mapped")

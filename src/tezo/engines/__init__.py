@@ -35,7 +35,9 @@ ENGINES: dict[str, Callable[[ModelConfig], LoadedModel]] = {
 """Value of `model.engine` -> what loads a model for it; addresses of servers begin with `ADDRESS`."""
 
 _OF_TORCH = ("kind", "dtype", "device", "quantization", "placement", "untie_head", "peft", "trust_remote_code")
-"""Settings that only torch has."""
+"""Settings that only torch has, but for those in `_TAKES`."""
+_TAKES = {"vllm": ("dtype",)}
+"""Value of `model.engine` -> settings that it has in common with torch."""
 
 
 def load(config: ModelConfig) -> LoadedModel:
@@ -55,7 +57,7 @@ def load(config: ModelConfig) -> LoadedModel:
         raise RequestError(f"model.engine: there is no {config.engine!r}. " + nearest(config.engine, known))
     if name != TORCH:
         for key in _OF_TORCH:
-            if getattr(config, key) != getattr(ModelConfig, key):
+            if key not in _TAKES.get(name, ()) and getattr(config, key) != getattr(ModelConfig, key):
                 raise RequestError(
                     f"model.{key} is {getattr(config, key)}, which is for torch, and model.engine is {config.engine}; "
                     "leave one of them out."

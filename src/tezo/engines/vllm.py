@@ -26,7 +26,7 @@ from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
 from tezo.forward.engine import Asked, Change, Continuing, Engine, Told
 from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
-from tezo.models.loading import LoadedModel
+from tezo.models.loading import LoadedModel, dtype_name
 from tezo.models.lora import ALLOWED_RANKS, Adapter, next_allowed, save_adapter
 from tezo.system.errors import RequestError
 
@@ -132,8 +132,9 @@ def load_vllm(config: ModelConfig) -> LoadedModel:
     Raises:
         RequestError: vLLM is missing, or cannot run the model.
     """
-    loaded, source = load_folder(config.name)
-    return replace(loaded, engine=InProcess(source, loaded.model))
+    loaded, source = load_folder(config.name, config.dtype)
+    dtype = dtype_name(loaded.model.config.dtype)
+    return replace(loaded, engine=InProcess(source, loaded.model), dtype=dtype)
 
 
 class InProcess(Vllm):

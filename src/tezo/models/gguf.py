@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from packaging.version import Version
 from tokenizers import normalizers, pre_tokenizers
 from torch import Tensor
 
+from tezo.models.gguf_types import every_type, type_name, unpacked_types
 from tezo.models.lora import Adapter
 from tezo.system.errors import RequestError
 from tezo.system.files import reading
@@ -86,6 +88,12 @@ def check_gguf_file(path: Path) -> None:
             f"{what} is one of {parts} parts of a split model; join them by `llama-gguf-split --merge` of llama.cpp, "
             "and give the file that it writes."
         )
+    for tensor in header.tensors:
+        if tensor.ggml_type not in unpacked_types():
+            raise RequestError(
+                f"{what} has {tensor.name} as {type_name(tensor.ggml_type)}, which gguf {version('gguf')} does not "
+                "unpack; upgrade gguf, or give the model in another quantization, or as safetensors."
+            )
     size, end = (
         path.stat().st_size,
         header.data_start + max((at.offset + at.nbytes for at in header.tensors), default=0),
@@ -98,7 +106,8 @@ def _read_header(path: str | Path) -> tuple[dict[str, Any], Any]:
     """(metadata, transformers' header) of a file."""
     from transformers.integrations.gguf import GgufHeader, read_gguf_metadata
 
-    with reading(f"model.name: {path} cannot be read", "download it again, or give the model as safetensors"):
+    again = "download it again, or give the model as safetensors"
+    with reading(f"model.name: {path} cannot be read", again), every_type():
         return read_gguf_metadata(str(path))[0], GgufHeader.from_file(str(path))
 
 
@@ -173,7 +182,7 @@ def settle_gguf(model: Any) -> None:
 
 @contextmanager
 def reading_once() -> Iterator[None]:
-    """Lets transformers read a GGUF file once, and show no progress bar of its own.
+    """Lets transformers read a GGUF file once, with every type of tensor, and show no progress bar of its own.
 
     transformers 5.23 parses the whole file for the configuration and again for the weights, and makes the same table of
     names for each module of the model: two thirds of the time of loading a small model.
@@ -183,6 +192,7 @@ def reading_once() -> Iterator[None]:
     import gguf
 
     with (
+        every_type(),
         patch("gguf.GGUFReader", cache(gguf.GGUFReader)),
         patch("gguf.get_tensor_name_map", cache(gguf.get_tensor_name_map)),
         patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda tensors, **_: tensors),

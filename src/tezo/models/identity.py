@@ -5,24 +5,22 @@ A run has the fingerprint of its base, and is opened on no other one.
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from tezo.models.kinds import Kind, is_unused
+from tezo.models.stored import kept_digest
 from tezo.system.digests import digest
 from tezo.system.errors import RequestError
-from tezo.system.files import NumberCache, default_cache
 
 Fingerprint = Mapping[str, str]
-"""Part -> its digest, or its JSON text where that is short. Parts are "weights", "config.KEY", "generation.KEY",
-"tokenizer.NAME"; "form", in which the weights count, and "versions"."""
+"""Part -> its digest, or its JSON text where that is short. Parts are "config.KEY", "generation.KEY", "tokenizer.NAME";
+"weights", as they are in memory, and "form", their data type there; "stored", of the files that have the weights; and
+"versions"."""
 
 _SHORT = 120
 """Longest JSON text of a setting that stands for itself, and that a message shows, in characters."""
@@ -33,29 +31,36 @@ _NO_EFFECT = frozenset(
 _ENDS = ("eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
 """Keys of a generation configuration that greedy decoding goes by and no option of this library replaces."""
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_JUST_NOW = 2.0
-"""Seconds within which a file can change again and keep its time of change, on file systems with coarse clocks."""
 
 
 def fingerprint(
-    model: Any, kind: Kind, tokenizer: Any = None, *, loaded_from: str | None = None, file: str | None = None
+    model: Any,
+    kind: Kind,
+    tokenizer: Any = None,
+    *,
+    stored: str | None = None,
+    loaded_from: str | None = None,
+    in_memory: bool = True,
 ) -> dict[str, str]:
     """Returns the fingerprint of a model as it is loaded, the same on every device and placement.
 
-    Packed weights count as they are packed; weights that no loss of this kind depends on do not count. Where
-    `loaded_from` names the files and the way of loading (see `stamp`), the digest of the weights is kept in the cache
-    folder, and not made again. Weights that stay in their file count by `file`, its digest.
+    Args:
+        model: of transformers. Packed weights count as they are packed; weights that no loss of this kind depends on do
+            not count.
+        kind: of the model.
+        tokenizer: of the model.
+        stored: digest of the files that the weights were read from; None: they are not known.
+        loaded_from: names the files and the way of loading (see `tezo.models.stored.stamp`), where the digest of the
+            weights in memory is to be kept in the cache folder, and not made again.
+        in_memory: whether the weights are in memory; otherwise they stay in their files.
     """
-    packed = getattr(model.config, "quantization_config", None) is not None
-    weights, form = file, "in the file"
-    if weights is None:
-        weights = _weights(model, kind) if loaded_from is None else _kept_weights(model, kind, loaded_from)
-        form = f"{model.dtype}{', packed' * packed}".removeprefix("torch.")
-    parts = {
-        "weights": weights,
-        "form": form,
-        "config.class": type(model).__name__,
-    }
+    parts = {"config.class": type(model).__name__}
+    if stored is not None:
+        parts["stored"] = stored
+    if in_memory:
+        packed = getattr(model.config, "quantization_config", None) is not None
+        parts["form"] = f"{model.dtype}{', packed' * packed}".removeprefix("torch.")
+        parts["weights"] = _weights(model, kind) if loaded_from is None else _kept_weights(model, kind, loaded_from)
     parts |= {f"config.{key}": _text(value) for key, value in _settings(model.config.to_dict()).items()}
     generation = getattr(model, "generation_config", None)
     if generation is not None and kind == "causal":
@@ -65,57 +70,44 @@ def fingerprint(
     return parts | {"versions": f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}"}
 
 
-def check_model(found: Mapping[str, Any], own: Fingerprint, *, weights: bool = True) -> None:
+def check_model(found: Mapping[str, Any], own: Fingerprint, *, packed_alike: bool = True) -> None:
     """Raises a `RequestError` if a base model is not the one of a run; what differs is named.
 
-    Weights count where both have them in the same form. Parts that only one of the two has, and the rules of the
-    tokenizer, count where both were made by the same versions of libraries: a new one has settings that an old one had
-    not.
+    Weights count as they are in memory, where both have them in the same form, and else as they are stored; those of a
+    model that was in memory from the start, and is there in another form now, cannot be compared. Parts that only one
+    of the two has, and the rules of the tokenizer, count where both were made by the same versions of
+    libraries: a new one has settings that an old one had not.
 
     Args:
         found: the fingerprint that the run has kept.
         own: the fingerprint of the model that is loaded; parts of the tokenizer may be missing.
-        weights: whether weights count at all.
+        packed_alike: whether equal weights would have been packed into equal numbers.
     """
     alike = found.get("versions") == own["versions"]
-    compared = (found.keys() | own.keys()) - {"versions", "form"}
-    if not weights or found.get("form") != own["form"]:
-        compared -= {"weights"}
+    in_one_form = packed_alike and found.get("form") == own.get("form")
+    ways = (way for way in ("weights", "stored") if way in found and way in own and (in_one_form or way == "stored"))
+    weights = next(ways, None)
+    if weights is not None and found[weights] != own[weights]:
+        raise _not_as_it_was("its weights are not those that the run began with")
+    compared = (found.keys() | own.keys()) - {"versions", "form", "weights", "stored"}
     if not any(part.startswith("tokenizer.") for part in own):
         compared = {part for part in compared if not part.startswith("tokenizer.")}
-    for part in sorted(compared, key=lambda part: (part != "weights", part == "tokenizer.rules", part)):
+    for part in sorted(compared, key=lambda part: (part == "tokenizer.rules", part)):
         before, now = found.get(part), own.get(part)
         if before == now or not (alike or (part in found and part in own and part != "tokenizer.rules")):
             continue
         section, _, name = part.partition(".")
         if section == "tokenizer":
             fault = f"the {name.replace('_', ' ')} of its tokenizer differ from what the run began with"
-        elif section in ("config", "generation"):
+        else:
             shown = [repr(value)[1 : _SHORT + 1].rstrip("'") if value else "not set" for value in (now, before)]
             where = "configuration" if section == "config" else "generation configuration"
             fault = f"{name} is {shown[0]} in its {where}, and the run began with {shown[1]}"
-        else:
-            fault = "its weights are not those that the run began with"
-        raise RequestError(f"model.name: {fault}; give the base model as it was.")
+        raise _not_as_it_was(fault)
 
 
-def stamp(source: str) -> str | None:
-    """Returns a digest of size, times and number of each file of a model; None where that does not tell a change.
-
-    `source` is a folder, a file, or a name of the hub, of which the local copy counts.
-    """
-    path = Path(source)
-    if not path.exists():
-        found = try_to_load_from_cache(source, "config.json")
-        if not isinstance(found, str):
-            return None
-        path = Path(found).parent
-    files = [path] if path.is_file() else sorted(inside for inside in path.iterdir() if inside.is_file())
-    states = [(str(file), file.stat()) for file in files]
-    if not states or time.time() - max(max(s.st_mtime, s.st_ctime) for _, s in states) < _JUST_NOW:
-        return None
-    known = [(file, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_dev, s.st_ino) for file, s in states]
-    return hashlib.sha256(repr(known).encode()).hexdigest()
+def _not_as_it_was(fault: str) -> RequestError:
+    return RequestError(f"model.name: {fault}; give the base model as it was.")
 
 
 def _weights(model: nn.Module, kind: Kind) -> str:
@@ -133,16 +125,6 @@ def _weights(model: nn.Module, kind: Kind) -> str:
 
 def _kept_weights(model: nn.Module, kind: Kind, loaded_from: str) -> str:
     return kept_digest(f"{loaded_from} {kind} {transformers.__version__}", lambda: _weights(model, kind))
-
-
-def kept_digest(known_as: str, compute: Callable[[], str]) -> str:
-    """Returns a digest in hexadecimal that is kept in the cache folder under a name, and computed the first time."""
-    key = hashlib.sha256(known_as.encode()).hexdigest()
-    cache = NumberCache(default_cache(), "weights")
-    if key not in cache.numbers:
-        cache.numbers[key] = int(compute(), 16)
-        cache.save()
-    return f"{cache.numbers[key]:064x}"
 
 
 def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:

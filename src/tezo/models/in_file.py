@@ -5,7 +5,6 @@ same, for a look at a few rows, each layer's weights are unpacked for its own fo
 """
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from tezo.models.gguf import ARCHITECTURES, GgufWeights, gguf_tokenizer, reading_once
-from tezo.models.identity import Fingerprint, fingerprint, kept_digest, stamp
+from tezo.models.identity import fingerprint
 from tezo.models.kinds import choose_kind, read_labels
-from tezo.models.loading import CLASSES, LoadedModel, loading, resolve_name, set_padding
+from tezo.models.loading import CLASSES, DTYPES, LoadedModel, loading, resolve_name, set_padding
+from tezo.models.stored import BaseFiles, files_of
 from tezo.system.errors import RequestError
 from tezo.system.progress import LOADING, current
 
@@ -92,7 +92,7 @@ def load_in_file(name: str) -> tuple[LoadedModel, str]:
     if not Path(source).is_file():
         raise RequestError(f"model.engine is llama.cpp, which reads GGUF files, and {name} is none; give such a file.")
     with current().phase(LOADING), loading(name), reading_once():
-        before = stamp(source)
+        files = files_of(source)
         model = _without_weights(AutoConfig.from_pretrained(source, gguf_file=source), source)
         if type(model).__name__ not in ARCHITECTURES:
             raise RequestError(
@@ -100,12 +100,13 @@ def load_in_file(name: str) -> tuple[LoadedModel, str]:
                 f"{name} is {type(model).__name__}; leave model.engine out."
             )
         tokenizer, notices = gguf_tokenizer(source)
-        made = fingerprint(model, "causal", tokenizer, file=_digest([Path(source)], before))
-        return _ready(name, model, tokenizer, made, notices, partial(GgufWeights, source, model)), source
+        return _ready(name, model, tokenizer, files, notices, partial(GgufWeights, source, model)), source
 
 
-def load_folder(name: str) -> tuple[LoadedModel, str]:
+def load_folder(name: str, dtype: str = "auto") -> tuple[LoadedModel, str]:
     """Returns (a model whose weights stay in the safetensors of its folder, the folder).
+
+    `dtype` is the value of `model.dtype` that the configuration of the model gets; "auto": it keeps that of the folder.
 
     Raises:
         RequestError: it is no folder or hub name of a causal model.
@@ -117,16 +118,16 @@ def load_folder(name: str) -> tuple[LoadedModel, str]:
     with current().phase(LOADING), loading(name):
         if not Path(source).is_dir():
             source = snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
-        config = AutoConfig.from_pretrained(source)
+        files, config = files_of(source), AutoConfig.from_pretrained(source)
+        if dtype != "auto":
+            config.dtype = DTYPES[dtype]
         if choose_kind("auto", config.architectures or [], config) != "causal":
             raise RequestError(f"model.engine: {name} is no causal model, which engines run alone; leave it out.")
         model, tokenizer = _without_weights(config, source), AutoTokenizer.from_pretrained(source)
         model.generation_config = GenerationConfig.from_model_config(config)
         if (Path(source) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(source)
-        files = sorted(Path(source).glob("*.safetensors"))
-        made = fingerprint(model, "causal", tokenizer, file=_digest(files, stamp(source)))
-        loaded = _ready(name, model, tokenizer, made, [], partial(SafetensorsWeights, files, model))
+        loaded = _ready(name, model, tokenizer, files, [], partial(SafetensorsWeights, files.paths, model))
         return replace(loaded, labels=read_labels(Path(source))), source
 
 
@@ -148,14 +149,15 @@ def _ready(
     name: str,
     model: Any,
     tokenizer: Any,
-    made: Fingerprint,
+    files: BaseFiles,
     notices: Sequence[str],
     weights: Callable[[], Mapping[str, Tensor]],
 ) -> LoadedModel:
+    made = fingerprint(model, "causal", tokenizer, stored=files.digest(), in_memory=False)
     set_padding(name, model, tokenizer, "causal")
     current().watch(model)
     read_at_use(model, Unread(weights))
-    return LoadedModel(model, tokenizer, "causal", made, tuple(notices))
+    return LoadedModel(model, tokenizer, "causal", made, tuple(notices), files=files)
 
 
 class SafetensorsWeights(Mapping[str, Tensor]):
@@ -185,16 +187,3 @@ class SafetensorsWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-
-def _digest(files: Sequence[Path], known_as: str | None) -> str:
-    """Returns a SHA-256 of the files' contents, which is kept in the cache folder under `known_as`."""
-
-    def compute() -> str:
-        found = hashlib.sha256()
-        for path in files:
-            with path.open("rb") as file:
-                found.update(hashlib.file_digest(file, "sha256").digest())
-        return found.hexdigest()
-
-    return compute() if known_as is None else kept_digest(f"file {known_as}", compute)

@@ -32,12 +32,13 @@ from tezo.directions.targets import device_of, find_targets, frozen_notice, is_p
 from tezo.forward.engine import Engine
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.models.gguf import check_gguf_file, gguf_tokenizer, is_gguf, load_gguf, reading_once, settle_gguf
-from tezo.models.identity import Fingerprint, fingerprint, stamp
+from tezo.models.identity import Fingerprint, fingerprint
 from tezo.models.kinds import IN_MEMORY, AskedKind, CarriedLabels, Kind, choose_kind, is_unused, read_labels
 from tezo.models.local_names import ask_hub, check_no_path, hint
 from tezo.models.lora import has_adapter, settle_adapter
 from tezo.models.placement import PLACEMENTS
 from tezo.models.quantization import quantization_config, stay_packed
+from tezo.models.stored import BaseFiles, files_of, stamp
 from tezo.system.errors import RequestError
 from tezo.system.files import read_object, reading
 from tezo.system.progress import LOADING, current
@@ -94,6 +95,10 @@ class LoadedModel:
     """Labels that are beside the weights."""
     engine: Engine | None = None
     """Runs the forward passes; None: torch does."""
+    dtype: str = "auto"
+    """The value of `model.dtype` that loads the same weights again, whatever their configuration says by then."""
+    files: BaseFiles = field(default_factory=BaseFiles)
+    """Where the weights were read from."""
 
     @property
     def device(self) -> torch.device:
@@ -156,7 +161,7 @@ def load_model(
             "leave it out, or give the model as safetensors."
         )
     with current().phase(LOADING), loading(name, trust_remote_code), reading_once() if in_gguf else nullcontext():
-        before = stamp(source)
+        before, files = stamp(source), files_of(source)
         config = AutoConfig.from_pretrained(source, **({"gguf_file": source} if in_gguf else trust))
         asked: AskedKind = "causal" if in_gguf and kind == "auto" else kind  # no architecture stands in such a file
         model_kind = choose_kind(asked, config.architectures or [], config)
@@ -165,7 +170,7 @@ def load_model(
         options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
         options["dtype"] = "auto" if dtype == "auto" else DTYPES[dtype]
         if packed:
-            unpacked = (config.dtype or torch.float32) if dtype == "auto" else DTYPES[dtype]
+            unpacked = options["dtype"] = (config.dtype or torch.float32) if dtype == "auto" else DTYPES[dtype]
             options["quantization_config"], notices = quantization_config(quantization, unpacked, where, build)
         if packed or place.spread:
             options["device_map"] = "auto" if place.spread else {"": where}
@@ -189,9 +194,19 @@ def load_model(
         # what is packed is digested each time: it depends on more than the files
         known = before is not None and before == stamp(source) and not packed
         how = f"{before} {model.dtype} {untie_head}" if known else None
-        made = fingerprint(model, model_kind, tokenizer, loaded_from=how)
+        files = files if files.paths else files_of(source)  # of the hub they have come just now
+        made = fingerprint(model, model_kind, tokenizer, stored=files.digest(), loaded_from=how)
         notices += place.settle(model, where) + _emulation_notice(model)
-        loaded = LoadedModel(model, tokenizer, model_kind, made, tuple(notices), labels=read_labels(Path(source)))
+        loaded = LoadedModel(
+            model,
+            tokenizer,
+            model_kind,
+            made,
+            tuple(notices),
+            labels=read_labels(Path(source)),
+            dtype=dtype_name(model.config.dtype),
+            files=files,
+        )
         _try_on_tokens(loaded)
     return loaded
 
@@ -231,14 +246,14 @@ def _emulation_notice(model: Any) -> list[str]:
     if device_of(model).type != "cpu" or not is_emulated(model.dtype):
         return []
     return [
-        f"model.dtype is {dtype_name(model)}, which this CPU emulates: a pass takes several times as long as in "
+        f"model.dtype is {dtype_name(model.dtype)}, which this CPU emulates: a pass takes several times as long as in "
         "float32. Set model.dtype=float32 if the memory is there for it."
     ]
 
 
-def dtype_name(model: Any) -> str:
-    """Returns the data type of the weights as `model.dtype` of a recipe has it."""
-    return next((name for name, dtype in DTYPES.items() if dtype == model.dtype), "auto")
+def dtype_name(dtype: Any) -> str:
+    """Returns a data type of torch as `model.dtype` of a recipe has it; "auto" for one that no model is loaded in."""
+    return next((name for name, known in DTYPES.items() if known == dtype), "auto")
 
 
 def num_embeddings(model: Any) -> int | None:
@@ -475,6 +490,9 @@ def from_objects(model: Any, tokenizer: Any, kind: AskedKind = "auto", *, keep: 
     set_padding(type(model).__name__, model, tokenizer, found)
     notices = [SETTLED] * any(kept) + frozen_notice(model) + _emulation_notice(model)
     current().watch(model)
+    files = files_of(getattr(model, "name_or_path", ""))
     with current().phase(LOADING):
         made = fingerprint(model, found, tokenizer)
-    return LoadedModel(model.eval(), tokenizer, found, made, tuple(notices))
+        files.digest()  # not of the fingerprint: the weights may have been changed since they were read
+    dtype = dtype_name(model.dtype)
+    return LoadedModel(model.eval(), tokenizer, found, made, tuple(notices), dtype=dtype, files=files)

@@ -30,6 +30,7 @@ from tezo.forward.low_rank import join
 from tezo.forward.perturbed_parameter import InStateDict, require_plain
 from tezo.models.identity import check_model, fingerprint
 from tezo.models.kinds import Kind, kind_of
+from tezo.models.stored import files_of
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
@@ -131,15 +132,19 @@ def target_modules(model: nn.Module, names: set[str]) -> list[str]:
 def check_base(folder: Path, model: Any) -> None:
     """Raises a `RequestError` if the base model of an adapter is another one; an adapter that does not say fits any.
 
-    Weights are compared where the model has the data type that the base had; offloaded models are not compared at all.
+    Weights are compared where the model has the data type that the base had; in another one, its file is compared,
+    where its name leads to one. Offloaded models are not compared at all.
     """
     kind = kind_of([type(model).__name__])
     offloaded = any(weight.is_meta for weight in model.parameters())
     if not os.path.lexists(folder / BASE) or kind is None or not hasattr(model, "config") or offloaded:
         return
     found = own_object(folder / BASE, "put an intact copy in its place")
+    own = fingerprint(model, kind)
+    if found.get("form") != own["form"]:
+        own = fingerprint(model, kind, stored=files_of(getattr(model, "name_or_path", "")).digest(), in_memory=False)
     try:
-        check_model(found, fingerprint(model, kind))
+        check_model(found, own)
     except RequestError as error:
         said = str(error).removeprefix("model.name: ")
         raise RequestError(f"model: {said} Without {BASE} in {folder} the adapter is attached all the same.") from None

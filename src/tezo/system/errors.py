@@ -96,6 +96,21 @@ class NonFiniteModelError(NonFiniteResultError):
         RunError.__init__(self, f"{subject} is {value} in {name}; {way_out}.")
 
 
+class ChangedBaseError(RunError):
+    """A file of the base model was changed while the model computed; nothing that it computed since then is kept.
+
+    Attributes:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path, change: str) -> None:
+        super().__init__(
+            f"model.name: {path} is not the file that the model was loaded from ({change}). Put that file back; a run "
+            "then goes on with --resume."
+        )
+        self.path = path
+
+
 class PerturbationWarning(UserWarning):
     """A step's losses were measured where the model is far from itself."""
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tezo.models import lora
 from tezo.models.kinds import IN_MEMORY, ModelConfig
-from tezo.models.loading import LoadedModel, dtype_name, from_objects
+from tezo.models.loading import LoadedModel, from_objects
 from tezo.optim.estimators.estimate import Closure, RowsClosure
 from tezo.optim.methods import AUTO, HEAD_FEEDBACK
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -278,10 +278,8 @@ def _with_object(config: Config, model: Any, tokenizer: Any, *, keep: bool) -> t
         if value != getattr(ModelConfig, key):
             raise RequestError(f"model.{key} is {value!r}, and model is an object, taken as it is; leave it out.")
     base = from_objects(model, tokenizer, config.model.kind, keep=keep)
-    # so that a base with these weights, loaded by its name, is the same
-    dtype: Any = dtype_name(model)
     name = getattr(model, "name_or_path", "") or IN_MEMORY
-    return replace(config, model=replace(config.model, name=name, kind=base.kind, dtype=dtype)), base
+    return replace(config, model=replace(config.model, name=name, kind=base.kind)), base
 
 
 def _folder(output: str | Path | None, *, resume: bool) -> Path:

@@ -95,7 +95,11 @@ def read_run_config(path: Path, settings: Sequence[tuple[str, Any]]) -> Config:
         data = read_bytes(path, MOST_YAML)
     except UntrustedError as error:
         raise RequestError(f"{path.parent}: {error}; put an intact copy of that file in its place.") from None
-    return parse_config(overlay(untrusted_tree(_tree_of(path, data)), settings))
+    tree = untrusted_tree(_tree_of(path, data))
+    engine = dict(settings).get("model.engine")
+    if engine not in (None, tree.get("model", {}).get("engine")):  # each has its way to choose one
+        tree.get("model", {}).pop("dtype", None)
+    return parse_config(overlay(tree, settings))
 
 
 def untrusted_tree(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tezo.system.files import json_text
 from tezo.tasks.evaluation import Metrics, evaluate, metrics_of, predict
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.objective import Encoded
-from tezo.tasks.rewards import EVALUATION, answered
+from tezo.tasks.rewards import EVALUATION, Reward, answered
 from tezo.tasks.untuned import BIAS, MOST_ROWS, PROBE, untuned
 from tezo.training.job import Job
 from tezo.training.listeners import Listener
@@ -61,7 +61,8 @@ class Evaluations:
         if metrics is None:
             encoded = self.job.test if split == "test" else self.job.dev
             longest = sorted(encoded, key=lambda row: row.length)[-self.job.config.train.eval_batch_size :]
-            with memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size"):
+            memory = memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size")
+            with memory, self.job.loaded.files.unchanged():
                 metrics, answers = self._of_rows(split, encoded)
                 if step == 0 and not math.isfinite(metrics["loss"]):
                     dtype = self.job.model.dtype
@@ -92,7 +93,7 @@ class Evaluations:
             job, batch_size = self.job, self.job.config.train.eval_batch_size
             longest = sorted([*job.train[:MOST_ROWS], *job.test], key=lambda row: row.length)[-batch_size:]
             memory = memory_for("the evaluation of the untuned model", longest, "train.eval_batch_size")
-            with memory, suppress(RequestError):  # of an output head that cannot be read
+            with memory, job.loaded.files.unchanged(), suppress(RequestError):  # of a head that cannot be read
                 found = untuned(job.model, job.objective, job.train[:MOST_ROWS], job.test, batch_size)
                 self.known |= {(name, 0): metrics for name, metrics in found.items()}
         known = {name: self.known[name, 0] for name in (BIAS, PROBE) if (name, 0) in self.known}
@@ -111,17 +112,24 @@ class Evaluations:
         if job.reward is None or job.config.model.placement == "shards":
             return None
         if (OWN, step) not in self.known:
-            size = job.config.train.eval_batch_size
-            if step == 0:
-                tokens = job.reward.own_answers(job.model, job.objective, job.test[:OWN_ROWS], size)
-                self.answers[OWN, 0] = [" ".join(map(str, own)) for own in tokens]
-            known = self.answers.get((OWN, 0), ())
-            if not known or not set("".join(known)) <= set(" 0123456789"):  # texts, of an earlier version
+            with job.loaded.files.unchanged():
+                loss = self._of_own_answers(job.reward, step)
+            if loss is None:
                 return None
-            rows = answered(job.test, [[int(token) for token in own.split()] for own in known])
-            self.known[OWN, step] = evaluate(job.model, job.objective, rows, size)[0]
+            self.known[OWN, step] = loss
         self._tell(OWN, step, self.known[OWN, step])
         return self.known[OWN, step]["loss"]
+
+    def _of_own_answers(self, reward: Reward, step: int) -> Metrics | None:
+        job, size = self.job, self.job.config.train.eval_batch_size
+        if step == 0:
+            tokens = reward.own_answers(job.model, job.objective, job.test[:OWN_ROWS], size)
+            self.answers[OWN, 0] = [" ".join(map(str, own)) for own in tokens]
+        known = self.answers.get((OWN, 0), ())
+        if not known or not set("".join(known)) <= set(" 0123456789"):  # texts, of an earlier version
+            return None
+        rows = answered(job.test, [[int(token) for token in own.split()] for own in known])
+        return evaluate(job.model, job.objective, rows, size)[0]
 
     def metrics(self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION) -> Metrics:
         """Returns metrics of the model on some rows.

@@ -122,7 +122,7 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
         check_gguf(model)
     if form == MERGED and config.model.peft != "none":
         model = model.merge_and_unload()
-    with current().phase(SAVING), new_folder(output) as folder:
+    with current().phase(SAVING), new_folder(output) as folder, loaded.files.unchanged():
         if form == MERGED:
             save_model(model, loaded.tokenizer, folder)
             if data.task is None and data.label_words is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
-from tezo.models.loading import LoadedModel
+from tezo.models.loading import DTYPES, LoadedModel
 from tezo.models.local_names import is_gone
 from tezo.optim.base_optimizer import SOURCES, Setting, Settings
 from tezo.optim.methods import AUTO, method
@@ -85,8 +85,10 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], job: Job) -> li
         RequestError: it is another run that is asked for.
     """
     check_complete(found)
-    before = _fixed(found["config"])
-    check_settings(before, _with_moved(before, _fixed(own["config"])))
+    before, now = _fixed(found["config"]), _fixed(own["config"])
+    if before.get("model.dtype") == "auto":  # of an earlier version, which left it open
+        before["model.dtype"] = now["model.dtype"]
+    check_settings(before, _with_moved(before, now))
     check_rows(found, own)
     _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
     _check_scorer(found.get("reward"), None if job.reward is None else job.reward.identity)
@@ -101,6 +103,7 @@ def with_choices_of(begun: LogContents, asked: Config) -> Config:
         RequestError: the log is not that of a run, or steps and epochs contradict each other.
     """
     check_complete(begun.header)
+    asked = with_dtype_of(begun.header, asked)
     before = parse_config(untrusted_tree(begun.header["config"]))
     asked = _with_name_of(before.method.name, asked)
     if before.method.name != asked.method.name:
@@ -149,6 +152,20 @@ def new_total(begun: LogContents, steps: int | None) -> NewTotal | None:
 def in_words(total: NewTotal) -> str:
     """Returns a notice on a change of the number of steps."""
     return f"train.steps was {total.before} until step {total.step}, and is {total.steps} from there on."
+
+
+def with_dtype_of(begun: Mapping[str, Any], asked: Config) -> Config:
+    """Returns the configuration with the data type that the base has in the run of the header `begun`.
+
+    An earlier version of tezo left it open in the settings; its fingerprint of the base has it.
+    """
+    before, form = begun["config"].get("model", {}), str(begun["model"].get("form"))
+    known = [dtype for dtype in (before.get("dtype"), form.partition(",")[0]) if dtype in DTYPES]
+    same_engine = engine_kind(str(before.get("engine"))) == engine_kind(asked.model.engine)
+    if asked.model.dtype != "auto" or not known or not same_engine:
+        return asked
+    chosen: Any = known[0]
+    return replace(asked, model=replace(asked.model, dtype=chosen))
 
 
 def with_sources_of(begun: Mapping[str, Any], settings: Mapping[str, Setting]) -> Settings:

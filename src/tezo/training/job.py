@@ -233,6 +233,7 @@ def prepare(
         raise RequestError(f"method.directions is per-example, which {engine} does not compute; set shared, or auto.")
     splits = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
+    config = _with_dtype(config, loaded)
     used = _encode(config, loaded, splits, reward)
     learns_outputs = bool(used.format.options) or (used.is_text and fits_text(loaded.model))
     config, chosen = with_method(config, loaded.kind, learns_outputs=learns_outputs)
@@ -273,7 +274,8 @@ def prepare(
     config = replace(config, train=train, data=_resolved_data(config.data, used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev, reward)
     try:
-        found = resolve(config, seen, build, measuring=measuring)
+        with loaded.files.unchanged():
+            found = resolve(config, seen, build, measuring=measuring)
     except NonFiniteLossError:
         check_untuned(loaded, used.objective, used.train[: train.rows_per_step])
         raise
@@ -303,6 +305,14 @@ def prepare(
             *found.notices,
         ),
     )
+
+
+def _with_dtype(config: Config, loaded: LoadedModel) -> Config:
+    """With the data type that was chosen in the place of "auto", so that the base is loaded in it from now on."""
+    if config.model.dtype != "auto":
+        return config
+    chosen: Any = loaded.dtype
+    return replace(config, model=replace(config.model, dtype=chosen))
 
 
 def _held_out(config: Config, loaded: LoadedModel, used: "_EncodedRows") -> HeldOutRows | None:

@@ -56,7 +56,7 @@ def harness_results(
     size = options.pop("batch_size", config.train.eval_batch_size)
     model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=size)
     try:
-        with redirect_stdout(sys.stderr):  # the harness prints, and standard output is for results
+        with redirect_stdout(sys.stderr), loaded.files.unchanged():  # the harness prints, and results go to stdout
             results: dict[str, Any] = simple_evaluate(model, tasks=names, task_manager=manager, **options)
     except OSError as error:  # of a data set that cannot be read, or fetched
         raise RequestError(f"lm-eval cannot read its task ({error}); check its files, or the network.") from error

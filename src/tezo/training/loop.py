@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from tezo.directions.bases.basis import CollectedFactors, FactorStore
 from tezo.models.kinds import IN_MEMORY
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import Tuning, save_result
+from tezo.models.stored import BaseFiles
 from tezo.optim.estimators.estimate import FEEDBACK, Closure
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
@@ -76,7 +78,7 @@ def train(
         RequestError: the request is wrong; nothing has been written.
         NonFiniteLossError: a loss was NaN or infinite; the folder has what was logged until then.
         RunInterrupted: SIGINT or SIGTERM came; the step under way was finished and saved. A KeyboardInterrupt.
-        RunError: something could not be written; the run can be resumed.
+        RunError: something could not be written, or a file of the base was changed meanwhile; the run can be resumed.
     """
     processes = join()
     folder = RunFolder(output, writes=processes.is_first)
@@ -102,6 +104,7 @@ def train(
                     job.optimizer.settings = with_sources_of(begun.header, job.optimizer.settings)
                 check_shareable(job, processes)
             try:
+                job.loaded.files.check()  # what was measured is not of another base
                 job = job.with_lr(
                     *processes.first([float(job.config.method.options["lr"])])
                 )  # trials may be rounded otherwise here
@@ -117,6 +120,25 @@ def train(
                 raise
         finally:
             processes.close()
+
+
+class _OfThisBase:
+    """A factor store that takes nothing that was computed since a file of the base changed.
+
+    Args:
+        store: keeps the rest.
+        files: of the base.
+    """
+
+    def __init__(self, store: FactorStore, files: BaseFiles) -> None:
+        self._store, self._files = store, files
+
+    def load(self, kind: str, step: int) -> CollectedFactors | None:
+        return self._store.load(kind, step)
+
+    def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
+        self._files.check()
+        self._store.save(kind, step, collected)
 
 
 MISSING, ALIKE = "missing", "alike"
@@ -228,7 +250,7 @@ class Loop:
         first = [str(text) for text in state.header.get("notices", [])]  # of what is not measured again
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         if isinstance(job.optimizer, ZerothOrderOptimizer):
-            job.optimizer.set_factor_store(self.folder.factor_files)
+            job.optimizer.set_factor_store(_OfThisBase(self.folder.factor_files, job.loaded.files))
         self.meter.add_earlier(state.elapsed, state.passes)
         own = [text for text in job.notices if text not in first]
         self.job = replace(job, notices=(*first, *own, *notices, *state.notices))
@@ -354,6 +376,10 @@ class Loop:
             self.processes.check_equal(digest(self.job.optimizer.resumable_state(), sample=sample), steps)
 
     def _take_step(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
+        with self.job.loaded.files.unchanged():  # before anything of the step is logged
+            return self._on_this_base(step, indices)
+
+    def _on_this_base(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
         job, optimizer = self.job, self.job.optimizer
         for group in optimizer.param_groups:
             group["lr"] = self.lr * lr_factor(step, self.settings) * self.best.lr_scale
@@ -427,12 +453,14 @@ class Loop:
             kept is not None,
             self.best.stopped,
         )
+        files = self.job.loaded.files
+        files.check(by_content=True)
         self.folder.append_end(End(outcome.steps, outcome.kept_step))
         # in this order: saving a whole model merges the change into it
         job = self.job
         prompt = prompt_text(job.config, job.loaded.kind)
         tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after, prompt)
-        with self.meter.phase(SAVING):
+        with self.meter.phase(SAVING), files.unchanged():
             result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
         answers = compare(self.job.test, first, last)

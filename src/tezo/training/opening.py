@@ -26,6 +26,7 @@ from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import NO_ROWS, digest_of, rows_to_report
 from tezo.training.config import overlay, parse_config, read_run_config
+from tezo.training.header import with_dtype_of
 from tezo.training.job import load, make_reward
 from tezo.training.recipe import Config
 
@@ -98,7 +99,8 @@ def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:
 def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> LoadedModel:
     """Returns the base model of a run's adapter; raises an error where it is not the one that the run began with.
 
-    Weights are compared in the data type of the run, and packed ones on its device.
+    Weights are compared as they are loaded where that is in the data type of the run, and packed ones on its device;
+    else as they are stored.
 
     Args:
         folder: of the run.
@@ -111,10 +113,11 @@ def open_base(folder: Path, config: Config, base: LoadedModel | None = None) -> 
             f"model.name: the base model of {folder} was in {name}, which is not here; give its place now, by --set "
             f"model.name=FOLDER (--model of export and replay, model=FOLDER of open_run).{hint(name)}"
         )
-    loaded, header = base or load(config), read_header(folder / LOG)
+    header = read_header(folder / LOG)
     check_complete(header)
-    comparable = config.model.quantization == "none" or header["device"] == loaded.device.type
-    check_model(header["model"], loaded.fingerprint, weights=comparable)
+    loaded = base or load(with_dtype_of(header, config))
+    packed_alike = config.model.quantization == "none" or header["device"] == loaded.device.type
+    check_model(header["model"], loaded.fingerprint, packed_alike=packed_alike)
     return loaded
 
 
@@ -204,7 +207,10 @@ def measure_rows(
     by_reward = "run maximised a reward, which --reward FILE.py:FUNCTION measures (in Python, reward=...)."
     untold = not given and config.train.objective == REWARD
     try:
-        metrics, notices = measure(config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate, reward=reward)
+        with loaded.files.unchanged():
+            metrics, notices = measure(
+                config.data, loaded, rows, **sizes, shots=shots, calibrate=calibrate, reward=reward
+            )
     except RequestError as error:  # most often of rows without answers
         if not untold:
             raise
@@ -239,7 +245,8 @@ def answer_rows(
     objective = make_objective(config.data, loaded, form, new)
     with current().phase(ENCODING):
         encoded = [objective.encode(form.example(row, answered=False)) for row in tracked(rows)]
-    answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new)
+    with loaded.files.unchanged():
+        answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new)
     notices = [*form.notices, *token_notices(objective, new)]
     if rewarded and train.temperature:
         notices.append(f"these answers are greedy; the run's were sampled at train.temperature {train.temperature:g}.")

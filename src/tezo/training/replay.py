@@ -20,6 +20,7 @@ from tezo.system.errors import RequestError
 from tezo.system.files import check_free, new_folder
 from tezo.system.progress import SAVING, STEPS, current, tracked
 from tezo.training.config import overlay, parse_config, untrusted_tree
+from tezo.training.header import with_dtype_of
 from tezo.training.job import load_for_tuning, make_optimizer
 
 
@@ -55,6 +56,7 @@ def replay(
     here = [("model.device", device), ("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
     named = [("model.name", model)] if model else []
     config = parse_config(overlay(untrusted_tree(log.header["config"]), [*here, *named]))
+    config = with_dtype_of(log.header, config)
     loaded = load_for_tuning(config)
     check_model(log.header["model"], loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, log.header["untrained"])
@@ -80,7 +82,7 @@ def replay(
                 to = log.rollbacks[number].to
                 optimizer.roll_back(kept[to], to)
             optimizer.replay(log.steps[number])
-    with current().phase(SAVING):
+    with current().phase(SAVING), loaded.files.unchanged():
         result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
     return {"steps": step, "result": result, "notices": notices}
 

@@ -31,6 +31,7 @@ from tezo.training.recipe import Config, TrainConfig
 from tezo.training.schedule import KEYS, default_counts, is_feedback, planned
 
 RESOLVED_AT_START: dict[str, Any] = {
+    "model.dtype": "auto",
     "method.name": AUTO,
     "data.shape": "auto",
     "data.text": DataConfig.text,
