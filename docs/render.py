@@ -72,12 +72,12 @@ def settings() -> str:
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """The string below each field of a dataclass."""
+    """The string below each field of a dataclass, in one line: a row of a table has no more."""
     body = ast.parse(inspect.getsource(section)).body[0].body
     docs = {}
     for field, below in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            docs[field.target.id] = below.value.value.replace("|", "\\|")
+            docs[field.target.id] = " ".join(below.value.value.replace("|", "\\|").split())
     return docs
 
 

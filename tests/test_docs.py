@@ -110,6 +110,16 @@ def test_the_code_of_a_document_runs(code, tiny_causal_folder, tmp_path, monkeyp
     exec(compile(code, "document", "exec"), {})
 
 
+def test_each_setting_is_one_row_of_the_settings_with_its_whole_meaning():
+    rows = {}
+    for line in (ROOT / "docs/settings.md").read_text(encoding="utf-8").splitlines():
+        assert not line or line.startswith(("#", "|", "Keys", "`method.name`", "All methods")), line
+        if line.startswith("| `"):
+            assert line.endswith(" |") and line.count(" | ") in (1, 2), line
+            rows[line.split("`")[1]] = line
+    assert rows["train.guard"].endswith("published methods never return. |")
+
+
 def test_rendered_documents_are_up_to_date(monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "docs")
     monkeypatch.setattr(sys, "argv", ["render.py", "--check"])

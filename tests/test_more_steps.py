@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import ONE_OF_EACH_KIND, mostly_slow
 from folders import completion_rows, label_rows, model_and_rows, refused, settings, tezo, write_rows
+from forks import forked
 from kills import contents
 from short_runs import config, result, same, stopped
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +21,7 @@ from tezo.runs.reader import read_run
 from tezo.runs.resuming import RUN, in_folder, resume_line
 from tezo.runs.step_log import End, NewTotal, StepLog, read_log
 from tezo.training.best_state import STAGNATED
-from tezo.training.config import parse_config, to_tree
+from tezo.training.config import dump_config, parse_config, to_tree
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.recipe import Config
@@ -226,6 +227,19 @@ def test_a_run_that_was_asked_to_end_goes_on_when_it_is_asked_to(home, tmp_path)
     assert train(plain(home, steps=MORE), tmp_path / "run", resume=True)["steps"] == MORE
     train(plain(home, steps=MORE), tmp_path / "whole")
     assert read_log(tmp_path / "run" / LOG).steps == read_log(tmp_path / "whole" / LOG).steps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_go_on_together(home, tmp_path):
+    for steps in (FEW, MORE):
+        made = plain(home, steps=steps).with_options(directions="shared")
+        (tmp_path / f"{steps}.yaml").write_text(dump_config(made))
+    for recipe, run, more in ((FEW, "run", ()), (MORE, "run", ("--resume",)), (MORE, "whole", ())):
+        done = forked("ranked", tmp_path / f"{recipe}.yaml", tmp_path / run, *more, ranks=2)
+        assert done.returncode == 0, done.stderr
+    assert same(result(tmp_path / "run"), result(tmp_path / "whole"))
+    assert read_log(tmp_path / "run" / LOG).totals == [NewTotal(FEW, FEW, MORE, ended=False)]
 
 
 def test_in_python_a_model_in_memory_goes_on_too(home, tmp_path):
